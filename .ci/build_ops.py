@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the DeepSpeed operators that TenCache and its tests use, two at a time, before anything waits for them.
+
+    python .ci/build_ops.py [AsyncIOBuilder ...]
+
+DeepSpeed compiles each at its first use and keeps it in ``~/.cache/torch_extensions``: about five minutes in all on two
+cores, once per machine and torch version. Here it happens in parallel and with a line of progress for each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+ON_EVERY_ACCELERATOR = ("AsyncIOBuilder", "CPUAdamBuilder", "PinMemoryBuilder", "CPUAdagradBuilder", "CPULionBuilder")
+ON_CPU_ONLY = ("ShareMemCommBuilder",)
+AT_ONCE = 2
+BUILD_ONE = """
+import sys
+from deepspeed.accelerator import get_accelerator
+builder = get_accelerator().create_op_builder(sys.argv[1])
+if builder is None:
+    sys.exit("this accelerator has no such operator")
+builder.load(verbose=False)
+"""
+
+
+def stamp_file(names: tuple[str, ...]) -> Path:
+    """A file that exists once all of ``names`` were built with what is installed now."""
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    versions = [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
+    setting = [sys.version, os.environ.get("DS_ACCELERATOR", ""), os.environ.get("CXX", ""), *versions, *names]
+    return cache / f".tencache-ops-{hashlib.sha256(repr(setting).encode()).hexdigest()[:16]}"
+
+
+def build(name: str) -> tuple[float, str]:
+    """Builds one operator in a process of its own; returns its seconds and, if it failed, the end of its output."""
+    # A compiler takes up to 1.5 GiB here, and the longest build has the most files: it should fill cores left idle.
+    memory_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    jobs = max(1, min(os.cpu_count() or 1, memory_nbytes // (AT_ONCE * 3 * 2**29)))
+    environment = {"MAX_JOBS": str(jobs)} | os.environ
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    started = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as output:
+        done = subprocess.run(
+            [sys.executable, "-c", BUILD_ONE, name], stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+        output.seek(0)
+        lines = output.read().splitlines()
+    return time.perf_counter() - started, "" if done.returncode == 0 else "\n".join(lines[-30:])
+
+
+def main() -> int:
+    names = tuple(sys.argv[1:]) or ON_EVERY_ACCELERATOR + ON_CPU_ONLY
+    if os.environ.get("DS_ACCELERATOR") != "cpu":
+        names = tuple(name for name in names if name not in ON_CPU_ONLY)
+    stamp = stamp_file(names)
+    if stamp.exists():
+        return 0
+    print(f"building {len(names)} DeepSpeed operators (minutes on a small machine, once)", flush=True)
+    failures = 0
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        builds = {pool.submit(build, name): name.removesuffix("Builder") for name in names}
+        for count, done in enumerate(as_completed(builds), 1):
+            seconds, error = done.result()
+            state = "FAILED" if error else "ready"
+            print(f"  [{count}/{len(names)}] {builds[done]} {state} after {seconds:.0f} s", flush=True)
+            if error:
+                failures += 1
+                print(error, flush=True)
+    if failures == 0:
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.touch()
+    return min(failures, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

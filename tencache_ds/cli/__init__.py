@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``tencache`` command. ``tencache --help`` lists what it can do."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from tencache_ds import __version__
+from tencache_ds.cli import doctor
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the ``tencache`` command.
+
+    Args:
+        argv: arguments after the command's name; those of this process when omitted.
+
+    Returns:
+        The exit status: 0 if all is well, 1 if a command found a problem.
+
+    Raises:
+        SystemExit: with status 2 for arguments that cannot be understood, with 0 after ``--help`` and ``--version``.
+    """
+    parser = argparse.ArgumentParser(prog="tencache", description="Tools around the TenCache offload engine.")
+    parser.add_argument("--version", action="version", version=f"tencache {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="command")
+    doctor.add_command(commands)
+    arguments = parser.parse_args(argv)
+    return int(arguments.run(arguments))

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of ``tencache doctor``: processor, memory and GPUs."""
+
+from __future__ import annotations
+
+import os
+import resource
+from importlib import metadata
+from pathlib import Path
+
+from tencache_ds.cli.finding import Finding, Level, format_nbytes
+
+CAP_IPC_LOCK_BIT = 14
+SMALL_LOCKED_MEMORY_NBYTES = 1 << 30
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+VECTOR_FLAGS = ("avx512f", "avx2", "sve", "asimd")
+
+
+def check_cpu() -> Finding:
+    """Model and cores of the processor; the CPU optimizer is several times slower without vector instructions."""
+    import cpuinfo  # takes a second: only when asked for
+
+    info = cpuinfo.get_cpu_info()
+    model = info.get("brand_raw") or info.get("arch", "unknown")
+    cores = len(os.sched_getaffinity(0))
+    vector = next((flag for flag in VECTOR_FLAGS if flag in info.get("flags", ())), None)
+    text = f"{model}, {cores} cores for this process"
+    if vector is None:
+        return Finding(
+            Level.WARNING,
+            "cpu",
+            f"{text}, no AVX2 or AVX-512: the optimizer step will be slow",
+            "use a machine with AVX2, or let the virtual machine pass the host's CPU flags on",
+        )
+    return Finding(Level.OK, "cpu", f"{text}, {vector}")
+
+
+def container_limit_nbytes(files: tuple[Path, ...] = CGROUP_LIMITS) -> int | None:
+    """Memory limit of the container this process runs in, in bytes; ``None`` if there is none."""
+    for file in files:
+        try:
+            text = file.read_text().strip()
+        except OSError:
+            continue
+        # cgroup v1 says "no limit" with a number close to 2**63.
+        return int(text) if text.isdigit() and int(text) < 1 << 60 else None
+    return None
+
+
+def check_memory() -> Finding:
+    """Total and available RAM, and the container's limit if it has a lower one."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    text = f"{format_nbytes(memory.available)} of {format_nbytes(memory.total)} available"
+    limit = container_limit_nbytes()
+    if limit is not None and limit < memory.total:
+        text += f"; this container may use {format_nbytes(limit)}"
+    return Finding(Level.OK, "memory", text)
+
+
+def has_ipc_lock_capability(status: str) -> bool:
+    """Whether ``status``, the text of ``/proc/<pid>/status``, grants CAP_IPC_LOCK, which lifts the limit."""
+    line = next((line for line in status.splitlines() if line.startswith("CapEff:")), "CapEff: 0")
+    return bool(int(line.split()[1], 16) >> CAP_IPC_LOCK_BIT & 1)
+
+
+def check_locked_memory(limit_nbytes: int | None = None, status: str | None = None) -> Finding:
+    """How much memory may be locked, which I/O buffers need; container images often allow 8 MiB.
+
+    Args:
+        limit_nbytes: the soft limit, ``resource.RLIM_INFINITY`` for none; this process's own when omitted.
+        status: text of ``/proc/<pid>/status``; this process's own when omitted.
+    """
+    if limit_nbytes is None:
+        limit_nbytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if status is None:
+        status = Path("/proc/self/status").read_text()
+    if limit_nbytes == resource.RLIM_INFINITY:
+        return Finding(Level.OK, "locked memory", "unlimited")
+    text = f"limit {format_nbytes(limit_nbytes)}"
+    if has_ipc_lock_capability(status):
+        return Finding(Level.OK, "locked memory", f"{text}, lifted by CAP_IPC_LOCK")
+    if limit_nbytes < SMALL_LOCKED_MEMORY_NBYTES:
+        return Finding(
+            Level.WARNING,
+            "locked memory",
+            f"{text}: too little for the buffers of most models",
+            "ulimit -l unlimited (memlock in /etc/security/limits.conf), or in Docker: --ulimit memlock=-1",
+        )
+    return Finding(Level.OK, "locked memory", text)
+
+
+def check_gpus() -> list[Finding]:
+    """The NVIDIA GPUs of this machine, and whether the installed torch can use them."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return [Finding(Level.OK, "gpu", f"none ({error}): DeepSpeed runs on the CPU with DS_ACCELERATOR=cpu")]
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        findings = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            total = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+            name = pynvml.nvmlDeviceGetName(handle)
+            findings.append(Finding(Level.OK, f"gpu {index}", f"{name}, {format_nbytes(total)}, driver {driver}"))
+    except pynvml.NVMLError as error:
+        return [Finding(Level.WARNING, "gpu", f"the driver does not answer: {error}", "run nvidia-smi to see why")]
+    finally:
+        pynvml.nvmlShutdown()
+    if findings and _torch_is_for_cpu_only():
+        findings.append(
+            Finding(
+                Level.WARNING,
+                "gpu",
+                "the installed torch is a CPU build and does not see the GPU",
+                "pip install --force-reinstall torch (from PyPI, or the index of your CUDA version)",
+            )
+        )
+    return findings
+
+
+def _torch_is_for_cpu_only() -> bool:
+    try:
+        return metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of ``tencache doctor``: versions, activation, and what DeepSpeed needs to build its operators."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from tencache_ds import __version__
+from tencache_ds.cli.finding import Finding, Level
+
+DISTRIBUTION = "tencache-ds"
+AUTOLOAD_GROUP = "torch.backends"
+AUTOLOAD_NAME = "tencache_ds"
+CHECKED_REQUIREMENTS = ("torch", "deepspeed")
+HEADER_FOLDERS = (Path("/usr/include"), Path("/usr/local/include"))
+
+
+def check_versions(
+    version_of: Callable[[str], str] = metadata.version,
+    requirements_of: Callable[[str], list[str] | None] = metadata.requires,
+) -> list[Finding]:
+    """Python, TenCache, and torch and DeepSpeed against the ranges this package declares.
+
+    Args:
+        version_of: version of an installed distribution, or :class:`importlib.metadata.PackageNotFoundError`.
+        requirements_of: what an installed distribution requires, with the same error.
+    """
+    findings = [Finding(Level.OK, "python", sys.version.split()[0])]
+    try:
+        declared = [Requirement(line) for line in requirements_of(DISTRIBUTION) or ()]
+    except metadata.PackageNotFoundError:
+        declared = []
+        findings.append(
+            Finding(
+                Level.WARNING,
+                "tencache",
+                f"{__version__}, used from a folder without being installed: supported versions are not known",
+                "pip install the package (pip install -e . in a checkout)",
+            )
+        )
+    else:
+        findings.append(Finding(Level.OK, "tencache", __version__))
+    ranges = {requirement.name: requirement.specifier for requirement in declared if requirement.marker is None}
+    for name in CHECKED_REQUIREMENTS:
+        supported = ranges.get(name)
+        wanted = f"{name}{supported}" if supported is not None else name
+        try:
+            found = version_of(name)
+        except metadata.PackageNotFoundError:
+            findings.append(Finding(Level.PROBLEM, name, "not installed", f"pip install '{wanted}'"))
+            continue
+        if supported is None:
+            findings.append(Finding(Level.OK, name, found))
+        elif supported.contains(found, prereleases=True):
+            findings.append(Finding(Level.OK, name, f"{found} (supported: {supported})"))
+        else:
+            findings.append(
+                Finding(
+                    Level.PROBLEM,
+                    name,
+                    f"{found} is outside the supported range {supported}",
+                    f"pip install '{wanted}'",
+                )
+            )
+    return findings
+
+
+def check_autoload(environment: Mapping[str, str] | None = None) -> Finding:
+    """Whether ``import torch`` activates TenCache in every process without a change to the script.
+
+    Args:
+        environment: variables to look at; those of this process when omitted.
+    """
+    environment = os.environ if environment is None else environment
+    by_hand = "import tencache_ds in the script, or start it with: deepspeed --module tencache_ds.run train.py"
+    if environment.get("TENCACHE_DISABLE", "") not in ("", "0"):
+        return Finding(Level.PROBLEM, "activation", "switched off by TENCACHE_DISABLE", "unset TENCACHE_DISABLE")
+    if AUTOLOAD_NAME not in {point.name for point in metadata.entry_points(group=AUTOLOAD_GROUP)}:
+        return Finding(
+            Level.WARNING, "activation", "the entry point is not installed, so scripts do not load TenCache", by_hand
+        )
+    if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
+        return Finding(
+            Level.WARNING,
+            "activation",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading TenCache",
+            f"unset it, or {by_hand}",
+        )
+    return Finding(Level.OK, "activation", "torch loads TenCache in every process (entry point)")
+
+
+def check_build_tools(
+    which: Callable[[str], str | None] = shutil.which, header_folders: tuple[Path, ...] = HEADER_FOLDERS
+) -> list[Finding]:
+    """Compiler, ninja, Python's headers and libaio, with which DeepSpeed builds its operators at first use.
+
+    Args:
+        which: path of a command, or ``None``.
+        header_folders: where C headers are looked for.
+    """
+    install = "sudo apt-get install -y"
+    compiler_name = os.environ.get("CXX") or "c++"
+    compiler = which(compiler_name) or which("g++")
+    if compiler is not None:
+        findings = [Finding(Level.OK, "compiler", compiler)]
+    else:
+        findings = [Finding(Level.PROBLEM, "compiler", f"neither {compiler_name} nor g++ found", f"{install} g++")]
+
+    # ninja from PyPI lies beside the interpreter, and a launcher may run without that folder on PATH.
+    beside_python = Path(sys.executable).parent / "ninja"
+    ninja = which("ninja") or (str(beside_python) if beside_python.exists() else None)
+    if ninja is not None:
+        findings.append(Finding(Level.OK, "ninja", ninja))
+    else:
+        findings.append(Finding(Level.PROBLEM, "ninja", "not found", "pip install ninja"))
+
+    python_header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if python_header.exists():
+        findings.append(Finding(Level.OK, "python headers", str(python_header.parent)))
+    else:
+        package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        findings.append(Finding(Level.PROBLEM, "python headers", f"{python_header} is missing", f"{install} {package}"))
+
+    libaio = next((folder / "libaio.h" for folder in header_folders if (folder / "libaio.h").exists()), None)
+    if libaio is not None:
+        findings.append(Finding(Level.OK, "libaio", str(libaio)))
+    else:
+        findings.append(
+            Finding(
+                Level.WARNING,
+                "libaio",
+                "headers not found: the posix backend does the I/O, and stock ZeRO-Infinity cannot run",
+                f"{install} libaio-dev",
+            )
+        )
+    return findings

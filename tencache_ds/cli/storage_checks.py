@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of ``tencache doctor``: the folder given as ``nvme_path``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from tencache_ds.cli.filesystem import existing_parent, file_system_of, supports_direct_io
+from tencache_ds.cli.finding import Finding, Level, format_nbytes
+
+BYTES_PER_PARAMETER = 14
+"""Master weight, two moments (fp32 each) and the 16-bit weight of a parameter kept on NVMe."""
+
+LITTLE_SPACE_NBYTES = 16 << 30
+
+
+def check_nvme_path(path: Path) -> list[Finding]:
+    """Whether ``path`` can be an ``nvme_path``: access, kind of storage, free space, direct I/O."""
+    folder = existing_parent(path)
+    if not folder.is_dir():
+        return [Finding(Level.PROBLEM, "nvme path", f"{folder} is not a folder", "give a folder on a local disk")]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return [
+            Finding(
+                Level.PROBLEM, "nvme path", f"{folder} cannot be written to by this user", f"sudo chown $USER {folder}"
+            )
+        ]
+    text = str(folder) if folder == path.expanduser().resolve() else f"{path} will be made in {folder}"
+    return [Finding(Level.OK, "nvme path", text), _kind(folder), _free_space(folder), _direct_io(folder)]
+
+
+def _kind(folder: Path) -> Finding:
+    found = file_system_of(folder)
+    text = f"{found.kind} on {found.device}, mounted at {found.mount_point}"
+    remedy = "name a folder on a local NVMe disk"
+    if found.in_memory:
+        return Finding(Level.WARNING, "file system", f"{text}: this is RAM, not a disk", remedy)
+    if found.over_network:
+        return Finding(Level.WARNING, "file system", f"{text}: network storage is slow for this", remedy)
+    return Finding(Level.OK, "file system", text)
+
+
+def _free_space(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free
+    billions = free / BYTES_PER_PARAMETER / 1e9
+    text = f"{format_nbytes(free)}: room for {billions:.1f} billion parameters at {BYTES_PER_PARAMETER} bytes each"
+    if free < LITTLE_SPACE_NBYTES:
+        return Finding(Level.WARNING, "free space", text, "free some, or name a folder on a larger disk")
+    return Finding(Level.OK, "free space", text)
+
+
+def _direct_io(folder: Path) -> Finding:
+    try:
+        direct = supports_direct_io(folder)
+    except OSError as error:
+        return Finding(Level.PROBLEM, "direct I/O", f"writing a file failed: {error}", "name a folder that works")
+    if direct:
+        return Finding(Level.OK, "direct I/O", "O_DIRECT works")
+    return Finding(
+        Level.WARNING,
+        "direct I/O",
+        "O_DIRECT is not supported: data goes through the page cache, which takes RAM and time",
+        "name a folder on ext4 or xfs",
+    )

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options a user may write under ``"tencache"`` in ``ds_config.json``, with every default explained.
+
+What DeepSpeed already has an option for is not repeated here: ``offload_*.nvme_path``, ``offload_*.pin_memory`` and the
+``aio`` section mean what they mean for ZeRO-Infinity.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import Enum
+from typing import Annotated, Any
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import BeforeValidator, Field, ValidationError
+
+from tencache_ds.errors import ConfigError
+
+ENGINE_KEY = "offload_engine"
+OPTIONS_KEY = "tencache"
+ENGINE_NAME = "tencache"
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(value: object) -> int:
+    """Bytes of ``4294967296``, ``4e9``, ``"4GiB"`` or ``"4 GB"``.
+
+    Raises:
+        ValueError: not a size, or negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"{value!r} is not a size: write a number of bytes or a string such as '4GiB'")
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        if match is None or match.group(2).upper() not in _UNITS:
+            raise ValueError(f"{value!r} is not a size: write a number of bytes or a string such as '4GiB' or '500MB'")
+        return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+    if value < 0 or value != value or value == float("inf"):
+        raise ValueError(f"a size cannot be {value!r}")
+    return int(value)
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+
+
+class IoBackend(str, Enum):
+    """Which mechanism moves bytes between host memory and NVMe."""
+
+    auto = "auto"
+    """``aio`` where DeepSpeed's op builds and takes our buffers as they are, else ``posix``; the reason is logged."""
+
+    aio = "aio"
+    """Lanes of DeepSpeed's ``aio_handle`` (libaio)."""
+
+    posix = "posix"
+    """``preadv``/``pwritev`` with O_DIRECT where the file system allows it; needs no libaio."""
+
+
+class Verify(str, Enum):
+    """How what is read back from NVMe is compared with what was written."""
+
+    off = "off"
+    sampled = "sampled"
+    """One word of every 4 KiB page is remembered at each write and compared at the next read."""
+
+
+class TenCacheConfig(DeepSpeedConfigModel):
+    """The ``"tencache"`` section. Omitted or null means automatic, for the section and for each option."""
+
+    host_memory: Size | None = None
+    """Host memory per rank in which weights stay resident instead of going to NVMe, filled first. Beyond it come what
+    training cannot do without (gradients, ``staging_memory``). Automatic: half of the memory available when the model is
+    built, divided by the ranks on the host. 0 sends every weight to NVMe."""
+
+    staging_memory: Size | None = None
+    """Pinned host memory per rank through which everything on its way from or to NVMe passes. Automatic: 12 optimizer
+    chunks and up to 768 MiB of weights, more if the largest weight needs it."""
+
+    chunk_size: Size = Field(32 * 2**20, ge=2**16, le=2**30)
+    """Bytes of optimizer state (master weight and moments together) that are read, updated and written as one."""
+
+    io_backend: IoBackend = IoBackend.auto
+    """Mechanism for NVMe I/O; automatic picks one and logs why."""
+
+    io_lanes: int = Field(8, ge=1, le=64)
+    """Requests moved at the same time per store. 4 to 8 reach the limit of the devices measured."""
+
+    io_request_size: Size = Field(8 * 2**20, ge=2**12)
+    """Larger transfers are cut into requests of this size, which several lanes move at the same time."""
+
+    io_timeout_s: float = Field(600.0, gt=0)
+    """A wait for one transfer or one buffer that takes longer than this stops the run with an error that names it."""
+
+    verify: Verify = Verify.sampled
+    """Comparison of bytes read with bytes written."""
+
+    poison_buffers: bool = False
+    """For debugging: fills every returned staging buffer with a pattern, so that a use after return shows."""
+
+
+def options_from(section: object) -> TenCacheConfig:
+    """Validated options of a ``"tencache"`` section.
+
+    Raises:
+        ConfigError: names the option, what was given and what is allowed.
+    """
+    if section is None:
+        section = {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f'"{OPTIONS_KEY}" must be an object with options or null, not {section!r}')
+    given = {key: value for key, value in section.items() if value is not None}
+    try:
+        return TenCacheConfig(**given)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _explain(item: Any) -> str:
+    name = ".".join(str(part) for part in item["loc"]) or OPTIONS_KEY
+    if item["type"] == "extra_forbidden":
+        allowed = ", ".join(sorted(TenCacheConfig.model_fields))
+        return f'unknown option "{OPTIONS_KEY}.{name}" (given: {item["input"]!r}). Allowed: {allowed}'
+    return f'"{OPTIONS_KEY}.{name}" cannot be {item["input"]!r}: {item["msg"]}'

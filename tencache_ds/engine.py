@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The composition root: builds the rooms for one DeepSpeed engine and owns their lifetime. No module-level state."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tencache_ds.config import IoBackend, TenCacheConfig, Verify
+from tencache_ds.errors import SpaceError
+from tencache_ds.io import ExtentStore, ScratchFolder, StorageBackend, open_backend
+from tencache_ds.io.scratch import free_nbytes
+from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
+from tencache_ds.memory.pool import BufferPool
+from tencache_ds.observability.counters import Counters, Stats
+from tencache_ds.planning.budget import StagingPlan, plan_staging, resident_budget
+from tencache_ds.planning.chunks import align
+from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier, SubGroupSpec
+from tencache_ds.tiers.weights import WeightTier
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+STORE_GROWTH_NBYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class AioSettings:
+    """What DeepSpeed's ``aio`` section says."""
+
+    block_nbytes: int
+    queue_depth: int
+    single_submit: bool
+    overlap_events: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an engine needs to know about the process it runs in.
+
+    Attributes:
+        rank: global rank.
+        local_ranks: ranks on this host, which share its memory and disks.
+        on_cuda: whether the compute device copies over PCIe from registered host memory.
+        weights_path: NVMe folder for weights, or None when weights are not offloaded to NVMe.
+        optimizer_path: NVMe folder for optimizer state, or None when it stays in host memory.
+        pin_memory: DeepSpeed's ``pin_memory`` option.
+        aio: DeepSpeed's ``aio`` section.
+        available_nbytes: host memory free for this job when the model is built, the same figure on every rank.
+    """
+
+    rank: int
+    local_ranks: int
+    on_cuda: bool
+    weights_path: str | None
+    optimizer_path: str | None
+    pin_memory: bool
+    aio: AioSettings
+    available_nbytes: int
+
+
+class TenCacheEngine:
+    """Everything TenCache holds for one DeepSpeed engine (or for one ``zero.Init`` until an engine adopts it)."""
+
+    def __init__(self, options: TenCacheConfig, surroundings: Surroundings) -> None:
+        self.options = options
+        self.surroundings = surroundings
+        self.counters = Counters()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._scratch: dict[str, ScratchFolder] = {}
+        self._io: tuple[StorageBackend, str] | None = None
+        self._stores: list[ExtentStore] = []
+        self._adopted: list[TenCacheEngine] = []
+        self._pools: list[BufferPool] = []
+        self._chunk_pool: BufferPool | None = None
+        self._staging_arena: HostArena | None = None
+        self._transient_arena = HostArena(None, Locking.NONE)
+        self._resident_arena = HostArena(None, Locking.CUDA if self._pins_for_copies else Locking.NONE)
+        self.weights = WeightTier(
+            store=lambda: self._open_store("weights", surroundings.weights_path),
+            resident_arena=self._resident_arena,
+            transient_arena=self._transient_arena,
+            resident_budget_nbytes=self._resident_budget,
+            counters=self.counters,
+            timeout_s=options.io_timeout_s,
+        )
+        self.optimizer_state: OptimizerStateTier | None = None
+        self.staging_plan: StagingPlan | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has run."""
+        return self._closed
+
+    @property
+    def _pins_for_copies(self) -> bool:
+        return self.surroundings.on_cuda and self.surroundings.pin_memory
+
+    # Building
+
+    def host_tensor(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
+        """A zeroed 1-D tensor in host memory of exactly that size, registered for fast copies on a GPU."""
+        data = self._resident_arena.allocate(max(numel * dtype.itemsize, 1), purpose)
+        return data.zero_()[: numel * dtype.itemsize].view(dtype)
+
+    def adopt(self, other: TenCacheEngine) -> None:
+        """Takes over the lifetime of an engine that an earlier ``zero.Init`` built for weights of the same model."""
+        if other is not self and other not in self._adopted:
+            self._adopted.append(other)
+
+    def check_optimizer_space(self, needed_nbytes: int) -> None:
+        """Compares what optimizer state needs on NVMe with what is free, for all ranks of this host together.
+
+        Raises:
+            SpaceError: too little space; says how much is missing.
+        """
+        path = self.surroundings.optimizer_path
+        if path is None or not needed_nbytes:
+            return
+        needed, free = needed_nbytes * self.surroundings.local_ranks, free_nbytes(path)
+        if free < needed:
+            raise SpaceError(
+                "allocate",
+                path,
+                0,
+                needed,
+                f"optimizer state of {self.surroundings.local_ranks} rank(s) needs {_gib(needed)}, but only {_gib(free)} "
+                f"are free: {_gib(needed - free)} are missing. Free some space, or name another folder as "
+                '"zero_optimization.offload_optimizer.nvme_path"',
+                errno=errno.ENOSPC,
+            )
+
+    def build_optimizer_state(self, specs: Sequence[SubGroupSpec], needed_nbytes: int) -> OptimizerStateTier:
+        """Makes the optimizer tier and the room its state needs on NVMe.
+
+        Args:
+            specs: the sub-groups.
+            needed_nbytes: bytes that will be stored on NVMe, for the check before anything is allocated.
+
+        Raises:
+            SpaceError: too little space; says how much is missing.
+        """
+        path = self.surroundings.optimizer_path
+        store = None
+        if path is not None and needed_nbytes:
+            store = self._open_store("optimizer", path, preallocate_nbytes=needed_nbytes)
+        self.optimizer_state = OptimizerStateTier(
+            specs,
+            store=store,
+            pool=self._require_chunk_pool,
+            counters=self.counters,
+            chunk_nbytes=self.options.chunk_size,
+            timeout_s=self.options.io_timeout_s,
+        )
+        return self.optimizer_state
+
+    def build_staging(self, chunk_nbytes: Sequence[int]) -> StagingPlan:
+        """Proves the staging plan against its limit, then allocates it: all pinned memory that I/O passes through.
+
+        Args:
+            chunk_nbytes: bytes of every stored optimizer chunk.
+
+        Raises:
+            ConfigError: ``staging_memory`` is too small for the model.
+            MemoryLimitError, LockedMemoryError: the memory cannot be had.
+        """
+        tiers = [self.weights, *(engine.weights for engine in self._adopted)]
+        shards = [nbytes for tier in tiers for nbytes in tier.stored_nbytes()]
+        largest = max((align(nbytes) for nbytes in chunk_nbytes), default=0)
+        plan = plan_staging(self.options.staging_memory, shards, largest, len(chunk_nbytes))
+        self.staging_plan = plan
+        self._staging_arena = HostArena(plan.nbytes, self._staging_locking(plan.nbytes))
+        poison = self.options.poison_buffers
+        if plan.chunk_slots:
+            classes = (SizeClass(plan.chunk_slot_nbytes, plan.chunk_slots),)
+            self._chunk_pool = BufferPool(self._staging_arena, classes, poison=poison, name="chunks")
+            self._pools.append(self._chunk_pool)
+        if plan.weight_nbytes:
+            classes = plan_size_classes([align(nbytes) for nbytes in shards], plan.weight_nbytes)
+            pool = BufferPool(self._staging_arena, classes, poison=poison, name="weights")
+            self._pools.append(pool)
+            for tier in tiers:
+                tier.use_pool(pool)
+        return plan
+
+    def all(self) -> list[TenCacheEngine]:
+        """This engine and those it adopted."""
+        return [self, *self._adopted]
+
+    # Reporting
+
+    def stats(self) -> Stats:
+        """Snapshot of the counters and of what is held now."""
+        arenas = [self._resident_arena] + ([self._staging_arena] if self._staging_arena is not None else [])
+        pools = [pool.stats() for pool in self._pools]
+        return Stats(
+            total=self.counters.total(),
+            last_step=self.counters.last_step,
+            pinned_nbytes=sum(arena.nbytes_locked for arena in arenas),
+            pinned_peak_nbytes=sum(arena.nbytes_peak for arena in arenas if arena.locking is not Locking.NONE),
+            staging_nbytes=sum(pool.nbytes_total for pool in pools),
+            staging_peak_nbytes=sum(pool.nbytes_leased_peak for pool in pools),
+            pool_waits=sum(pool.n_waits for pool in pools),
+            stored_nbytes=sum(store.nbytes_allocated for engine in self.all() for store in engine._stores),
+            resident_weight_nbytes=sum(engine.weights.resident_nbytes for engine in self.all()),
+            io_backend=next((engine._io[0].name for engine in self.all() if engine._io is not None), ""),
+        )
+
+    def describe(self) -> str:
+        """One line: what lives where and how it moves."""
+        stats = self.stats()
+        parts = [f"weights in RAM {_gib(stats.resident_weight_nbytes)}", f"on NVMe {_gib(stats.stored_nbytes)}"]
+        parts.append(f"staging {_gib(stats.staging_nbytes)}")
+        parts.append(f"pinned {_gib(stats.pinned_nbytes)}")
+        reasons = {f"{e._io[0].name} ({e._io[1]})" for e in self.all() if e._io is not None}
+        if reasons:
+            parts.append(f"I/O {', '.join(sorted(reasons))} on {self.options.io_lanes} lanes")
+        return "; ".join(parts)
+
+    def check(self) -> None:
+        """Raises the error of an earlier asynchronous write, if one failed. Cheap: called every step."""
+        for engine in self.all():
+            engine.weights.check()
+        if self.optimizer_state is not None:
+            self.optimizer_state.check()
+
+    def assert_idle(self) -> None:
+        """Raises if a staging buffer is leased, naming its holder."""
+        for pool in self._pools:
+            pool.assert_idle()
+
+    def close(self) -> None:
+        """Waits for I/O in flight, frees all memory and removes the scratch folders. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
+            stack.callback(self._resident_arena.close)
+            stack.callback(self._transient_arena.close)
+            if self._staging_arena is not None:
+                stack.callback(self._staging_arena.close)
+            for scratch in self._scratch.values():
+                stack.callback(scratch.close)
+            if self._io is not None:
+                stack.callback(self._io[0].close)
+            for store in self._stores:
+                stack.callback(store.close)
+            for pool in self._pools:
+                stack.callback(pool.close)
+            for engine in self._adopted:
+                stack.callback(engine.close)
+            stack.callback(self.weights.close)
+            if self.optimizer_state is not None:
+                stack.callback(self.optimizer_state.close)
+
+    # Mechanics
+
+    def _resident_budget(self) -> int:
+        near = self.surroundings
+        budget = resident_budget(self.options.host_memory, near.available_nbytes, near.local_ranks)
+        source = "tencache.host_memory" if self.options.host_memory is not None else "half of the available memory"
+        logger.info("weights may fill %s of host memory per rank (%s)", _gib(budget), source)
+        return budget
+
+    def _require_chunk_pool(self) -> BufferPool:
+        if self._chunk_pool is None:
+            raise RuntimeError("optimizer chunks are used before build_staging()")
+        return self._chunk_pool
+
+    def _staging_locking(self, nbytes: int) -> Locking:
+        """How staging memory is locked: for fast copies on a GPU, for DeepSpeed's aio op on a CPU, or not at all."""
+        if self.surroundings.on_cuda:
+            return Locking.CUDA if self.surroundings.pin_memory else Locking.NONE
+        wanted = self.options.io_backend
+        if not self.surroundings.pin_memory or wanted == IoBackend.posix:
+            return Locking.NONE
+        headroom = locked_memory_headroom_nbytes()
+        if wanted == IoBackend.auto and headroom is not None and headroom < nbytes:
+            return Locking.NONE
+        return Locking.MLOCK
+
+    def _open_store(self, kind: str, path: str | None, *, preallocate_nbytes: int = 0) -> ExtentStore:
+        if path is None:
+            raise RuntimeError(f"{kind} are to be stored on NVMe, but no nvme_path is configured")
+        if path not in self._scratch:
+            self._scratch[path] = ScratchFolder(path, self.surroundings.rank, "engine")
+        store = ExtentStore(
+            self._scratch[path].path(f"{kind}.bin"),
+            self._backend(),
+            preallocate_nbytes=preallocate_nbytes,
+            growth_nbytes=STORE_GROWTH_NBYTES,
+            verify=self.options.verify == Verify.sampled,
+            timeout_s=self.options.io_timeout_s,
+        )
+        self._stores.append(store)
+        return store
+
+    def _backend(self) -> StorageBackend:
+        if self._io is None:
+            aio = self.surroundings.aio
+            self._io = open_backend(
+                IoBackend(self.options.io_backend).value,
+                n_lanes=self.options.io_lanes,
+                request_nbytes=self.options.io_request_size,
+                block_nbytes=aio.block_nbytes,
+                queue_depth=aio.queue_depth,
+                single_submit=aio.single_submit,
+                overlap_events=aio.overlap_events,
+                buffers_are_pinned=self._staging_locking(0) is not Locking.NONE,
+            )
+        return self._io[0]
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error TenCache raises on purpose.
+
+Each one names the thing that is wrong and what to do about it. Catching :class:`TenCacheError` catches all of them.
+"""
+
+from __future__ import annotations
+
+
+class TenCacheError(Exception):
+    """Base class of every error raised by TenCache."""
+
+
+class ConfigError(TenCacheError, ValueError):
+    """The DeepSpeed config cannot be run with TenCache: names the key, what was given and what is allowed."""
+
+
+class SeamError(TenCacheError, RuntimeError):
+    """The installed DeepSpeed does not have a seam TenCache plugs into: names the version and the seam."""
+
+
+class MemoryLimitError(TenCacheError, MemoryError):
+    """A pinned-memory plan does not fit its limit: names what is needed, the limit and which option to change."""
+
+
+class LockedMemoryError(MemoryLimitError):
+    """The operating system refused to lock or register host memory."""
+
+
+class StorageError(TenCacheError, OSError):
+    """A read or write of scratch storage failed or came back short.
+
+    Attributes:
+        path: the file.
+        offset: first byte of the request in that file.
+        nbytes: length of the request in bytes.
+        operation: ``"read"``, ``"write"`` or another verb such as ``"allocate"``.
+        tag: what the bytes are (a weight's or chunk's name), if known.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        path: str,
+        offset: int,
+        nbytes: int,
+        cause: str,
+        *,
+        errno: int | None = None,
+        tag: str = "",
+    ) -> None:
+        what = f" of {tag}" if tag else ""
+        number = f" (errno {errno})" if errno is not None else ""
+        super().__init__(errno, f"{operation}{what} failed at {path}, offset {offset}, {nbytes} bytes: {cause}{number}")
+        self.operation = operation
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+        self.tag = tag
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+class CorruptionError(StorageError):
+    """Bytes read back differ from the bytes last written to the same place."""
+
+
+class SpaceError(StorageError):
+    """Too little free space for the state that has to be stored: found before training starts."""

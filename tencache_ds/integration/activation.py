@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plugging into DeepSpeed: the config is watched always, everything else is replaced only once a config asks for it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tencache_ds.engine import TenCacheEngine
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+CONFIG_ATTRIBUTE = "tencache"
+"""Attribute of a parsed DeepSpeedConfig that holds its ``TenCacheConfig``; absent or None means stock DeepSpeed."""
+
+_HOOKED = "__tencache_hook__"
+
+
+def hook_config_module(module: ModuleType) -> None:
+    """Makes ``DeepSpeedConfig`` recognise ``"offload_engine"``. Idempotent.
+
+    Configs without the key are parsed by DeepSpeed's own function and nothing else happens.
+    """
+    config_class = module.DeepSpeedConfig
+    original = config_class._initialize_params
+    if hasattr(original, _HOOKED):
+        return
+
+    @functools.wraps(original)
+    def _initialize_params(self: Any, param_dict: MutableMapping[str, Any]) -> None:
+        from tencache_ds.config import ENGINE_KEY
+
+        zero = param_dict.get("zero_optimization")
+        if ENGINE_KEY not in param_dict and not (isinstance(zero, dict) and ENGINE_KEY in zero):
+            original(self, param_dict)
+            return
+        from tencache_ds.integration.config_checks import check_config, take_engine_choice
+
+        chosen = take_engine_choice(param_dict)
+        original(self, param_dict)
+        if chosen:
+            setattr(self, CONFIG_ATTRIBUTE, check_config(self, param_dict))
+            activate()
+
+    setattr(_initialize_params, _HOOKED, True)
+    config_class._initialize_params = _initialize_params
+
+
+def options_of(ds_config: Any) -> Any:
+    """The ``TenCacheConfig`` of a parsed DeepSpeed config, or None when it does not ask for TenCache."""
+    return getattr(ds_config, CONFIG_ATTRIBUTE, None)
+
+
+def activate() -> None:
+    """Verifies every seam, then installs TenCache's side of them. Idempotent.
+
+    Each replacement looks at the config it is called with and leaves other engines in the process to DeepSpeed.
+
+    Raises:
+        SeamError: the installed DeepSpeed differs from the tested one; nothing was replaced.
+    """
+    from deepspeed.runtime import engine as engine_module
+    from deepspeed.runtime.zero import partition_parameters
+
+    if hasattr(engine_module.DeepSpeedEngine._configure_zero_optimizer, _HOOKED):
+        return
+    from tencache_ds.integration.param_swapper import ParamSwapper, swapper_factory
+    from tencache_ds.integration.seams import verify_seams
+
+    verify_seams()
+
+    partition_parameters.AsyncPartitionedParameterSwapper = swapper_factory(
+        partition_parameters.AsyncPartitionedParameterSwapper
+    )
+
+    partition_param = partition_parameters.Init._partition_param
+
+    @functools.wraps(partition_param)
+    def _partition_param(self: Any, param: Any, *args: Any, has_been_updated: bool = False, **kwargs: Any) -> Any:
+        if has_been_updated and isinstance(param.nvme_swapper, ParamSwapper):
+            param.nvme_swapper.prepare_overwrite(param)
+        return partition_param(self, param, *args, has_been_updated=has_been_updated, **kwargs)
+
+    partition_parameters.Init._partition_param = _partition_param
+
+    configure = engine_module.DeepSpeedEngine._configure_zero_optimizer
+
+    @functools.wraps(configure)
+    def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
+        options = options_of(self._config)
+        if options is None:
+            return configure(self, optimizer)
+        with _substituted_classes(self, options):
+            return configure(self, optimizer)
+
+    setattr(_configure_zero_optimizer, _HOOKED, True)
+    engine_module.DeepSpeedEngine._configure_zero_optimizer = _configure_zero_optimizer
+    _announce()
+
+
+def _announce() -> None:
+    import deepspeed
+    from deepspeed import comm as dist
+    from deepspeed.utils import logger as deepspeed_logger
+
+    import tencache_ds
+
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        # The user asked for TenCache: this one line is shown whatever DeepSpeed's log level (INFO is hidden by default).
+        message = f"TenCache {tencache_ds.__version__} is active with DeepSpeed {deepspeed.__version__}"
+        (deepspeed_logger.info if deepspeed_logger.isEnabledFor(logging.INFO) else print)(message)
+
+
+@contextmanager
+def _substituted_classes(engine: Any, options: Any) -> Iterator[None]:
+    """DeepSpeed's stage-3 classes, replaced while one engine chooses its own; afterwards they are as before."""
+    # Imported before the substitution: it subclasses the stock optimizer when it is first imported.
+    from deepspeed.runtime.zero import parameter_offload, stage3
+
+    from tencache_ds.integration.coordinator import TenCacheCoordinator
+    from tencache_ds.integration.stage3 import TenCacheZeroOptimizer_Stage3
+
+    stock_optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
+    stock_coordinator = parameter_offload.PartitionedParameterCoordinator
+    stage3.DeepSpeedZeroOptimizer_Stage3 = functools.partial(
+        TenCacheZeroOptimizer_Stage3, tencache_options=options, deepspeed_engine=engine
+    )
+    parameter_offload.PartitionedParameterCoordinator = TenCacheCoordinator
+    try:
+        yield
+    finally:
+        stage3.DeepSpeedZeroOptimizer_Stage3 = stock_optimizer
+        parameter_offload.PartitionedParameterCoordinator = stock_coordinator
+
+
+def engine_of(deepspeed_engine: Any) -> TenCacheEngine:
+    """The TenCache engine behind a DeepSpeed engine.
+
+    Raises:
+        ValueError: it runs without TenCache.
+    """
+    optimizer = getattr(deepspeed_engine, "optimizer", None)
+    found = getattr(optimizer, "tencache", None)
+    if found is None:
+        for param in deepspeed_engine.module.parameters():
+            found = getattr(getattr(param, "nvme_swapper", None), "engine", None)
+            if found is not None:
+                break
+    if found is None:
+        raise ValueError(
+            'this DeepSpeed engine does not run with TenCache: its config has no "offload_engine": "tencache"'
+        )
+    return found

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weight swapper that DeepSpeed's parameters see (``param.nvme_swapper``), in front of the weight tier.
+
+[Note: who holds a weight's bytes]
+
+DeepSpeed keeps two states per parameter: ``param.ds_status`` (is the gathered weight on the device?) and
+``param.ds_tensor.status`` (is this rank's shard in host memory?). TenCache keeps its own (``WeightState``). They meet here:
+
+- ``ds_tensor.status`` is NOT_AVAILABLE while the shard is on NVMe, *also while it is being read ahead*. It becomes AVAILABLE
+  only when the training asks for it or when the coordinator commits it at a point that is the same on every rank, because
+  it decides which parameters enter a collective together.
+- Once the gather has copied the shard to the device, the staging buffer goes back to the pool (``retire``), but
+  ``ds_tensor.status`` stays AVAILABLE, with an empty tensor, until DeepSpeed partitions the parameter. So a parameter that
+  is live on the device never holds host memory, whatever ``stage3_max_live_parameters`` says.
+- A parameter changed inside ``GatheredParameters`` gets a buffer again before it is partitioned (``prepare_overwrite``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
+
+from tencache_ds.engine import TenCacheEngine
+from tencache_ds.integration.activation import options_of
+from tencache_ds.integration.surroundings import build_engine
+from tencache_ds.observability.counters import Access, Link
+
+SMALLEST_STORED_NBYTES = 64 * 2**10
+"""Shards below this stay in host memory: reading them costs a disk access and saves next to nothing."""
+
+
+def swapper_factory(stock: Callable[[Any, torch.dtype], Any]) -> Callable[[Any, torch.dtype], Any]:
+    """What replaces DeepSpeed's swapper class: builds ours for configs that ask for TenCache, the stock one for others."""
+
+    def make_param_swapper(ds_config: Any, model_dtype: torch.dtype) -> Any:
+        options = options_of(ds_config)
+        if options is None:
+            return stock(ds_config, model_dtype)
+        threshold = ds_config.zero_config.param_persistence_threshold
+        return ParamSwapper(build_engine(ds_config, options), model_dtype, threshold)
+
+    return make_param_swapper
+
+
+class ParamSwapper:
+    """The interface of ``AsyncPartitionedParameterSwapper`` that DeepSpeed's partitioning uses.
+
+    Every method may be called from the training thread and from autograd threads.
+    """
+
+    def __init__(self, engine: TenCacheEngine, dtype: torch.dtype, persistence_threshold: int) -> None:
+        """
+        Args:
+            engine: where the weights go.
+            dtype: the model's dtype, for the threshold below which shards are not stored.
+            persistence_threshold: parameters up to this many elements stay on the device, so their shards stay resident.
+        """
+        self.engine = engine
+        self._weights = engine.weights
+        self._itemsize = dtype.itemsize
+        self._persistence_threshold = persistence_threshold
+        self._params: dict[int, Any] = {}
+        self._exposed: dict[int, Any] = {}
+        self._lock = threading.RLock()
+
+    # First partition of a parameter
+
+    def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
+        """Whether a shard of ``numel`` elements is managed here; smaller ones stay with DeepSpeed, in host memory."""
+        numel = param.ds_tensor.ds_numel if numel is None else numel
+        return numel * self._itemsize >= SMALLEST_STORED_NBYTES
+
+    def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
+        """The 1-D host tensor in which DeepSpeed puts a new parameter's shard for the first time."""
+        shape = "x".join(str(size) for size in param.ds_shape) or "scalar"
+        name = f"weight id {param.ds_id} ({shape})"
+        with self._lock:
+            self._params[param.ds_id] = param
+        resident = param.ds_persist or param.ds_numel <= self._persistence_threshold
+        return self._weights.register(param.ds_id, name, numel, param.dtype, always_resident=resident)
+
+    def swap_out_and_release(
+        self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
+    ) -> None:
+        """DeepSpeed has put new values into the shards' buffers: they go to NVMe, the buffers back."""
+        with self._lock:
+            for param in params:
+                if self._weights.is_resident(param.ds_id):
+                    continue
+                self._hide(param)
+                if self._exposed.pop(param.ds_id, None) is not None:
+                    self._weights.write_exposed(param.ds_id)
+                else:
+                    self._weights.store_initial(param.ds_id)
+
+    def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
+        """DeepSpeed announces its largest sub-group; the weight tier needs no extra buffer for it."""
+
+    # Reading
+
+    def swap_in(self, params: Sequence[Any], async_op: bool = False, swap_in_buffers: Any = None) -> None:
+        """Brings shards into host memory and waits for them."""
+        with self._lock:
+            shards = self._weights.expose([param.ds_id for param in params])
+            for param, shard in zip(params, shards, strict=True):
+                param.ds_tensor.data = shard
+                param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+                self._exposed[param.ds_id] = param
+
+    def synchronize_reads(self) -> None:
+        """Nothing is ever left in flight in DeepSpeed's eyes: :meth:`swap_in` waits."""
+
+    def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
+        """The gathered weight leaves the device; a shard still in a staging buffer gives it back."""
+        with self._lock:
+            event = None
+            for param in params:
+                key = param.ds_id
+                self.engine.counters.moved(Link.H2D, self._weights.nbytes_of(key))
+                if self._weights.is_resident(key):
+                    self.engine.counters.accessed(Access.RESIDENT)
+                    continue
+                if self._exposed.pop(key, None) is not None:
+                    event = event or _event_on(None)
+                    self._weights.give_back(key, event)
+                self._hide(param)
+
+    # What the coordinator uses
+
+    def manages(self, param: Any) -> bool:
+        """Whether the parameter's shard is in the weight tier, resident or stored."""
+        return param.ds_id in self._params
+
+    def stored(self, param: Any) -> bool:
+        """Whether the parameter's shard lives on NVMe."""
+        return param.ds_id in self._params and not self._weights.is_resident(param.ds_id)
+
+    def ready(self, param: Any) -> bool:
+        """Whether the shard can be exposed without waiting."""
+        return self._weights.ready(param.ds_id)
+
+    def read_ahead(self, params: Iterable[Any]) -> None:
+        """Starts reading the shards that are not on the device, nearest first, while there are free buffers."""
+        with self._lock:
+            self._weights.read_ahead(
+                param.ds_id
+                for param in params
+                if param.ds_status is ZeroParamStatus.NOT_AVAILABLE and self.stored(param)
+            )
+
+    def retire(self, stream: Any) -> None:
+        """Gives back the staging buffers of shards whose copy to the device was issued on ``stream``."""
+        with self._lock:
+            event = None
+            for key, param in list(self._exposed.items()):
+                if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+                    continue  # committed for a gather that has not been issued yet
+                if getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
+                    continue  # the user may change it and have it written from this buffer
+                if get_accelerator().is_synchronized_device():
+                    if _shares_storage(param.data, param.ds_tensor):
+                        # On a CPU accelerator "copying to the device" aliases; make the copy that a device would have.
+                        param.data = param.data.clone()
+                    elif param.ds_status is ZeroParamStatus.INFLIGHT:
+                        continue  # a collective may still read the shard
+                else:
+                    event = event or _event_on(stream)
+                del self._exposed[key]
+                param.ds_tensor.data = _nothing(param.ds_tensor.dtype)
+                self._weights.give_back(key, event)
+
+    def hide_unused(self) -> None:
+        """Takes back what was committed but never gathered."""
+        with self._lock:
+            for key, param in list(self._exposed.items()):
+                if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+                    del self._exposed[key]
+                    self._hide(param)
+                    self._weights.give_back(key)
+
+    # Changing weights outside the optimizer
+
+    def prepare_overwrite(self, param: Any) -> None:
+        """Before DeepSpeed partitions a changed parameter: a buffer to put the new shard into."""
+        with self._lock:
+            key = param.ds_id
+            if param.ds_tensor is None or key not in self._params or self._weights.is_resident(key):
+                return
+            if key not in self._exposed:
+                param.ds_tensor.data = self._weights.expose_for_overwrite(key)
+                self._exposed[key] = param
+
+    def show_mapped(self, param: Any) -> None:
+        """Lets a checkpoint read or replace a stored shard through a private mapping of its file."""
+        param.ds_tensor.data = self._weights.mapped(param.ds_id)
+
+    def hide_mapped(self, param: Any, *, changed: bool) -> None:
+        """Ends :meth:`show_mapped`; a changed value goes to NVMe."""
+        value = param.ds_tensor.data
+        param.ds_tensor.data = _nothing(value.dtype)
+        if changed:
+            self._weights.overwrite(param.ds_id, value)
+
+    # Mechanics
+
+    @staticmethod
+    def _hide(param: Any) -> None:
+        param.ds_tensor.data = _nothing(param.ds_tensor.dtype)
+        param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+
+
+def _nothing(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype)
+
+
+def _shares_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+def _event_on(stream: Any) -> Any:
+    """An event after everything issued so far on ``stream`` (None: the current one), or None on a synchronised device."""
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return None
+    event = accelerator.Event()
+    event.record(stream if stream is not None else accelerator.current_stream())
+    return event

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every place of DeepSpeed that TenCache plugs into, with the signature it was tested with.
+
+All of them are verified before anything is replaced: a mismatch is an error that names the seam and the version, never a
+half-patched run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tencache_ds.errors import SeamError
+
+TESTED_VERSIONS = ("0.19.8",)
+
+_RUNTIME = "deepspeed.runtime"
+_PARAMETERS = f"{_RUNTIME}.zero.partition_parameters"
+_COORDINATOR = f"{_RUNTIME}.zero.partitioned_param_coordinator"
+_STAGE3 = f"{_RUNTIME}.zero.stage3"
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """One point where TenCache meets DeepSpeed.
+
+    Attributes:
+        module: dotted module name.
+        path: attribute path within the module.
+        parameters: parameter names in order (``self`` included), or None when only existence matters.
+        uses: name-mangled attributes that the function's code must mention, because we read or set them too.
+        purpose: what TenCache does there.
+    """
+
+    module: str
+    path: str
+    parameters: tuple[str, ...] | None
+    purpose: str
+    uses: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Dotted name for messages."""
+        return f"{self.module}.{self.path}"
+
+    def resolve(self) -> Any:
+        """The object at this seam.
+
+        Raises:
+            SeamError: it does not exist.
+        """
+        target: Any = importlib.import_module(self.module)
+        for part in self.path.split("."):
+            if not hasattr(target, part):
+                raise SeamError(_mismatch(self, f"it has no {part!r}"))
+            target = inspect.getattr_static(target, part) if isinstance(target, type) else getattr(target, part)
+        return target
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(f"{_RUNTIME}.config", "DeepSpeedConfig._initialize_params", ("self", "param_dict"), "reads the config keys"),
+    Seam(
+        f"{_RUNTIME}.engine",
+        "DeepSpeedEngine._configure_zero_optimizer",
+        ("self", "optimizer"),
+        "chooses the stage-3 optimizer and coordinator classes for one engine",
+    ),
+    Seam(
+        _PARAMETERS,
+        "AsyncPartitionedParameterSwapper.__init__",
+        ("self", "ds_config", "model_dtype"),
+        "replaces the weight swapper",
+    ),
+    Seam(
+        _PARAMETERS,
+        "Init._partition_param",
+        ("self", "param", "buffer", "has_been_updated", "free_data"),
+        "gives an updated weight a buffer to be written from",
+    ),
+    Seam(_PARAMETERS, "Init._ensure_availability_of_partitioned_params", ("self", "params"), "reads weights on demand"),
+    Seam(_PARAMETERS, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None, "sees weights held by GatheredParameters"),
+    Seam(f"{_RUNTIME}.zero.parameter_offload", "PartitionedParameterCoordinator", None, "replaces the coordinator"),
+    Seam(
+        _COORDINATOR,
+        "PartitionedParameterCoordinator.__init__",
+        (
+            "self",
+            "prefetch_bucket_sz",
+            "max_reuse_distance_in_numel",
+            "max_available_parameters_in_numel",
+            "allgather_stream",
+            "inflight_param_registry",
+            "prefetch_nvme",
+            "timers",
+            "zero_quantized_weights",
+            "zero_quantized_nontrainable_weights",
+            "fast_sharding_for_leaf_module",
+            "log_trace_cache_warnings",
+        ),
+        "follows the order of accesses",
+    ),
+    Seam(
+        _COORDINATOR,
+        "PartitionedParameterCoordinator.fetch_sub_module",
+        ("self", "current_submodule", "forward"),
+        "reads ahead, and takes staging buffers back",
+    ),
+    Seam(_COORDINATOR, "PartitionedParameterCoordinator.reset_step", ("self",), "sees the start of a forward pass"),
+    Seam(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer",
+        ("self",),
+        "allocates the gradient buffer exactly",
+        ("_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",),
+    ),
+    Seam(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3.partition_grads",
+        ("self", "params_to_release", "grad_partitions"),
+        "accumulates gradients in host memory",
+        ("_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",),
+    ),
+    Seam(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3._offload_grad_partition_at_boundary",
+        ("self", "param", "grad_buffer", "offload_fp32_gradients", "offload_fp32_offsets"),
+        "keeps only the norm of a finished gradient",
+    ),
+    *(
+        Seam(_STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{name}", ("self", *parameters), purpose)
+        for name, parameters, purpose in (
+            ("_configure_offloading", ("offload_optimizer_config", "offload_param_config"), "takes over NVMe offload"),
+            ("_create_param_groups_fp16_flat_cpu_memory", (), "keeps weights in the weight tier"),
+            ("_create_fp32_partitions", (), "puts master weights into the optimizer tier"),
+            ("initialize_optimizer_states", (), "needs no pass over the state"),
+            ("create_reduce_and_remove_grad_hooks", (), "installs hooks without reading the weights"),
+            ("_prepare_sub_group", ("sub_group_id", "timer_names"), "streams chunks instead of sub-groups"),
+            ("unscale_and_clip_grads", ("sub_group_id", "total_norm"), "unscales per chunk"),
+            ("_optimizer_step", ("sub_group_id",), "updates chunk by chunk"),
+            ("_reassign_or_swap_out_partitioned_parameters", ("sub_group_id",), "publishes weights per chunk"),
+            ("_release_sub_group", ("sub_group_id", "timer_names"), "streams chunks instead of sub-groups"),
+            ("_partitioned_params_swap_out", ("i",), "writes weights back through the weight tier"),
+            ("has_overflow", ("partition_gradients",), "checks gradients without a copy of them"),
+            ("step", ("closure",), "brackets the update"),
+            ("_get_fp32_grad_state_partition", ("param", "release_swap_buffers"), "reads gradients"),
+            ("set_fp32_grad_for_param", ("value", "param"), "replaces gradients"),
+            ("set_local_grad_for_param", ("value", "param"), "replaces gradients"),
+            ("update_fp32_grad_for_param_vectorized", ("update_func", "param_list"), "replaces gradients"),
+            ("get_fp32_grad_partitions", (), "reads gradients"),
+            ("_get_fp32_opt_state_partition", ("param", "release_swap_buffers", "optim_state_key"), "reads state"),
+            ("set_full_hp_param", ("value", "param", "optim_state_key"), "writes state"),
+            ("set_local_hp_param", ("value", "param", "optim_state_key"), "writes state"),
+            ("_rigid_state_dict", (), "saves what CPU offload would save"),
+            ("_rigid_load_state_dict", ("state_dict", "load_optimizer_states"), "loads what CPU offload saved"),
+            ("_restore_from_bit16_weights", (), "refreshes master weights"),
+            ("load_hp_checkpoint_state_from_checkpoint_dir_stage3", ("checkpoint_dir",), "loads universal checkpoints"),
+            ("checkpoint_event_prologue", (), "shows stored frozen weights to the checkpoint"),
+            ("checkpoint_event_epilogue", (), "takes loaded frozen weights over"),
+            ("destroy", (), "closes the engine"),
+        )
+    ),
+)
+
+
+def verify_seams() -> None:
+    """Checks every seam against the installed DeepSpeed, before anything is replaced.
+
+    Raises:
+        SeamError: a seam is missing or has another signature; names it and the version.
+    """
+    for seam in SEAMS:
+        target = _undecorated(seam.resolve())
+        if seam.parameters is not None:
+            found = tuple(inspect.signature(target).parameters)
+            if found != seam.parameters:
+                raise SeamError(_mismatch(seam, f"its parameters are {found}, expected {seam.parameters}"))
+        for name in seam.uses:
+            if name not in _names(target):
+                raise SeamError(_mismatch(seam, f"it does not use {name!r}"))
+
+
+def _undecorated(target: Any) -> Any:
+    """The function inside DeepSpeed's decorators, which do not always say (``__wrapped__``) what they wrap."""
+    target = inspect.unwrap(target)
+    while inspect.isfunction(target) and tuple(inspect.signature(target).parameters) == ("args", "kwargs"):
+        inner = [cell.cell_contents for cell in target.__closure__ or () if inspect.isfunction(cell.cell_contents)]
+        if len(inner) != 1:
+            break
+        target = inspect.unwrap(inner[0])
+    return target
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    code = function.__code__
+    return {*code.co_names, *code.co_freevars, *code.co_varnames}
+
+
+def _mismatch(seam: Seam, what: str) -> str:
+    import deepspeed
+
+    return (
+        f"DeepSpeed {deepspeed.__version__} differs at {seam.name} ({seam.purpose}): {what}. TenCache was tested with "
+        f"DeepSpeed {', '.join(TESTED_VERSIONS)}: install that version, or remove "
+        '"offload_engine": "tencache" from the DeepSpeed config to run without TenCache.'
+    )

@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO-3's optimizer on TenCache's tiers: what DeepSpeed instantiates for a config with the offload engine.
+
+To the rest of DeepSpeed this looks like CPU offload (``swap_optimizer`` is False): checkpoints, state access and loading
+take those paths, and the tensors they expect come from the tiers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import logger
+
+from tencache_ds.engine import TenCacheEngine
+from tencache_ds.errors import ConfigError
+from tencache_ds.integration.checkpoint import CheckpointMixin
+from tencache_ds.integration.chunk_update import SubGroupUpdater, known_kinds
+from tencache_ds.integration.param_swapper import ParamSwapper
+from tencache_ds.integration.state_access import StateAccessMixin
+from tencache_ds.integration.surroundings import build_engine
+from tencache_ds.observability.counters import Link, monitor_events
+from tencache_ds.planning.chunks import Chunk, cut_sub_group, overlaps
+from tencache_ds.tiers.gradients import GradientSegment, GradientTier
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency, SubGroupSpec
+
+_GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+OVERFLOW_CHECK_NUMEL = 16 * 2**20
+
+
+class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZeroOptimizer_Stage3):
+    """``DeepSpeedZeroOptimizer_Stage3`` with weights, gradients and optimizer state in TenCache's tiers."""
+
+    def __init__(self, module: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        options, deepspeed_engine = kwargs.pop("tencache_options"), kwargs.pop("deepspeed_engine")
+        if type(init_optimizer).__name__ == "MuonWithAuxAdam":
+            raise ConfigError(
+                'the optimizer "Muon" needs whole gradients on the device and is not supported with "offload_engine": '
+                '"tencache". Use another optimizer, or remove the key.'
+            )
+        self._tencache_options = options
+        self._deepspeed_engine = weakref.ref(deepspeed_engine)
+        self.tencache: TenCacheEngine | None = None
+        self._state: OptimizerStateTier | None = None
+        self._gradients: GradientTier | None = None
+        self._updater: SubGroupUpdater | None = None
+        self._optimizer_on_nvme = False
+        self._combined_scale: Any = 1.0
+        self._weights_changing = False
+        t_start = time.perf_counter()
+        try:
+            super().__init__(module, init_optimizer, *args, **kwargs)
+        except BaseException:
+            if self.tencache is not None:
+                self.tencache.close()
+            raise
+        engine = self._require_engine()
+        self._get_param_coordinator().weights_stay = self._weights_stay
+        self._tencache_report(engine, time.perf_counter() - t_start)
+
+    # Building
+
+    def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
+        super()._configure_offloading(offload_optimizer_config, offload_param_config)
+        self._optimizer_on_nvme, self.swap_optimizer = self.swap_optimizer, False
+        engines = self._engines_of_weights()
+        deepspeed_engine = self._deepspeed_engine()
+        if engines:
+            self.tencache = engines[0]
+            for other in engines[1:]:
+                self.tencache.adopt(other)
+        else:
+            self.tencache = build_engine(deepspeed_engine._config, self._tencache_options)
+
+    def _engines_of_weights(self) -> list[TenCacheEngine]:
+        swappers = {id(p.nvme_swapper): p.nvme_swapper for p in self.parameter_offload.module.parameters()}
+        return [swapper.engine for swapper in swappers.values() if isinstance(swapper, ParamSwapper)]
+
+    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        if not self.params_in_nvme_and_cpu:
+            super()._create_param_groups_fp16_flat_cpu_memory()
+            return
+        # The weight tier decides which weights stay in host memory: no sub-group gets a flat buffer of DeepSpeed's.
+        empty = torch.empty(0, dtype=self.dtype)
+        self.param_groups_fp16_flat_cpu_memory = [empty for _ in self.trainable_param_groups]
+
+    def _create_fp32_partitions(self) -> None:
+        engine = self._require_engine()
+        engine.weights.set_trainable(param.ds_id for group in self.fp16_groups for param in group)
+        if not self.offload_optimizer:
+            engine.build_staging([])
+            super()._create_fp32_partitions()
+            return
+        dtype = self.master_weights_and_grads_dtype
+        residency = StateResidency.STORED if self._optimizer_on_nvme else StateResidency.HOST
+        kinds = ((MASTER, dtype), *known_kinds(self.optimizer, dtype))
+        specs = [SubGroupSpec(int(numel), kinds, residency) for numel in self.fp16_partitioned_groups_flat_numel]
+        itemsizes = [(kind, kind_dtype.itemsize) for kind, kind_dtype in kinds]
+        chunk_nbytes = [
+            chunk.nbytes
+            for index, spec in enumerate(specs)
+            for chunk in cut_sub_group(index, spec.numel, itemsizes, self._tencache_options.chunk_size)
+            if spec.residency is StateResidency.STORED
+        ]
+        engine.check_optimizer_space(sum(chunk_nbytes))
+        dist.barrier()  # no rank takes space before every rank has looked
+        self._state = engine.build_optimizer_state(specs, sum(chunk_nbytes))
+        engine.build_staging(chunk_nbytes)
+        self.subgroup_to_device = dict.fromkeys(range(len(specs)), "cpu")
+        for index, ids in enumerate(self.fp16_partitioned_groups_flat_id):
+            placeholder = torch.empty(0, dtype=dtype)
+            placeholder.ds_id = f"{ids[0]}_{ids[-1]}"
+            placeholder.requires_grad = True
+            self.fp32_partitioned_groups_flat.append(placeholder)
+            self._copy_weights_to_master(index, fresh=True)
+        for param_group in self.optimizer.param_groups:
+            param_group["params"] = []
+
+    def initialize_optimizer_states(self) -> None:
+        """Nothing to pass over: chunks were written once, with their moments at zero."""
+        if self._state is None:
+            super().initialize_optimizer_states()
+
+    def _setup_for_real_optimizer(self) -> None:
+        if not self.offload_optimizer:
+            super()._setup_for_real_optimizer()
+            return
+        engine = self._require_engine()
+        self._create_fp32_partitions()
+        self._create_next_swappable_fp32_groups()
+        self.initialize_optimizer_states()
+        dist.barrier()
+        if self.contiguous_gradients:
+            for dtype, bucket in self.ipg_buckets.items():
+                device = get_accelerator().current_device_name()
+                bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
+        segments, start = [], 0
+        for param in itertools.chain.from_iterable(self.fp16_groups):
+            segments.append(GradientSegment(param.ds_id, start, param.partition_numel()))
+            start += param.partition_numel()
+        buffer = engine.host_tensor(start, self.gradient_accumulation_dtype, "gradients")
+        self.grad_partitions_flat_buffer = buffer
+        self._gradients = GradientTier(buffer, segments, engine.counters)
+        setattr(self, _GRAD_PARTITIONS, {segment.key: self._gradients.segment(segment.key) for segment in segments})
+        self._updater = SubGroupUpdater(self.optimizer, self._state, self._gradients, self.fp32_partitioned_groups_flat)
+        starts = itertools.accumulate((int(n) for n in self.fp16_partitioned_groups_flat_numel), initial=0)
+        self._sub_group_starts = list(starts)
+
+    def create_reduce_and_remove_grad_hooks(self) -> None:
+        # A post-accumulate hook needs the parameter, not its value: stored weights are not read for it.
+        stored = [
+            param
+            for param in itertools.chain.from_iterable(self.fp16_groups)
+            if isinstance(param.nvme_swapper, ParamSwapper) and hasattr(param, "register_post_accumulate_grad_hook")
+        ]
+        gathers = [param.all_gather for param in stored]
+        for param in stored:
+            param.all_gather = _no_gather
+        try:
+            super().create_reduce_and_remove_grad_hooks()
+        finally:
+            for param, gather in zip(stored, gathers, strict=True):
+                param.all_gather = gather
+
+    # Gradients
+
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
+        """Accumulates gradient partitions in host memory; on the last micro-step only their norms are kept besides."""
+        if self._gradients is None:
+            return super().partition_grads(params_to_release, grad_partitions)
+        buffers = []
+        for param, partition in zip(params_to_release, grad_partitions, strict=False):
+            real = param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel
+            if real:
+                self._offload_boundary_param_ids.add(param.ds_id)
+                accumulated = self._gradients.accumulate(param.ds_id, partition, first=self.micro_step_id == 0)
+                buffers.append(self._gradients.segment(param.ds_id)[: partition.numel()])
+                if self.is_gradient_accumulation_boundary():
+                    self._offload_grad_partition_at_boundary(param, accumulated, {}, {})
+                if param.grad is not None and not get_accelerator().is_synchronized_device():
+                    param.grad.record_stream(get_accelerator().current_stream())
+                    if partition.device == param.grad.device:
+                        partition.record_stream(get_accelerator().current_stream())
+            param.grad = None
+        return buffers
+
+    def _offload_grad_partition_at_boundary(
+        self, param: Any, grad_buffer: torch.Tensor, offload_fp32_gradients: Any, offload_fp32_offsets: Any
+    ) -> None:
+        if self._gradients is None:
+            super()._offload_grad_partition_at_boundary(
+                param, grad_buffer, offload_fp32_gradients, offload_fp32_offsets
+            )
+            return
+        self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """DeepSpeed's check for inf and NaN, without a boolean copy of every gradient in host memory."""
+        if self._gradients is None or not partition_gradients:
+            return super().has_overflow(partition_gradients)
+        if not get_accelerator().resolves_data_dependency():
+            self.reduce_and_partition_stream.synchronize()
+        pieces = self._gradients.buffer.split(OVERFLOW_CHECK_NUMEL)
+        found = any(not bool(torch.isfinite(piece).all()) for piece in pieces)
+        overflow = get_accelerator().ByteTensor([found])
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.dp_process_group)
+        self._model_parallel_all_reduce(tensor=overflow, op=dist.ReduceOp.MAX)
+        return bool(overflow[0].item())
+
+    # The step
+
+    def step(self, closure: Any = None) -> None:
+        """DeepSpeed's step; the update itself is streamed chunk by chunk in :meth:`_optimizer_step`."""
+        engine = self._require_engine()
+        engine.check()
+        t_start_ns = time.perf_counter_ns()
+        if self._gradients is not None:
+            self._gradients.settle()
+            self._complete_norms()
+        self._weights_changing = False
+        try:
+            super().step(closure)
+        finally:
+            self._weights_changing = False
+        if self._gradients is not None:
+            self._gradients.end_step()
+        coordinator = self._get_param_coordinator()
+        coordinator.read_ahead()
+        record = engine.counters.step_done(time.perf_counter_ns() - t_start_ns)
+        deepspeed_engine = self._deepspeed_engine()
+        if deepspeed_engine is not None and deepspeed_engine.monitor.enabled and dist.get_rank() == 0:
+            deepspeed_engine.monitor.write_events(monitor_events(record, deepspeed_engine.global_samples))
+
+    def _complete_norms(self) -> None:
+        """Norms of gradients that came in an earlier micro-step only; DeepSpeed would forget such gradients."""
+        params = {param.ds_id: param for param in itertools.chain.from_iterable(self.fp16_groups)}
+        device = get_accelerator().current_device_name()
+        for key in self._gradients.live():
+            if key not in self.norm_for_param_grads:
+                segment = self._gradients.segment(key).to(device)
+                self.norm_for_param_grads[self.get_param_id(params[key])] = self._constant_buffered_norm2(segment)
+
+    def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
+        if self._state is None:
+            super()._prepare_sub_group(sub_group_id, timer_names)
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
+        """Remembers the factor that each chunk's gradient is multiplied by."""
+        if self._state is None:
+            super().unscale_and_clip_grads(sub_group_id, total_norm)
+            return
+        combined_scale = self.loss_scale
+        if self.clip_grad > 0.0:
+            clip = ((total_norm / self.loss_scale) + 1e-6) / self.clip_grad
+            clip = torch.clamp(clip, min=1.0)
+            combined_scale = clip * self.loss_scale
+        self._combined_scale = 1.0 / combined_scale
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        if self._state is None:
+            self._begin_weight_change()
+            super()._optimizer_step(sub_group_id)
+            return
+        if self._begin_weight_change() and self._updates_by_chunks:
+            self._state.begin_update()
+        start = self._sub_group_starts[sub_group_id]
+
+        if self._updates_by_chunks:
+            group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
+            self._updater.update_by_chunks(sub_group_id, group, start, self._combined_scale, self._publish)
+        else:
+            stock_step = super()._optimizer_step
+            self._updater.update_as_whole(
+                sub_group_id, start, self._combined_scale, lambda: stock_step(sub_group_id), self._publish
+            )
+
+    @property
+    def _updates_by_chunks(self) -> bool:
+        return type(self.optimizer) is DeepSpeedCPUAdam and self.torch_autocast_gradscaler is None
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        if self._state is None:
+            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+
+    def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
+        if self._state is None:
+            super()._release_sub_group(sub_group_id, timer_names)
+
+    # Weights and master weights
+
+    def _begin_weight_change(self) -> bool:
+        """Before the first weight of a step changes: staged copies of the old values are dropped. True the first time."""
+        if self._weights_changing:
+            return False
+        self._weights_changing = True
+        self._get_param_coordinator().hide_unused()
+        for engine in self._require_engine().all():
+            engine.weights.drop_stale()
+        return True
+
+    def _publish(self, chunk: Chunk, master: torch.Tensor) -> None:
+        """Rounds a chunk's master weights to the model's dtype and puts them where the weights live."""
+        flat = self.fp16_partitioned_groups_flat[chunk.sub_group]
+        if flat is not None:
+            flat.data[chunk.start : chunk.start + chunk.numel].copy_(master)
+            if get_accelerator().on_accelerator(flat):
+                self._require_engine().counters.moved(Link.H2D, chunk.numel * flat.element_size())
+            return
+        params = self.fp16_groups[chunk.sub_group]
+        for overlap in overlaps(chunk, *self._segments(chunk.sub_group)):
+            param = params[overlap.segment]
+            source = master[overlap.in_chunk : overlap.in_chunk + overlap.numel]
+            target = self._update_target(param)
+            target[overlap.in_segment : overlap.in_segment + overlap.numel].copy_(source)
+            if overlap.last and self._in_tier(param):
+                param.nvme_swapper.engine.weights.finish_update(param.ds_id)
+
+    def _partitioned_params_swap_out(self, i: int) -> None:
+        """Weights in the tier under an optimizer that stays on the device (``offload_optimizer`` none)."""
+        master = self.fp32_partitioned_groups_flat[i].data
+        starts, numels = self._segments(i)
+        for param, start, numel in zip(self.fp16_groups[i], starts, numels, strict=True):
+            self._update_target(param).copy_(master[start : start + numel])
+            if self._in_tier(param):
+                param.nvme_swapper.engine.weights.finish_update(param.ds_id)
+
+    def _update_target(self, param: Any) -> torch.Tensor:
+        if self._in_tier(param):
+            return param.nvme_swapper.engine.weights.begin_update(param.ds_id)
+        return param.ds_tensor.data
+
+    def _copy_weights_to_master(self, sub_group: int, *, fresh: bool = False) -> None:
+        """Master weights from the model's weights; ``fresh`` chunks have no older state worth reading."""
+        for chunk, weights in self._weights_by_chunk(sub_group):
+            used = self._state.overwrite(chunk) if fresh else self._state.take(chunk)
+            for overlap_start, values in weights:
+                used.views[MASTER][overlap_start : overlap_start + values.numel()].copy_(values)
+            self._state.put(used)
+
+    def _weights_by_chunk(self, sub_group: int) -> Iterator[tuple[Chunk, list[tuple[int, torch.Tensor]]]]:
+        """Each chunk with ``(start in chunk, values)`` of the weights it covers, reading stored weights ahead."""
+        flat = self.fp16_partitioned_groups_flat[sub_group]
+        if flat is not None:
+            for chunk in self._state.chunks(sub_group):
+                yield chunk, [(0, flat.data[chunk.start : chunk.start + chunk.numel])]
+            return
+        params = self.fp16_groups[sub_group]
+        starts, numels = self._segments(sub_group)
+        exposed: dict[int, torch.Tensor] = {}
+        for chunk in self._state.chunks(sub_group):
+            found = []
+            shared = overlaps(chunk, starts, numels)
+            for overlap in shared:
+                param = params[overlap.segment]
+                if overlap.segment not in exposed:
+                    exposed[overlap.segment] = self._shard(param, params[overlap.segment + 1 :])
+                values = exposed[overlap.segment][overlap.in_segment : overlap.in_segment + overlap.numel]
+                found.append((overlap.in_chunk, values))
+            yield chunk, found
+            for overlap in shared:
+                if overlap.last:
+                    del exposed[overlap.segment]
+                    if self._in_tier(params[overlap.segment]):
+                        weights = params[overlap.segment].nvme_swapper.engine.weights
+                        weights.give_back(params[overlap.segment].ds_id)
+
+    def _shard(self, param: Any, following: list[Any]) -> torch.Tensor:
+        if not self._in_tier(param):
+            return param.ds_tensor.data
+        weights = param.nvme_swapper.engine.weights
+        (shard,) = weights.expose([param.ds_id])
+        weights.read_ahead(other.ds_id for other in following if other.nvme_swapper is param.nvme_swapper)
+        return shard
+
+    def _segments(self, sub_group: int) -> tuple[list[int], list[int]]:
+        numels = [partition.ds_numel for partition in self.fp16_partitioned_groups[sub_group]]
+        return list(itertools.accumulate(numels, initial=0))[:-1], numels
+
+    @staticmethod
+    def _in_tier(param: Any) -> bool:
+        return isinstance(param.nvme_swapper, ParamSwapper) and param.nvme_swapper.manages(param)
+
+    # Lifetime
+
+    def destroy(self) -> None:
+        """DeepSpeed's clean-up, then the engine's: buffers, files and threads. Idempotent."""
+        engine = self.tencache
+        if engine is not None and engine.closed:
+            return
+        super().destroy()
+        if engine is not None:
+            engine.close()
+
+    def _weights_stay(self) -> bool:
+        deepspeed_engine = self._deepspeed_engine()
+        if deepspeed_engine is None or not deepspeed_engine.module.training:
+            return True
+        return not deepspeed_engine.is_gradient_accumulation_boundary()
+
+    def _require_engine(self) -> TenCacheEngine:
+        if self.tencache is None or self.tencache.closed:
+            raise RuntimeError("this DeepSpeed engine was destroyed: its weights and optimizer state are gone")
+        return self.tencache
+
+    def _tencache_report(self, engine: TenCacheEngine, seconds: float) -> None:
+        if dist.get_rank() == 0:
+            logger.info(f"TenCache: {engine.describe()}; optimizer built in {seconds:.1f} s")
+
+
+def _no_gather(*args: Any, **kwargs: Any) -> None:
+    """Stands in for a parameter's ``all_gather`` where its value is not needed."""

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend on DeepSpeed's own Linux-AIO op: one ``aio_handle`` per lane.
+
+``sync_pread``/``sync_pwrite`` release the GIL, the ``async_*`` variants do not, so every lane has a thread and a handle
+of its own. What the op does not do is done here or one level up:
+
+- a file that is missing or too short makes the op abort the process (a C++ ``assert``): checked before each read;
+- it never looks at ``io_event.res``, so a failed or short transfer counts as done: the extent store's fingerprints
+  find that and re-read through plain descriptors to learn the errno;
+- it needs O_DIRECT: files on a file system without it go through :class:`tencache_ds.io.posix.PosixFiles`;
+- a failed ``io_setup`` is ignored and aborts at the first request: the kernel's limit is checked at the start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tencache_ds.errors import ConfigError, StorageError
+from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, Priority, Ticket
+from tencache_ds.io.lanes import LanePool
+from tencache_ds.io.posix import PosixFiles
+
+_N_CONTEXTS_PER_HANDLE = 2
+"""An ``aio_handle`` sets up one kernel context for itself and one for its worker thread."""
+
+
+class AioBackend:
+    """Storage through DeepSpeed's async_io op (satisfies :class:`tencache_ds.io.backend.StorageBackend`).
+
+    Buffers should be pinned (by torch, or by DeepSpeed's pin manager); others work, copied through a locked bounce
+    buffer that is allocated for every request.
+
+    Args:
+        n_lanes: threads, each with one handle.
+        request_nbytes: longest piece given to a handle, in bytes.
+        block_nbytes: size of one kernel request in bytes (DeepSpeed's ``aio.block_size``).
+        queue_depth: kernel requests in flight per handle (``aio.queue_depth``).
+        single_submit: one ``io_submit`` per block instead of one for all (``aio.single_submit``).
+        overlap_events: submit while completions arrive (``aio.overlap_events``).
+
+    Raises:
+        ConfigError: the op cannot be built or loaded, a block size is not a multiple of 4096 bytes, or the kernel's
+            limit on AIO requests is too low.
+    """
+
+    name = "aio"
+    alignment_nbytes = ALIGNMENT_NBYTES
+
+    def __init__(
+        self,
+        n_lanes: int = 8,
+        request_nbytes: int = 8 << 20,
+        block_nbytes: int = 1 << 20,
+        queue_depth: int = 32,
+        single_submit: bool = False,
+        overlap_events: bool = True,
+    ) -> None:
+        from tencache_ds.ops.async_io import load_async_io
+
+        if block_nbytes < ALIGNMENT_NBYTES or block_nbytes % ALIGNMENT_NBYTES:
+            raise ConfigError(f"aio.block_size must be a positive multiple of {ALIGNMENT_NBYTES}, not {block_nbytes}")
+        if queue_depth < 1:
+            raise ConfigError(f"aio.queue_depth must be at least 1, not {queue_depth}")
+        op = load_async_io()
+        _check_kernel_limit(n_lanes * _N_CONTEXTS_PER_HANDLE * queue_depth)
+        self._handles: list[Any] = [
+            op.aio_handle(block_nbytes, queue_depth, single_submit, overlap_events, 1) for _ in range(n_lanes)
+        ]
+        self._files = PosixFiles()
+        self._pool = LanePool(n_lanes, self._transfer, request_nbytes)
+        self.counters = self._pool.counters
+
+    def submit(
+        self,
+        operation: Operation,
+        path: str,
+        offset: int,
+        buffer: torch.Tensor,
+        *,
+        tag: str = "",
+        priority: Priority = Priority.BACKGROUND,
+        finish: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
+        return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+
+    def forget(self, path: str) -> None:
+        """Closes the descriptors of a file that is about to be, or has been, removed. Any thread."""
+        self._files.forget(path)
+
+    def close(self) -> None:
+        """Waits for everything submitted, joins the lanes, frees the handles. Idempotent."""
+        self._pool.close()
+        self._handles.clear()
+        self._files.close()
+
+    def _transfer(self, lane: int, operation: Operation, path: str, offset: int, piece: torch.Tensor, tag: str) -> None:
+        nbytes = piece.numel()
+        try:
+            size_nbytes = os.stat(path).st_size if operation is Operation.READ else 0
+            direct = self._files.is_direct(operation, path)
+        except OSError as error:
+            cause = error.strerror or str(error)
+            raise StorageError(operation.value, path, offset, nbytes, cause, errno=error.errno, tag=tag) from error
+        if operation is Operation.READ and offset + nbytes > size_nbytes:
+            raise StorageError(operation.value, path, offset, nbytes, f"file ends after {size_nbytes} bytes", tag=tag)
+        if not direct:
+            self._files.transfer(operation, path, offset, piece, tag)
+            return
+        handle = self._handles[lane]
+        move = handle.sync_pread if operation is Operation.READ else handle.sync_pwrite
+        n_completed = move(piece, path, offset)
+        if n_completed != 1:
+            raise StorageError(
+                operation.value,
+                path,
+                offset,
+                nbytes,
+                f"DeepSpeed's aio_handle returned {n_completed}; the reason is on the process's standard error",
+                tag=tag,
+            )
+
+
+def _check_kernel_limit(n_events: int) -> None:
+    try:
+        n_used = int(Path("/proc/sys/fs/aio-nr").read_text())
+        n_allowed = int(Path("/proc/sys/fs/aio-max-nr").read_text())
+    except OSError:
+        return  # /proc hidden by a sandbox: nothing to compare with
+    if n_used + n_events > n_allowed:
+        raise ConfigError(
+            f"the aio backend needs {n_events} kernel AIO requests (lanes x 2 x aio.queue_depth), but {n_used} of "
+            f"{n_allowed} are taken: raise the limit with `sysctl -w fs.aio-max-nr={max(1 << 20, 2 * n_allowed)}`, "
+            'lower aio.queue_depth, or set "io_backend": "posix"'
+        )

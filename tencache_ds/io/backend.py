@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a storage backend is: one request, one ticket, one error.
+
+A backend moves bytes between a host buffer and a file. It knows nothing about weights or chunks; the extent store
+(:mod:`tencache_ds.io.store`) decides where bytes live and checks that they come back unchanged.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tencache_ds.errors import StorageError
+
+ALIGNMENT_NBYTES = 4096
+"""Buffer addresses, lengths and file offsets are multiples of this: what O_DIRECT needs on every common device."""
+
+
+class Operation(enum.Enum):
+    """Direction of a request."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+class Priority(enum.IntEnum):
+    """Order in which lanes pick requests."""
+
+    URGENT = 0
+    """A compute thread is waiting for this request."""
+    BACKGROUND = 1
+    """Nobody is waiting yet: read-ahead and write-back."""
+
+
+class StorageTimeoutError(StorageError, TimeoutError):
+    """A request did not finish in the time its waiter allowed. The request itself goes on."""
+
+
+class Ticket:
+    """One request, from submission to its end. Every method may be called from any thread.
+
+    Callbacks run *before* waiters wake up, so that an exception of a callback can still reach them; a callback must
+    therefore neither block nor take a lock that is held while waiting for a ticket.
+
+    Attributes:
+        operation: direction.
+        path: the file.
+        offset: first byte in the file.
+        nbytes: length in bytes.
+        tag: what the bytes are, for messages.
+        t_submit_ns: ``time.perf_counter_ns()`` at submission.
+        t_done_ns: the same clock at the end of the transfer and its verification, 0 before.
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_completing_thread_id",
+        "_default_timeout_s",
+        "_error",
+        "_error_seen",
+        "_lock",
+        "_pid",
+        "_promote",
+        "_settled",
+        "nbytes",
+        "offset",
+        "operation",
+        "path",
+        "t_done_ns",
+        "t_submit_ns",
+        "tag",
+    )
+
+    def __init__(
+        self,
+        operation: Operation,
+        path: str,
+        offset: int,
+        nbytes: int,
+        tag: str = "",
+        *,
+        default_timeout_s: float | None = None,
+    ) -> None:
+        self.operation = operation
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+        self.tag = tag
+        self.t_submit_ns = time.perf_counter_ns()
+        self.t_done_ns = 0
+        self._default_timeout_s = default_timeout_s
+        self._promote: Callable[[], None] | None = None
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._settled = threading.Event()
+        self._completing_thread_id: int | None = None
+        self._callbacks: list[Callable[[Ticket], None]] = []
+        self._error: BaseException | None = None
+        self._error_seen = False
+
+    @property
+    def done(self) -> bool:
+        """True when the request has ended, either way (for a callback, already while it runs)."""
+        return self._settled.is_set() or self._completing_thread_id == threading.get_ident()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, or None. Final once :attr:`done` is true."""
+        return self._error
+
+    @property
+    def error_seen(self) -> bool:
+        """True when a :meth:`wait` has raised this ticket's error."""
+        return self._error_seen
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Blocks, without the GIL, until the request has ended.
+
+        Args:
+            timeout_s: longest time to wait in seconds; None takes the default of whoever made the ticket (the extent
+                store's ``timeout_s``; a bare backend has none and waits for as long as it takes).
+
+        Raises:
+            StorageError: the request failed; also :class:`StorageTimeoutError` when the time passed, and when called
+                in a forked child for a request of its parent.
+        """
+        self.wait_ended(timeout_s)
+        if self._error is not None:
+            self._error_seen = True
+            raise self._error
+
+    def wait_ended(self, timeout_s: float | None = None) -> None:
+        """Like :meth:`wait`, but leaves the request's own error to others: raises only for time and fork."""
+        if not self.done:
+            limit_s = self._default_timeout_s if timeout_s is None else timeout_s
+            if os.getpid() != self._pid:
+                raise self._failure("submitted by the parent process: its lanes do not exist in a forked child")
+            if not self._settled.wait(limit_s):
+                raise StorageTimeoutError(
+                    self.operation.value,
+                    self.path,
+                    self.offset,
+                    self.nbytes,
+                    f"not finished after {limit_s} s; the device may hang or be overloaded",
+                    errno=errno.ETIMEDOUT,
+                    tag=self.tag,
+                )
+
+    def add_done_callback(self, callback: Callable[[Ticket], None]) -> None:
+        """Calls ``callback(ticket)`` once when the request ends: in the lane thread, or here and now if it has ended.
+
+        An exception of the callback becomes the ticket's error (unless it has one already, which is then the
+        exception's context).
+        """
+        with self._lock:
+            if not self._settled.is_set():
+                self._callbacks.append(callback)
+                return
+        self._call(callback)
+
+    def promote(self) -> None:
+        """Makes the request URGENT if it has not started; otherwise does nothing."""
+        promote = self._promote  # a lane may end the request, and clear this, at any moment
+        if promote is not None:
+            promote()
+
+    def bind_promote(self, promote: Callable[[], None]) -> None:
+        """Says how :meth:`promote` reaches the queue. For backends and stores only."""
+        self._promote = promote
+
+    def complete(self, error: BaseException | None) -> None:
+        """Ends the request. For backends and stores only; called exactly once."""
+        self.t_done_ns = time.perf_counter_ns()
+        self._error = error
+        self._completing_thread_id = threading.get_ident()
+        while True:
+            with self._lock:
+                callbacks, self._callbacks = self._callbacks, []
+                if not callbacks:
+                    self._settled.set()
+                    self._completing_thread_id = None
+                    self._promote = None
+                    return
+            for callback in callbacks:
+                self._call(callback)
+
+    def _call(self, callback: Callable[[Ticket], None]) -> None:
+        try:
+            callback(self)
+        except BaseException as raised:  # kept on the ticket: a lane thread has nobody to raise to
+            if self._error is None:
+                self._error = raised
+            elif raised is not self._error:
+                raised.__context__ = self._error.__context__
+                self._error.__context__ = raised
+
+    def _failure(self, cause: str) -> StorageError:
+        return StorageError(self.operation.value, self.path, self.offset, self.nbytes, cause, tag=self.tag)
+
+    def __repr__(self) -> str:
+        state = "running" if not self._settled.is_set() else "failed" if self._error is not None else "done"
+        return f"<Ticket {self.operation.value} {self.tag or self.path}@{self.offset}+{self.nbytes} {state}>"
+
+
+@dataclass(frozen=True, slots=True)
+class IoTotals:
+    """A consistent snapshot of :class:`IoCounters`: bytes, requests, and nanoseconds with work in flight."""
+
+    bytes_read: int
+    bytes_written: int
+    n_reads: int
+    n_writes: int
+    read_ns: int
+    write_ns: int
+
+
+class IoCounters:
+    """Thread-safe totals of a backend since it was opened.
+
+    Bytes and requests count what succeeded. ``read_ns`` and ``write_ns`` are the times during which at least one
+    transfer of that direction was running, however many lanes took part: ``bytes_read / read_ns`` is the rate in GB/s
+    that the device gave.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nbytes = dict.fromkeys(Operation, 0)
+        self._n_requests = dict.fromkeys(Operation, 0)
+        self._busy_ns = dict.fromkeys(Operation, 0)
+        self._n_running = dict.fromkeys(Operation, 0)
+        self._t_busy_since_ns = dict.fromkeys(Operation, 0)
+
+    def transfer_started(self, operation: Operation) -> None:
+        """Notes that a lane begins to move bytes."""
+        with self._lock:
+            if self._n_running[operation] == 0:
+                self._t_busy_since_ns[operation] = time.perf_counter_ns()
+            self._n_running[operation] += 1
+
+    def transfer_ended(self, operation: Operation, nbytes_moved: int) -> None:
+        """Notes that a lane has moved ``nbytes_moved`` bytes (0 if it failed)."""
+        with self._lock:
+            self._nbytes[operation] += nbytes_moved
+            self._n_running[operation] -= 1
+            if self._n_running[operation] == 0:
+                self._busy_ns[operation] += time.perf_counter_ns() - self._t_busy_since_ns[operation]
+
+    def request_succeeded(self, operation: Operation) -> None:
+        """Notes that a whole request has ended well."""
+        with self._lock:
+            self._n_requests[operation] += 1
+
+    def snapshot(self) -> IoTotals:
+        """All totals at one moment."""
+        with self._lock:
+            busy_ns = dict(self._busy_ns)
+            for operation, n_running in self._n_running.items():
+                if n_running:
+                    busy_ns[operation] += time.perf_counter_ns() - self._t_busy_since_ns[operation]
+            return IoTotals(
+                bytes_read=self._nbytes[Operation.READ],
+                bytes_written=self._nbytes[Operation.WRITE],
+                n_reads=self._n_requests[Operation.READ],
+                n_writes=self._n_requests[Operation.WRITE],
+                read_ns=busy_ns[Operation.READ],
+                write_ns=busy_ns[Operation.WRITE],
+            )
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from storage."""
+        return self.snapshot().bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written to storage."""
+        return self.snapshot().bytes_written
+
+    @property
+    def n_reads(self) -> int:
+        """Read requests that succeeded."""
+        return self.snapshot().n_reads
+
+    @property
+    def n_writes(self) -> int:
+        """Write requests that succeeded."""
+        return self.snapshot().n_writes
+
+    @property
+    def read_ns(self) -> int:
+        """Nanoseconds with a read running."""
+        return self.snapshot().read_ns
+
+    @property
+    def write_ns(self) -> int:
+        """Nanoseconds with a write running."""
+        return self.snapshot().write_ns
+
+
+class StorageBackend(Protocol):
+    """Moves bytes between 1-D host buffers and files. Every method may be called from any thread.
+
+    Attributes:
+        name: ``"posix"`` or ``"aio"``.
+        alignment_nbytes: buffer address, length and offset must be multiples of this.
+        counters: totals since the backend was opened.
+    """
+
+    name: str
+    alignment_nbytes: int
+    counters: IoCounters
+
+    def submit(
+        self,
+        operation: Operation,
+        path: str,
+        offset: int,
+        buffer: torch.Tensor,
+        *,
+        tag: str = "",
+        priority: Priority = Priority.BACKGROUND,
+        finish: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """Queues one transfer of the whole buffer and returns at once.
+
+        Args:
+            operation: direction.
+            path: the file; a write creates it if it is missing.
+            offset: first byte in the file, a multiple of the alignment.
+            buffer: 1-D contiguous CPU uint8 tensor; the caller keeps its bytes untouched until the ticket is done.
+            tag: what the bytes are, for messages.
+            priority: URGENT goes first, but does not starve BACKGROUND.
+            finish: runs in a lane thread after the last byte has moved and before the ticket is done; what it raises
+                becomes the ticket's error. Not called when the transfer failed.
+
+        Raises:
+            ValueError: buffer, offset or length not as described.
+            StorageError: the backend is closed, or this is a forked child of the process that opened it.
+        """
+        ...
+
+    def forget(self, path: str) -> None:
+        """Drops what the backend keeps about a file (descriptors); call it before or after removing the file."""
+        ...
+
+    def close(self) -> None:
+        """Waits for everything submitted, then joins the threads. Idempotent."""
+        ...

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes: a few threads that share one queue of requests.
+
+One blocking request at a time leaves a fast device idle; four to eight lanes reach its limit. A large request is cut
+into pieces so that several lanes work on it at the same time, and a small urgent one never waits behind a whole
+chunk. All policy about *what* to move is elsewhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from tencache_ds.errors import StorageError
+from tencache_ds.io.backend import ALIGNMENT_NBYTES, IoCounters, Operation, Priority, Ticket
+
+Transfer = Callable[[int, Operation, str, int, torch.Tensor, str], None]
+"""``transfer(lane, operation, path, offset, piece, tag)``: moves one piece, blocking, and raises what went wrong."""
+
+_BACKGROUND_EVERY = 4
+"""With both kinds waiting, every fourth pick is BACKGROUND: read-ahead slows down under urgent load, never stops."""
+
+_EXIT_GRACE_S = 10.0
+"""Longest time the interpreter's exit waits for running transfers; a device that hangs must not hang it too."""
+
+
+class _Request:
+    """A submitted request. Its priority, error and progress are guarded by the pool's lock."""
+
+    __slots__ = ("buffer", "error", "finish", "n_running", "next_offset", "priority", "ticket")
+
+    def __init__(
+        self, ticket: Ticket, buffer: torch.Tensor, priority: Priority, finish: Callable[[], None] | None
+    ) -> None:
+        self.ticket = ticket
+        self.buffer = buffer
+        self.finish = finish
+        self.priority = priority
+        self.next_offset = 0  # first byte of the buffer not handed to a lane yet
+        self.n_running = 0
+        self.error: BaseException | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.ticket.nbytes
+
+
+class LanePool:
+    """``n_lanes`` daemon threads that carry out transfers in order of priority.
+
+    Args:
+        n_lanes: number of threads.
+        transfer: moves one piece; called in lane threads, at most ``n_lanes`` at a time and one at a time per lane.
+        request_nbytes: longest piece in bytes, a multiple of the alignment.
+        alignment_nbytes: what buffer addresses, lengths and offsets must be multiples of.
+
+    Raises:
+        ValueError: a size that makes no sense.
+    """
+
+    def __init__(
+        self,
+        n_lanes: int,
+        transfer: Transfer,
+        request_nbytes: int = 8 << 20,
+        *,
+        alignment_nbytes: int = ALIGNMENT_NBYTES,
+    ) -> None:
+        if n_lanes < 1:
+            raise ValueError(f"n_lanes must be at least 1, not {n_lanes}")
+        if request_nbytes < alignment_nbytes or request_nbytes % alignment_nbytes:
+            raise ValueError(f"request_nbytes must be a positive multiple of {alignment_nbytes}, not {request_nbytes}")
+        self.counters = IoCounters()
+        self._transfer = transfer
+        self._request_nbytes = request_nbytes
+        self._alignment_nbytes = alignment_nbytes
+        self._pid = os.getpid()
+        self._changed = threading.Condition(threading.Lock())
+        self._queues: dict[Priority, deque[_Request]] = {priority: deque() for priority in Priority}
+        self._n_urgent_in_a_row = 0
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), name=f"tencache-lane-{lane}", daemon=True)
+            for lane in range(n_lanes)
+        ]
+        for thread in self._threads:
+            thread.start()
+        # A daemon thread that returns from native code while the interpreter is torn down can abort the process.
+        self._at_exit = _stop_at_exit(self)
+
+    def submit(
+        self,
+        operation: Operation,
+        path: str,
+        offset: int,
+        buffer: torch.Tensor,
+        *,
+        tag: str = "",
+        priority: Priority = Priority.BACKGROUND,
+        finish: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """Queues one request; see :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
+        check_request(offset, buffer, self._alignment_nbytes)
+        ticket = Ticket(operation, path, offset, buffer.numel(), tag)
+        # Before any lock is taken: in a forked child a lock may be held for ever by a thread that does not exist.
+        if os.getpid() != self._pid:
+            raise _refusal(
+                ticket, f"opened by process {self._pid}, used in its forked child {os.getpid()}; open one there"
+            )
+        request = _Request(ticket, buffer, Priority(priority), finish)
+        ticket.bind_promote(lambda: self._promote(request))
+        with self._changed:
+            if self._closing:
+                raise _refusal(ticket, "the backend is closed")
+            self._queues[request.priority].append(request)
+            self._changed.notify(-(-request.nbytes // self._request_nbytes))
+        return ticket
+
+    def close(self) -> None:
+        """Waits for everything submitted and joins the lanes. Idempotent; returns at once in a forked child.
+
+        Raises:
+            RuntimeError: called in a lane thread (from a callback), which cannot wait for itself.
+        """
+        if os.getpid() != self._pid:
+            return
+        if threading.current_thread() in self._threads:
+            raise RuntimeError("a storage backend cannot be closed from a callback of its own requests")
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        atexit.unregister(self._at_exit)
+
+    def _promote(self, request: _Request) -> None:
+        with self._changed:
+            if request.priority is Priority.BACKGROUND and request in self._queues[Priority.BACKGROUND]:
+                self._queues[Priority.BACKGROUND].remove(request)
+                request.priority = Priority.URGENT
+                self._queues[Priority.URGENT].append(request)
+
+    def _run(self, lane: int) -> None:
+        while True:
+            with self._changed:
+                while (request := self._pick()) is None:
+                    if self._closing:
+                        return
+                    self._changed.wait()
+                start = request.next_offset
+                stop = min(start + self._request_nbytes, request.nbytes)
+                request.next_offset = stop
+                request.n_running += 1
+                if stop == request.nbytes:
+                    self._queues[request.priority].popleft()
+            self._move(lane, request, start, stop)
+            del request  # an idle lane must not keep a buffer alive
+
+    def _pick(self) -> _Request | None:
+        """The request to work on next, by priority without starvation. Called with the lock held."""
+        urgent, background = self._queues[Priority.URGENT], self._queues[Priority.BACKGROUND]
+        if urgent and not (background and self._n_urgent_in_a_row >= _BACKGROUND_EVERY - 1):
+            self._n_urgent_in_a_row += 1
+            return urgent[0]
+        self._n_urgent_in_a_row = 0
+        return background[0] if background else None
+
+    def _move(self, lane: int, request: _Request, start: int, stop: int) -> None:
+        ticket = request.ticket
+        error: BaseException | None = None
+        self.counters.transfer_started(ticket.operation)
+        try:
+            self._transfer(
+                lane, ticket.operation, ticket.path, ticket.offset + start, request.buffer[start:stop], ticket.tag
+            )
+        except BaseException as raised:  # handed to the ticket: whoever waits raises it
+            error = raised
+        self.counters.transfer_ended(ticket.operation, 0 if error is not None else stop - start)
+        with self._changed:
+            request.n_running -= 1
+            if error is not None and request.error is None:
+                request.error = error
+                if request.next_offset < request.nbytes:  # the pieces not started are dropped
+                    self._queues[request.priority].remove(request)
+                    request.next_offset = request.nbytes
+            if request.n_running or request.next_offset < request.nbytes:
+                return
+            error = request.error
+        self._end(request, error)
+
+    def _end(self, request: _Request, error: BaseException | None) -> None:
+        if error is None and request.finish is not None:
+            try:
+                request.finish()
+            except BaseException as raised:  # verification failed: the waiter raises it
+                error = raised
+        if error is None:
+            self.counters.request_succeeded(request.ticket.operation)
+        request.ticket.complete(error)
+
+    def _abandon(self, grace_s: float) -> None:
+        """At interpreter exit: fails what has not started, waits a while for what has."""
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            self._closing = True
+            dropped = [request for queue in self._queues.values() for request in queue]
+            for queue in self._queues.values():
+                queue.clear()
+            not_started = []
+            for request in dropped:
+                request.error = _refusal(request.ticket, "dropped, the interpreter exits")
+                request.next_offset = request.nbytes
+                if not request.n_running:
+                    not_started.append(request)
+            self._changed.notify_all()
+        for request in not_started:
+            self._end(request, request.error)
+        t_end_s = time.monotonic() + grace_s
+        for thread in self._threads:
+            thread.join(max(0.0, t_end_s - time.monotonic()))
+
+
+def check_request(offset: int, buffer: torch.Tensor, alignment_nbytes: int) -> None:
+    """Checks what O_DIRECT would refuse, with a message that says what was given.
+
+    Raises:
+        ValueError: the buffer is not a non-empty, aligned, 1-D contiguous CPU uint8 tensor, or the offset is negative
+            or unaligned.
+    """
+    if not isinstance(buffer, torch.Tensor):
+        raise ValueError(f"buffer must be a torch.Tensor, not {type(buffer).__name__}")
+    if buffer.dtype is not torch.uint8 or buffer.device.type != "cpu" or buffer.dim() != 1:
+        raise ValueError(
+            f"buffer must be a 1-D uint8 tensor on the CPU, not {buffer.dim()}-D {buffer.dtype} on {buffer.device}"
+        )
+    if not buffer.is_contiguous():
+        raise ValueError(f"buffer must be contiguous, not of stride {buffer.stride()}")
+    nbytes = buffer.numel()
+    if nbytes == 0 or nbytes % alignment_nbytes:
+        raise ValueError(f"buffer length must be a positive multiple of {alignment_nbytes} bytes, not {nbytes}")
+    if buffer.data_ptr() % alignment_nbytes:
+        raise ValueError(f"buffer address must be a multiple of {alignment_nbytes}, not {buffer.data_ptr():#x}")
+    if offset < 0 or offset % alignment_nbytes:
+        raise ValueError(f"file offset must be a non-negative multiple of {alignment_nbytes}, not {offset}")
+
+
+def _refusal(ticket: Ticket, cause: str) -> StorageError:
+    return StorageError(ticket.operation.value, ticket.path, ticket.offset, ticket.nbytes, cause, tag=ticket.tag)
+
+
+def _stop_at_exit(pool: LanePool) -> Callable[[], None]:
+    reference = weakref.ref(pool)
+
+    def stop() -> None:
+        alive = reference()
+        if alive is not None:
+            alive._abandon(_EXIT_GRACE_S)
+
+    return atexit.register(stop)

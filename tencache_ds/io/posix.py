@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend that needs nothing but the operating system: ``preadv``/``pwritev`` in several lanes.
+
+Every byte count is checked and every errno reported. It works with any host memory, pinned or not, and on any file
+system; :mod:`tencache_ds.io.aio` uses the same :class:`PosixFiles` where Linux AIO cannot work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tencache_ds.errors import SpaceError, StorageError
+from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, Priority, Ticket
+from tencache_ds.io.lanes import LanePool
+
+_logger = logging.getLogger("DeepSpeed.tencache.io")
+
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_N_EAGAIN_RETRIES = 200
+_EAGAIN_PAUSE_S = 0.005
+
+
+@dataclass(slots=True)
+class _Descriptor:
+    """An open file and how many transfers use it right now (a forgotten one is closed by the last of them)."""
+
+    fd: int
+    direct: bool
+    n_users: int = 0
+    retired: bool = False
+    previous_write: tuple[int, int] = (0, 0)
+
+
+class PosixFiles:
+    """Persistent descriptors and whole transfers on them. Thread-safe.
+
+    Args:
+        direct: bypass the page cache with O_DIRECT where the file system allows it. Where it does not, the pages are
+            given back after each transfer, so that scratch traffic does not push training data out of RAM.
+    """
+
+    def __init__(self, direct: bool = True) -> None:
+        self._direct = direct and _O_DIRECT != 0
+        self._lock = threading.Lock()
+        self._descriptors: dict[tuple[str, Operation], _Descriptor] = {}
+        self._buffered_paths: set[str] = set()
+
+    def transfer(self, operation: Operation, path: str, offset: int, buffer: torch.Tensor, tag: str = "") -> None:
+        """Moves the whole buffer, blocking; short transfers are continued.
+
+        Raises:
+            SpaceError: no space or quota left for a write.
+            StorageError: any other failure, with errno where there is one.
+        """
+        view = memoryview(buffer.numpy())
+        try:
+            with self._open(operation, path) as descriptor:
+                try:
+                    self._move(operation, descriptor, offset, view)
+                except OSError as error:
+                    # Some file systems accept the flag at open() and refuse the transfer.
+                    if not (descriptor.direct and error.errno == errno.EINVAL):
+                        raise
+                    self._fall_back(path, "its file system refuses O_DIRECT transfers")
+                else:
+                    return
+            with self._open(operation, path) as descriptor:
+                self._move(operation, descriptor, offset, view)
+        except EOFError as error:
+            raise StorageError(operation.value, path, offset, len(view), str(error), tag=tag) from None
+        except OSError as error:
+            kind = SpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+            cause = error.strerror or str(error)
+            raise kind(operation.value, path, offset, len(view), cause, errno=error.errno, tag=tag) from error
+
+    def is_direct(self, operation: Operation, path: str) -> bool:
+        """Opens the file if it is not open yet; True when its transfers bypass the page cache.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        with self._open(operation, path) as descriptor:
+            return descriptor.direct
+
+    def forget(self, path: str) -> None:
+        """Closes the descriptors of a file, as soon as no transfer uses them."""
+        with self._lock:
+            self._buffered_paths.discard(path)
+            for operation in Operation:
+                self._retire(path, operation)
+
+    def close(self) -> None:
+        """Closes every descriptor. Idempotent."""
+        with self._lock:
+            for path, operation in list(self._descriptors):
+                self._retire(path, operation)
+
+    @contextlib.contextmanager
+    def _open(self, operation: Operation, path: str) -> Iterator[_Descriptor]:
+        with self._lock:
+            descriptor = self._descriptors.get((path, operation))
+            if descriptor is None:
+                descriptor = self._descriptors[path, operation] = self._new_descriptor(operation, path)
+            descriptor.n_users += 1
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                descriptor.n_users -= 1
+                if descriptor.retired and descriptor.n_users == 0:
+                    os.close(descriptor.fd)
+
+    def _new_descriptor(self, operation: Operation, path: str) -> _Descriptor:
+        flags = os.O_RDONLY if operation is Operation.READ else os.O_WRONLY | os.O_CREAT
+        flags |= os.O_CLOEXEC
+        if self._direct and path not in self._buffered_paths:
+            try:
+                return _Descriptor(os.open(path, flags | _O_DIRECT, 0o600), direct=True)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                self._note_buffered(path, "its file system has no O_DIRECT")
+        return _Descriptor(os.open(path, flags, 0o600), direct=False)
+
+    def _fall_back(self, path: str, reason: str) -> None:
+        with self._lock:
+            self._note_buffered(path, reason)
+            for operation in Operation:
+                self._retire(path, operation)
+
+    def _note_buffered(self, path: str, reason: str) -> None:
+        if path not in self._buffered_paths:
+            self._buffered_paths.add(path)
+            _logger.warning("%s goes through the page cache: %s", path, reason)
+
+    def _retire(self, path: str, operation: Operation) -> None:
+        descriptor = self._descriptors.pop((path, operation), None)
+        if descriptor is not None:
+            descriptor.retired = True
+            if descriptor.n_users == 0:
+                os.close(descriptor.fd)
+
+    def _move(self, operation: Operation, descriptor: _Descriptor, offset: int, view: memoryview) -> None:
+        n_moved = _move_some(operation, descriptor.fd, offset, view)
+        if n_moved < len(view):
+            # What stopped in the middle of a block cannot go on with O_DIRECT: the kernel finishes it.
+            fd = os.open(f"/proc/self/fd/{descriptor.fd}", os.O_RDONLY if operation is Operation.READ else os.O_WRONLY)
+            try:
+                while n_moved < len(view):
+                    n_more = _move_some(operation, fd, offset + n_moved, view[n_moved:], stop_at_blocks=False)
+                    if n_more == 0:
+                        if operation is Operation.READ:
+                            size = os.fstat(fd).st_size
+                            raise EOFError(f"file ends after {size} bytes, {n_moved} of {len(view)} bytes were there")
+                        raise OSError(errno.EIO, f"the device took {n_moved} of {len(view)} bytes")
+                    n_moved += n_more
+            finally:
+                os.close(fd)
+        if not descriptor.direct:
+            _give_back_pages(operation, descriptor, offset, len(view))
+
+
+def _move_some(operation: Operation, fd: int, offset: int, view: memoryview, *, stop_at_blocks: bool = True) -> int:
+    """Moves bytes until all are moved, none moves any more, or (``stop_at_blocks``) it stopped within a block."""
+    n_moved = 0
+    n_retries = 0
+    while n_moved < len(view):
+        try:
+            if operation is Operation.READ:
+                n = os.preadv(fd, [view[n_moved:]], offset + n_moved)
+            else:
+                n = os.pwritev(fd, [view[n_moved:]], offset + n_moved)
+        except BlockingIOError:
+            n_retries += 1
+            if n_retries > _N_EAGAIN_RETRIES:
+                raise
+            time.sleep(_EAGAIN_PAUSE_S)
+            continue
+        n_moved += n
+        if n == 0 or (stop_at_blocks and n_moved % ALIGNMENT_NBYTES):
+            break
+    return n_moved
+
+
+def _give_back_pages(operation: Operation, descriptor: _Descriptor, offset: int, nbytes: int) -> None:
+    """Drops clean pages; for dirty ones this starts write-back, so each write asks again for the one before."""
+    os.posix_fadvise(descriptor.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+    if operation is Operation.WRITE:
+        previous_offset, previous_nbytes = descriptor.previous_write
+        descriptor.previous_write = (offset, nbytes)
+        if previous_nbytes:
+            os.posix_fadvise(descriptor.fd, previous_offset, previous_nbytes, os.POSIX_FADV_DONTNEED)
+
+
+class PosixBackend:
+    """Storage through ``preadv`` and ``pwritev`` (satisfies :class:`tencache_ds.io.backend.StorageBackend`).
+
+    Args:
+        n_lanes: threads; 4 to 8 reach the limit of one device.
+        request_nbytes: longest single system call in bytes.
+        direct: bypass the page cache where possible.
+    """
+
+    name = "posix"
+    alignment_nbytes = ALIGNMENT_NBYTES
+
+    def __init__(self, n_lanes: int = 8, request_nbytes: int = 8 << 20, direct: bool = True) -> None:
+        self._files = PosixFiles(direct)
+        self._pool = LanePool(n_lanes, self._transfer, request_nbytes)
+        self.counters = self._pool.counters
+
+    def submit(
+        self,
+        operation: Operation,
+        path: str,
+        offset: int,
+        buffer: torch.Tensor,
+        *,
+        tag: str = "",
+        priority: Priority = Priority.BACKGROUND,
+        finish: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
+        return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+
+    def forget(self, path: str) -> None:
+        """Closes the descriptors of a file that is about to be, or has been, removed. Any thread."""
+        self._files.forget(path)
+
+    def close(self) -> None:
+        """Waits for everything submitted, joins the lanes, closes the files. Idempotent."""
+        self._pool.close()
+        self._files.close()
+
+    def _transfer(self, lane: int, operation: Operation, path: str, offset: int, piece: torch.Tensor, tag: str) -> None:
+        self._files.transfer(operation, path, offset, piece, tag)

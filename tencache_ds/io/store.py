@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One scratch file full of extents: allocation, ordering, verification.
+
+Per extent, requests keep the order in which they were made: a read sees the write before it, a write waits for the
+reads before it. The order is kept by callbacks, no thread is blocked for it. Every write leaves a fingerprint in RAM
+and every read is compared with it, because neither the page cache nor DeepSpeed's aio op reports every loss.
+
+One lock guards the extents' queues and results. No request is submitted or ended under it: both may call back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from tencache_ds.errors import CorruptionError, StorageError
+from tencache_ds.io.backend import Operation, Priority, StorageBackend, Ticket
+from tencache_ds.io.extents import Extent, round_up
+from tencache_ds.io.fingerprint import fingerprint
+from tencache_ds.io.lanes import check_request
+from tencache_ds.io.posix import PosixFiles
+from tencache_ds.io.space import SpaceFile
+
+_logger = logging.getLogger("DeepSpeed.tencache.io")
+
+
+@dataclass(frozen=True, slots=True)
+class _Witness:
+    """What a write left in RAM: number of the write, fingerprint of its buffer (None when not verifying)."""
+
+    generation: int
+    fingerprint: int | None
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One read or write of an extent, before and while the backend has it."""
+
+    operation: Operation
+    buffer: torch.Tensor
+    priority: Priority
+    ticket: Ticket
+    witness: _Witness | None = None
+    inner: Ticket | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _ExtentState:
+    """Everything the store knows about an extent. Guarded by the store's ``_lock``."""
+
+    extent: Extent
+    waiting: deque[_Request] = field(default_factory=deque)
+    running: list[_Request] = field(default_factory=list)
+    n_writes: int = 0  # accepted so far, the next write's generation
+    witness: _Witness | None = None  # of the last write that started
+    poison: BaseException | None = None  # why that write failed
+    freed: bool = False
+
+
+class ExtentStore:
+    """Extents in one scratch file. Every method may be called from any thread; tickets end in lane threads.
+
+    Args:
+        path: the file; must not exist, is made here and removed by :meth:`close`.
+        backend: moves the bytes; not owned, close it after the store.
+        preallocate_nbytes: length reserved at once, so that a full disk is found before training starts.
+        growth_nbytes: least growth of the file when no free range is long enough.
+        verify: compare every read with the fingerprint of the last write.
+        timeout_s: longest time in seconds that a ticket's ``wait()`` without a limit, :meth:`drain` and :meth:`close`
+            wait for one request.
+
+    Raises:
+        SpaceError: the device cannot hold ``preallocate_nbytes``.
+        StorageError: the file exists or cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        backend: StorageBackend,
+        *,
+        preallocate_nbytes: int = 0,
+        growth_nbytes: int = 256 << 20,
+        verify: bool = True,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.path = path
+        self.n_healed_reads = 0
+        """Reads that differed from the last write, and no longer did when read again."""
+        self._backend = backend
+        self._verify = verify
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._states: dict[int, _ExtentState] = {}
+        self._in_flight: set[Ticket] = set()
+        self._failed_writes: list[Ticket] = []
+        self._closed = False
+        self._space = SpaceFile(path, preallocate_nbytes=preallocate_nbytes, growth_nbytes=growth_nbytes)
+
+    @property
+    def nbytes_allocated(self) -> int:
+        """Bytes of the file that belong to extents."""
+        return self._space.nbytes_taken
+
+    @property
+    def nbytes_file(self) -> int:
+        """Length of the file in bytes."""
+        return self._space.nbytes_file
+
+    def allocate(self, nbytes: int, tag: str) -> Extent:
+        """Reserves space, on the device too: later writes cannot fail for lack of it.
+
+        Args:
+            nbytes: payload in bytes; rounded up to 4096.
+            tag: what the extent will hold, for messages.
+
+        Raises:
+            SpaceError: the device is full; says how much is missing.
+            StorageError: the store is closed, or the file cannot grow.
+            ValueError: ``nbytes`` is not positive.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"an extent for {tag} needs a positive size, not {nbytes}")
+        self._check_open("allocate", 0, nbytes, tag)
+        allocated_nbytes = round_up(nbytes)
+        offset = self._space.take(allocated_nbytes, tag)
+        extent = Extent(self.path, offset, nbytes, allocated_nbytes, tag)
+        with self._lock:
+            self._states[offset] = _ExtentState(extent)
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        """Gives the space back, once what is in flight for the extent has ended.
+
+        Raises:
+            ValueError: the extent is not (or no longer) one of this store.
+        """
+        with self._lock:
+            state = self._state(extent)
+            state.freed = True
+            idle = not state.running and not state.waiting
+        if idle:
+            self._release(state)
+
+    def write(self, extent: Extent, buffer: torch.Tensor, *, priority: Priority = Priority.BACKGROUND) -> Ticket:
+        """Writes the whole extent.
+
+        Args:
+            extent: where.
+            buffer: 1-D contiguous aligned CPU uint8 tensor of ``extent.allocated_nbytes`` bytes; untouched until the
+                ticket is done.
+            priority: of the request, from when it may start.
+
+        Returns:
+            A ticket. If it fails, so do reads of the extent until a later write succeeds; if nobody waits for it,
+            :meth:`check` or :meth:`drain` raises its error.
+
+        Raises:
+            ValueError: wrong buffer, or not an extent of this store.
+            StorageError: the store is closed.
+        """
+        self._check_buffer(extent, buffer)
+        with self._lock:
+            state = self._state(extent)
+            generation = state.n_writes
+            state.n_writes += 1
+        # Outside the lock: this reads a page of every 4 KiB, and lanes must be able to end requests meanwhile.
+        witness = _Witness(generation, fingerprint(buffer, generation) if self._verify else None)
+        return self._enqueue(
+            extent, _Request(Operation.WRITE, buffer, priority, self._ticket(Operation.WRITE, extent), witness)
+        )
+
+    def read(self, extent: Extent, buffer: torch.Tensor, *, priority: Priority = Priority.BACKGROUND) -> Ticket:
+        """Reads the whole extent; arguments as for :meth:`write`.
+
+        Returns:
+            A ticket. Its error is the device's, or that of the write that should have filled the extent, or a
+            :class:`~tencache_ds.errors.CorruptionError` when the bytes are not those last written.
+
+        Raises:
+            ValueError: wrong buffer, not an extent of this store, or nothing was ever written to it.
+            StorageError: the store is closed.
+        """
+        self._check_buffer(extent, buffer)
+        return self._enqueue(extent, _Request(Operation.READ, buffer, priority, self._ticket(Operation.READ, extent)))
+
+    def drain(self) -> None:
+        """Waits for every write made so far.
+
+        Raises:
+            StorageError: the first error of a write that no waiter has seen, after all have ended.
+        """
+        for ticket in self._wait_for(Operation.WRITE):
+            if ticket.error is not None and not ticket.error_seen:
+                ticket.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raises the error of a write that failed and that nobody waited for, once. Cheap enough for every step.
+
+        Raises:
+            StorageError: that error.
+        """
+        if not self._failed_writes:
+            return
+        with self._lock:
+            unseen = [ticket for ticket in self._failed_writes if not ticket.error_seen]
+            self._failed_writes = unseen
+        for ticket in unseen:
+            if ticket.done:  # if its callbacks still run, the next check has it
+                ticket.wait()
+
+    def close(self) -> None:
+        """Waits for what is in flight, then closes and removes the file. Idempotent.
+
+        Raises:
+            StorageError: an error of a write that nobody has seen; the file is removed all the same.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            self._wait_for(None)
+            self.drain()
+        finally:
+            self._backend.forget(self.path)
+            self._space.remove()
+
+    def _check_open(self, operation: str, offset: int, nbytes: int, tag: str) -> None:
+        if self._closed:
+            raise StorageError(operation, self.path, offset, nbytes, "the store is closed", tag=tag)
+
+    def _check_buffer(self, extent: Extent, buffer: torch.Tensor) -> None:
+        check_request(extent.offset, buffer, self._backend.alignment_nbytes)
+        if buffer.numel() != extent.allocated_nbytes:
+            raise ValueError(f"{extent.tag} needs a buffer of {extent.allocated_nbytes} bytes, not {buffer.numel()}")
+
+    def _state(self, extent: Extent) -> _ExtentState:
+        state = self._states.get(extent.offset)
+        if state is None or state.freed or state.extent != extent:
+            raise ValueError(f"not an extent of {self.path}, or freed: {extent}")
+        return state
+
+    def _ticket(self, operation: Operation, extent: Extent) -> Ticket:
+        nbytes = extent.allocated_nbytes
+        return Ticket(operation, self.path, extent.offset, nbytes, extent.tag, default_timeout_s=self._timeout_s)
+
+    def _wait_for(self, operation: Operation | None) -> list[Ticket]:
+        """Waits for what is in flight now, whatever its outcome; the tickets it waited for."""
+        with self._lock:
+            tickets = [ticket for ticket in self._in_flight if operation in (None, ticket.operation)]
+        for ticket in tickets:
+            ticket.wait_ended()
+        return tickets
+
+    def _release(self, state: _ExtentState) -> None:
+        with self._lock:
+            del self._states[state.extent.offset]
+        self._space.give(state.extent.offset, state.extent.allocated_nbytes)
+
+    # Order
+
+    def _enqueue(self, extent: Extent, request: _Request) -> Ticket:
+        request.ticket.bind_promote(partial(self._promote, extent, request))
+        with self._lock:
+            self._check_open(request.operation.value, extent.offset, extent.nbytes, extent.tag)
+            state = self._state(extent)
+            if request.operation is Operation.READ and state.witness is None and not state.waiting:
+                raise ValueError(f"{extent.tag} at offset {extent.offset} of {self.path} was never written")
+            state.waiting.append(request)
+            self._in_flight.add(request.ticket)
+            ready = self._take_ready(state)
+        self._run(state, ready)
+        return request.ticket
+
+    def _take_ready(self, state: _ExtentState) -> list[_Request]:
+        """Moves what may start now from waiting to running. Called with the lock held."""
+        ready: list[_Request] = []
+        while state.waiting:
+            request = state.waiting[0]
+            if request.operation is Operation.WRITE:
+                if state.running:
+                    break
+                state.witness = request.witness
+                state.poison = None
+            else:
+                if state.running and state.running[0].operation is Operation.WRITE:
+                    break
+                request.witness = state.witness
+            state.running.append(state.waiting.popleft())
+            ready.append(request)
+        return ready
+
+    def _run(self, state: _ExtentState, ready: list[_Request]) -> None:
+        """Submits requests. What cannot be submitted ends here, which may make others ready: a loop, no recursion."""
+        work = deque(ready)
+        while work:
+            request = work.popleft()
+            is_read = request.operation is Operation.READ
+            finish = partial(self._verify_read, state.extent, request) if is_read and self._verify else None
+            error = state.poison if is_read else None
+            if error is None:
+                try:
+                    inner = self._backend.submit(
+                        request.operation,
+                        self.path,
+                        state.extent.offset,
+                        request.buffer,
+                        tag=state.extent.tag,
+                        priority=request.priority,
+                        finish=finish,
+                    )
+                except Exception as raised:  # a closed backend, a forked child: the ticket's waiter has to know
+                    error = raised
+                else:
+                    request.inner = inner
+                    inner.add_done_callback(partial(self._on_done, state, request))
+                    continue
+            work.extend(self._end(state, request, error))
+
+    def _on_done(self, state: _ExtentState, request: _Request, inner: Ticket) -> None:
+        self._run(state, self._end(state, request, inner.error))
+
+    def _end(self, state: _ExtentState, request: _Request, error: BaseException | None) -> list[_Request]:
+        """Ends a request; returns those that may start now."""
+        is_write = request.operation is Operation.WRITE
+        with self._lock:
+            state.running.remove(request)
+            if is_write:
+                state.poison = error
+            ready = self._take_ready(state)
+            release = state.freed and not state.running and not state.waiting
+            if is_write and error is not None:
+                self._failed_writes.append(request.ticket)
+        if release:
+            self._release(state)
+        request.ticket.complete(error)
+        with self._lock:
+            self._in_flight.discard(request.ticket)
+            if is_write and error is None and request.ticket.error is not None:  # a callback failed
+                self._failed_writes.append(request.ticket)
+        return ready
+
+    def _promote(self, extent: Extent, request: _Request) -> None:
+        with self._lock:
+            state = self._states.get(extent.offset)
+            if state is None:
+                return
+            if request in state.running:
+                inners = [request.inner]
+            else:  # it waits for all that is before it
+                inners = [running.inner for running in state.running]
+                for waiting in state.waiting:
+                    waiting.priority = Priority.URGENT
+                    if waiting is request:
+                        break
+        for inner in inners:
+            if inner is not None:
+                inner.promote()
+
+    # Verification
+
+    def _verify_read(self, extent: Extent, request: _Request) -> None:
+        """In a lane thread, after the last byte: raises when the buffer is not what was last written."""
+        witness, buffer = request.witness, request.buffer
+        if witness is None or fingerprint(buffer, witness.generation) == witness.fingerprint:
+            return
+        # The aio op cannot say what went wrong. Plain descriptors can: this raises the device's errno, if it has one.
+        files = PosixFiles()
+        try:
+            files.transfer(Operation.READ, self.path, extent.offset, buffer, extent.tag)
+        finally:
+            files.close()
+        if fingerprint(buffer, witness.generation) == witness.fingerprint:
+            with self._lock:
+                self.n_healed_reads += 1
+            _logger.warning(
+                "%s at offset %d of %s came back changed and was right when read again; watch this device",
+                extent.tag,
+                extent.offset,
+                self.path,
+            )
+            return
+        raise CorruptionError(
+            "read",
+            self.path,
+            extent.offset,
+            extent.allocated_nbytes,
+            f"the bytes are not those of write {witness.generation + 1}: it was lost or torn, or something else "
+            "changed the file since; check the device (smartctl, dmesg) and that no other job uses this folder",
+            tag=extent.tag,
+        )

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory of one rank: an exactly sized arena under a limit, and the pool of leased slots cut from it."""
+
+from tencache_ds.memory.arena import HostArena
+from tencache_ds.memory.lease import Lease, LeaseError, LeaseState
+from tencache_ds.memory.pages import Locking, PageLocker, locked_memory_headroom_nbytes
+from tencache_ds.memory.pool import BufferPool
+from tencache_ds.memory.report import ClassStats, Holder, PoolBusyError, PoolStats, PoolTimeout
+
+__all__ = [
+    "BufferPool",
+    "ClassStats",
+    "Holder",
+    "HostArena",
+    "Lease",
+    "LeaseError",
+    "LeaseState",
+    "Locking",
+    "PageLocker",
+    "PoolBusyError",
+    "PoolStats",
+    "PoolTimeout",
+    "locked_memory_headroom_nbytes",
+]

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where a rank gets host memory from: exact, page-aligned, under one limit, accounted by purpose."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from tencache_ds.errors import MemoryLimitError
+from tencache_ds.memory.pages import Locking, PageLocker, locked_memory_headroom_nbytes, open_page_locker
+from tencache_ds.planning.size_classes import round_up_to_page
+
+__all__ = ["POISON_BYTE", "HostArena", "Locking", "PageLocker", "locked_memory_headroom_nbytes"]
+
+POISON_BYTE = 0xCB
+"""What fresh and freed memory is filled with under ``poison=True``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    tensor: torch.Tensor
+    nbytes: int
+    purpose: str
+
+
+class HostArena:
+    """Exactly sized, page-aligned host memory of one rank, under one limit.
+
+    Memory is given back by :meth:`free` or :meth:`close`, never by garbage collection: a copy or a disk request that is
+    still in flight holds no reference that Python could see.
+
+    Every method may be called from any thread; with ``Locking.CUDA`` the caller's current device is the one that the
+    memory is registered with. In a forked child the arena is inert: :meth:`close` leaves the parent's memory alone.
+
+    Args:
+        limit_nbytes: largest number of bytes in use at a time; None for no limit.
+        locking: what is done to the pages.
+        poison: for tests: fill new memory with :data:`POISON_BYTE`, and on :meth:`free` fill it again and keep it
+            mapped until :meth:`close`, so that a late reader sees poison instead of ending the process.
+
+    Raises:
+        LockedMemoryError: there is no CUDA device to register memory with.
+        ConfigError: DeepSpeed's pin_memory op is needed and cannot be loaded.
+    """
+
+    def __init__(self, limit_nbytes: int | None, locking: Locking, *, poison: bool = False) -> None:
+        if limit_nbytes is not None and limit_nbytes < 0:
+            raise ValueError(f"limit_nbytes must not be negative, got {limit_nbytes}")
+        self.limit_nbytes = limit_nbytes
+        self.locking = locking
+        self._poison = poison
+        self._locker: PageLocker = open_page_locker(locking)
+        self._pid = os.getpid()
+        # Held for bookkeeping only, never while the system or CUDA is called; no other lock is taken under it.
+        self._lock = threading.Lock()
+        self._blocks: dict[int, _Block] = {}  # by address
+        self._quarantine: list[torch.Tensor] = []
+        self._nbytes_in_use = 0
+        self._nbytes_peak = 0
+        self._closed = False
+
+    @property
+    def nbytes_in_use(self) -> int:
+        """Bytes allocated and not freed."""
+        return self._nbytes_in_use
+
+    @property
+    def nbytes_peak(self) -> int:
+        """Largest :attr:`nbytes_in_use` so far."""
+        return self._nbytes_peak
+
+    @property
+    def nbytes_locked(self) -> int:
+        """Bytes in use that are locked or registered: all of them, or none with ``Locking.NONE``."""
+        return 0 if self.locking is Locking.NONE else self._nbytes_in_use
+
+    def by_purpose(self) -> dict[str, int]:
+        """Return the bytes in use per purpose."""
+        totals: dict[str, int] = {}
+        with self._lock:
+            for block in self._blocks.values():
+                totals[block.purpose] = totals.get(block.purpose, 0) + block.nbytes
+        return totals
+
+    def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
+        """Return new memory: uint8, shape ``[nbytes rounded up to 4096]``, page aligned.
+
+        Args:
+            nbytes: bytes needed, at least 1.
+            purpose: what for, in errors and in :meth:`by_purpose`.
+
+        Raises:
+            MemoryLimitError: it does not fit the limit, or the system has no such memory.
+            LockedMemoryError: the memory cannot be locked or registered.
+            ValueError: ``nbytes`` is not positive, or the arena is closed.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"cannot allocate {nbytes} bytes for {purpose}: at least 1 is needed")
+        rounded_nbytes = round_up_to_page(nbytes)
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"cannot allocate {nbytes} bytes for {purpose}: the arena is closed")
+            if self.limit_nbytes is not None and self._nbytes_in_use + rounded_nbytes > self.limit_nbytes:
+                raise MemoryLimitError(
+                    f"{purpose} needs {rounded_nbytes} bytes of host memory, but {self._nbytes_in_use} of the limit of "
+                    f'{self.limit_nbytes} are in use; raise "tencache.staging_memory" by '
+                    f"{self._nbytes_in_use + rounded_nbytes - self.limit_nbytes} bytes or more"
+                )
+            self._nbytes_in_use += rounded_nbytes
+            self._nbytes_peak = max(self._nbytes_peak, self._nbytes_in_use)
+        try:
+            # A tensor born in inference mode could never be written outside it.
+            with torch.inference_mode(False):
+                tensor = self._locker.lock(rounded_nbytes)
+                if self._poison:
+                    tensor.fill_(POISON_BYTE)
+        except BaseException:
+            with self._lock:
+                self._nbytes_in_use -= rounded_nbytes
+            raise
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._blocks[tensor.data_ptr()] = _Block(tensor, rounded_nbytes, purpose)
+        if closed:
+            self._locker.unlock(tensor)
+            raise ValueError(f"cannot allocate {nbytes} bytes for {purpose}: the arena was closed meanwhile")
+        return tensor
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Unregister and unmap what :meth:`allocate` returned, at once.
+
+        The caller makes sure that nothing reads or writes it any more. Touching it, or a view of it, afterwards is a
+        bug and ends in a segmentation fault.
+
+        Raises:
+            ValueError: ``tensor`` is not the start of memory in use here (freed before, a view, another arena's).
+            LockedMemoryError: the driver refused; the memory then stays mapped and in use.
+        """
+        address = tensor.data_ptr()
+        with self._lock:
+            block = self._blocks.pop(address, None)
+        if block is None:
+            raise ValueError("this tensor is not memory of the arena: it was freed before, or is a view into a block")
+        try:
+            self._release(block)
+        except BaseException:
+            with self._lock:
+                self._blocks[address] = block
+            raise
+        with self._lock:
+            self._nbytes_in_use -= block.nbytes
+
+    def close(self) -> None:
+        """Free everything. Idempotent; later allocations raise. The same care as for :meth:`free` applies.
+
+        Raises:
+            LockedMemoryError: the driver refused some of it (the first refusal, after all blocks were tried).
+        """
+        with self._lock:
+            self._closed = True
+            blocks, self._blocks = list(self._blocks.values()), {}
+            quarantine, self._quarantine = self._quarantine, []
+            self._nbytes_in_use = 0
+        if os.getpid() != self._pid:
+            return
+        errors: list[Exception] = []
+        for tensor in [block.tensor for block in blocks] + quarantine:
+            try:
+                self._locker.unlock(tensor)
+            except MemoryLimitError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _release(self, block: _Block) -> None:
+        if self._poison:
+            block.tensor.fill_(POISON_BYTE)
+            with self._lock:
+                self._quarantine.append(block.tensor)
+        else:
+            self._locker.unlock(block.tensor)

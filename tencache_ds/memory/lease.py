@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handle on a slot of the pool, and the three ways to give it back."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from tencache_ds.errors import TenCacheError
+
+
+class LeaseError(TenCacheError, RuntimeError):
+    """A lease was used after it was given back, or a pool after it was closed."""
+
+
+class LeaseState(enum.Enum):
+    """Who may touch the slot."""
+
+    HELD = "held"
+    """The owner reads and writes it."""
+    RETURNING = "returning"
+    """The owner is done; a GPU copy or an I/O request still reads or writes it."""
+    RETURNED = "returned"
+    """Nobody of this lease touches it: it is free, or leased to somebody else."""
+
+
+class Event(Protocol):
+    """What :meth:`Lease.release_after` waits for; ``torch.cuda.Event`` is one."""
+
+    def query(self) -> bool:
+        """Return whether the event is done. Must not call back into the pool."""
+
+    def synchronize(self) -> None:
+        """Block until the event is done."""
+
+
+class Completion(Protocol):
+    """What :meth:`Lease.release_with` waits for; :class:`tencache_ds.io.Ticket` is one."""
+
+    def add_done_callback(self, fn: Callable[[Any], None], /) -> None:
+        """Call ``fn(self)`` once, in any thread, when the request is over; at once if it is over already."""
+
+
+class Slot:
+    """A fixed part of the pool's memory.
+
+    Attributes:
+        class_index: index of its size class, ascending by size.
+        tensor: the memory, uint8 of shape ``[slot_nbytes]``.
+    """
+
+    __slots__ = ("class_index", "tensor")
+
+    def __init__(self, class_index: int, tensor: torch.Tensor) -> None:
+        self.class_index = class_index
+        self.tensor = tensor
+
+
+class Returns(Protocol):
+    """The pool's side of a lease: what happens when it is given back."""
+
+    def begin_return(self, lease: Lease, event: Event | None) -> None:
+        """HELD → RETURNING; with an event, the slot comes back when the event is done."""
+
+    def finish_return(self, lease: Lease) -> None:
+        """RETURNING → RETURNED."""
+
+    def cancel_return(self, lease: Lease) -> None:
+        """RETURNING → HELD: what the slot should have waited for could not be waited for."""
+
+
+class Lease:
+    """The only handle on a slot of a :class:`~tencache_ds.memory.pool.BufferPool`.
+
+    It is given back exactly once, by :meth:`release`, :meth:`release_after` or :meth:`release_with`, or by leaving its
+    ``with`` block (now, unless one of the three was called inside). What has been given back cannot be touched through
+    the lease any more; a tensor taken from it earlier must not be either.
+
+    A lease may be passed between threads; one thread at a time uses it.
+
+    Attributes:
+        nbytes: bytes asked for.
+        owner: whose bytes these are (a weight's or chunk's name).
+        purpose: what they are for.
+        t_lease_ns: ``time.monotonic_ns()`` when it was handed out.
+    """
+
+    __slots__ = ("_buffer", "_pool", "_state", "nbytes", "owner", "purpose", "slot", "t_lease_ns")
+
+    def __init__(self, pool: Returns, slot: Slot, buffer: torch.Tensor, nbytes: int, owner: str, purpose: str) -> None:
+        self._pool = pool
+        self._buffer = buffer
+        self._state = LeaseState.HELD
+        self.slot = slot
+        self.nbytes = nbytes
+        self.owner = owner
+        self.purpose = purpose
+        self.t_lease_ns = time.monotonic_ns()
+
+    def __repr__(self) -> str:
+        return f"Lease({self.owner!r}, {self.purpose!r}, {self.nbytes} bytes, {self._state.value})"
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._state is LeaseState.HELD:
+            self.release()
+
+    @property
+    def state(self) -> LeaseState:
+        """Where the lease is in its life."""
+        return self._state
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The memory: uint8, shape ``[nbytes rounded up to 4096]``, page aligned, all of it private to the lease.
+
+        Raises:
+            LeaseError: the lease was given back.
+        """
+        self.require_held("its buffer was asked for")
+        return self._buffer
+
+    def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return the first ``numel`` elements of the buffer as ``dtype``, shape ``[numel]``, without a copy.
+
+        Raises:
+            LeaseError: the lease was given back.
+            ValueError: the buffer is too small, or ``numel`` is negative.
+        """
+        self.require_held("a view was asked for")
+        nbytes = numel * dtype.itemsize
+        if not 0 <= nbytes <= self._buffer.numel():
+            raise ValueError(
+                f"{self.owner} ({self.purpose}): {numel} elements of {dtype} take {nbytes} bytes, the lease has "
+                f"{self._buffer.numel()}"
+            )
+        return self._buffer[:nbytes].view(dtype)
+
+    def release(self) -> None:
+        """Give the slot back now: nothing reads or writes it any more.
+
+        Raises:
+            LeaseError: it was given back before.
+        """
+        self._pool.begin_return(self, None)
+        self._pool.finish_return(self)
+
+    def release_after(self, event: Event) -> None:
+        """Give the slot back when ``event`` is done (a CUDA event recorded after the last copy from or to the buffer).
+
+        The pool looks at the event when somebody needs a slot; nothing blocks here. The event must not be recorded
+        again before the slot has come back.
+
+        Raises:
+            LeaseError: it was given back before.
+        """
+        self._pool.begin_return(self, event)
+
+    def release_with(self, ticket: Completion) -> None:
+        """Give the slot back when the I/O request behind ``ticket`` is over, failed or not, in whatever thread ends it.
+
+        Do not hold a lock here that the thread ending the request takes.
+
+        Raises:
+            LeaseError: it was given back before.
+        """
+        self._pool.begin_return(self, None)
+        try:
+            ticket.add_done_callback(lambda _: self._pool.finish_return(self))
+        except BaseException:
+            self._pool.cancel_return(self)
+            raise
+
+    def require_held(self, what: str) -> None:
+        """Raise :class:`LeaseError`, saying ``what`` was tried, unless the lease is held."""
+        if self._state is not LeaseState.HELD:
+            raise LeaseError(
+                f"{self.owner} ({self.purpose}): {what} after the lease was given back (it is {self._state.value})"
+            )

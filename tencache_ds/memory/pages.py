@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page-aligned host memory from the operating system: plain, registered with CUDA, or locked by DeepSpeed.
+
+[Note: exact and really freed] torch's pinned allocator rounds blocks up to powers of two and keeps freed ones; a
+Python ``mmap`` object cannot be unmapped while a tensor points into it. So pages come straight from ``mmap(2)`` and go
+straight back with ``munmap(2)``: the resident size falls at once, and **touching a tensor after its pages were given
+back is a segmentation fault**, as in C. Only :class:`~tencache_ds.memory.arena.HostArena` calls this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import errno
+import functools
+import logging
+import mmap
+import os
+import resource
+from typing import Any, Protocol
+
+import torch
+
+from tencache_ds.errors import LockedMemoryError, MemoryLimitError
+
+logger = logging.getLogger("DeepSpeed.tencache.memory")
+
+HUGE_PAGE_NBYTES = 2 << 20
+_CAP_IPC_LOCK_BIT = 14
+_MLOCK_ONFAULT = 1
+_CUDA_ERROR_UNLOADING = 4  # cudaErrorCudartUnloading: the driver shut down first, nothing is registered any more
+
+
+class Locking(enum.Enum):
+    """What is done to host pages so that a device or the kernel can reach them without a copy."""
+
+    NONE = "none"
+    """Plain pages, resident once touched."""
+    CUDA = "cuda"
+    """Registered with ``cudaHostRegister``: resident, copies to and from the GPU run asynchronously at PCIe speed."""
+    MLOCK = "mlock"
+    """Allocated and ``mlock``-ed by DeepSpeed's pin manager, so that its aio op takes them without a bounce copy."""
+
+
+class PageLocker(Protocol):
+    """One way to get pages and give them back. Methods may be called from any thread."""
+
+    name: str
+
+    def lock(self, nbytes: int) -> torch.Tensor:
+        """Return new page-aligned memory, uint8 of shape ``[nbytes]``; ``nbytes`` is a multiple of the page size.
+
+        Raises:
+            MemoryLimitError: there is not enough address space or memory.
+            LockedMemoryError: the operating system or the driver refused to lock it.
+        """
+
+    def unlock(self, tensor: torch.Tensor) -> None:
+        """Give back what :meth:`lock` returned; ``tensor`` must not be touched afterwards.
+
+        Raises:
+            LockedMemoryError: the driver refused; the pages then stay mapped.
+        """
+
+
+def open_page_locker(locking: Locking) -> PageLocker:
+    """Return the :class:`PageLocker` of ``locking``.
+
+    Raises:
+        LockedMemoryError: CUDA was asked for where there is no CUDA device.
+        ConfigError: MLOCK was asked for and DeepSpeed's pin_memory op cannot be loaded.
+    """
+    match locking:
+        case Locking.NONE:
+            return PlainPages()
+        case Locking.CUDA:
+            return CudaPages()
+        case Locking.MLOCK:
+            return DeepSpeedPages()
+
+
+class PlainPages:
+    """Anonymous private pages, in huge pages where the kernel has them."""
+
+    name = "none"
+
+    def lock(self, nbytes: int) -> torch.Tensor:
+        """See :meth:`PageLocker.lock`."""
+        address = _map(nbytes)
+        storage = (ctypes.c_ubyte * nbytes).from_address(address)
+        return torch.frombuffer(storage, dtype=torch.uint8)
+
+    def unlock(self, tensor: torch.Tensor) -> None:
+        """See :meth:`PageLocker.unlock`."""
+        _unmap(tensor.data_ptr(), tensor.numel())
+
+
+class CudaPages(PlainPages):
+    """Plain pages registered with the CUDA driver, in the context of the device that is current in :meth:`lock`."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise LockedMemoryError(
+                "host memory cannot be registered with CUDA: torch sees no CUDA device; run with a GPU or set "
+                '"pin_memory": false'
+            )
+        self._cudart: Any = torch.cuda.cudart()
+
+    def lock(self, nbytes: int) -> torch.Tensor:
+        """See :meth:`PageLocker.lock`."""
+        tensor = super().lock(nbytes)
+        result = self._cudart.cudaHostRegister(tensor.data_ptr(), nbytes, 0)
+        if int(result) != 0:
+            super().unlock(tensor)
+            self._forget_error()
+            raise LockedMemoryError(
+                f"cudaHostRegister of {nbytes} bytes failed: {self._cudart.cudaGetErrorString(result)}; give the host "
+                'or container more memory, lower "tencache.staging_memory", or set "pin_memory": false'
+            )
+        return tensor
+
+    def unlock(self, tensor: torch.Tensor) -> None:
+        """See :meth:`PageLocker.unlock`."""
+        result = self._cudart.cudaHostUnregister(tensor.data_ptr())
+        if int(result) not in (0, _CUDA_ERROR_UNLOADING):
+            raise LockedMemoryError(
+                f"cudaHostUnregister of {tensor.numel()} bytes failed: {self._cudart.cudaGetErrorString(result)}; "
+                "the memory stays mapped; an earlier CUDA error is the usual cause"
+            )
+        super().unlock(tensor)
+
+    def _forget_error(self) -> None:
+        """Let a throw-away kernel take the blame, or the next launch of a caller who can do without would get it."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+
+
+class DeepSpeedPages:
+    """Pages of DeepSpeed's pin manager (``pin_memory`` op), which its aio op recognises."""
+
+    name = "mlock"
+
+    def __init__(self) -> None:
+        from tencache_ds.ops.async_io import load_pin_memory  # imports deepspeed, which this module must not
+
+        self._handle: Any = load_pin_memory().pin_handle()
+
+    def lock(self, nbytes: int) -> torch.Tensor:
+        """See :meth:`PageLocker.lock`. The C++ allocator would end the process where this raises."""
+        prove_lockable(nbytes)
+        tensor: torch.Tensor = self._handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+        if tensor.data_ptr() == 0:
+            raise _refusal(nbytes, "DeepSpeed's pin manager returned no memory")
+        return tensor
+
+    def unlock(self, tensor: torch.Tensor) -> None:
+        """See :meth:`PageLocker.unlock`."""
+        if not self._handle.free_cpu_locked_tensor(tensor):
+            raise LockedMemoryError(f"DeepSpeed's pin manager does not know the {tensor.numel()} bytes to be freed")
+        # The manager's memory is malloc's, which may keep what is freed for later.
+        if hasattr(_libc(), "malloc_trim"):
+            _libc().malloc_trim(0)
+
+
+def locked_memory_headroom_nbytes() -> int | None:
+    """Return how many more bytes this process may ``mlock``; None means unlimited.
+
+    Reads ``RLIMIT_MEMLOCK``, and ``VmLck`` and ``CAP_IPC_LOCK`` of this process. Any thread may call it.
+    """
+    soft_limit_nbytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    with open("/proc/self/status", encoding="utf-8", errors="replace") as status:
+        return headroom_nbytes(status.read(), soft_limit_nbytes)
+
+
+def headroom_nbytes(status: str, soft_limit_nbytes: int) -> int | None:
+    """Return what :func:`locked_memory_headroom_nbytes` does, from the text of ``/proc/self/status`` and the limit."""
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    may_exceed = bool(int(fields.get("CapEff", "0").strip(), 16) >> _CAP_IPC_LOCK_BIT & 1)
+    if may_exceed or soft_limit_nbytes == resource.RLIM_INFINITY:
+        return None
+    locked_nbytes = int(fields.get("VmLck", "0 kB").split()[0]) * 1024
+    return max(0, soft_limit_nbytes - locked_nbytes)
+
+
+def prove_lockable(nbytes: int) -> None:
+    """Raise :class:`LockedMemoryError` if ``nbytes`` more cannot be locked by this process.
+
+    After the limits are read the kernel itself is asked: in a user namespace (rootless containers) a process can hold
+    CAP_IPC_LOCK that does not count. ``MLOCK_ONFAULT`` takes the limit into account without touching a page.
+    """
+    headroom = locked_memory_headroom_nbytes()
+    if headroom is not None and nbytes > headroom:
+        raise _refusal(nbytes, f"{headroom} bytes are left of the limit")
+    address = _map(nbytes)
+    try:
+        if _libc().mlock2(address, nbytes, _MLOCK_ONFAULT) != 0:
+            raise _refusal(nbytes, os.strerror(ctypes.get_errno()))
+    finally:
+        _unmap(address, nbytes)
+
+
+def _refusal(nbytes: int, cause: str) -> LockedMemoryError:
+    soft_limit_nbytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft_limit_nbytes == resource.RLIM_INFINITY else f"{soft_limit_nbytes} bytes"
+    return LockedMemoryError(
+        f"cannot lock {nbytes} bytes of host memory: {cause} (RLIMIT_MEMLOCK is {limit}); raise it with "
+        "`ulimit -l unlimited` (docker: `--ulimit memlock=-1`), or do without locked memory: "
+        '"pin_memory": false or "io_backend": "posix"'
+    )
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc.mlock2.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+    return libc
+
+
+def _map(nbytes: int) -> int:
+    """Map ``nbytes`` of zeroed private memory and return its address; huge-page aligned where that is of use."""
+    huge = nbytes >= HUGE_PAGE_NBYTES
+    mapped_nbytes = nbytes + HUGE_PAGE_NBYTES if huge else nbytes
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc().mmap(None, mapped_nbytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        cause = os.strerror(ctypes.get_errno())
+        raise MemoryLimitError(
+            f'cannot map {nbytes} bytes of host memory: {cause}; lower "tencache.staging_memory" or raise `ulimit -v`'
+        )
+    if not huge:
+        return int(address)
+    # The surplus is cut off again on both sides: the mapping stays exact.
+    start = -(-address // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES
+    if start > address:
+        _unmap(address, start - address)
+    surplus_nbytes = address + mapped_nbytes - (start + nbytes)
+    if surplus_nbytes:
+        _unmap(start + nbytes, surplus_nbytes)
+    if _libc().madvise(start, nbytes, mmap.MADV_HUGEPAGE) != 0 and ctypes.get_errno() != errno.EINVAL:
+        logger.debug("no huge pages for %d bytes: %s", nbytes, os.strerror(ctypes.get_errno()))
+    return int(start)
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    if _libc().munmap(address, nbytes) != 0:
+        raise MemoryLimitError(f"munmap of {nbytes} bytes failed: {os.strerror(ctypes.get_errno())}")

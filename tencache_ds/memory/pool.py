@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool of page-aligned slots in a few size classes, lent out as leases.
+
+[Note: pool locks] Leases are taken by training and autograd threads and given back by those and by I/O threads. There
+is one lock per pool. Lock order: a caller's locks, then a ticket's lock, then the pool's lock, then nothing. Under the
+pool's lock only ``event.query()`` is called; never a ticket, the arena, ``event.synchronize()`` or a memory fill.
+
+[Note: hand-over] A slot that comes back is given to a waiter before it can be free, so a free slot means that no waiter
+could use it, and nobody overtakes a waiter. Urgent waiters come first, then waiters of the slot's own class, then those
+of smaller classes, each in the order they came.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from tencache_ds.memory.arena import POISON_BYTE, HostArena
+from tencache_ds.memory.lease import Event, Lease, LeaseError, LeaseState, Slot
+from tencache_ds.memory.report import ClassStats, Holder, PoolBusyError, PoolStats, PoolTimeout
+from tencache_ds.planning.size_classes import PAGE_NBYTES, SizeClass, round_up_to_page
+
+__all__ = ["BufferPool", "ClassStats", "Holder", "Lease", "PoolBusyError", "PoolStats", "PoolTimeout"]
+
+_POLL_MIN_S, _POLL_MAX_S = 50e-6, 500e-6
+
+
+class _Waiter:
+    """A thread in :meth:`BufferPool.lease`; ``lease`` is set by whoever hands it a slot."""
+
+    __slots__ = ("changed", "home", "lease", "nbytes", "owner", "purpose", "urgent")
+
+    def __init__(self, lock: threading.Lock, home: int, nbytes: int, owner: str, purpose: str, urgent: bool) -> None:
+        self.changed = threading.Condition(lock)
+        self.home = home
+        self.nbytes = nbytes
+        self.owner = owner
+        self.purpose = purpose
+        self.urgent = urgent
+        self.lease: Lease | None = None
+
+
+class BufferPool:
+    """Slots of one slab of arena memory. Every method may be called from any thread, but not from ``__del__``.
+
+    Args:
+        arena: where the slab comes from: one allocation, made here and freed by :meth:`close`.
+        classes: the size classes; none is allowed, then nothing can be leased.
+        poison: for tests: fill a slot with 0xCB before it can be leased (again).
+        name: for messages.
+
+    Raises:
+        MemoryLimitError: the slots do not fit the arena's limit.
+        ValueError: a class has no slots, or its slot size is not a positive multiple of 4096.
+    """
+
+    def __init__(self, arena: HostArena, classes: Sequence[SizeClass], *, poison: bool = False, name: str = "") -> None:
+        for c in classes:
+            if c.count < 1 or c.slot_nbytes < 1 or c.slot_nbytes % PAGE_NBYTES:
+                raise ValueError(f"a size class needs slots of a positive multiple of {PAGE_NBYTES} bytes, got {c}")
+        self.name = name or "staging"
+        self._arena = arena
+        self._poison = poison
+        self._classes = tuple(sorted(classes, key=lambda c: c.slot_nbytes))
+        self._slot_nbytes = [c.slot_nbytes for c in self._classes]
+        self._nbytes_total = sum(c.nbytes for c in self._classes)
+        self._slab: torch.Tensor | None = None
+        self._free: list[list[Slot]] = [[] for _ in self._classes]
+        if self._nbytes_total:
+            self._slab = arena.allocate(self._nbytes_total, f"pool {self.name!r}")
+            offset = 0
+            for index, c in enumerate(self._classes):
+                for _ in range(c.count):
+                    # .data: an autograd version counter of its own, so that a write to one slot does not look like a
+                    # write to all the others.
+                    slot = Slot(index, self._slab[offset : offset + c.slot_nbytes].data)
+                    offset += c.slot_nbytes
+                    self._free[index].append(slot)
+            if poison:
+                self._slab.fill_(POISON_BYTE)
+        self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)  # a lease came back, or began to
+        self._live: dict[Lease, None] = {}  # every lease that is not RETURNED, oldest first
+        self._pending: deque[tuple[Event, Lease]] = deque()  # given back, waiting for an event; oldest first
+        self._waiters: list[_Waiter] = []
+        self._closing = False
+        self._nbytes_leased = 0
+        self._nbytes_leased_peak = 0
+        self._n_leases = 0
+        self._n_waits = 0
+        self._wait_ns = 0
+
+    def try_lease(self, nbytes: int, owner: str, purpose: str) -> Lease | None:
+        """Return a lease on the smallest free slot that fits, or None. Never blocks.
+
+        Slots whose event is done count as free. A larger class lends a slot only when the fitting one has none.
+
+        Args:
+            nbytes: bytes needed, at least 1.
+            owner: whose bytes (a weight's or chunk's name), for messages.
+            purpose: what for, for messages.
+
+        Raises:
+            ValueError: ``nbytes`` is not positive or larger than every class.
+            LeaseError: the pool is closed.
+        """
+        home = self._home_class(nbytes)
+        with self._lock:
+            self._require_open()
+            if self._free[home]:
+                return self._lend(self._free[home].pop(), nbytes, owner, purpose)
+        self._reap()
+        with self._lock:
+            slot = self._take_free(home)
+            return None if slot is None else self._lend(slot, nbytes, owner, purpose)
+
+    def lease(self, nbytes: int, owner: str, purpose: str, *, urgent: bool = False, timeout_s: float = 600.0) -> Lease:
+        """Return a lease, waiting for a slot if there is none: back-pressure.
+
+        While it waits it looks after the events of slots that are coming back; where events are all that can bring a
+        slot, it synchronizes with the oldest.
+
+        Args:
+            nbytes, owner, purpose: as for :meth:`try_lease`.
+            urgent: a compute thread waits for these bytes: served before those who only read ahead.
+            timeout_s: longest wait in seconds. A ``synchronize()`` of an event is not cut short.
+
+        Raises:
+            PoolTimeout: no slot came back in time; lists who has them.
+            ValueError: ``nbytes`` is not positive or larger than every class.
+            LeaseError: the pool is closed, or was while waiting.
+        """
+        lease = self.try_lease(nbytes, owner, purpose)
+        if lease is not None:
+            return lease
+        t_start_ns = time.monotonic_ns()
+        waiter = _Waiter(self._lock, self._home_class(nbytes), nbytes, owner, purpose, urgent)
+        with self._lock:
+            self._require_open()
+            self._n_waits += 1
+            slot = self._take_free(waiter.home)  # one may have come back since the try
+            if slot is not None:
+                return self._lend(slot, nbytes, owner, purpose)
+            self._waiters.append(waiter)
+        try:
+            return self._await_slot(waiter, timeout_s)
+        except BaseException:
+            # A slot may have been handed over just when the wait was given up.
+            with self._lock:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+            if waiter.lease is not None:
+                waiter.lease.release()
+            raise
+        finally:
+            with self._lock:
+                self._wait_ns += time.monotonic_ns() - t_start_ns
+
+    def stats(self) -> PoolStats:
+        """Return the pool's figures. Looks at events first, without blocking."""
+        self._reap()
+        with self._lock:
+            return PoolStats(
+                nbytes_total=self._nbytes_total,
+                nbytes_leased=self._nbytes_leased,
+                nbytes_leased_peak=self._nbytes_leased_peak,
+                n_leases=self._n_leases,
+                n_waits=self._n_waits,
+                wait_ns=self._wait_ns,
+                n_waiting=len(self._waiters),
+                classes=tuple(
+                    ClassStats(c.slot_nbytes, c.count, len(free))
+                    for c, free in zip(self._classes, self._free, strict=True)
+                ),
+            )
+
+    def drain(self, *, timeout_s: float = 600.0) -> None:
+        """Wait until every lease that was given back has come back. Held leases are not waited for.
+
+        Raises:
+            PoolTimeout: an I/O request did not end in time.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self._reap()
+            with self._lock:
+                event = self._pending[0][0] if self._pending else None
+                if event is None:
+                    if all(lease.state is LeaseState.HELD for lease in self._live):
+                        return
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0:
+                        raise PoolTimeout(f"pool {self.name!r} did not drain in {timeout_s} s", self._holders(0))
+                    self._settled.wait(left_s)
+            if event is not None:
+                event.synchronize()
+
+    def assert_idle(self) -> None:
+        """Raise :class:`PoolBusyError`, listing them, if leases are held or still coming back. Does not wait."""
+        self._reap()
+        with self._lock:
+            if self._live:
+                raise PoolBusyError(f"pool {self.name!r} should be idle", self._holders(0))
+
+    def close(self, *, timeout_s: float = 600.0) -> None:
+        """Refuse new leases, wake those who wait, wait for what is coming back and free the memory. Idempotent.
+
+        Raises:
+            PoolBusyError: leases are held. The memory stays; release them and close again.
+            PoolTimeout: an I/O request did not end in time. The memory stays.
+        """
+        with self._lock:
+            self._closing = True
+            for waiter in self._waiters:
+                waiter.changed.notify()
+        self.drain(timeout_s=timeout_s)
+        with self._lock:
+            if self._live:
+                raise PoolBusyError(f"pool {self.name!r} cannot be closed", self._holders(0))
+            slab, self._slab = self._slab, None
+            for slots in self._free:
+                slots.clear()
+        if slab is not None:
+            self._arena.free(slab)
+
+    # The leases' side: called by Lease only.
+
+    def begin_return(self, lease: Lease, event: Event | None) -> None:
+        """HELD → RETURNING; see :class:`~tencache_ds.memory.lease.Returns`."""
+        with self._lock:
+            lease.require_held("it was released again")
+            lease._state = LeaseState.RETURNING
+            if event is not None:
+                self._pending.append((event, lease))
+                for waiter in self._waiters:
+                    waiter.changed.notify()
+                self._settled.notify_all()
+
+    def finish_return(self, lease: Lease) -> None:
+        """RETURNING → RETURNED; see :class:`~tencache_ds.memory.lease.Returns`."""
+        self._finish_returns((lease,))
+
+    def cancel_return(self, lease: Lease) -> None:
+        """RETURNING → HELD; see :class:`~tencache_ds.memory.lease.Returns`."""
+        with self._lock:
+            lease._state = LeaseState.HELD
+
+    # Below: "locked" means that the caller holds the pool's lock.
+
+    def _home_class(self, nbytes: int) -> int:
+        if nbytes <= 0:
+            raise ValueError(f"pool {self.name!r}: cannot lease {nbytes} bytes: at least 1 is needed")
+        home = bisect_left(self._slot_nbytes, nbytes)
+        if home == len(self._classes):
+            raise ValueError(
+                f"pool {self.name!r}: {nbytes} bytes are larger than every size class {self._slot_nbytes or '(none)'}"
+            )
+        return home
+
+    def _require_open(self) -> None:
+        if self._closing:
+            raise LeaseError(f"pool {self.name!r} is closed")
+
+    def _take_free(self, home: int) -> Slot | None:
+        """Take a slot of the smallest class from ``home`` on that has one; locked."""
+        return next((free.pop() for free in self._free[home:] if free), None)
+
+    def _lend(self, slot: Slot, nbytes: int, owner: str, purpose: str) -> Lease:
+        """Make a lease on a slot that is in nobody's hands; locked."""
+        lease = Lease(self, slot, slot.tensor[: round_up_to_page(nbytes)], nbytes, owner, purpose)
+        self._live[lease] = None
+        self._n_leases += 1
+        self._nbytes_leased += slot.tensor.numel()
+        self._nbytes_leased_peak = max(self._nbytes_leased_peak, self._nbytes_leased)
+        return lease
+
+    def _hand_over(self, slot: Slot) -> None:
+        """Give a slot to the waiter who comes first, or put it on the free list; locked. See [Note: hand-over]."""
+        index = slot.class_index
+        fitting = () if self._closing else [w for w in self._waiters if w.home <= index]
+        if not fitting:
+            self._free[index].append(slot)
+            return
+        waiter = min(fitting, key=lambda w: (not w.urgent, w.home != index))  # the first of equals: the oldest
+        self._waiters.remove(waiter)
+        waiter.lease = self._lend(slot, waiter.nbytes, waiter.owner, waiter.purpose)
+        waiter.changed.notify()
+
+    def _reap(self) -> None:
+        """Take back the slots whose event is done."""
+        with self._lock:
+            if not self._pending:
+                return
+            states = [(event.query(), event, lease) for event, lease in self._pending]
+            self._pending = deque((event, lease) for done, event, lease in states if not done)
+        # Small slots first: a small request should not take a large slot when a small one comes back with it.
+        self._finish_returns(sorted((le for done, _, le in states if done), key=lambda le: le.slot.class_index))
+
+    def _finish_returns(self, leases: Sequence[Lease]) -> None:
+        if self._poison:
+            for lease in leases:
+                lease.slot.tensor.fill_(POISON_BYTE)
+        with self._lock:
+            for lease in leases:
+                lease._state = LeaseState.RETURNED
+                del self._live[lease]
+                self._nbytes_leased -= lease.slot.tensor.numel()
+                self._hand_over(lease.slot)
+            self._settled.notify_all()
+
+    def _await_slot(self, waiter: _Waiter, timeout_s: float) -> Lease:
+        """Wait until somebody hands ``waiter`` a slot, which may be this very thread by looking after events."""
+        deadline_s = time.monotonic() + timeout_s
+        pause_s = _POLL_MIN_S
+        while True:
+            with self._lock:
+                if waiter.lease is None:
+                    self._require_open()
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0:
+                        raise PoolTimeout(
+                            f"pool {self.name!r}: no slot for {waiter.owner} ({waiter.purpose}, {waiter.nbytes} bytes) "
+                            f"came back in {timeout_s} s",
+                            self._holders(waiter.home),
+                        )
+                    events = [event for event, lease in self._pending if lease.slot.class_index >= waiter.home]
+                    n_busy = sum(lease.slot.class_index >= waiter.home for lease in self._live)
+                    # Nothing but events can bring a slot: block in the oldest instead of looking again and again.
+                    only_events = len(events) == n_busy
+                    if not events:
+                        waiter.changed.wait(left_s)
+                    elif not only_events:
+                        waiter.changed.wait(min(pause_s, left_s))
+                if waiter.lease is not None:
+                    return waiter.lease
+            if events:
+                if only_events:
+                    events[0].synchronize()
+                pause_s = min(2 * pause_s, _POLL_MAX_S)
+                self._reap()
+
+    def _holders(self, home: int) -> list[Holder]:
+        """Who has slots of the classes from ``home`` on, oldest first; locked."""
+        now_ns = time.monotonic_ns()
+        return [
+            Holder(
+                lease.owner,
+                lease.purpose,
+                lease.nbytes,
+                lease.slot.tensor.numel(),
+                (now_ns - lease.t_lease_ns) / 1e9,
+                lease.state,
+            )
+            for lease in self._live
+            if lease.slot.class_index >= home
+        ]

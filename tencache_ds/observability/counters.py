@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one TenCache engine counts, in a fixed vocabulary.
+
+``Counters`` is written to by training threads, autograd threads and I/O lanes; ``Stats`` is the frozen snapshot that a
+user gets from ``tencache_ds.stats(engine)``.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+
+class Link(str, enum.Enum):
+    """A path that bytes move over."""
+
+    NVME_READ = "nvme_read"
+    NVME_WRITE = "nvme_write"
+    H2D = "h2d"
+    D2H = "d2h"
+
+
+class Stall(str, enum.Enum):
+    """Why a training thread stood still."""
+
+    WEIGHT_READ = "weight_read"
+    """A weight was needed before its read was done."""
+
+    OPTIMIZER_READ = "optimizer_read"
+    """The update waited for a chunk's master weights and moments."""
+
+    BUFFER = "buffer"
+    """Every staging buffer was taken: writes or copies had to finish first."""
+
+    WRITE_BACK = "write_back"
+    """Writes in flight had to end (checkpoint, shutdown)."""
+
+
+class Access(str, enum.Enum):
+    """Where a weight was when the training asked for it."""
+
+    RESIDENT = "resident"
+    """In host memory for good."""
+
+    PREFETCHED = "prefetched"
+    """Read ahead, and there in time."""
+
+    LATE = "late"
+    """Read ahead, but the read was still going on."""
+
+    DEMAND = "demand"
+    """Not asked for before: read while the training waited."""
+
+
+class Event(str, enum.Enum):
+    """Things worth counting that should be rare."""
+
+    DIVERGENCE = "divergence"
+    """The order of accesses differed from the recorded step."""
+
+    OVERFLOW_BUFFER = "overflow_buffer"
+    """A weight was read into ordinary memory because no staging buffer could be had (a large ``GatheredParameters``)."""
+
+    DISCARDED_READ = "discarded_read"
+    """A weight was read ahead and dropped without being used."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Figures of one optimizer step: everything since the end of the previous one.
+
+    Attributes:
+        step: number of the step, from 1.
+        seconds: from the end of the previous step to the end of this one.
+        update_seconds: the part spent in the optimizer step.
+        nbytes: bytes per link.
+        stall_seconds: waits of training threads by cause.
+        accesses: weight accesses by where the weight was.
+        events: rare events.
+    """
+
+    step: int
+    seconds: float
+    update_seconds: float
+    nbytes: dict[str, int]
+    stall_seconds: dict[str, float]
+    accesses: dict[str, int]
+    events: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Snapshot of an engine's counters.
+
+    Attributes:
+        total: everything since the engine was built, as one record (``step`` is the number of steps done).
+        last_step: the last optimizer step, or None before the first.
+        pinned_nbytes: pinned (locked or registered) host memory held now.
+        pinned_peak_nbytes: most pinned host memory held at any time.
+        staging_nbytes: size of the staging pool, and the most of it leased at one time.
+        staging_peak_nbytes: most bytes of the staging pool leased at one time.
+        pool_waits: leases that had to wait for a buffer.
+        stored_nbytes: bytes of scratch storage allocated on NVMe.
+        resident_weight_nbytes: weights kept in host memory.
+        io_backend: name of the I/O backend in use, or "" when nothing is stored.
+    """
+
+    total: StepRecord
+    last_step: StepRecord | None
+    pinned_nbytes: int = 0
+    pinned_peak_nbytes: int = 0
+    staging_nbytes: int = 0
+    staging_peak_nbytes: int = 0
+    pool_waits: int = 0
+    stored_nbytes: int = 0
+    resident_weight_nbytes: int = 0
+    io_backend: str = ""
+
+
+@dataclass(slots=True)
+class _Tally:
+    nbytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys((link.value for link in Link), 0))
+    stall_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys((stall.value for stall in Stall), 0))
+    accesses: dict[str, int] = field(default_factory=lambda: dict.fromkeys((access.value for access in Access), 0))
+    events: dict[str, int] = field(default_factory=lambda: dict.fromkeys((event.value for event in Event), 0))
+    update_ns: int = 0
+
+    def copy(self) -> _Tally:
+        return _Tally(dict(self.nbytes), dict(self.stall_ns), dict(self.accesses), dict(self.events), self.update_ns)
+
+
+class Counters:
+    """Thread-safe counters of one engine."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tally = _Tally()
+        self._at_last_step = _Tally()
+        self._steps = 0
+        self._t_start_ns = time.perf_counter_ns()
+        self._t_last_step_ns = self._t_start_ns
+        self._last_step: StepRecord | None = None
+
+    def moved(self, link: Link, nbytes: int) -> None:
+        """Counts ``nbytes`` moved over ``link``."""
+        with self._lock:
+            self._tally.nbytes[link.value] += nbytes
+
+    def accessed(self, access: Access) -> None:
+        """Counts one access to a weight."""
+        with self._lock:
+            self._tally.accesses[access.value] += 1
+
+    def happened(self, event: Event, times: int = 1) -> None:
+        """Counts a rare event."""
+        with self._lock:
+            self._tally.events[event.value] += times
+
+    @contextmanager
+    def stall(self, cause: Stall) -> Iterator[None]:
+        """Times a wait of the calling thread; shows in torch's profiler as ``tencache::wait::<cause>``."""
+        t_start_ns = time.perf_counter_ns()
+        try:
+            if torch.autograd._profiler_enabled():
+                with torch.profiler.record_function(f"tencache::wait::{cause.value}"):
+                    yield
+            else:
+                yield
+        finally:
+            with self._lock:
+                self._tally.stall_ns[cause.value] += time.perf_counter_ns() - t_start_ns
+
+    def step_done(self, update_ns: int) -> StepRecord:
+        """Closes an optimizer step that spent ``update_ns`` in the update and returns its record."""
+        now_ns = time.perf_counter_ns()
+        with self._lock:
+            self._steps += 1
+            self._tally.update_ns += update_ns
+            record = _record(self._steps, now_ns - self._t_last_step_ns, self._tally, self._at_last_step)
+            self._at_last_step = self._tally.copy()
+            self._t_last_step_ns = now_ns
+            self._last_step = record
+        return record
+
+    def total(self) -> StepRecord:
+        """Everything since the counters were made, as one record."""
+        with self._lock:
+            return _record(self._steps, time.perf_counter_ns() - self._t_start_ns, self._tally, _Tally())
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """Record of the last optimizer step."""
+        return self._last_step
+
+
+def _record(step: int, elapsed_ns: int, now: _Tally, before: _Tally) -> StepRecord:
+    return StepRecord(
+        step=step,
+        seconds=elapsed_ns / 1e9,
+        update_seconds=(now.update_ns - before.update_ns) / 1e9,
+        nbytes={key: value - before.nbytes[key] for key, value in now.nbytes.items()},
+        stall_seconds={key: (value - before.stall_ns[key]) / 1e9 for key, value in now.stall_ns.items()},
+        accesses={key: value - before.accesses[key] for key, value in now.accesses.items()},
+        events={key: value - before.events[key] for key, value in now.events.items()},
+    )
+
+
+def monitor_events(record: StepRecord, samples: int) -> list[tuple[str, float, int]]:
+    """``(tag, value, samples)`` triples of a step for DeepSpeed's monitor (tensorboard, wandb, csv)."""
+    events: list[tuple[str, float, int]] = [
+        ("TenCache/step/seconds", record.seconds, samples),
+        ("TenCache/step/update_seconds", record.update_seconds, samples),
+    ]
+    events += [(f"TenCache/bytes/{link}", float(nbytes), samples) for link, nbytes in record.nbytes.items()]
+    events += [(f"TenCache/stall/{cause}", seconds, samples) for cause, seconds in record.stall_seconds.items()]
+    events += [(f"TenCache/weights/{access}", float(count), samples) for access, count in record.accesses.items()]
+    return events

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a sub-group's optimizer state is cut into chunks, and where each piece of a chunk lies in its extent.
+
+Adam and its relatives are elementwise, so the unit of update can be any run of elements. A chunk's master weights and
+moments are adjacent in one extent: one sequential read and one sequential write per chunk, whatever ``sub_group_size``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PAGE_NBYTES = 4096
+GRANULE_NUMEL = 4096
+"""Chunks start at multiples of this many elements: every piece but a sub-group's last is then a whole number of pages
+for 1-, 2- and 4-byte elements, and no vector loop of a CPU optimizer is cut in its middle, so that chunked updates are
+bit-identical to whole ones."""
+
+
+def align(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One kind of state within a chunk's extent.
+
+    Attributes:
+        kind: "master" or the optimizer's name of the state ("exp_avg", ...).
+        offset: first byte in the extent, a multiple of the page size.
+        nbytes: payload in bytes (the space up to the next piece is padding).
+    """
+
+    kind: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of elements of one sub-group.
+
+    Attributes:
+        sub_group: index of the sub-group.
+        index: index of the chunk in its sub-group.
+        start: first element in the sub-group.
+        numel: number of elements.
+        pieces: where each kind of state lies in the extent.
+        nbytes: bytes of the extent, padding included.
+    """
+
+    sub_group: int
+    index: int
+    start: int
+    numel: int
+    pieces: tuple[Piece, ...]
+    nbytes: int
+
+    def piece(self, kind: str) -> Piece:
+        """The piece of that kind; KeyError if the chunk has none."""
+        for piece in self.pieces:
+            if piece.kind == kind:
+                return piece
+        raise KeyError(kind)
+
+
+def cut_sub_group(sub_group: int, numel: int, kinds: Sequence[tuple[str, int]], chunk_nbytes: int) -> tuple[Chunk, ...]:
+    """Chunks of a sub-group.
+
+    Args:
+        sub_group: index of the sub-group.
+        numel: elements of this rank's partition of it.
+        kinds: ``(kind, bytes per element)`` in the order they lie in the extent.
+        chunk_nbytes: wanted bytes of a full chunk; rounded down to whole granules, at least one.
+
+    Returns:
+        Chunks in ascending order that cover ``[0, numel)`` exactly once.
+    """
+    per_element = sum(itemsize for _, itemsize in kinds)
+    step = max(chunk_nbytes // max(per_element, 1) // GRANULE_NUMEL, 1) * GRANULE_NUMEL
+    chunks = []
+    for index, start in enumerate(range(0, numel, step)):
+        length = min(step, numel - start)
+        pieces, offset = [], 0
+        for kind, itemsize in kinds:
+            pieces.append(Piece(kind, offset, length * itemsize))
+            offset += align(length * itemsize)
+        chunks.append(Chunk(sub_group, index, start, length, tuple(pieces), offset))
+    return tuple(chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Elements that a chunk and a segment (a weight's shard) share.
+
+    Attributes:
+        segment: index of the segment.
+        in_chunk: first shared element, counted from the chunk's start.
+        in_segment: first shared element, counted from the segment's start.
+        numel: number of shared elements.
+        last: whether the segment ends in this chunk.
+    """
+
+    segment: int
+    in_chunk: int
+    in_segment: int
+    numel: int
+    last: bool
+
+
+def overlaps(chunk: Chunk, segment_starts: Sequence[int], segment_numels: Sequence[int]) -> list[Overlap]:
+    """The segments a chunk shares elements with, in ascending order.
+
+    Args:
+        chunk: the chunk.
+        segment_starts: first element of each segment in the sub-group, ascending.
+        segment_numels: elements of each segment; empty ones are never returned.
+    """
+    end = chunk.start + chunk.numel
+    found = []
+    for index, (start, numel) in enumerate(zip(segment_starts, segment_numels, strict=True)):
+        if start >= end:
+            break
+        low, high = max(start, chunk.start), min(start + numel, end)
+        if low < high:
+            found.append(Overlap(index, low - chunk.start, low - start, high - low, high == start + numel))
+    return found

@@ -1,0 +1,572 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of one model on one rank: some in host memory for good, the rest on NVMe and staged when needed.
+
+Residency is static (the access pattern is a cyclic scan, on which recency caching never hits). A stored weight's staging
+buffer is clean at all times except between :meth:`WeightTier.begin_update` and :meth:`WeightTier.finish_update`, so it can
+be dropped whenever a buffer is needed for something more urgent: no order of requests can deadlock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from tencache_ds.errors import StorageError, TenCacheError
+from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
+from tencache_ds.io.mapping import map_pieces
+from tencache_ds.memory.arena import HostArena
+from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
+from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall
+from tencache_ds.planning.chunks import align
+
+RESIDENT_SLAB_NBYTES = 64 * 2**20
+"""Resident weights are packed into slabs: one registration per slab instead of one per weight."""
+
+RESIDENT_ALIGNMENT_NBYTES = 256
+
+INITIAL_WRITES_NBYTES = 256 * 2**20
+"""Bytes of freshly initialised weights that may wait for their first write at one time."""
+
+UPDATE_PATIENCE_S = 5.0
+"""How long an update waits for a staging buffer before it takes ordinary memory (which is bounded too)."""
+
+
+class WeightState(enum.Enum):
+    """Where a weight's shard is, and what its memory means."""
+
+    RESIDENT = "resident"
+    """In host memory for good; never read from or written to NVMe."""
+
+    INITIAL = "initial"
+    """In ordinary memory, being filled for the first time; not yet on NVMe."""
+
+    STORED = "stored"
+    """On NVMe only."""
+
+    READING = "reading"
+    """On NVMe, and a read into a staging buffer is under way."""
+
+    STAGED = "staged"
+    """On NVMe, with a clean copy in a staging buffer that nobody uses yet."""
+
+    EXPOSED = "exposed"
+    """On NVMe, with a copy in a staging buffer that DeepSpeed is reading from or writing to."""
+
+    UPDATING = "updating"
+    """The copy on NVMe is out of date: the optimizer is filling a staging buffer that will be written."""
+
+
+_TRANSITIONS: dict[WeightState, frozenset[WeightState]] = {
+    WeightState.RESIDENT: frozenset(),
+    WeightState.INITIAL: frozenset({WeightState.STORED}),
+    WeightState.STORED: frozenset({WeightState.READING, WeightState.EXPOSED, WeightState.UPDATING}),
+    WeightState.READING: frozenset({WeightState.STAGED, WeightState.EXPOSED, WeightState.STORED}),
+    WeightState.STAGED: frozenset({WeightState.EXPOSED, WeightState.STORED}),
+    WeightState.EXPOSED: frozenset({WeightState.STORED}),
+    WeightState.UPDATING: frozenset({WeightState.STORED}),
+}
+
+
+class CopyEvent(Protocol):
+    """A device event after which a buffer's last reader is done."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Host memory behind a weight that is not resident: a lease of the pool, or ordinary memory when there is none."""
+
+    bytes: torch.Tensor
+    lease: Lease | None
+
+    def release(self, arena: HostArena) -> None:
+        if self.lease is not None:
+            self.lease.release()
+        else:
+            arena.free(self.bytes)
+
+
+@dataclass(slots=True)
+class _Weight:
+    key: int
+    name: str
+    numel: int
+    dtype: torch.dtype
+    state: WeightState
+    extent: Extent | None = None
+    buffer: _Buffer | None = None
+    resident: torch.Tensor | None = None
+    ticket: Ticket | None = None
+    trainable: bool = True
+    prefetched: bool = field(default=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def move_to(self, state: WeightState) -> None:
+        if state not in _TRANSITIONS[self.state]:
+            raise TenCacheError(f"weight {self.name}: no transition from {self.state.value} to {state.value}")
+        self.state = state
+
+    def view(self) -> torch.Tensor:
+        assert self.buffer is not None
+        return self.buffer.bytes[: self.nbytes].view(self.dtype)
+
+
+def _wait_quietly(ticket: Ticket, timeout_s: float) -> None:
+    """Waits for a request whose outcome no longer matters: its buffer is about to be reused or freed."""
+    with contextlib.suppress(StorageError):
+        ticket.wait(timeout_s)
+
+
+class WeightTier:
+    """Residency and movement of weight shards.
+
+    Every public method may be called from any thread; an autograd thread waiting for a read blocks the others only when
+    they ask for a weight too.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: Callable[[], ExtentStore],
+        resident_arena: HostArena,
+        transient_arena: HostArena,
+        resident_budget_nbytes: Callable[[], int],
+        counters: Counters,
+        timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            store: opens the weights' extent store; called when the first weight has to go to NVMe.
+            resident_arena: memory of resident weights.
+            transient_arena: unpinned memory for first writes and for more weights at once than the pool has buffers.
+            resident_budget_nbytes: bytes of weights that may stay resident; asked once, at the first weight.
+            counters: where accesses, bytes and stalls are counted.
+            timeout_s: longest wait for one transfer.
+        """
+        self._open_store = store
+        self._store: ExtentStore | None = None
+        self._resident_arena = resident_arena
+        self._transient_arena = transient_arena
+        self._resident_budget = resident_budget_nbytes
+        self._resident_left: int | None = None
+        self._slab: torch.Tensor | None = None
+        self._slab_used = 0
+        self._counters = counters
+        self._timeout_s = timeout_s
+        self._weights: dict[int, _Weight] = {}
+        self._pool: BufferPool | None = None
+        self._largest_slot_nbytes = 0
+        self._first_writes: deque[tuple[Ticket, _Buffer]] = deque()
+        self._lock = threading.RLock()
+
+    # Registration
+
+    def register(self, key: int, name: str, numel: int, dtype: torch.dtype, *, always_resident: bool) -> torch.Tensor:
+        """Makes room for a new weight shard and returns the zeroed 1-D tensor in which to put its first value.
+
+        Resident memory is filled first, in the order of registration. For the others, :meth:`store_initial` has to
+        follow once the value is there.
+        """
+        with self._lock:
+            if key in self._weights:
+                raise TenCacheError(f"weight {name} (id {key}) is registered twice")
+            nbytes = numel * dtype.itemsize
+            if self._resident_left is None:
+                self._resident_left = self._resident_budget()
+            if always_resident or nbytes <= self._resident_left:
+                self._resident_left -= 0 if always_resident else nbytes
+                weight = _Weight(key, name, numel, dtype, WeightState.RESIDENT)
+                weight.resident = self._resident_view(nbytes).view(dtype)
+                self._weights[key] = weight
+                return weight.resident
+            self._settle_first_writes(INITIAL_WRITES_NBYTES - nbytes)
+            weight = _Weight(key, name, numel, dtype, WeightState.INITIAL)
+            weight.buffer = self._transient(weight)
+            self._weights[key] = weight
+            return weight.view()
+
+    def is_resident(self, key: int) -> bool:
+        """Whether the weight stays in host memory for good."""
+        return self._weights[key].state is WeightState.RESIDENT
+
+    def store_initial(self, key: int) -> None:
+        """Sends a registered weight's first value to NVMe; returns before it is there."""
+        with self._lock:
+            weight = self._weights[key]
+            if weight.state is not WeightState.INITIAL:
+                return
+            if self._store is None:
+                self._store = self._open_store()
+            weight.extent = self._store.allocate(weight.nbytes, weight.name)
+            buffer, weight.buffer = weight.buffer, None
+            assert buffer is not None
+            self._first_writes.append((self._write(weight, buffer.bytes), buffer))
+            weight.move_to(WeightState.STORED)
+
+    def use_pool(self, pool: BufferPool) -> None:
+        """Stages through ``pool`` from now on; before, ordinary memory serves."""
+        with self._lock:
+            self._settle_first_writes(0)
+            self._pool = pool
+            self._largest_slot_nbytes = max((c.slot_nbytes for c in pool.stats().classes), default=0)
+
+    def set_trainable(self, keys: Iterable[int]) -> None:
+        """Names the weights the optimizer will update; all others are never dropped as out of date."""
+        wanted = set(keys)
+        with self._lock:
+            for weight in self._weights.values():
+                weight.trainable = weight.key in wanted
+
+    # Reading
+
+    def read_ahead(self, keys: Iterable[int]) -> None:
+        """Starts reading weights, nearest first, until there is no free staging buffer. Never blocks."""
+        with self._lock:
+            if self._pool is None or self._store is None:
+                return
+            for key in keys:
+                weight = self._weights.get(key)
+                if weight is None or weight.state is not WeightState.STORED:
+                    continue
+                nbytes = align(weight.nbytes)
+                fits = nbytes <= self._largest_slot_nbytes
+                lease = self._pool.try_lease(nbytes, weight.name, "read-ahead") if fits else None
+                if lease is None:
+                    return
+                weight.buffer = _Buffer(lease.buffer, lease)
+                weight.ticket = self._read(weight, Priority.BACKGROUND)
+                weight.prefetched = True
+                weight.move_to(WeightState.READING)
+
+    def ready(self, key: int) -> bool:
+        """Whether the weight can be exposed without waiting."""
+        with self._lock:
+            weight = self._weights[key]
+            if weight.state is WeightState.READING and weight.ticket is not None and weight.ticket.done:
+                self._finish_reading(weight)
+            return weight.state in (WeightState.RESIDENT, WeightState.STAGED, WeightState.EXPOSED)
+
+    def expose(self, keys: Sequence[int]) -> list[torch.Tensor]:
+        """The shards of ``keys`` in host memory, read from NVMe where they are not there yet.
+
+        Returns:
+            1-D tensors, valid until :meth:`give_back` of the same key.
+
+        Raises:
+            StorageError: a read failed.
+        """
+        with self._lock:
+            weights = [self._weights[key] for key in keys]
+            kept = set(keys)
+            for weight in weights:
+                if weight.state is WeightState.STORED:
+                    weight.buffer = self._buffer_now(weight, kept)
+                    weight.ticket = self._read(weight, Priority.URGENT)
+                    weight.prefetched = False
+                    weight.move_to(WeightState.READING)
+                elif weight.state is WeightState.INITIAL:
+                    raise TenCacheError(f"weight {weight.name} is needed before its first value was stored")
+            exposed = []
+            for weight in weights:
+                if weight.state is WeightState.RESIDENT:
+                    assert weight.resident is not None
+                    exposed.append(weight.resident)
+                    continue
+                if weight.state is not WeightState.EXPOSED:
+                    self._count_access(weight)
+                if weight.state is WeightState.READING:
+                    self._finish_reading(weight)
+                if weight.state is WeightState.STAGED:
+                    weight.move_to(WeightState.EXPOSED)
+                exposed.append(weight.view())
+            return exposed
+
+    def give_back(self, key: int, event: CopyEvent | None = None) -> None:
+        """Ends an exposure: the staging buffer is free once ``event`` (its last reader) is done, or now without one."""
+        with self._lock:
+            weight = self._weights[key]
+            if weight.state is not WeightState.EXPOSED:
+                return
+            buffer, weight.buffer = weight.buffer, None
+            assert buffer is not None
+            weight.move_to(WeightState.STORED)
+            if event is None:
+                buffer.release(self._transient_arena)
+            elif buffer.lease is not None:
+                buffer.lease.release_after(event)
+            else:
+                event.synchronize()
+                buffer.release(self._transient_arena)
+
+    def drop_stale(self) -> None:
+        """Before an update: forgets the staged copies of trainable weights, which the update makes out of date."""
+        with self._lock:
+            for weight in self._weights.values():
+                if weight.trainable and weight.state in (WeightState.STAGED, WeightState.READING):
+                    self._discard(weight)
+
+    # Writing
+
+    def expose_for_overwrite(self, key: int) -> torch.Tensor:
+        """A buffer for a new value of the weight, without reading the old one; :meth:`write_exposed` has to follow."""
+        with self._lock:
+            weight = self._weights[key]
+            if weight.state is WeightState.RESIDENT:
+                assert weight.resident is not None
+                return weight.resident
+            if weight.state in (WeightState.STAGED, WeightState.READING):
+                self._discard(weight)
+            if weight.state is WeightState.STORED:
+                weight.buffer = self._buffer_now(weight, {key})
+                weight.view().zero_()
+                weight.move_to(WeightState.EXPOSED)
+            return weight.view()
+
+    def write_exposed(self, key: int) -> None:
+        """Writes the exposed buffer to NVMe and ends the exposure; returns before the bytes are there."""
+        with self._lock:
+            weight = self._weights[key]
+            if weight.state is WeightState.RESIDENT:
+                return
+            if weight.state is not WeightState.EXPOSED:
+                raise TenCacheError(f"weight {weight.name} has no new value to write: it is {weight.state.value}")
+            self._write_and_release(weight)
+
+    def begin_update(self, key: int) -> torch.Tensor:
+        """The buffer that the optimizer fills with the weight's new value, all of it; waits for a free one.
+
+        :meth:`finish_update` has to follow.
+        """
+        with self._lock:
+            weight = self._weights[key]
+            if weight.state is WeightState.RESIDENT:
+                assert weight.resident is not None
+                return weight.resident
+            if weight.state is WeightState.UPDATING:
+                return weight.view()
+            if weight.state in (WeightState.STAGED, WeightState.READING):
+                self._discard(weight)
+            if weight.state is WeightState.EXPOSED:
+                self.give_back(key)
+            weight.move_to(WeightState.UPDATING)
+            weight.buffer = self._buffer_with_back_pressure(weight)
+            return weight.view()
+
+    def finish_update(self, key: int) -> None:
+        """The new value is complete: sends it to NVMe, without waiting."""
+        with self._lock:
+            weight = self._weights[key]
+            if weight.state is WeightState.UPDATING:
+                self._write_and_release(weight)
+
+    # Whole-tier operations
+
+    def check(self) -> None:
+        """Raises the error of an earlier asynchronous write, if one failed."""
+        if self._store is not None:
+            self._store.check()
+
+    def drain(self) -> None:
+        """Waits until everything written is on NVMe."""
+        with self._lock:
+            self._settle_first_writes(0)
+            if self._store is not None:
+                with self._counters.stall(Stall.WRITE_BACK):
+                    self._store.drain()
+
+    def mapped(self, key: int) -> torch.Tensor:
+        """The shard as a private (copy-on-write) mapping of its file: no buffer, paged in when read.
+
+        Changes stay in the mapping; hand it to :meth:`overwrite` to keep them.
+        """
+        with self._lock:
+            weight = self._weights[key]
+            if weight.state is WeightState.RESIDENT:
+                assert weight.resident is not None
+                return weight.resident
+            assert weight.extent is not None
+            self.drain()
+            extent = weight.extent
+            return map_pieces([(extent.file, extent.offset, weight.nbytes)]).view(weight.dtype)
+
+    def overwrite(self, key: int, value: torch.Tensor) -> None:
+        """Replaces a weight's value by ``value`` (1-D, the shard's length); returns before it is on NVMe."""
+        target = self.expose_for_overwrite(key)
+        target.copy_(value)
+        self.write_exposed(key)
+
+    def stored_nbytes(self) -> list[int]:
+        """Bytes of each shard that lives on NVMe, in the order of registration."""
+        return [weight.nbytes for weight in self._weights.values() if weight.state is not WeightState.RESIDENT]
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of weights kept in host memory."""
+        return sum(w.nbytes for w in self._weights.values() if w.state is WeightState.RESIDENT)
+
+    def nbytes_of(self, key: int) -> int:
+        """Bytes of one shard."""
+        return self._weights[key].nbytes
+
+    def close(self) -> None:
+        """Gives every buffer back. Idempotent; the store is closed by its owner."""
+        with self._lock:
+            self._settle_first_writes(0, check=False)
+            for weight in self._weights.values():
+                if weight.buffer is not None:
+                    if weight.ticket is not None and not weight.ticket.done:
+                        _wait_quietly(weight.ticket, self._timeout_s)
+                    weight.buffer.release(self._transient_arena)
+                    weight.buffer = None
+            self._weights.clear()
+            self._slab = None
+
+    # Mechanics, called with the lock held
+
+    def _count_access(self, weight: _Weight) -> None:
+        if not weight.prefetched:
+            self._counters.accessed(Access.DEMAND)
+        elif weight.ticket is not None and not weight.ticket.done:
+            self._counters.accessed(Access.LATE)
+        else:
+            self._counters.accessed(Access.PREFETCHED)
+
+    def _finish_reading(self, weight: _Weight) -> None:
+        assert weight.ticket is not None
+        ticket = weight.ticket
+        try:
+            if ticket.done:
+                ticket.wait(0)
+            else:
+                with self._counters.stall(Stall.WEIGHT_READ):
+                    ticket.wait(self._timeout_s)
+        except BaseException:
+            if ticket.done:  # a failed read leaves nothing worth keeping; after a time-out the device may still write
+                self._release_buffer(weight)
+                weight.move_to(WeightState.STORED)
+            raise
+        weight.ticket = None
+        weight.move_to(WeightState.STAGED)
+
+    def _discard(self, weight: _Weight) -> None:
+        buffer, weight.buffer = weight.buffer, None
+        assert buffer is not None
+        ticket, weight.ticket = weight.ticket, None
+        if weight.state is WeightState.READING and ticket is not None and not ticket.done and buffer.lease is not None:
+            buffer.lease.release_with(ticket)
+        else:
+            if ticket is not None and not ticket.done:
+                _wait_quietly(ticket, self._timeout_s)
+            buffer.release(self._transient_arena)
+        weight.move_to(WeightState.STORED)
+        self._counters.happened(Event.DISCARDED_READ)
+
+    def _buffer_now(self, weight: _Weight, kept: set[int]) -> _Buffer:
+        """A buffer for a weight somebody waits for: free, or taken from read-ahead, or ordinary memory."""
+        lease = self._lease_by_eviction(weight, kept)
+        if lease is None:
+            return self._overflow(weight)
+        return _Buffer(lease.buffer, lease)
+
+    def _buffer_with_back_pressure(self, weight: _Weight) -> _Buffer:
+        """A buffer for an update: waits for writes in flight to return theirs, which bounds memory by the pool."""
+        lease = self._lease_by_eviction(weight, {weight.key})
+        if lease is None and self._pool is not None:
+            try:
+                with self._counters.stall(Stall.BUFFER):
+                    lease = self._pool.lease(
+                        align(weight.nbytes), weight.name, "update", urgent=True, timeout_s=UPDATE_PATIENCE_S
+                    )
+            except PoolTimeout:  # held by something that waits for us, such as an open GatheredParameters
+                lease = None
+        if lease is None:
+            return self._overflow(weight)
+        return _Buffer(lease.buffer, lease)
+
+    def _lease_by_eviction(self, weight: _Weight, kept: set[int]) -> Lease | None:
+        if self._pool is None:
+            return None
+        nbytes = align(weight.nbytes)
+        if nbytes > self._largest_slot_nbytes:  # registered after the pool was planned
+            return None
+        lease = self._pool.try_lease(nbytes, weight.name, "needed now")
+        if lease is None:
+            staged = [w for w in self._weights.values() if w.state is WeightState.STAGED and w.key not in kept]
+            for victim in reversed(staged):
+                self._discard(victim)
+                lease = self._pool.try_lease(nbytes, weight.name, "needed now")
+                if lease is not None:
+                    break
+        return lease
+
+    def _overflow(self, weight: _Weight) -> _Buffer:
+        if self._pool is not None:
+            self._counters.happened(Event.OVERFLOW_BUFFER)
+        return self._transient(weight)
+
+    def _transient(self, weight: _Weight) -> _Buffer:
+        return _Buffer(self._transient_arena.allocate(align(weight.nbytes), weight.name), None)
+
+    def _release_buffer(self, weight: _Weight) -> None:
+        buffer, weight.buffer = weight.buffer, None
+        if buffer is not None:
+            buffer.release(self._transient_arena)
+
+    def _read(self, weight: _Weight, priority: Priority) -> Ticket:
+        assert self._store is not None and weight.extent is not None and weight.buffer is not None
+        extent = weight.extent
+        self._counters.moved(Link.NVME_READ, extent.allocated_nbytes)
+        return self._store.read(extent, weight.buffer.bytes[: extent.allocated_nbytes], priority=priority)
+
+    def _write(self, weight: _Weight, data: torch.Tensor) -> Ticket:
+        assert self._store is not None and weight.extent is not None
+        extent = weight.extent
+        self._counters.moved(Link.NVME_WRITE, extent.allocated_nbytes)
+        return self._store.write(extent, data[: extent.allocated_nbytes], priority=Priority.BACKGROUND)
+
+    def _write_and_release(self, weight: _Weight) -> None:
+        buffer, weight.buffer = weight.buffer, None
+        assert buffer is not None
+        ticket = self._write(weight, buffer.bytes)
+        weight.move_to(WeightState.STORED)
+        if buffer.lease is not None:
+            buffer.lease.release_with(ticket)
+        else:
+            self._first_writes.append((ticket, buffer))
+            self._settle_first_writes(INITIAL_WRITES_NBYTES)
+
+    def _settle_first_writes(self, keep_nbytes: int, *, check: bool = True) -> None:
+        """Frees ordinary memory whose write is done, waiting for the oldest while more than ``keep_nbytes`` are held."""
+        held = sum(buffer.bytes.numel() for _, buffer in self._first_writes)
+        while self._first_writes and (self._first_writes[0][0].done or held > max(keep_nbytes, 0)):
+            ticket, buffer = self._first_writes.popleft()
+            held -= buffer.bytes.numel()
+            if check:
+                ticket.wait(self._timeout_s)
+            else:
+                _wait_quietly(ticket, self._timeout_s)
+            buffer.release(self._transient_arena)
+
+    def _resident_view(self, nbytes: int) -> torch.Tensor:
+        length = -(-nbytes // RESIDENT_ALIGNMENT_NBYTES) * RESIDENT_ALIGNMENT_NBYTES
+        if length >= RESIDENT_SLAB_NBYTES:
+            return self._resident_arena.allocate(length, "resident weights").zero_()[:nbytes]
+        if self._slab is None or self._slab_used + length > self._slab.numel():
+            self._slab = self._resident_arena.allocate(RESIDENT_SLAB_NBYTES, "resident weights")
+            self._slab_used = 0
+        view = self._slab[self._slab_used : self._slab_used + length]
+        self._slab_used += length
+        return view.zero_()[:nbytes]

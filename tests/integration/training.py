@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains small models with DeepSpeed and reports every loss: the harness behind the exactness tests.
+
+Runs as a program, once per rank, on a list of cases; so a case is real training in a real process, with one start-up of
+DeepSpeed for many cases. The oracle is stock CPU offload with its gradient buffers zeroed after each step, because stock
+ZeRO-3 re-applies the previous step's gradient to weights that get none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+MIB = 2**20
+
+
+# Models: each returns a module whose forward takes token or feature batches and gives a loss.
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 512, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.width = width
+
+    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        x = torch.randn(4, self.width, generator=generator)
+        return x, x.roll(1, dims=1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        dtype = self.layers[0].weight.dtype
+        x = x.to(dtype)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.mse_loss(x.float(), y.float().to(x.device))
+
+
+class RandomSkip(Mlp):
+    """Skips some layers, differently in every step, the same on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=6)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        dtype = self.layers[0].weight.dtype
+        x = x.to(dtype)
+        if self.training:
+            self.calls += 1
+        for index, layer in enumerate(self.layers):
+            if (self.calls * 7 + index * 3) % 5 != 0:
+                x = x + torch.tanh(layer(x))
+        return nn.functional.mse_loss(x.float(), y.float().to(x.device))
+
+
+class Unused(Mlp):
+    """Has a weight that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(512, 512)
+
+
+class Tied(nn.Module):
+    """Input and output embedding are one weight, used in two modules."""
+
+    def __init__(self, vocabulary: int = 1024, width: int = 512) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.middle = nn.Linear(width, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+        self.vocabulary = vocabulary
+
+    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        tokens = torch.randint(0, self.vocabulary, (4, 17), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.middle(self.embedding(x)))
+        return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), y.flatten())
+
+
+class External(nn.Module):
+    """A module that uses another module's weight directly."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+        self.width = width
+
+    batch = Mlp.batch
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.second.bias.dtype)
+        x = torch.tanh(self.first(x))
+        x = x + nn.functional.linear(self.second(x), self.first.weight)
+        return nn.functional.mse_loss(x.float(), y.float().to(x.device))
+
+
+class Experts(nn.Module):
+    """A mixture of experts of which some get no token."""
+
+    def __init__(self, width: int = 256, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        choice = self.gate(x).argmax(dim=-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            chosen = (choice == index).unsqueeze(-1)
+            if bool(chosen.any()):
+                out = out + chosen.to(x.dtype) * expert(x)
+        return out + 0 * self.gate(x).sum()
+
+
+class MoeLeaf(nn.Module):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.moe = Experts(width)
+        self.outer = nn.Linear(width, width)
+        self.width = width
+
+    batch = Mlp.batch
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x.to(self.inner.weight.dtype))
+        x = self.outer(x + self.moe(x))
+        return nn.functional.mse_loss(x.float(), y.float().to(x.device))
+
+
+class HuggingFace(nn.Module):
+    """A causal language model of transformers, made from a config (nothing is downloaded)."""
+
+    def __init__(self, kind: str, checkpointing: str = "", layers: int = 3) -> None:
+        super().__init__()
+        import transformers
+
+        self.vocabulary = 1024
+        if kind == "llama":
+            config = transformers.LlamaConfig(
+                vocab_size=self.vocabulary,
+                hidden_size=256,
+                intermediate_size=512,
+                num_hidden_layers=layers,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=64,
+                pad_token_id=None,
+            )
+            self.model = transformers.LlamaForCausalLM(config)
+        else:
+            config = transformers.GPT2Config(
+                vocab_size=self.vocabulary, n_embd=256, n_layer=layers, n_head=4, n_positions=64, pad_token_id=None,
+                attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+            )  # fmt: skip
+            self.model = transformers.GPT2LMHeadModel(config)
+        if checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+            self.model.enable_input_require_grads()
+
+    def add_lora(self) -> None:
+        """Freezes the weights and adds low-rank adapters, as a fine-tuning script does after loading."""
+        import peft
+
+        adapter = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"])
+        self.model = peft.get_peft_model(self.model, adapter)
+
+    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        tokens = torch.randint(0, self.vocabulary, (2, 32), generator=generator)
+        return (tokens,)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+class VisionTransformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers
+
+        config = transformers.ViTConfig(
+            hidden_size=256, num_hidden_layers=3, num_attention_heads=4, intermediate_size=512, image_size=32,
+            patch_size=8, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        self.model = transformers.ViTForImageClassification(config)
+
+    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return torch.randn(2, 3, 32, 32, generator=generator), torch.randint(0, 10, (2,), generator=generator)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.model(pixel_values=x.to(next(self.parameters()).dtype), labels=y).loss.float()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "random_skip": RandomSkip,
+    "unused": Unused,
+    "tied": Tied,
+    "external": External,
+    "moe_leaf": MoeLeaf,
+    "llama": lambda: HuggingFace("llama"),
+    "llama_reentrant": lambda: HuggingFace("llama", checkpointing="reentrant"),
+    "llama_nonreentrant": lambda: HuggingFace("llama", checkpointing="nonreentrant"),
+    "gpt2": lambda: HuggingFace("gpt2"),
+    "vit": VisionTransformer,
+}
+
+
+# Configs
+
+
+def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
+    """The DeepSpeed config of a case for "stock" (CPU offload), "stock_nvme" or "tencache" (NVMe)."""
+    device = "cpu" if engine == "stock" else "nvme"
+    section = {"device": device, "pin_memory": True} | ({"nvme_path": nvme} if device == "nvme" else {})
+    zero = {
+        "stage": 3,
+        "offload_param": dict(section),
+        "offload_optimizer": dict(section),
+        "sub_group_size": case.get("sub_group_size", 300_000),
+        "stage3_max_live_parameters": case.get("max_live", 1_000_000),
+        "stage3_prefetch_bucket_size": case.get("prefetch", 300_000),
+        "stage3_max_reuse_distance": case.get("reuse", 0),
+        "stage3_param_persistence_threshold": case.get("persistence", 1000),
+        "reduce_bucket_size": case.get("reduce_bucket", 500_000),
+    }
+    if "offload_param" in case:
+        zero["offload_param"] = section | {"device": case["offload_param"] if device == "nvme" else "cpu"}
+        if case["offload_param"] == "none":
+            del zero["offload_param"]
+    if case.get("offload_optimizer") == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if engine == "stock_nvme":
+        zero["offload_param"] |= {"max_in_cpu": 0, "buffer_count": 5, "buffer_size": 600_000}
+    precision = case.get("precision", "bf16")
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": case.get("accumulation", 1),
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": case.get("clipping", 0.0),
+        "steps_per_print": 10**9,
+    }
+    if "optimizer" not in case:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    elif precision == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": case.get("scale_power", 8), "loss_scale_window": 5,
+                          "hysteresis": 1}  # fmt: skip
+    if case.get("scheduler"):
+        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}}
+    if "grad_accum_dtype" in case:
+        config["data_types"] = {"grad_accum_dtype": case["grad_accum_dtype"]}
+    if engine == "tencache":
+        config["offload_engine"] = "tencache"
+        config["tencache"] = {"host_memory": 0, "chunk_size": 2**18, "poison_buffers": True} | case.get("tencache", {})
+    return config
+
+
+def optimizer_for(case: dict[str, Any], model: nn.Module) -> Any:
+    """The client optimizer a case names, or None for the config's AdamW."""
+    name = case.get("optimizer")
+    params = [p for p in model.parameters() if p.requires_grad]
+    if name is None:
+        return None
+    if name == "two_groups":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        split = len(params) // 2
+        groups = [{"params": params[:split], "lr": 1e-3, "betas": (0.9, 0.95)},
+                  {"params": params[split:], "lr": 2e-3, "weight_decay": 0.1}]  # fmt: skip
+        return DeepSpeedCPUAdam(groups, lr=1e-3)
+    if name == "lion":
+        from deepspeed.ops.lion import DeepSpeedCPULion
+
+        return DeepSpeedCPULion(params, lr=1e-4)
+    if name == "cpu_adagrad":
+        from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+
+        return DeepSpeedCPUAdagrad(params, lr=1e-2)
+    if name == "torch_adamw":
+        return torch.optim.AdamW(params, lr=1e-3)
+    if name == "torch_sgd":
+        return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+    raise ValueError(f"unknown optimizer {name!r}")
+
+
+# Running
+
+
+def build(case: dict[str, Any], engine: str, nvme: str) -> Any:
+    """Model and DeepSpeed engine of a case."""
+    import deepspeed
+
+    config = config_for(case, engine, nvme)
+    torch.manual_seed(case.get("seed", 7))
+    if case.get("zero_init", True):
+        with deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(config)):
+            model = MODELS[case["model"]]()
+    else:
+        model = MODELS[case["model"]]()
+    if case.get("lora"):
+        model.add_lora()
+    if case["model"] == "moe_leaf":
+        deepspeed.utils.set_z3_leaf_modules(model, [Experts])
+    optimizer = optimizer_for(case, model)
+    parameters = None if optimizer is not None else [p for p in model.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)[0]
+
+
+def zero_gradients(engine: Any) -> None:
+    """Gives stock CPU offload the gradient of zero that a weight without a gradient should have."""
+    optimizer = engine.optimizer
+    optimizer.grad_partitions_flat_buffer.zero_()
+    for partition in optimizer.fp32_partitioned_groups_flat:
+        if partition.grad is not None:
+            partition.grad.zero_()
+
+
+def train(engine: Any, steps: int, generator: torch.Generator, *, oracle: bool, hook: Any = None) -> list[str]:
+    """Losses of ``steps`` optimizer steps, as exact hexadecimal floats (one per micro-step)."""
+    losses = []
+    for step in range(steps):
+        for _ in range(engine.gradient_accumulation_steps()):
+            batch = [t.to(engine.device) for t in engine.module.batch(generator)]
+            loss = engine(*batch)
+            losses.append(float(loss.detach().float().item()).hex())
+            engine.backward(loss)
+            engine.step()
+        if oracle:
+            zero_gradients(engine)
+        if hook is not None:
+            hook(engine, step)
+    return losses
+
+
+def run_case(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """One training run; returns its losses and, with TenCache, its counters."""
+    engine = build(case, engine_name, os.path.join(folder, "nvme"))
+    generator = torch.Generator().manual_seed(1000 + rank)
+    losses = train(engine, case.get("steps", 20), generator, oracle=engine_name == "stock")
+    result: dict[str, Any] = {"losses": losses}
+    if engine_name == "tencache":
+        import dataclasses
+
+        import tencache_ds
+
+        result["stats"] = dataclasses.asdict(tencache_ds.stats(engine))
+        result["class"] = type(engine.optimizer).__name__
+        result["numel"] = sum(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
+        engine.tencache = engine.optimizer.tencache
+        if engine.tencache.optimizer_state is not None:
+            engine.tencache.optimizer_state.drain()
+    engine.destroy()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=0)
+    parser.add_argument("--cases", required=True, help="JSON file: list of [name, case, engine]")
+    parser.add_argument("--folder", required=True)
+    arguments = parser.parse_args()
+    import deepspeed
+
+    deepspeed.init_distributed()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    rank = deepspeed.comm.get_rank()
+    results: dict[str, Any] = {}
+    for name, case, engine in json.loads(Path(arguments.cases).read_text()):
+        key = f"{name}/{engine}"
+        try:
+            results[key] = run_case(case, engine, arguments.folder, rank)
+        except Exception as error:  # reported to the test, which fails with it
+            traceback.print_exc()
+            results[key] = {"error": f"{type(error).__name__}: {error}"}
+            if deepspeed.comm.get_world_size() > 1:
+                break  # the ranks are no longer together
+        print(f"[rank {rank}] {key}: {results[key].get('error', 'done')}", flush=True)
+    Path(arguments.folder, f"results_{rank}.json").write_text(json.dumps(results))
+    if any("error" in result for result in results.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

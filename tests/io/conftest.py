@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the io tests: aligned buffers, and a backend in memory that fails on demand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tencache_ds.errors import StorageError
+from tencache_ds.io import ALIGNMENT_NBYTES, Operation, Priority, Ticket
+from tencache_ds.io.lanes import LanePool
+
+
+def aligned(nbytes: int, fill: int | None = 0, seed: int = 0) -> torch.Tensor:
+    """A 4 KiB aligned uint8 tensor, filled with a byte, or with random bytes when ``fill`` is None."""
+    base = torch.empty(nbytes + ALIGNMENT_NBYTES, dtype=torch.uint8)
+    start = -base.data_ptr() % ALIGNMENT_NBYTES
+    buffer = base[start : start + nbytes]
+    if fill is None:
+        buffer.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
+    else:
+        buffer.fill_(fill)
+    return buffer
+
+
+class MemoryBackend:
+    """Keeps 'files' in a dict; loses, fails or delays what a test asks it to."""
+
+    name = "memory"
+    alignment_nbytes = ALIGNMENT_NBYTES
+
+    def __init__(self, n_lanes: int = 3, request_nbytes: int = 8192) -> None:
+        self.pages: dict[int, bytes] = {}
+        self.fail: Callable[[Operation, int, str], bool] = lambda operation, offset, tag: False
+        self.lose_writes = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.order: list[tuple[Operation, str]] = []
+        self.forgotten: list[str] = []
+        self._pool = LanePool(n_lanes, self._transfer, request_nbytes)
+        self.counters = self._pool.counters
+
+    def submit(
+        self,
+        operation: Operation,
+        path: str,
+        offset: int,
+        buffer: torch.Tensor,
+        *,
+        tag: str = "",
+        priority: Priority = Priority.BACKGROUND,
+        finish: Callable[[], None] | None = None,
+    ) -> Ticket:
+        return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+
+    def forget(self, path: str) -> None:
+        self.forgotten.append(path)
+
+    def close(self) -> None:
+        self.gate.set()
+        self._pool.close()
+
+    def _transfer(self, lane: int, operation: Operation, path: str, offset: int, piece: torch.Tensor, tag: str) -> None:
+        self.gate.wait()
+        self.order.append((operation, tag))
+        if self.fail(operation, offset, tag):
+            raise StorageError(operation.value, path, offset, piece.numel(), "injected", errno=5, tag=tag)
+        for start in range(0, piece.numel(), ALIGNMENT_NBYTES):
+            part = piece[start : start + ALIGNMENT_NBYTES]
+            if operation is Operation.READ:
+                part.copy_(torch.frombuffer(bytearray(self.pages[offset + start]), dtype=torch.uint8))
+            elif not self.lose_writes or offset + start not in self.pages:
+                self.pages[offset + start] = part.numpy().tobytes()
+
+
+@pytest.fixture
+def memory_backend():
+    backend = MemoryBackend()
+    yield backend
+    backend.close()

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arena: exact sizes, the limit and its message, memory that really goes back to the system."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from tencache_ds.errors import LockedMemoryError, MemoryLimitError
+from tencache_ds.memory import HostArena, Locking
+from tencache_ds.memory.arena import POISON_BYTE
+from tencache_ds.memory.pages import CudaPages
+
+pytestmark = pytest.mark.timeout(60)
+
+MIB = 1 << 20
+
+
+def resident_nbytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def mapped_nbytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[0]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.parametrize(("nbytes", "rounded"), [(1, 4096), (4096, 4096), (4097, 8192), (3 * MIB + 1, 3 * MIB + 4096)])
+def test_memory_is_exact_and_page_aligned(nbytes: int, rounded: int) -> None:
+    arena = HostArena(None, Locking.NONE)
+    tensor = arena.allocate(nbytes, "staging")
+    assert tensor.shape == (rounded,)
+    assert tensor.dtype == torch.uint8
+    assert tensor.data_ptr() % 4096 == 0
+    assert tensor.sum() == 0
+    tensor.fill_(7)
+    assert int(tensor[-1]) == 7
+    arena.close()
+
+
+def test_large_blocks_start_on_a_huge_page_and_map_nothing_more() -> None:
+    arena = HostArena(None, Locking.NONE)
+    before = mapped_nbytes()
+    tensor = arena.allocate(65 * MIB + 4096, "staging")
+    assert tensor.data_ptr() % (2 * MIB) == 0
+    assert mapped_nbytes() - before == 65 * MIB + 4096
+    arena.free(tensor)
+    assert mapped_nbytes() == before
+
+
+def test_free_gives_the_memory_back_at_once() -> None:
+    arena = HostArena(None, Locking.NONE)
+    before = resident_nbytes()
+    tensor = arena.allocate(64 * MIB, "staging")
+    tensor.fill_(1)
+    assert resident_nbytes() - before > 60 * MIB
+    arena.free(tensor)  # although the tensor object is still alive
+    assert resident_nbytes() - before < 4 * MIB
+    assert arena.nbytes_in_use == 0
+    assert arena.nbytes_peak == 64 * MIB
+
+
+def test_limit_is_exact_and_its_error_names_everything() -> None:
+    arena = HostArena(3 * 4096, Locking.NONE)
+    first = arena.allocate(8000, "weights")
+    with pytest.raises(MemoryLimitError) as caught:
+        arena.allocate(4097, "optimizer staging")
+    for part in ("optimizer staging", "needs 8192", "8192 of the limit of 12288", "tencache.staging_memory", "by 4096"):
+        assert part in str(caught.value)
+    second = arena.allocate(4096, "optimizer staging")
+    assert arena.nbytes_in_use == 3 * 4096
+    assert arena.by_purpose() == {"weights": 8192, "optimizer staging": 4096}
+    arena.free(first)
+    assert arena.by_purpose() == {"optimizer staging": 4096}
+    arena.allocate(8192, "weights")
+    arena.free(second)
+    arena.close()
+    assert arena.nbytes_in_use == 0
+    assert arena.nbytes_peak == 3 * 4096
+
+
+def test_what_the_system_refuses_is_an_error_and_not_counted() -> None:
+    arena = HostArena(None, Locking.NONE)
+    with pytest.raises(MemoryLimitError, match="cannot map"):
+        arena.allocate(1 << 60, "staging")
+    assert arena.nbytes_in_use == 0
+
+
+def test_wrong_frees_are_errors() -> None:
+    arena = HostArena(None, Locking.NONE)
+    tensor = arena.allocate(8192, "staging")
+    with pytest.raises(ValueError, match="view into a block"):
+        arena.free(tensor[4096:])
+    with pytest.raises(ValueError, match="not memory of the arena"):
+        arena.free(torch.empty(8192, dtype=torch.uint8))
+    arena.free(tensor)
+    with pytest.raises(ValueError, match="freed before"):
+        arena.free(tensor)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_empty_allocations_are_errors(nbytes: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        HostArena(None, Locking.NONE).allocate(nbytes, "staging")
+
+
+def test_negative_limit_is_an_error() -> None:
+    with pytest.raises(ValueError, match="limit_nbytes"):
+        HostArena(-1, Locking.NONE)
+
+
+def test_close_is_final_and_idempotent() -> None:
+    arena = HostArena(None, Locking.NONE)
+    arena.allocate(4096, "staging")
+    arena.close()
+    arena.close()
+    with pytest.raises(ValueError, match="closed"):
+        arena.allocate(4096, "staging")
+
+
+def test_poison_marks_fresh_and_freed_memory() -> None:
+    arena = HostArena(8192, Locking.NONE, poison=True)
+    tensor = arena.allocate(8192, "staging")
+    assert bool((tensor == POISON_BYTE).all())
+    tensor.zero_()
+    arena.free(tensor)
+    assert bool((tensor == POISON_BYTE).all())  # still mapped, so that a late reader is found out
+    arena.free(arena.allocate(8192, "staging"))
+    arena.close()
+
+
+def test_memory_from_inference_mode_can_be_trained_on() -> None:
+    arena = HostArena(None, Locking.NONE)
+    with torch.inference_mode():
+        tensor = arena.allocate(4096, "staging")
+    assert not tensor.is_inference()
+    arena.close()
+
+
+def test_a_forked_child_leaves_the_parents_memory_alone() -> None:
+    script = (
+        "import os\n"
+        "from tencache_ds.memory import HostArena, Locking\n"
+        "arena = HostArena(None, Locking.NONE)\n"
+        "tensor = arena.allocate(8192, 'staging').fill_(9)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    arena.close()\n"
+        "    os._exit(0 if int(tensor[5000]) == 9 else 1)\n"
+        "_, status = os.waitpid(child, 0)\n"
+        "assert os.waitstatus_to_exitcode(status) == 0\n"
+        "assert int(tensor[5000]) == 9\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=50)
+
+
+def test_threads_share_the_limit() -> None:
+    arena = HostArena(16 * 4096, Locking.NONE)
+    errors: list[BaseException] = []
+    refusals = threading.Semaphore(0)
+
+    def work(seed: int) -> None:
+        try:
+            for round_ in range(50):
+                try:
+                    tensor = arena.allocate(4096 * (1 + (seed + round_) % 4), f"thread {seed}")
+                except MemoryLimitError:
+                    refusals.release()
+                    continue
+                tensor.fill_(seed)
+                if not bool((tensor == seed).all()):
+                    raise ValueError("another thread wrote here")
+                arena.free(tensor)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert errors == []
+    assert arena.nbytes_in_use == 0
+    assert 4096 <= arena.nbytes_peak <= 16 * 4096
+    arena.close()
+
+
+def test_cuda_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LockedMemoryError, match="no CUDA device"):
+        HostArena(None, Locking.CUDA)
+
+
+class ScriptedCudart:
+    """The runtime calls the arena makes, with results that the test chooses."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.register_result = 0
+        self.unregister_result = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if self.register_result == 0:
+            self.registered[address] = nbytes
+        return self.register_result
+
+    def cudaHostUnregister(self, address: int) -> int:
+        if self.unregister_result == 0:
+            del self.registered[address]
+        return self.unregister_result
+
+    def cudaGetErrorString(self, result: int) -> str:
+        return f"error {result}"
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> ScriptedCudart:
+    scripted = ScriptedCudart()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: scripted)
+    monkeypatch.setattr(CudaPages, "_forget_error", lambda self: None)  # launches a kernel
+    return scripted
+
+
+def test_cuda_memory_is_registered_and_unregistered_exactly(cudart: ScriptedCudart) -> None:
+    arena = HostArena(None, Locking.CUDA)
+    tensor = arena.allocate(5000, "staging")
+    assert cudart.registered == {tensor.data_ptr(): 8192}
+    assert arena.nbytes_locked == 8192
+    arena.free(tensor)
+    arena.allocate(4096, "staging")
+    assert len(cudart.registered) == 1
+    arena.close()
+    assert cudart.registered == {}
+
+
+def test_a_refused_registration_leaves_nothing_behind(cudart: ScriptedCudart) -> None:
+    arena = HostArena(None, Locking.CUDA)
+    before = mapped_nbytes()
+    cudart.register_result = 2
+    with pytest.raises(LockedMemoryError, match=r"cudaHostRegister of 67108864 bytes failed: error 2.*pin_memory"):
+        arena.allocate(64 * MIB, "staging")
+    assert mapped_nbytes() == before
+    assert arena.nbytes_in_use == 0
+
+
+def test_memory_the_driver_keeps_stays_mapped(cudart: ScriptedCudart) -> None:
+    arena = HostArena(None, Locking.CUDA)
+    tensor = arena.allocate(4096, "staging")
+    cudart.unregister_result = 700
+    with pytest.raises(LockedMemoryError, match="stays mapped"):
+        arena.free(tensor)
+    assert arena.nbytes_in_use == 4096
+    assert int(tensor.sum()) == 0
+    cudart.unregister_result = 4  # the driver has shut down: nothing is registered any more
+    arena.free(tensor)
+    assert arena.nbytes_in_use == 0
+
+
+def test_close_tries_everything_and_then_raises(cudart: ScriptedCudart) -> None:
+    arena = HostArena(None, Locking.CUDA)
+    arena.allocate(4096, "staging")
+    arena.allocate(4096, "staging")
+    cudart.unregister_result = 700
+    with pytest.raises(LockedMemoryError, match="error 700"):
+        arena.close()
+    arena.close()
