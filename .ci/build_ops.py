@@ -3,8 +3,9 @@
 
     python .ci/build_ops.py [AsyncIOBuilder ...]
 
-DeepSpeed compiles each at its first use and keeps it in ``~/.cache/torch_extensions``: about five minutes in all on two
-cores, once per machine and torch version. Here it happens in parallel and with a line of progress for each.
+DeepSpeed compiles each at its first use and keeps it (in ``TORCH_EXTENSIONS_DIR``, by default
+``~/.cache/torch_extensions``): about six minutes in all on two cores, once per environment. Here it happens in parallel
+and with a line of progress for each.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def stamp_file(names: tuple[str, ...]) -> Path:
     """A file that exists once all of ``names`` were built with what is installed now."""
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     versions = [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
-    setting = [sys.version, os.environ.get("DS_ACCELERATOR", ""), os.environ.get("CXX", ""), *versions, *names]
+    variables = [os.environ.get(name, "") for name in ("DS_ACCELERATOR", "CXX")]
+    setting = [sys.prefix, sys.version, *variables, *versions, *names]
     return cache / f".tencache-ops-{hashlib.sha256(repr(setting).encode()).hexdigest()[:16]}"
 
 

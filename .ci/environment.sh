@@ -169,6 +169,11 @@ prepare_environment() {
         echo "$key" >"$stamp"
     fi
 
+    if [ "$TENCACHE_VENV" = "$TENCACHE_ROOT/.venv" ]; then
+        # The paths of an environment are part of how ninja knows an operator: two environments that share torch's
+        # default folder would rebuild each other's. Ours keeps its own.
+        export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$TENCACHE_VENV/torch_extensions}"
+    fi
     export VIRTUAL_ENV="$TENCACHE_VENV" PATH="$TENCACHE_VENV/bin:$PATH"
     if [ -z "${DS_ACCELERATOR:-}" ] && { ! has_nvidia_gpu ||
         ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }; then

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The post-import hook that activates TenCache without editing the training script.
 
-torch (>= 2.5) calls :func:`autoload` through the ``torch.backends`` entry point on ``import torch``, so every process the
-``deepspeed`` launcher starts gets it. The hook only waits for ``deepspeed.runtime.config`` to be imported; it imports
-nothing heavy and never raises: a broken TenCache must not break a program that does not ask for it.
+torch (>= 2.5) calls :func:`autoload` through the ``torch.backends`` entry point on ``import torch``, so every process
+the ``deepspeed`` launcher starts gets it. The hook only waits for ``deepspeed.runtime.config`` to be imported; it
+imports nothing heavy and never raises: a broken TenCache must not break a program that does not ask for it.
 """
 
 from __future__ import annotations

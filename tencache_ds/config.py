@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated, Any
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -48,8 +48,8 @@ def parse_size(value: object) -> int:
         match = _SIZE.fullmatch(value)
         if match is None or match.group(2).upper() not in _UNITS:
             raise ValueError(f"{value!r} is not a size: write a number of bytes or a string such as '4GiB' or '500MB'")
-        return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
-    if value < 0 or value != value or value == float("inf"):
+        value = float(match.group(1)) * _UNITS[match.group(2).upper()]
+    if not 0 <= value < float("inf"):
         raise ValueError(f"a size cannot be {value!r}")
     return int(value)
 
@@ -57,7 +57,7 @@ def parse_size(value: object) -> int:
 Size = Annotated[int, BeforeValidator(parse_size)]
 
 
-class IoBackend(str, Enum):
+class IoBackend(StrEnum):
     """Which mechanism moves bytes between host memory and NVMe."""
 
     auto = "auto"
@@ -70,7 +70,7 @@ class IoBackend(str, Enum):
     """``preadv``/``pwritev`` with O_DIRECT where the file system allows it; needs no libaio."""
 
 
-class Verify(str, Enum):
+class Verify(StrEnum):
     """How what is read back from NVMe is compared with what was written."""
 
     off = "off"
@@ -83,8 +83,8 @@ class TenCacheConfig(DeepSpeedConfigModel):
 
     host_memory: Size | None = None
     """Host memory per rank in which weights stay resident instead of going to NVMe, filled first. Beyond it come what
-    training cannot do without (gradients, ``staging_memory``). Automatic: half of the memory available when the model is
-    built, divided by the ranks on the host. 0 sends every weight to NVMe."""
+    training cannot do without (gradients, ``staging_memory``). Automatic: half of the memory available when the model
+    is built, divided by the ranks on the host. 0 sends every weight to NVMe."""
 
     staging_memory: Size | None = None
     """Pinned host memory per rank through which everything on its way from or to NVMe passes. Automatic: 12 optimizer
@@ -99,10 +99,11 @@ class TenCacheConfig(DeepSpeedConfigModel):
     io_lanes: int = Field(8, ge=1, le=64)
     """Requests moved at the same time per store. 4 to 8 reach the limit of the devices measured."""
 
-    io_request_size: Size = Field(8 * 2**20, ge=2**12)
-    """Larger transfers are cut into requests of this size, which several lanes move at the same time."""
+    io_request_size: Size = Field(8 * 2**20, ge=2**12, multiple_of=2**12)
+    """Larger transfers are cut into requests of this size, which several lanes move at the same time. A multiple of 4
+    KiB, as direct I/O needs."""
 
-    io_timeout_s: float = Field(600.0, gt=0)
+    io_timeout_s: float = Field(600.0, gt=0, le=86400)
     """A wait for one transfer or one buffer that takes longer than this stops the run with an error that names it."""
 
     verify: Verify = Verify.sampled
@@ -123,6 +124,8 @@ def options_from(section: object) -> TenCacheConfig:
     if not isinstance(section, Mapping):
         raise ConfigError(f'"{OPTIONS_KEY}" must be an object with options or null, not {section!r}')
     given = {key: value for key, value in section.items() if value is not None}
+    if "strict" in given:  # the base class's constructor would take it for its own argument
+        raise ConfigError(_explain({"loc": ("strict",), "type": "extra_forbidden", "input": given["strict"]}))
     try:
         return TenCacheConfig(**given)
     except ValidationError as error:

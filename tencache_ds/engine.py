@@ -131,8 +131,8 @@ class TenCacheEngine:
                 path,
                 0,
                 needed,
-                f"optimizer state of {self.surroundings.local_ranks} rank(s) needs {_gib(needed)}, but only {_gib(free)} "
-                f"are free: {_gib(needed - free)} are missing. Free some space, or name another folder as "
+                f"optimizer state of {self.surroundings.local_ranks} rank(s) needs {_gib(needed)}, but only "
+                f"{_gib(free)} are free: {_gib(needed - free)} are missing. Free some space, or name another folder as "
                 '"zero_optimization.offload_optimizer.nvme_path"',
                 errno=errno.ENOSPC,
             )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -111,7 +112,7 @@ def _announce() -> None:
     import tencache_ds
 
     if not dist.is_initialized() or dist.get_rank() == 0:
-        # The user asked for TenCache: this one line is shown whatever DeepSpeed's log level (INFO is hidden by default).
+        # The user asked for TenCache: this line shows whatever DeepSpeed's log level is (INFO is hidden by default).
         message = f"TenCache {tencache_ds.__version__} is active with DeepSpeed {deepspeed.__version__}"
         (deepspeed_logger.info if deepspeed_logger.isEnabledFor(logging.INFO) else print)(message)
 
@@ -119,7 +120,9 @@ def _announce() -> None:
 @contextmanager
 def _substituted_classes(engine: Any, options: Any) -> Iterator[None]:
     """DeepSpeed's stage-3 classes, replaced while one engine chooses its own; afterwards they are as before."""
-    # Imported before the substitution: it subclasses the stock optimizer when it is first imported.
+    # Before the substitution: this module subclasses the stock optimizer when it is first imported.
+    importlib.import_module("deepspeed.runtime.superoffload.superoffload_stage3")
+
     from deepspeed.runtime.zero import parameter_offload, stage3
 
     from tencache_ds.integration.coordinator import TenCacheCoordinator

@@ -146,6 +146,6 @@ class CheckpointMixin:
         here = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
         if saved != here:
             raise TenCacheError(
-                f"the checkpoint's sub-groups hold {saved} elements on this rank, the model's {here}: it was saved with "
-                'another "sub_group_size", number of ranks or set of trainable parameters'
+                f"the checkpoint's sub-groups hold {saved} elements on this rank, the model's {here}: it was saved "
+                'with another "sub_group_size", number of ranks or set of trainable parameters'
             )

@@ -32,7 +32,7 @@ def take_engine_choice(param_dict: MutableMapping[str, Any]) -> bool:
     for key, value in choices.items():
         if value is not None and value != ENGINE_NAME:
             raise ConfigError(
-                f'"{key}" is {value!r}. Allowed: "{ENGINE_NAME}", or null (or no such key) for DeepSpeed\'s own offload.'
+                f'"{key}" is {value!r}. Allowed: "{ENGINE_NAME}", or null (or no key) for DeepSpeed\'s own offload.'
             )
     if len(set(choices.values())) > 1:
         raise ConfigError(f"the offload engine is given twice and differs: {choices}. Keep one of them.")

@@ -4,15 +4,17 @@
 [Note: who holds a weight's bytes]
 
 DeepSpeed keeps two states per parameter: ``param.ds_status`` (is the gathered weight on the device?) and
-``param.ds_tensor.status`` (is this rank's shard in host memory?). TenCache keeps its own (``WeightState``). They meet here:
+``param.ds_tensor.status`` (is this rank's shard in host memory?). TenCache keeps its own (``WeightState``). They meet
+here:
 
-- ``ds_tensor.status`` is NOT_AVAILABLE while the shard is on NVMe, *also while it is being read ahead*. It becomes AVAILABLE
-  only when the training asks for it or when the coordinator commits it at a point that is the same on every rank, because
-  it decides which parameters enter a collective together.
+- ``ds_tensor.status`` is NOT_AVAILABLE while the shard is on NVMe, *also while it is being read ahead*. It becomes
+  AVAILABLE only when the training asks for it or when the coordinator commits it at a point that is the same on every
+  rank, because it decides which parameters enter a collective together.
 - Once the gather has copied the shard to the device, the staging buffer goes back to the pool (``retire``), but
-  ``ds_tensor.status`` stays AVAILABLE, with an empty tensor, until DeepSpeed partitions the parameter. So a parameter that
-  is live on the device never holds host memory, whatever ``stage3_max_live_parameters`` says.
-- A parameter changed inside ``GatheredParameters`` gets a buffer again before it is partitioned (``prepare_overwrite``).
+  ``ds_tensor.status`` stays AVAILABLE, with an empty tensor, until DeepSpeed partitions the parameter. So a parameter
+  that is live on the device never holds host memory, whatever ``stage3_max_live_parameters`` says.
+- A parameter changed inside ``GatheredParameters`` gets a buffer again before it is partitioned
+  (``prepare_overwrite``).
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ SMALLEST_STORED_NBYTES = 64 * 2**10
 
 
 def swapper_factory(stock: Callable[[Any, torch.dtype], Any]) -> Callable[[Any, torch.dtype], Any]:
-    """What replaces DeepSpeed's swapper class: builds ours for configs that ask for TenCache, the stock one for others."""
+    """What replaces DeepSpeed's swapper class: builds ours for configs that ask for TenCache, the stock one for
+    others.
+    """
 
     def make_param_swapper(ds_config: Any, model_dtype: torch.dtype) -> Any:
         options = options_of(ds_config)
@@ -59,7 +63,8 @@ class ParamSwapper:
         Args:
             engine: where the weights go.
             dtype: the model's dtype, for the threshold below which shards are not stored.
-            persistence_threshold: parameters up to this many elements stay on the device, so their shards stay resident.
+            persistence_threshold: parameters up to this many elements stay on the device, so their shards stay
+                resident.
         """
         self.engine = engine
         self._weights = engine.weights
@@ -224,7 +229,9 @@ def _shares_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _event_on(stream: Any) -> Any:
-    """An event after everything issued so far on ``stream`` (None: the current one), or None on a synchronised device."""
+    """An event after everything issued so far on ``stream`` (None: the current one), or None on a synchronised
+    device.
+    """
     accelerator = get_accelerator()
     if accelerator.is_synchronized_device():
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every place of DeepSpeed that TenCache plugs into, with the signature it was tested with.
 
-All of them are verified before anything is replaced: a mismatch is an error that names the seam and the version, never a
-half-patched run.
+All of them are verified before anything is replaced: a mismatch is an error that names the seam and the version,
+never a half-patched run.
 """
 
 from __future__ import annotations

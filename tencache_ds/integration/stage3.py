@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO-3's optimizer on TenCache's tiers: what DeepSpeed instantiates for a config with the offload engine.
 
-To the rest of DeepSpeed this looks like CPU offload (``swap_optimizer`` is False): checkpoints, state access and loading
-take those paths, and the tensors they expect come from the tiers.
+To the rest of DeepSpeed this looks like CPU offload (``swap_optimizer`` is False): checkpoints, state access and
+loading take those paths, and the tensors they expect come from the tiers.
 """
 
 from __future__ import annotations
@@ -297,7 +297,9 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
     # Weights and master weights
 
     def _begin_weight_change(self) -> bool:
-        """Before the first weight of a step changes: staged copies of the old values are dropped. True the first time."""
+        """Before the first weight of a step changes: staged copies of the old values are dropped. True the first
+        time.
+        """
         if self._weights_changing:
             return False
         self._weights_changing = True

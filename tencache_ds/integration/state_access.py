@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``safe_get_*`` and ``safe_set_*`` on TenCache's tiers: full and local master weights, optimizer states and gradients."""
+"""``safe_get_*`` and ``safe_set_*`` on TenCache's tiers: full and local master weights, optimizer states and
+gradients.
+"""
 
 from __future__ import annotations
 

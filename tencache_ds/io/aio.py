@@ -32,8 +32,8 @@ _N_CONTEXTS_PER_HANDLE = 2
 class AioBackend:
     """Storage through DeepSpeed's async_io op (satisfies :class:`tencache_ds.io.backend.StorageBackend`).
 
-    Buffers should be pinned (by torch, or by DeepSpeed's pin manager); others work, copied through a locked bounce
-    buffer that is allocated for every request.
+    Pinned buffers (by torch, or by DeepSpeed's pin manager) go through the handles; others are moved by plain system
+    calls, because a handle would copy them through a locked bounce buffer.
 
     Args:
         n_lanes: threads, each with one handle.
@@ -109,10 +109,11 @@ class AioBackend:
             raise StorageError(operation.value, path, offset, nbytes, cause, errno=error.errno, tag=tag) from error
         if operation is Operation.READ and offset + nbytes > size_nbytes:
             raise StorageError(operation.value, path, offset, nbytes, f"file ends after {size_nbytes} bytes", tag=tag)
-        if not direct:
+        handle = self._handles[lane]
+        if not direct or not handle.is_pinned(piece):
+            # The handle would copy through a locked bounce buffer, and end the process where memory cannot be locked.
             self._files.transfer(operation, path, offset, piece, tag)
             return
-        handle = self._handles[lane]
         move = handle.sync_pread if operation is Operation.READ else handle.sync_pwrite
         n_completed = move(piece, path, offset)
         if n_completed != 1:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pieces of files as one contiguous tensor, without copying: how a checkpoint is written from scratch storage.
 
-Chunks keep a sub-group's master weights and moments interleaved; DeepSpeed's checkpoint wants each of them whole. Mapping
-the pieces next to each other gives ``torch.save`` a tensor that it streams through the page cache, so that saving needs
-no host memory of its own. Mappings are private (copy on write): writing to such a tensor never changes the files.
+Chunks keep a sub-group's master weights and moments interleaved; DeepSpeed's checkpoint wants each of them whole.
+Mapping the pieces next to each other gives ``torch.save`` a tensor that it streams through the page cache, so that
+saving needs no host memory of its own. Mappings are private (copy on write): writing to such a tensor never changes
+the files.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def map_pieces(pieces: Sequence[tuple[str, int, int]]) -> torch.Tensor:
         raise
     # The ctypes array is what the tensor keeps alive; the mapping goes when it does.
     array = (ctypes.c_uint8 * total).from_address(base)
-    weakref.finalize(array, _libc.munmap, base, length)
+    # Not at exit: the tensor may be read until the very end, and the process takes its mappings with it.
+    weakref.finalize(array, _libc.munmap, base, length).atexit = False
     return torch.frombuffer(array, dtype=torch.uint8)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 
-class Link(str, enum.Enum):
+class Link(enum.StrEnum):
     """A path that bytes move over."""
 
     NVME_READ = "nvme_read"
@@ -26,7 +26,7 @@ class Link(str, enum.Enum):
     D2H = "d2h"
 
 
-class Stall(str, enum.Enum):
+class Stall(enum.StrEnum):
     """Why a training thread stood still."""
 
     WEIGHT_READ = "weight_read"
@@ -42,7 +42,7 @@ class Stall(str, enum.Enum):
     """Writes in flight had to end (checkpoint, shutdown)."""
 
 
-class Access(str, enum.Enum):
+class Access(enum.StrEnum):
     """Where a weight was when the training asked for it."""
 
     RESIDENT = "resident"
@@ -58,14 +58,16 @@ class Access(str, enum.Enum):
     """Not asked for before: read while the training waited."""
 
 
-class Event(str, enum.Enum):
+class Event(enum.StrEnum):
     """Things worth counting that should be rare."""
 
     DIVERGENCE = "divergence"
     """The order of accesses differed from the recorded step."""
 
     OVERFLOW_BUFFER = "overflow_buffer"
-    """A weight was read into ordinary memory because no staging buffer could be had (a large ``GatheredParameters``)."""
+    """A weight was read into ordinary memory because no staging buffer could be had (a large
+    ``GatheredParameters``).
+    """
 
     DISCARDED_READ = "discarded_read"
     """A weight was read ahead and dropped without being used."""

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tencache_ds.errors import ConfigError
-from tencache_ds.planning.chunks import align
+from tencache_ds.planning.size_classes import plan_size_classes, smallest_budget_nbytes
 
 AUTO_HOST_SHARE = 0.5
 """Share of the available host memory that weights may fill when the user names no budget. The other half is left for
@@ -61,11 +62,11 @@ def plan_staging(
     Raises:
         ConfigError: the limit is below what any schedule needs; names the smallest that works.
     """
-    largest_weight = max((align(nbytes) for nbytes in weight_shard_nbytes), default=0)
-    all_weights = sum(align(nbytes) for nbytes in weight_shard_nbytes)
+    # In slots, not in bytes of weights: a slot is as large as the largest weight of its class, and each class has two.
+    all_weights = sum(size_class.nbytes for size_class in plan_size_classes(weight_shard_nbytes, sys.maxsize))
     most_slots = min(AUTO_CHUNK_SLOTS, chunks)
     least_slots = min(MIN_CHUNK_SLOTS, chunks)
-    least_weights = min(2 * largest_weight, all_weights)
+    least_weights = smallest_budget_nbytes(weight_shard_nbytes)
     needed = least_slots * largest_chunk_nbytes + least_weights
     if staging_memory is None:
         weights = min(all_weights, max(AUTO_WEIGHT_STAGING_NBYTES, least_weights))
@@ -73,9 +74,9 @@ def plan_staging(
     else:
         if staging_memory < needed:
             raise ConfigError(
-                f'"tencache.staging_memory" is {staging_memory} bytes, but this model needs at least {needed} per rank: '
-                f"{least_slots} optimizer chunks of {largest_chunk_nbytes} bytes and {least_weights} bytes for its "
-                'largest weights. Raise it, or make "tencache.chunk_size" smaller.'
+                f'"tencache.staging_memory" is {staging_memory} bytes, but this model needs at least {needed} per '
+                f"rank: {least_slots} optimizer chunks of {largest_chunk_nbytes} bytes and {least_weights} bytes "
+                'for two weights of each size class. Raise it, or make "tencache.chunk_size" smaller.'
             )
         spare = staging_memory - needed
         weights = min(all_weights, least_weights + spare // 2)

@@ -2,8 +2,9 @@
 """The recorded step: in which order items (weights) are asked for.
 
 A forward and backward pass ask for the same items in the same order each time, until they do not (a layer skipped at
-random, an evaluation in between). :class:`AccessTrace` follows the pass through the last recorded cycle, says what comes
-next, and finds its place again after a divergence. It is pure bookkeeping: items are hashable values, nothing moves.
+random, an evaluation in between). :class:`AccessTrace` follows the pass through the last recorded cycle, says what
+comes next, and finds its place again after a divergence. It is pure bookkeeping: items are hashable values, nothing
+moves.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class AccessTrace(Generic[Item]):
         return False
 
     def upcoming(self, limit: int | None = None, *, wrap: bool = False) -> Iterator[Item]:
-        """Items predicted next, nearest first, without repeats; with ``wrap`` the next cycle follows the end of this."""
+        """Items predicted next, nearest first, without repeats; with ``wrap`` the next cycle follows the end of
+        this.
+        """
         order, start = self._order, self._position
         length = len(order) if wrap else len(order) - start
 

@@ -87,7 +87,8 @@ class GradientTier:
                 are added).
 
         Returns:
-            The accumulated gradient on the compute device, for its norm. On a CPU accelerator this is the buffer itself.
+            The accumulated gradient on the compute device, for its norm. On a CPU accelerator this is the buffer
+            itself.
         """
         target = self.segment(key)[: partition.numel()]
         self._counters.moved(Link.D2H, target.nbytes)

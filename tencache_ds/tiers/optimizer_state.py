@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Master weights and moments: in chunks, streamed past the optimizer in ascending order.
 
-During an update chunk ``i`` is worked on while ``i+1 … i+k`` are being read and ``i-1 …`` written back; ``k`` is whatever
-the staging pool has room for. A sub-group may instead be resident, which is the same update without the transfers.
+During an update chunk ``i`` is worked on while ``i+1 … i+k`` are being read and ``i-1 …`` written back; ``k`` is
+whatever the staging pool has room for. A sub-group may instead be resident, which is the same update without the
+transfers.
 """
 
 from __future__ import annotations
@@ -135,7 +136,9 @@ class OptimizerStateTier:
     # The update: a stream of chunks
 
     def begin_update(self, sub_groups: Sequence[int] | None = None) -> None:
-        """Starts a pass over the stored chunks (of some sub-groups) in ascending order and reads the first ones ahead."""
+        """Starts a pass over the stored chunks (of some sub-groups) in ascending order and reads the first ones
+        ahead.
+        """
         self._abandon_ahead()
         groups = self._groups if sub_groups is None else [self._groups[index] for index in sub_groups]
         self._queue = deque(
@@ -177,7 +180,12 @@ class OptimizerStateTier:
         if lease is None:
             return
         if changed:
-            lease.release_with(self._start_write(used.chunk, lease))
+            try:
+                ticket = self._start_write(used.chunk, lease)
+            except BaseException:
+                lease.release()
+                raise
+            lease.release_with(ticket)
         else:
             lease.release()
         self._read_ahead()
@@ -234,6 +242,9 @@ class OptimizerStateTier:
         group = self._groups[chunk.sub_group]
         if group.spec.residency is StateResidency.HOST:
             return self.take(chunk)
+        # What a pass has read ahead may be this chunk's old state, or hold the buffers this would wait for.
+        if self._ahead:
+            self._abandon_ahead()
         lease = self._lease(chunk)
         lease.buffer[: chunk.nbytes].zero_()
         return ChunkInUse(chunk, self._views(group, chunk, lease.buffer), lease)

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of one model on one rank: some in host memory for good, the rest on NVMe and staged when needed.
 
-Residency is static (the access pattern is a cyclic scan, on which recency caching never hits). A stored weight's staging
-buffer is clean at all times except between :meth:`WeightTier.begin_update` and :meth:`WeightTier.finish_update`, so it can
-be dropped whenever a buffer is needed for something more urgent: no order of requests can deadlock.
+Residency is static (the access pattern is a cyclic scan, on which recency caching never hits). A stored weight's
+staging buffer is clean at all times except between :meth:`WeightTier.begin_update` and
+:meth:`WeightTier.finish_update`, so it can be dropped whenever a buffer is needed for something more urgent: no order
+of requests can deadlock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -25,103 +23,14 @@ from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
 from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall
 from tencache_ds.planning.chunks import align
-
-RESIDENT_SLAB_NBYTES = 64 * 2**20
-"""Resident weights are packed into slabs: one registration per slab instead of one per weight."""
-
-RESIDENT_ALIGNMENT_NBYTES = 256
+from tencache_ds.tiers.resident_memory import ResidentMemory
+from tencache_ds.tiers.weight_record import CopyEvent, StagingBuffer, Weight, WeightState
 
 INITIAL_WRITES_NBYTES = 256 * 2**20
 """Bytes of freshly initialised weights that may wait for their first write at one time."""
 
 UPDATE_PATIENCE_S = 5.0
 """How long an update waits for a staging buffer before it takes ordinary memory (which is bounded too)."""
-
-
-class WeightState(enum.Enum):
-    """Where a weight's shard is, and what its memory means."""
-
-    RESIDENT = "resident"
-    """In host memory for good; never read from or written to NVMe."""
-
-    INITIAL = "initial"
-    """In ordinary memory, being filled for the first time; not yet on NVMe."""
-
-    STORED = "stored"
-    """On NVMe only."""
-
-    READING = "reading"
-    """On NVMe, and a read into a staging buffer is under way."""
-
-    STAGED = "staged"
-    """On NVMe, with a clean copy in a staging buffer that nobody uses yet."""
-
-    EXPOSED = "exposed"
-    """On NVMe, with a copy in a staging buffer that DeepSpeed is reading from or writing to."""
-
-    UPDATING = "updating"
-    """The copy on NVMe is out of date: the optimizer is filling a staging buffer that will be written."""
-
-
-_TRANSITIONS: dict[WeightState, frozenset[WeightState]] = {
-    WeightState.RESIDENT: frozenset(),
-    WeightState.INITIAL: frozenset({WeightState.STORED}),
-    WeightState.STORED: frozenset({WeightState.READING, WeightState.EXPOSED, WeightState.UPDATING}),
-    WeightState.READING: frozenset({WeightState.STAGED, WeightState.EXPOSED, WeightState.STORED}),
-    WeightState.STAGED: frozenset({WeightState.EXPOSED, WeightState.STORED}),
-    WeightState.EXPOSED: frozenset({WeightState.STORED}),
-    WeightState.UPDATING: frozenset({WeightState.STORED}),
-}
-
-
-class CopyEvent(Protocol):
-    """A device event after which a buffer's last reader is done."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-
-@dataclass(slots=True)
-class _Buffer:
-    """Host memory behind a weight that is not resident: a lease of the pool, or ordinary memory when there is none."""
-
-    bytes: torch.Tensor
-    lease: Lease | None
-
-    def release(self, arena: HostArena) -> None:
-        if self.lease is not None:
-            self.lease.release()
-        else:
-            arena.free(self.bytes)
-
-
-@dataclass(slots=True)
-class _Weight:
-    key: int
-    name: str
-    numel: int
-    dtype: torch.dtype
-    state: WeightState
-    extent: Extent | None = None
-    buffer: _Buffer | None = None
-    resident: torch.Tensor | None = None
-    ticket: Ticket | None = None
-    trainable: bool = True
-    prefetched: bool = field(default=False)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def move_to(self, state: WeightState) -> None:
-        if state not in _TRANSITIONS[self.state]:
-            raise TenCacheError(f"weight {self.name}: no transition from {self.state.value} to {state.value}")
-        self.state = state
-
-    def view(self) -> torch.Tensor:
-        assert self.buffer is not None
-        return self.buffer.bytes[: self.nbytes].view(self.dtype)
 
 
 def _wait_quietly(ticket: Ticket, timeout_s: float) -> None:
@@ -158,18 +67,16 @@ class WeightTier:
         """
         self._open_store = store
         self._store: ExtentStore | None = None
-        self._resident_arena = resident_arena
+        self._resident_memory = ResidentMemory(resident_arena)
         self._transient_arena = transient_arena
         self._resident_budget = resident_budget_nbytes
         self._resident_left: int | None = None
-        self._slab: torch.Tensor | None = None
-        self._slab_used = 0
         self._counters = counters
         self._timeout_s = timeout_s
-        self._weights: dict[int, _Weight] = {}
+        self._weights: dict[int, Weight] = {}
         self._pool: BufferPool | None = None
         self._largest_slot_nbytes = 0
-        self._first_writes: deque[tuple[Ticket, _Buffer]] = deque()
+        self._first_writes: deque[tuple[Ticket, StagingBuffer]] = deque()
         self._lock = threading.RLock()
 
     # Registration
@@ -188,12 +95,12 @@ class WeightTier:
                 self._resident_left = self._resident_budget()
             if always_resident or nbytes <= self._resident_left:
                 self._resident_left -= 0 if always_resident else nbytes
-                weight = _Weight(key, name, numel, dtype, WeightState.RESIDENT)
-                weight.resident = self._resident_view(nbytes).view(dtype)
+                weight = Weight(key, name, numel, dtype, WeightState.RESIDENT)
+                weight.resident = self._resident_memory.take(nbytes).view(dtype)
                 self._weights[key] = weight
                 return weight.resident
             self._settle_first_writes(INITIAL_WRITES_NBYTES - nbytes)
-            weight = _Weight(key, name, numel, dtype, WeightState.INITIAL)
+            weight = Weight(key, name, numel, dtype, WeightState.INITIAL)
             weight.buffer = self._transient(weight)
             self._weights[key] = weight
             return weight.view()
@@ -211,9 +118,10 @@ class WeightTier:
             if self._store is None:
                 self._store = self._open_store()
             weight.extent = self._store.allocate(weight.nbytes, weight.name)
-            buffer, weight.buffer = weight.buffer, None
+            buffer = weight.buffer
             assert buffer is not None
             self._first_writes.append((self._write(weight, buffer.bytes), buffer))
+            weight.buffer = None
             weight.move_to(WeightState.STORED)
 
     def use_pool(self, pool: BufferPool) -> None:
@@ -246,10 +154,8 @@ class WeightTier:
                 lease = self._pool.try_lease(nbytes, weight.name, "read-ahead") if fits else None
                 if lease is None:
                     return
-                weight.buffer = _Buffer(lease.buffer, lease)
-                weight.ticket = self._read(weight, Priority.BACKGROUND)
+                self._start_reading(weight, StagingBuffer(lease.buffer, lease), Priority.BACKGROUND)
                 weight.prefetched = True
-                weight.move_to(WeightState.READING)
 
     def ready(self, key: int) -> bool:
         """Whether the weight can be exposed without waiting."""
@@ -273,10 +179,8 @@ class WeightTier:
             kept = set(keys)
             for weight in weights:
                 if weight.state is WeightState.STORED:
-                    weight.buffer = self._buffer_now(weight, kept)
-                    weight.ticket = self._read(weight, Priority.URGENT)
+                    self._start_reading(weight, self._buffer_now(weight, kept), Priority.URGENT)
                     weight.prefetched = False
-                    weight.move_to(WeightState.READING)
                 elif weight.state is WeightState.INITIAL:
                     raise TenCacheError(f"weight {weight.name} is needed before its first value was stored")
             exposed = []
@@ -432,11 +336,10 @@ class WeightTier:
                     weight.buffer.release(self._transient_arena)
                     weight.buffer = None
             self._weights.clear()
-            self._slab = None
 
     # Mechanics, called with the lock held
 
-    def _count_access(self, weight: _Weight) -> None:
+    def _count_access(self, weight: Weight) -> None:
         if not weight.prefetched:
             self._counters.accessed(Access.DEMAND)
         elif weight.ticket is not None and not weight.ticket.done:
@@ -444,7 +347,16 @@ class WeightTier:
         else:
             self._counters.accessed(Access.PREFETCHED)
 
-    def _finish_reading(self, weight: _Weight) -> None:
+    def _start_reading(self, weight: Weight, buffer: StagingBuffer, priority: Priority) -> None:
+        weight.buffer = buffer
+        try:
+            weight.ticket = self._read(weight, priority)
+        except BaseException:
+            self._release_buffer(weight)
+            raise
+        weight.move_to(WeightState.READING)
+
+    def _finish_reading(self, weight: Weight) -> None:
         assert weight.ticket is not None
         ticket = weight.ticket
         try:
@@ -461,7 +373,7 @@ class WeightTier:
         weight.ticket = None
         weight.move_to(WeightState.STAGED)
 
-    def _discard(self, weight: _Weight) -> None:
+    def _discard(self, weight: Weight) -> None:
         buffer, weight.buffer = weight.buffer, None
         assert buffer is not None
         ticket, weight.ticket = weight.ticket, None
@@ -474,17 +386,18 @@ class WeightTier:
         weight.move_to(WeightState.STORED)
         self._counters.happened(Event.DISCARDED_READ)
 
-    def _buffer_now(self, weight: _Weight, kept: set[int]) -> _Buffer:
+    def _buffer_now(self, weight: Weight, kept: set[int]) -> StagingBuffer:
         """A buffer for a weight somebody waits for: free, or taken from read-ahead, or ordinary memory."""
         lease = self._lease_by_eviction(weight, kept)
         if lease is None:
             return self._overflow(weight)
-        return _Buffer(lease.buffer, lease)
+        return StagingBuffer(lease.buffer, lease)
 
-    def _buffer_with_back_pressure(self, weight: _Weight) -> _Buffer:
+    def _buffer_with_back_pressure(self, weight: Weight) -> StagingBuffer:
         """A buffer for an update: waits for writes in flight to return theirs, which bounds memory by the pool."""
         lease = self._lease_by_eviction(weight, {weight.key})
-        if lease is None and self._pool is not None:
+        if lease is None and self._pool is not None and align(weight.nbytes) <= self._largest_slot_nbytes:
+            self._discard_one_reading(weight)
             try:
                 with self._counters.stall(Stall.BUFFER):
                     lease = self._pool.lease(
@@ -494,9 +407,9 @@ class WeightTier:
                 lease = None
         if lease is None:
             return self._overflow(weight)
-        return _Buffer(lease.buffer, lease)
+        return StagingBuffer(lease.buffer, lease)
 
-    def _lease_by_eviction(self, weight: _Weight, kept: set[int]) -> Lease | None:
+    def _lease_by_eviction(self, weight: Weight, kept: set[int]) -> Lease | None:
         if self._pool is None:
             return None
         nbytes = align(weight.nbytes)
@@ -504,43 +417,54 @@ class WeightTier:
             return None
         lease = self._pool.try_lease(nbytes, weight.name, "needed now")
         if lease is None:
-            staged = [w for w in self._weights.values() if w.state is WeightState.STAGED and w.key not in kept]
-            for victim in reversed(staged):
+            for victim in reversed([w for w in self._weights.values() if w.evictable and w.key not in kept]):
                 self._discard(victim)
                 lease = self._pool.try_lease(nbytes, weight.name, "needed now")
                 if lease is not None:
                     break
         return lease
 
-    def _overflow(self, weight: _Weight) -> _Buffer:
+    def _discard_one_reading(self, weight: Weight) -> None:
+        """Makes sure that a wait for a buffer ends, even if weights that are still being read have all of them."""
+        for other in reversed(self._weights.values()):
+            lease = other.buffer.lease if other.buffer is not None else None
+            if other.state is WeightState.READING and lease is not None and weight.nbytes <= lease.slot.tensor.numel():
+                self._discard(other)
+                return
+
+    def _overflow(self, weight: Weight) -> StagingBuffer:
         if self._pool is not None:
             self._counters.happened(Event.OVERFLOW_BUFFER)
         return self._transient(weight)
 
-    def _transient(self, weight: _Weight) -> _Buffer:
-        return _Buffer(self._transient_arena.allocate(align(weight.nbytes), weight.name), None)
+    def _transient(self, weight: Weight) -> StagingBuffer:
+        return StagingBuffer(self._transient_arena.allocate(align(weight.nbytes), weight.name), None)
 
-    def _release_buffer(self, weight: _Weight) -> None:
+    def _release_buffer(self, weight: Weight) -> None:
         buffer, weight.buffer = weight.buffer, None
         if buffer is not None:
             buffer.release(self._transient_arena)
 
-    def _read(self, weight: _Weight, priority: Priority) -> Ticket:
-        assert self._store is not None and weight.extent is not None and weight.buffer is not None
-        extent = weight.extent
+    def _read(self, weight: Weight, priority: Priority) -> Ticket:
+        store, extent = self._stored_at(weight)
         self._counters.moved(Link.NVME_READ, extent.allocated_nbytes)
-        return self._store.read(extent, weight.buffer.bytes[: extent.allocated_nbytes], priority=priority)
+        return store.read(extent, weight.memory()[: extent.allocated_nbytes], priority=priority)
 
-    def _write(self, weight: _Weight, data: torch.Tensor) -> Ticket:
-        assert self._store is not None and weight.extent is not None
-        extent = weight.extent
+    def _write(self, weight: Weight, data: torch.Tensor) -> Ticket:
+        store, extent = self._stored_at(weight)
         self._counters.moved(Link.NVME_WRITE, extent.allocated_nbytes)
-        return self._store.write(extent, data[: extent.allocated_nbytes], priority=Priority.BACKGROUND)
+        return store.write(extent, data[: extent.allocated_nbytes], priority=Priority.BACKGROUND)
 
-    def _write_and_release(self, weight: _Weight) -> None:
-        buffer, weight.buffer = weight.buffer, None
+    def _stored_at(self, weight: Weight) -> tuple[ExtentStore, Extent]:
+        if self._store is None or weight.extent is None:
+            raise TenCacheError(f"weight {weight.name} has no place on NVMe: it is {weight.state.value}")
+        return self._store, weight.extent
+
+    def _write_and_release(self, weight: Weight) -> None:
+        buffer = weight.buffer
         assert buffer is not None
         ticket = self._write(weight, buffer.bytes)
+        weight.buffer = None
         weight.move_to(WeightState.STORED)
         if buffer.lease is not None:
             buffer.lease.release_with(ticket)
@@ -549,24 +473,18 @@ class WeightTier:
             self._settle_first_writes(INITIAL_WRITES_NBYTES)
 
     def _settle_first_writes(self, keep_nbytes: int, *, check: bool = True) -> None:
-        """Frees ordinary memory whose write is done, waiting for the oldest while more than ``keep_nbytes`` are held."""
+        """Frees ordinary memory whose write is done, waiting for the oldest while more than ``keep_nbytes`` are
+        held.
+        """
         held = sum(buffer.bytes.numel() for _, buffer in self._first_writes)
         while self._first_writes and (self._first_writes[0][0].done or held > max(keep_nbytes, 0)):
             ticket, buffer = self._first_writes.popleft()
             held -= buffer.bytes.numel()
-            if check:
-                ticket.wait(self._timeout_s)
-            else:
-                _wait_quietly(ticket, self._timeout_s)
-            buffer.release(self._transient_arena)
-
-    def _resident_view(self, nbytes: int) -> torch.Tensor:
-        length = -(-nbytes // RESIDENT_ALIGNMENT_NBYTES) * RESIDENT_ALIGNMENT_NBYTES
-        if length >= RESIDENT_SLAB_NBYTES:
-            return self._resident_arena.allocate(length, "resident weights").zero_()[:nbytes]
-        if self._slab is None or self._slab_used + length > self._slab.numel():
-            self._slab = self._resident_arena.allocate(RESIDENT_SLAB_NBYTES, "resident weights")
-            self._slab_used = 0
-        view = self._slab[self._slab_used : self._slab_used + length]
-        self._slab_used += length
-        return view.zero_()[:nbytes]
+            try:
+                if check:
+                    ticket.wait(self._timeout_s)
+                else:
+                    _wait_quietly(ticket, self._timeout_s)
+            finally:
+                if ticket.done:  # after a time-out the device may still read it
+                    buffer.release(self._transient_arena)

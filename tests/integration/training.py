@@ -2,17 +2,20 @@
 """Trains small models with DeepSpeed and reports every loss: the harness behind the exactness tests.
 
 Runs as a program, once per rank, on a list of cases; so a case is real training in a real process, with one start-up of
-DeepSpeed for many cases. The oracle is stock CPU offload with its gradient buffers zeroed after each step, because stock
-ZeRO-3 re-applies the previous step's gradient to weights that get none.
+DeepSpeed for many cases. The oracle is stock CPU offload with its gradient buffers zeroed after each step, because
+stock ZeRO-3 re-applies the previous step's gradient to weights that get none.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import json
 import os
+import re
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -208,6 +211,7 @@ class VisionTransformer(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
+    "mlp_wide": lambda: Mlp(width=1024, depth=8),
     "random_skip": RandomSkip,
     "unused": Unused,
     "tied": Tied,
@@ -238,7 +242,7 @@ def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
         "stage3_max_reuse_distance": case.get("reuse", 0),
         "stage3_param_persistence_threshold": case.get("persistence", 1000),
         "reduce_bucket_size": case.get("reduce_bucket", 500_000),
-    }
+    } | case.get("zero", {})
     if "offload_param" in case:
         zero["offload_param"] = section | {"device": case["offload_param"] if device == "nvme" else "cpu"}
         if case["offload_param"] == "none":
@@ -258,7 +262,7 @@ def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
         "steps_per_print": 10**9,
     }
     if "optimizer" not in case:
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": case.get("weight_decay", 0.01)}}
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
     elif precision == "fp16":
@@ -268,6 +272,7 @@ def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}}
     if "grad_accum_dtype" in case:
         config["data_types"] = {"grad_accum_dtype": case["grad_accum_dtype"]}
+    config |= case.get("config", {})
     if engine == "tencache":
         config["offload_engine"] = "tencache"
         config["tencache"] = {"host_memory": 0, "chunk_size": 2**18, "poison_buffers": True} | case.get("tencache", {})
@@ -334,6 +339,11 @@ def zero_gradients(engine: Any) -> None:
             partition.grad.zero_()
 
 
+def complete_gradients(engine: Any) -> None:
+    """Gives stock CPU offload the gradients it forgets: those of weights that only an earlier micro-step used."""
+    engine.optimizer._finalize_offload_gradient_accumulation()
+
+
 def train(engine: Any, steps: int, generator: torch.Generator, *, oracle: bool, hook: Any = None) -> list[str]:
     """Losses of ``steps`` optimizer steps, as exact hexadecimal floats (one per micro-step)."""
     losses = []
@@ -343,6 +353,8 @@ def train(engine: Any, steps: int, generator: torch.Generator, *, oracle: bool, 
             loss = engine(*batch)
             losses.append(float(loss.detach().float().item()).hex())
             engine.backward(loss)
+            if oracle and engine.gradient_accumulation_steps() > 1 and engine.is_gradient_accumulation_boundary():
+                complete_gradients(engine)
             engine.step()
         if oracle:
             zero_gradients(engine)
@@ -351,12 +363,71 @@ def train(engine: Any, steps: int, generator: torch.Generator, *, oracle: bool, 
     return losses
 
 
+def digests(model: nn.Module) -> dict[str, str]:
+    """A hash of every weight's value. Collective."""
+    import deepspeed
+
+    found = {}
+    for name, param in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            value = param.data.detach().cpu().contiguous().view(torch.uint8)
+            found[name] = hashlib.sha256(value.numpy().tobytes()).hexdigest()
+    return found
+
+
+def smallest_staging_nbytes(case: dict[str, Any], nvme: str) -> int:
+    """What the error for far too little ``staging_memory`` names as the least that works."""
+    try:
+        build(case | {"tencache": case.get("tencache", {}) | {"staging_memory": 1}}, "tencache", nvme)
+    except ValueError as error:
+        found = re.search(r"needs at least (\d+)", str(error))
+        if found is None:
+            raise
+        return int(found.group(1))
+    raise RuntimeError("one byte of staging memory was accepted")
+
+
+class TrafficMeter:
+    """NVMe traffic between two optimizer steps: TenCache's count beside the kernel's for this process."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self._steps = (first, last)
+        self._seen: list[tuple[int, int]] = []
+
+    def __call__(self, engine: Any, step: int) -> None:
+        if step + 1 not in self._steps:
+            return
+        import tencache_ds
+
+        for part in engine.optimizer.tencache.all():
+            part.weights.drain()
+        engine.optimizer.tencache.optimizer_state.drain()
+        time.sleep(0.3)  # reads ahead of the next step are counted when asked for: let the kernel see them too
+        moved = tencache_ds.stats(engine).total.nbytes
+        lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        self._seen.append(
+            (moved["nvme_read"] + moved["nvme_write"], int(lines["read_bytes"]) + int(lines["write_bytes"]))
+        )
+
+    def result(self) -> dict[str, int]:
+        """Bytes over the steps between."""
+        (counted, kernel), (counted_end, kernel_end) = self._seen
+        steps = self._steps[1] - self._steps[0]
+        return {"steps": steps, "counted_nbytes": counted_end - counted, "kernel_nbytes": kernel_end - kernel}
+
+
 def run_case(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     """One training run; returns its losses and, with TenCache, its counters."""
-    engine = build(case, engine_name, os.path.join(folder, "nvme"))
+    nvme = os.path.join(folder, "nvme")
+    if case.get("smallest_staging") and engine_name == "tencache":
+        smallest = smallest_staging_nbytes(case, nvme)
+        case = case | {"tencache": case.get("tencache", {}) | {"staging_memory": smallest}}
+    engine = build(case, engine_name, nvme)
     generator = torch.Generator().manual_seed(1000 + rank)
-    losses = train(engine, case.get("steps", 20), generator, oracle=engine_name == "stock")
-    result: dict[str, Any] = {"losses": losses}
+    steps = case.get("steps", 20)
+    meter = TrafficMeter(2, steps) if case.get("measure_traffic") and engine_name == "tencache" else None
+    result: dict[str, Any] = {"initial_weights": digests(engine.module) if case.get("weights") else {}}
+    result["losses"] = train(engine, steps, generator, oracle=engine_name == "stock", hook=meter)
     if engine_name == "tencache":
         import dataclasses
 
@@ -365,14 +436,16 @@ def run_case(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> 
         result["stats"] = dataclasses.asdict(tencache_ds.stats(engine))
         result["class"] = type(engine.optimizer).__name__
         result["numel"] = sum(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
-        engine.tencache = engine.optimizer.tencache
-        if engine.tencache.optimizer_state is not None:
-            engine.tencache.optimizer_state.drain()
+        if meter is not None:
+            result["traffic"] = meter.result()
+    if case.get("weights"):
+        result["weights"] = digests(engine.module)
     engine.destroy()
     return result
 
 
-def main() -> None:
+def main(run: Callable[[dict[str, Any], str, str, int], dict[str, Any]] = run_case) -> None:
+    """Runs the cases of ``--cases`` with ``run(case, engine, folder, rank)`` and writes ``results_<rank>.json``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=0)
     parser.add_argument("--cases", required=True, help="JSON file: list of [name, case, engine]")
@@ -386,15 +459,18 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name, case, engine in json.loads(Path(arguments.cases).read_text()):
         key = f"{name}/{engine}"
+        t_start = time.perf_counter()
         try:
-            results[key] = run_case(case, engine, arguments.folder, rank)
+            results[key] = run(case, engine, arguments.folder, rank)
         except Exception as error:  # reported to the test, which fails with it
-            traceback.print_exc()
-            results[key] = {"error": f"{type(error).__name__}: {error}"}
-            if deepspeed.comm.get_world_size() > 1:
-                break  # the ranks are no longer together
-        print(f"[rank {rank}] {key}: {results[key].get('error', 'done')}", flush=True)
-    Path(arguments.folder, f"results_{rank}.json").write_text(json.dumps(results))
+            trace = traceback.format_exc()
+            print(trace, flush=True)
+            results[key] = {"error": f"{type(error).__name__}: {error}", "traceback": trace}
+        seconds = time.perf_counter() - t_start
+        print(f"[rank {rank}] {key}: {results[key].get('error', 'done')} ({seconds:.1f} s)", flush=True)
+        Path(arguments.folder, f"results_{rank}.json").write_text(json.dumps(results))
+        if "error" in results[key] and deepspeed.comm.get_world_size() > 1:
+            break  # the ranks are no longer together
     if any("error" in result for result in results.values()):
         sys.exit(1)
 

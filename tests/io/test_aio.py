@@ -32,12 +32,22 @@ def path(tmp_path):
 
 
 @pytest.fixture
-def pinned():
-    handle = load_pin_memory().pin_handle()
-    buffers = [handle.new_cpu_locked_tensor(4 * MIB, torch.empty(0, dtype=torch.uint8)) for _ in range(2)]
-    yield buffers
+def locked():
+    """Makes buffers that the handles take as they are."""
+    handle, buffers = load_pin_memory().pin_handle(), []
+
+    def make(nbytes: int) -> torch.Tensor:
+        buffers.append(handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8)).zero_())
+        return buffers[-1]
+
+    yield make
     for buffer in buffers:
         handle.free_cpu_locked_tensor(buffer)
+
+
+@pytest.fixture
+def pinned(locked):
+    return [locked(4 * MIB) for _ in range(2)]
 
 
 def test_pinned_buffers(backend, path, pinned):
@@ -50,11 +60,26 @@ def test_pinned_buffers(backend, path, pinned):
         assert file.read()[4096:] == data.numpy().tobytes()
 
 
-def test_other_buffers_and_a_length_that_is_no_multiple_of_the_block(backend, path):
-    data = aligned(2 * MIB + 4096, fill=None)
+def test_a_length_that_is_no_multiple_of_the_block(backend, path, locked):
+    data, back = locked(2 * MIB + 4096), locked(2 * MIB + 4096)
+    data.copy_(aligned(data.numel(), fill=None))
     backend.submit(Operation.WRITE, path, 0, data).wait(30)
-    back = aligned(data.numel())
     backend.submit(Operation.READ, path, 0, back).wait(30)
+    assert torch.equal(back, data)
+
+
+def test_unpinned_buffers_never_reach_the_handle(path, monkeypatch):
+    # The handle would lock a bounce buffer of that size, and end the process where it may not.
+    class Handle:
+        def is_pinned(self, buffer):
+            return False
+
+    backend = AioBackend(n_lanes=1)
+    backend._handles[0] = Handle()
+    data, back = aligned(65536, fill=None), aligned(65536)
+    backend.submit(Operation.WRITE, path, 0, data).wait(30)
+    backend.submit(Operation.READ, path, 0, back).wait(30)
+    backend.close()
     assert torch.equal(back, data)
 
 
@@ -93,6 +118,9 @@ def test_a_removed_file_is_an_error(backend, path):
 
 def test_a_handle_that_returns_a_failure_is_an_error(path):
     class Broken:
+        def is_pinned(self, buffer):
+            return True
+
         def sync_pwrite(self, buffer, filename, offset):
             return -1
 

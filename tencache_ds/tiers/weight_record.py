@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A weight's shard as the weight tier sees it: where it is, what may happen to it next, and its memory."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tencache_ds.errors import TenCacheError
+from tencache_ds.io import Extent, Ticket
+from tencache_ds.memory.arena import HostArena
+from tencache_ds.memory.pool import Lease
+
+
+class WeightState(enum.Enum):
+    """Where a weight's shard is, and what its memory means."""
+
+    RESIDENT = "resident"
+    """In host memory for good; never read from or written to NVMe."""
+
+    INITIAL = "initial"
+    """In ordinary memory, being filled for the first time; not yet on NVMe."""
+
+    STORED = "stored"
+    """On NVMe only."""
+
+    READING = "reading"
+    """On NVMe, and a read into a staging buffer is under way."""
+
+    STAGED = "staged"
+    """On NVMe, with a clean copy in a staging buffer that nobody uses yet."""
+
+    EXPOSED = "exposed"
+    """On NVMe, with a copy in a staging buffer that DeepSpeed is reading from or writing to."""
+
+    UPDATING = "updating"
+    """The copy on NVMe is out of date: the optimizer is filling a staging buffer that will be written."""
+
+
+_TRANSITIONS: dict[WeightState, frozenset[WeightState]] = {
+    WeightState.RESIDENT: frozenset(),
+    WeightState.INITIAL: frozenset({WeightState.STORED}),
+    WeightState.STORED: frozenset({WeightState.READING, WeightState.EXPOSED, WeightState.UPDATING}),
+    WeightState.READING: frozenset({WeightState.STAGED, WeightState.EXPOSED, WeightState.STORED}),
+    WeightState.STAGED: frozenset({WeightState.EXPOSED, WeightState.STORED}),
+    WeightState.EXPOSED: frozenset({WeightState.STORED}),
+    WeightState.UPDATING: frozenset({WeightState.STORED}),
+}
+
+
+class CopyEvent(Protocol):
+    """A device event after which a buffer's last reader is done."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(slots=True)
+class StagingBuffer:
+    """Host memory behind a weight that is not resident: a lease of the pool, or ordinary memory when there is none."""
+
+    bytes: torch.Tensor
+    lease: Lease | None
+
+    def release(self, arena: HostArena) -> None:
+        """Gives the memory back to the pool, or to the arena it came from."""
+        if self.lease is not None:
+            self.lease.release()
+        else:
+            arena.free(self.bytes)
+
+
+@dataclass(slots=True)
+class Weight:
+    """One weight's shard.
+
+    Attributes:
+        key: DeepSpeed's parameter id.
+        name: what messages call it.
+        numel: elements of the shard, padding included.
+        dtype: the weight's dtype.
+        state: where it is; changed by :meth:`move_to` only.
+        extent: its place on NVMe, once it has one.
+        buffer: host memory it is staged in, if any.
+        resident: its memory when it is resident, 1-D.
+        ticket: the read under way or just done.
+        trainable: whether the optimizer updates it.
+        prefetched: whether the last read was asked for ahead of its use.
+    """
+
+    key: int
+    name: str
+    numel: int
+    dtype: torch.dtype
+    state: WeightState
+    extent: Extent | None = None
+    buffer: StagingBuffer | None = None
+    resident: torch.Tensor | None = None
+    ticket: Ticket | None = None
+    trainable: bool = True
+    prefetched: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def evictable(self) -> bool:
+        """Whether the staging buffer holds a clean copy, and nobody uses it."""
+        read = self.state is WeightState.READING and self.ticket is not None and self.ticket.done
+        return read or self.state is WeightState.STAGED
+
+    def move_to(self, state: WeightState) -> None:
+        """Changes the state; a transition that the table does not know is a bug and raises."""
+        if state not in _TRANSITIONS[self.state]:
+            raise TenCacheError(f"weight {self.name}: no transition from {self.state.value} to {state.value}")
+        self.state = state
+
+    def memory(self) -> torch.Tensor:
+        """The staging buffer's bytes."""
+        if self.buffer is None:
+            raise TenCacheError(f"weight {self.name} has no staging buffer: it is {self.state.value}")
+        return self.buffer.bytes
+
+    def view(self) -> torch.Tensor:
+        """The shard in its staging buffer, 1-D."""
+        return self.memory()[: self.nbytes].view(self.dtype)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves and loads checkpoints: one of two programs of ``test_checkpoint.py``'s processes, run like ``training.py``.
+
+``{"action": "save"}`` trains, saves and goes on; ``"load"`` starts from other weights, loads and goes on with the batches
+that follow; ``"fp32"`` reads a checkpoint with DeepSpeed's ``zero_to_fp32``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import training
+
+
+def hashes(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {
+        name: f"{value.dtype}{list(value.shape)}"
+        + hashlib.sha256(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, value in tensors.items()
+    }
+
+
+def skip_batches(engine: Any, generator: torch.Generator, steps: int) -> None:
+    """Draws the batches of ``steps`` steps without using them."""
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        engine.module.batch(generator)
+
+
+def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    path = os.path.join(folder, "checkpoints", case["checkpoint"])
+    if case["action"] == "fp32":
+        return read_as_fp32(path) if rank == 0 else {}
+    oracle = engine_name == "stock"
+    generator = torch.Generator().manual_seed(1000 + rank)
+    if case["action"] == "load":
+        case = case | {"seed": 99}
+    engine = training.build(case, engine_name, os.path.join(folder, "nvme"))
+    before, after = case.get("before", 3), case.get("after", 5)
+    result: dict[str, Any] = {}
+    if case["action"] == "save":
+        training.train(engine, before, generator, oracle=oracle)
+        for round_ in range(case.get("saves", 1)):
+            if round_:
+                training.train(engine, 2, generator, oracle=oracle)
+            if not case.get("only_train"):
+                engine.save_checkpoint(path, tag=f"save{round_}")
+        if case.get("save_16bit_model"):
+            engine.save_16bit_model(path, "weights.bin")
+            if rank == 0:
+                result["bit16"] = hashes(torch.load(os.path.join(path, "weights.bin")))
+    else:
+        skip_batches(engine, generator, before)
+        if case.get("trained_before_loading"):
+            training.train(engine, 2, torch.Generator().manual_seed(5), oracle=oracle)
+        loaded, _ = engine.load_checkpoint(path, **case.get("load_options", {}))
+        if loaded is None:
+            raise RuntimeError(f"nothing was loaded from {path}")
+        result["weights"] = training.digests(engine.module)
+    result["losses"] = training.train(engine, after, generator, oracle=oracle)
+    result["final_weights"] = training.digests(engine.module)
+    engine.destroy()
+    return result
+
+
+def read_as_fp32(path: str) -> dict[str, Any]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    files = sorted(file.name for file in Path(path, "save0").iterdir())
+    return {"fp32": hashes(get_fp32_state_dict_from_zero_checkpoint(path)), "files": files}
+
+
+if __name__ == "__main__":
+    training.main(run)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts real DeepSpeed processes for the integration tests: many cases per process, because each start takes
+seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+TAIL_CHARACTERS = 6000
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A process (or all ranks of a launcher) that ended.
+
+    Attributes:
+        code: exit status; ``None`` when it had to be killed after its time limit.
+        log: everything it printed.
+        folder: its working folder.
+    """
+
+    code: int | None
+    log: str
+    folder: Path
+
+    def succeeded(self) -> Finished:
+        """Fails the test with the end of the log unless the process ended well."""
+        assert self.code == 0, f"exit status {self.code}; the log ends with\n{self.log[-TAIL_CHARACTERS:]}"
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the cases of one harness process gave, per rank."""
+
+    finished: Finished
+    per_rank: tuple[dict[str, Any], ...]
+
+    def result(self, name: str, engine: str, rank: int = 0) -> dict[str, Any]:
+        """One case's result; fails the test with the reason when there is none."""
+        log = f"the log ends with\n{self.finished.log[-TAIL_CHARACTERS:]}"
+        for other, results in enumerate(self.per_rank):
+            found = results.get(f"{name}/{engine}")
+            assert found is not None, f"case {name} with {engine} did not run on rank {other}; {log}"
+            assert "error" not in found, f"{name} with {engine}, rank {other}:\n{found['traceback']}"
+        return self.per_rank[rank][f"{name}/{engine}"]
+
+    @property
+    def ranks(self) -> range:
+        return range(len(self.per_rank))
+
+
+class Harness:
+    """Runs programs of this folder under DeepSpeed."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._count = 0
+
+    def folder(self) -> Path:
+        """A new empty folder on a disk."""
+        self._count += 1
+        folder = self._base / f"run{self._count}"
+        folder.mkdir(parents=True)
+        return folder
+
+    def environment(self, ranks: int = 1, extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
+        """What a training process needs, without what pytest's own process may have set."""
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "TENCACHE_"))}
+        environment |= {
+            "PYTHONPATH": str(ROOT),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if not torch.cuda.is_available():
+            environment["DS_ACCELERATOR"] = "cpu"
+        if ranks == 1:
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+        for key, value in (extra or {}).items():
+            environment.pop(key, None)
+            if value is not None:
+                environment[key] = value
+        return environment
+
+    def start(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Starts a process in a session of its own, its output in ``folder/log``."""
+        with open(folder / "log", "wb") as log:
+            return subprocess.Popen(
+                list(command), cwd=folder, env=dict(environment), stdout=log, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+
+    def execute(
+        self,
+        command: Sequence[str],
+        *,
+        folder: Path | None = None,
+        ranks: int = 1,
+        env: Mapping[str, str | None] | None = None,
+        timeout_s: float = 300,
+    ) -> Finished:
+        """Runs a command to its end, or kills it with its children after ``timeout_s``."""
+        folder = folder or self.folder()
+        process = self.start(command, folder, self.environment(ranks, env))
+        code: int | None = None
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return Finished(code, (folder / "log").read_text(errors="replace"), folder)
+
+    def launch(self, ranks: int, arguments: Sequence[str], **options: Any) -> Finished:
+        """Runs a script (or ``--module name``) under the ``deepspeed`` launcher."""
+        launcher = [sys.executable, "-m", "deepspeed.launcher.runner"]
+        count = "--num_gpus" if torch.cuda.is_available() else "--num_accelerators"
+        port = ["--master_port", str(free_port())]
+        return self.execute([*launcher, count, str(ranks), *port, *arguments], ranks=0, **options)
+
+    def run(
+        self,
+        cases: Sequence[tuple[str, dict[str, Any], str]],
+        *,
+        ranks: int = 1,
+        program: str = "training.py",
+        folder: Path | None = None,
+        timeout_s: float = 300,
+    ) -> Outcome:
+        """Runs ``(name, case, engine)`` cases in one process per rank."""
+        folder = folder or self.folder()
+        list_file = folder / "cases.json"
+        list_file.write_text(json.dumps([list(case) for case in cases]))
+        script = [str(HERE / program), "--cases", str(list_file), "--folder", str(folder)]
+        if ranks == 1:
+            finished = self.execute([sys.executable, *script], folder=folder, timeout_s=timeout_s)
+        else:
+            finished = self.launch(ranks, script, folder=folder, timeout_s=timeout_s)
+        results = []
+        for rank in range(ranks):
+            path = folder / f"results_{rank}.json"
+            results.append(json.loads(path.read_text()) if path.exists() else {})
+        return Outcome(finished, tuple(results))
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _on_tmpfs(path: Path) -> bool:
+    resolved, best, kind = str(path.resolve()), "", ""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mount, found, *_ = line.split()
+        if (resolved + "/").startswith(mount.rstrip("/") + "/") and len(mount) >= len(best):
+            best, kind = mount, found
+    return kind in ("tmpfs", "ramfs")
+
+
+@pytest.fixture(scope="session")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    """Runs training processes whose files lie on a disk: ``TENCACHE_TEST_NVME``, the temporary folder or /var/tmp."""
+    chosen = os.environ.get("TENCACHE_TEST_NVME")
+    base = Path(chosen) if chosen else tmp_path_factory.getbasetemp()
+    if not chosen and _on_tmpfs(base):
+        base = Path("/var/tmp")
+    base.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="tencache-integration-", dir=base))
+    yield Harness(folder)
+    if os.environ.get("TENCACHE_TEST_KEEP"):
+        print(f"kept: {folder}")
+        return
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with TenCache on NVMe gives bit for bit the losses and weights of stock CPU offload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(420)
+
+MODELS: dict[str, dict[str, Any]] = {
+    name: {"model": name, "weights": True}
+    for name in (
+        "mlp",
+        "random_skip",
+        "unused",
+        "tied",
+        "external",
+        "moe_leaf",
+        "llama",
+        "llama_reentrant",
+        "llama_nonreentrant",
+        "gpt2",
+        "vit",
+    )
+} | {"lora": {"model": "llama", "lora": True, "weights": True}}
+MODELS["unused"]["weight_decay"] = 0.0  # so that a weight without a gradient should not change at all
+
+TRAINING: dict[str, dict[str, Any]] = {
+    "accumulation_clipping": {"model": "llama", "accumulation": 3, "clipping": 0.1, "steps": 8},
+    "accumulation_random_skip": {"model": "random_skip", "accumulation": 2, "steps": 8},
+    "fp32": {"model": "mlp", "precision": "fp32"},
+    "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2},
+    "two_groups_scheduler": {"model": "gpt2", "optimizer": "two_groups", "scheduler": True},
+    "lion": {"model": "mlp", "optimizer": "lion"},
+    "cpu_adagrad": {"model": "mlp", "optimizer": "cpu_adagrad"},
+    "torch_adamw": {"model": "tied", "optimizer": "torch_adamw"},
+    "torch_sgd": {"model": "mlp", "optimizer": "torch_sgd"},
+    "initialized_whole": {"model": "gpt2", "zero_init": False, "steps": 8},
+    "weights_in_ram": {"model": "llama", "offload_param": "cpu", "steps": 8},
+    "weights_on_device": {"model": "llama", "offload_param": "none", "steps": 8},
+    "optimizer_in_ram": {"model": "llama", "offload_optimizer": "cpu", "steps": 8},
+}
+TWO_RANK_TRAINING = ("accumulation_clipping", "two_groups_scheduler", "torch_adamw", "lion", "fp32_gradients")
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "max_live_least": {"max_live": 1},
+    "max_live_most": {"max_live": 10**9},
+    "prefetch_none": {"prefetch": 0},
+    "prefetch_most": {"prefetch": 10**9, "max_live": 10**9},
+    "reuse_most": {"reuse": 10**9, "max_live": 10**9},
+    "persistence_none": {"persistence": 0},
+    "persistence_most": {"persistence": 10**6},
+    "sub_group_small": {"sub_group_size": 10**5},
+    "sub_group_large": {"sub_group_size": 10**9},
+    "staging_least": {"smallest_staging": True},
+    "staging_least_no_prefetch": {"smallest_staging": True, "prefetch": 0, "max_live": 1},
+    "staging_least_sub_group_large": {"smallest_staging": True, "sub_group_size": 10**9, "max_live": 10**9},
+    "posix": {"tencache": {"io_backend": "posix"}},
+    "aio": {"tencache": {"io_backend": "aio"}},
+    "one_lane": {"tencache": {"io_lanes": 1}},
+    "small_requests": {"tencache": {"io_request_size": 2**16, "io_lanes": 3}},
+    "odd_chunks": {"tencache": {"chunk_size": 100_003}},
+    "whole_sub_group_chunks": {"tencache": {"chunk_size": "1GiB"}, "sub_group_size": 10**9},
+    "host_memory_automatic": {"tencache": {"host_memory": None}},
+    "host_memory_partial": {"tencache": {"host_memory": "1MiB"}},
+    "host_memory_large": {"tencache": {"host_memory": "8GiB"}},
+    "no_verification": {"tencache": {"verify": "off"}},
+}
+SETTINGS_CASE: dict[str, Any] = {"model": "llama", "steps": 6}
+
+TRAFFIC: dict[str, dict[str, Any]] = {
+    backend: {
+        "model": "mlp_wide",
+        "steps": 5,
+        "sub_group_size": 10**9,
+        "measure_traffic": True,
+        "tencache": {"io_backend": backend, "chunk_size": None},
+    }
+    for backend in ("posix", "aio")
+}
+
+
+def both(cases: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any], str]]:
+    return [(name, case, engine) for name, case in cases for engine in ("stock", "tencache")]
+
+
+@pytest.fixture(scope="module")
+def one_rank(harness: Any) -> Any:
+    cases = both((MODELS | TRAINING).items())
+    cases.append(("settings", SETTINGS_CASE, "stock"))
+    cases += [(f"settings_{name}", SETTINGS_CASE | case, "tencache") for name, case in SETTINGS.items()]
+    cases += [(f"traffic_{name}", case, "tencache") for name, case in TRAFFIC.items()]
+    return harness.run(cases, timeout_s=400)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(harness: Any) -> Any:
+    chosen = {name: TRAINING[name] for name in TWO_RANK_TRAINING}
+    cases = both((MODELS | chosen).items())
+    return harness.run(cases, ranks=2, timeout_s=400)
+
+
+def assert_same(outcome: Any, name: str) -> None:
+    for rank in outcome.ranks:
+        stock, ours = (outcome.result(name, engine, rank) for engine in ("stock", "tencache"))
+        assert ours["class"] == "TenCacheZeroOptimizer_Stage3"
+        assert ours["losses"] == stock["losses"]
+        assert len(set(stock["losses"])) > 1, "the case does not train"
+        assert ours.get("weights") == stock.get("weights")
+        assert ours["initial_weights"] == stock["initial_weights"]
+
+
+@pytest.mark.parametrize("name", [*MODELS, *TRAINING])
+def test_one_rank(one_rank: Any, name: str) -> None:
+    assert_same(one_rank, name)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *TWO_RANK_TRAINING])
+def test_two_ranks(two_ranks: Any, name: str) -> None:
+    assert_same(two_ranks, name)
+
+
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_a_weight_without_gradient_does_not_move(ranks: str, request: pytest.FixtureRequest) -> None:
+    result = request.getfixturevalue(ranks).result("unused", "tencache")
+    before, after = result["initial_weights"], result["weights"]
+    assert before["never.weight"] == after["never.weight"]
+    assert before["never.bias"] == after["never.bias"]
+    assert before["layers.0.weight"] != after["layers.0.weight"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_setting_changes_the_losses(one_rank: Any, name: str) -> None:
+    ours = one_rank.result(f"settings_{name}", "tencache")
+    assert ours["losses"] == one_rank.result("settings", "stock")["losses"]
+
+
+def test_resident_weights_are_not_read(one_rank: Any) -> None:
+    everything = one_rank.result("settings_host_memory_large", "tencache")["stats"]
+    part = one_rank.result("settings_host_memory_partial", "tencache")["stats"]
+    nothing = one_rank.result("settings_posix", "tencache")["stats"]
+    assert everything["resident_weight_nbytes"] > part["resident_weight_nbytes"] > nothing["resident_weight_nbytes"]
+    reads = [stats["last_step"]["nbytes"]["nvme_read"] for stats in (everything, part, nothing)]
+    assert reads == sorted(reads)
+    assert len(set(reads)) == 3
+    assert sum(everything["last_step"]["accesses"][kind] for kind in ("prefetched", "late", "demand")) == 0
+
+
+@pytest.mark.parametrize("backend", TRAFFIC)
+def test_nvme_bytes_per_parameter_and_step(one_rank: Any, backend: str) -> None:
+    result = one_rank.result(f"traffic_{backend}", "tencache")
+    assert result["stats"]["io_backend"] == backend
+    traffic = result["traffic"]
+    per_parameter = traffic["counted_nbytes"] / traffic["steps"] / result["numel"]
+    print(f"{backend}: {per_parameter:.2f} bytes per parameter and step on NVMe")
+    assert per_parameter <= 30.5
+    assert traffic["kernel_nbytes"] == pytest.approx(traffic["counted_nbytes"], rel=0.01)

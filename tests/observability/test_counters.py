@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall, StepRecord, monitor_events
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("moved"), st.sampled_from(Link), st.integers(0, 10**12)),
+        st.tuples(st.just("accessed"), st.sampled_from(Access)),
+        st.tuples(st.just("happened"), st.sampled_from(Event), st.integers(0, 5)),
+        st.tuples(st.just("stall"), st.sampled_from(Stall)),
+        st.tuples(st.just("step_done"), st.integers(0, 10**9)),
+    ),
+    max_size=40,
+)
+
+
+def carry_out(counters: Counters, operation: tuple) -> StepRecord | None:
+    name, *arguments = operation
+    result = getattr(counters, name)(*arguments)
+    if name == "stall":
+        with result:
+            pass
+    return result if name == "step_done" else None
+
+
+@given(OPERATIONS)
+def test_steps_sum_to_the_total(operations):
+    counters = Counters()
+    records = [record for operation in operations if (record := carry_out(counters, operation))]
+    records.append(counters.step_done(0))
+    total = counters.total()
+    assert [record.step for record in records] == list(range(1, len(records) + 1))
+    assert total.step == len(records)
+    for name in ("nbytes", "accesses", "events"):
+        totals = getattr(total, name)
+        assert totals == {key: sum(getattr(record, name)[key] for record in records) for key in totals}
+    for key, seconds in total.stall_seconds.items():
+        assert seconds == pytest.approx(sum(record.stall_seconds[key] for record in records))
+    assert total.update_seconds == pytest.approx(sum(record.update_seconds for record in records))
+    assert total.seconds >= sum(record.seconds for record in records) - 1e-6
+    assert counters.last_step == records[-1]
+
+
+@given(OPERATIONS)
+def test_counts_are_those_given(operations):
+    counters = Counters()
+    for operation in operations:
+        carry_out(counters, operation)
+    total = counters.total()
+    for link in Link:
+        assert total.nbytes[link.value] == sum(o[2] for o in operations if o[:2] == ("moved", link))
+    for access in Access:
+        assert total.accesses[access.value] == operations.count(("accessed", access))
+    for event in Event:
+        assert total.events[event.value] == sum(o[2] for o in operations if o[:2] == ("happened", event))
+
+
+def test_every_name_is_there_before_anything_happened():
+    total = Counters().total()
+    assert list(total.nbytes) == [link.value for link in Link]
+    assert list(total.stall_seconds) == [stall.value for stall in Stall]
+    assert list(total.accesses) == [access.value for access in Access]
+    assert list(total.events) == [event.value for event in Event]
+    assert Counters().last_step is None
+
+
+def test_threads_lose_nothing():
+    counters = Counters()
+    n_threads, n_rounds = 4, 500
+    start = threading.Barrier(n_threads)
+
+    def work() -> None:
+        start.wait()
+        for _ in range(n_rounds):
+            counters.moved(Link.NVME_READ, 3)
+            counters.accessed(Access.PREFETCHED)
+            counters.happened(Event.DIVERGENCE)
+            with counters.stall(Stall.BUFFER):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    records = [counters.step_done(1) for _ in range(50)]
+    for thread in threads:
+        thread.join()
+    records.append(counters.step_done(1))
+    assert counters.total().nbytes["nvme_read"] == 3 * n_threads * n_rounds
+    assert sum(record.nbytes["nvme_read"] for record in records) == 3 * n_threads * n_rounds
+    assert sum(record.accesses["prefetched"] for record in records) == n_threads * n_rounds
+    assert sum(record.events["divergence"] for record in records) == n_threads * n_rounds
+
+
+def test_a_stall_is_timed_even_when_the_wait_fails():
+    counters = Counters()
+
+    def fail() -> None:
+        with counters.stall(Stall.WEIGHT_READ):
+            time.sleep(0.02)
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        fail()
+    stalled = counters.step_done(5_000_000)
+    assert 0.02 <= stalled.stall_seconds["weight_read"] <= stalled.seconds
+    assert stalled.stall_seconds["optimizer_read"] == 0.0
+    assert stalled.update_seconds == 0.005
+
+
+def test_a_stall_shows_in_the_profiler():
+    counters = Counters()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile, counters.stall(Stall.WRITE_BACK):
+        torch.ones(1)
+    assert "tencache::wait::write_back" in {event.key for event in profile.key_averages()}
+
+
+def test_a_record_does_not_change_afterwards():
+    counters = Counters()
+    record = counters.step_done(0)
+    total = counters.total()
+    counters.moved(Link.H2D, 7)
+    assert record.nbytes["h2d"] == total.nbytes["h2d"] == 0
+    with pytest.raises(FrozenInstanceError):
+        record.step = 2
+
+
+def test_monitor_events_carry_every_figure():
+    counters = Counters()
+    counters.moved(Link.NVME_WRITE, 11)
+    counters.accessed(Access.LATE)
+    record = counters.step_done(2_000_000_000)
+    events = monitor_events(record, 640)
+    values = {tag: value for tag, value, _ in events}
+    assert len(values) == len(events) == 2 + len(Link) + len(Stall) + len(Access)
+    assert all(samples == 640 and isinstance(value, float) for _, value, samples in events)
+    assert values["TenCache/bytes/nvme_write"] == 11.0
+    assert values["TenCache/weights/late"] == 1.0
+    assert values["TenCache/step/update_seconds"] == 2.0
+    assert values["TenCache/step/seconds"] == record.seconds
+    assert all(tag.startswith("TenCache/") for tag in values)

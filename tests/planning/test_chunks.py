@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tencache_ds.planning.chunks import GRANULE_NUMEL, PAGE_NBYTES, Chunk, Overlap, align, cut_sub_group, overlaps
+
+KINDS = st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4).map(
+    lambda sizes: [(f"kind{index}", size) for index, size in enumerate(sizes)]
+)
+NUMEL = st.one_of(st.integers(0, 30 * GRANULE_NUMEL), st.integers(0, 30).map(lambda n: n * GRANULE_NUMEL))
+CHUNK_NBYTES = st.one_of(st.integers(0, 2**17), st.integers(0, 2**20))
+
+
+@given(NUMEL, KINDS, CHUNK_NBYTES)
+def test_chunks_cover_exactly_once_from_granule_to_granule(numel, kinds, chunk_nbytes):
+    chunks = cut_sub_group(7, numel, kinds, chunk_nbytes)
+    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+    assert all(chunk.sub_group == 7 for chunk in chunks)
+    position = 0
+    for chunk in chunks:
+        assert chunk.start == position
+        assert chunk.start % GRANULE_NUMEL == 0
+        assert chunk.numel > 0
+        position += chunk.numel
+    assert position == numel
+
+
+@given(NUMEL, KINDS, CHUNK_NBYTES)
+def test_chunks_are_as_large_as_wanted(numel, kinds, chunk_nbytes):
+    chunks = cut_sub_group(0, numel, kinds, chunk_nbytes)
+    granule_nbytes = GRANULE_NUMEL * sum(itemsize for _, itemsize in kinds)
+    full = max(chunk_nbytes // granule_nbytes, 1) * granule_nbytes
+    assert all(chunk.nbytes == full for chunk in chunks[:-1])
+    assert all(0 < chunk.nbytes <= full for chunk in chunks)
+
+
+@given(NUMEL, KINDS, CHUNK_NBYTES)
+def test_pieces_are_aligned_adjacent_and_whole_pages_but_for_the_last_chunk(numel, kinds, chunk_nbytes):
+    chunks = cut_sub_group(0, numel, kinds, chunk_nbytes)
+    for chunk in chunks:
+        position = 0
+        for piece, (kind, itemsize) in zip(chunk.pieces, kinds, strict=True):
+            assert piece.kind == kind
+            assert piece.nbytes == chunk.numel * itemsize
+            assert piece.offset == position
+            assert piece.offset % PAGE_NBYTES == 0
+            assert chunk is chunks[-1] or piece.nbytes % PAGE_NBYTES == 0
+            assert chunk.piece(kind) is piece
+            position += align(piece.nbytes)
+        assert chunk.nbytes == position
+
+
+def test_a_piece_that_is_not_there():
+    (chunk,) = cut_sub_group(0, 5, [("master", 4)], 1)
+    with pytest.raises(KeyError, match="exp_avg"):
+        chunk.piece("exp_avg")
+
+
+@given(st.integers(0, 2**50))
+def test_align(nbytes):
+    assert align(nbytes) % PAGE_NBYTES == 0
+    assert 0 <= align(nbytes) - nbytes < PAGE_NBYTES
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Ascending segments with gaps, some of them empty."""
+    starts, numels, position = [], [], 0
+    for _ in range(draw(st.integers(0, 12))):
+        position += draw(st.integers(0, 3))
+        starts.append(position)
+        numels.append(draw(st.integers(0, 9)))
+        position += numels[-1]
+    return starts, numels
+
+
+@given(segments(), st.integers(0, 60), st.integers(0, 40))
+def test_overlaps_against_brute_force(given_segments, start, numel):
+    starts, numels = given_segments
+    chunk = Chunk(0, 0, start, numel, (), 0)
+    expected = []
+    for index, (low, length) in enumerate(zip(starts, numels, strict=True)):
+        shared = sorted(set(range(low, low + length)) & set(range(start, start + numel)))
+        if shared:
+            last = low + length - 1 in shared
+            expected.append(Overlap(index, shared[0] - start, shared[0] - low, len(shared), last))
+    assert overlaps(chunk, starts, numels) == expected
+
+
+@given(segments(), st.integers(1, 10))
+def test_every_segment_ends_in_exactly_one_of_the_chunks(given_segments, step):
+    starts, numels = given_segments
+    end = max((s + n for s, n in zip(starts, numels, strict=True)), default=0)
+    chunks = [Chunk(0, i, s, min(step, end - s), (), 0) for i, s in enumerate(range(0, end, step))]
+    found = [overlap for chunk in chunks for overlap in overlaps(chunk, starts, numels)]
+    filled = [index for index, n in enumerate(numels) if n]
+    assert sorted(overlap.segment for overlap in found if overlap.last) == filled
+    for index in filled:
+        assert sum(overlap.numel for overlap in found if overlap.segment == index) == numels[index]
+
+
+def test_segments_of_another_length_than_their_starts():
+    with pytest.raises(ValueError, match="zip"):
+        overlaps(Chunk(0, 0, 0, 5, (), 0), [0, 1], [1])

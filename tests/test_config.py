@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tencache_ds.config import IoBackend, TenCacheConfig, Verify, options_from, parse_size
+from tencache_ds.errors import ConfigError
+
+UNITS = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4} | {
+    "KiB": 1024,
+    "MiB": 1024**2,
+    "GiB": 1024**3,
+    "TiB": 1024**4,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [
+        (0, 0),
+        (4294967296, 2**32),
+        (4e9, 4 * 10**9),
+        ("0", 0),
+        ("4294967296", 2**32),
+        ("4e9", 4 * 10**9),
+        ("4GiB", 2**32),
+        ("4 GB", 4 * 10**9),
+        ("  1.5 KiB ", 1536),
+        ("500mb", 500 * 10**6),
+        ("1.5e3kb", 1_500_000),
+    ],
+)
+def test_sizes(given, nbytes):
+    parsed = parse_size(given)
+    assert parsed == nbytes
+    assert type(parsed) is int
+
+
+@given(st.integers(0, 2**40), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]), st.booleans())
+def test_every_unit_in_any_case(count, unit, space, lower):
+    text = f"{count}{space}{unit.lower() if lower else unit}"
+    assert parse_size(text) == int(float(count) * UNITS[unit])
+
+
+@pytest.mark.parametrize(
+    "given", ["", "GiB", "4 XB", "-4GiB", "4 GiB per rank", "1..5MB", "0x10", True, None, [4], {"GiB": 4}]
+)
+def test_what_is_not_a_size(given):
+    with pytest.raises(ValueError, match="not a size") as caught:
+        parse_size(given)
+    assert repr(given) in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [-1, -0.5, float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_cannot_be_sizes(given):
+    with pytest.raises(ValueError, match="cannot be"):
+        parse_size(given)
+
+
+@pytest.mark.parametrize("section", [None, {}, {"host_memory": None, "io_lanes": None, "verify": None}])
+def test_omitted_and_null_mean_automatic(section):
+    assert options_from(section) == TenCacheConfig()
+
+
+def test_defaults():
+    options = TenCacheConfig()
+    assert options.host_memory is None
+    assert options.staging_memory is None
+    assert options.chunk_size == 32 * 2**20
+    assert options.io_backend == IoBackend.auto
+    assert options.io_lanes == 8
+    assert options.io_request_size == 8 * 2**20
+    assert options.io_timeout_s == 600.0
+    assert options.verify == Verify.sampled
+    assert options.poison_buffers is False
+
+
+def test_every_option_takes_effect():
+    given = {
+        "host_memory": "4GiB",
+        "staging_memory": "1 GB",
+        "chunk_size": "1MiB",
+        "io_backend": "posix",
+        "io_lanes": 3,
+        "io_request_size": 2**16,
+        "io_timeout_s": 5,
+        "verify": "off",
+        "poison_buffers": True,
+    }
+    assert given.keys() == TenCacheConfig.model_fields.keys()
+    options = options_from(json.loads(json.dumps(given)))
+    assert options.host_memory == 2**32
+    assert options.staging_memory == 10**9
+    assert options.chunk_size == 2**20
+    assert options.io_backend == IoBackend.posix
+    assert options.io_lanes == 3
+    assert options.io_request_size == 2**16
+    assert options.io_timeout_s == 5.0
+    assert options.verify == Verify.off
+    assert options.poison_buffers is True
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("host_memory", "four", "4GiB"),
+        ("host_memory", -1, "size"),
+        ("staging_memory", True, "number of bytes"),
+        ("chunk_size", 2**16 - 1, str(2**16)),
+        ("chunk_size", 2**30 + 1, str(2**30)),
+        ("io_backend", "gds", "'aio'"),
+        ("io_backend", "gds", "'posix'"),
+        ("io_lanes", 0, "1"),
+        ("io_lanes", 65, "64"),
+        ("io_lanes", "many", "integer"),
+        ("io_request_size", 4095, "4096"),
+        ("io_timeout_s", 0, "greater than 0"),
+        ("io_timeout_s", "soon", "number"),
+        ("verify", "always", "'sampled'"),
+        ("poison_buffers", "perhaps", "boolean"),
+    ],
+)
+def test_a_bad_value_names_key_given_and_allowed(key, value, allowed):
+    with pytest.raises(ConfigError) as caught:
+        options_from({key: value})
+    message = str(caught.value)
+    assert f'"tencache.{key}"' in message
+    assert repr(value) in message
+    assert allowed in message
+
+
+def test_an_unknown_option_lists_the_known_ones():
+    with pytest.raises(ConfigError) as caught:
+        options_from({"host_ram": "4GiB"})
+    message = str(caught.value)
+    assert 'unknown option "tencache.host_ram"' in message
+    assert "'4GiB'" in message
+    assert all(name in message for name in TenCacheConfig.model_fields)
+
+
+def test_all_mistakes_are_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        options_from({"io_lanes": 0, "verify": "always", "host_ram": 1})
+    assert all(f"tencache.{key}" in str(caught.value) for key in ("io_lanes", "verify", "host_ram"))
+
+
+@pytest.mark.parametrize("section", [True, "auto", 4, [], ["io_lanes"]])
+def test_the_section_must_be_an_object(section):
+    with pytest.raises(ConfigError) as caught:
+        options_from(section)
+    assert '"tencache"' in str(caught.value)
+    assert repr(section) in str(caught.value)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import errno
+import pickle
+
+import pytest
+
+from tencache_ds import errors
+from tencache_ds.errors import (
+    ConfigError,
+    CorruptionError,
+    LockedMemoryError,
+    MemoryLimitError,
+    SeamError,
+    SpaceError,
+    StorageError,
+    TenCacheError,
+)
+
+STORAGE_ERRORS = [StorageError, CorruptionError, SpaceError]
+
+
+def test_one_base_class_catches_all():
+    raised = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(raised) >= 8
+    assert all(issubclass(kind, TenCacheError) for kind in raised)
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (ConfigError, ValueError),
+        (SeamError, RuntimeError),
+        (MemoryLimitError, MemoryError),
+        (LockedMemoryError, MemoryLimitError),
+        (StorageError, OSError),
+        (CorruptionError, StorageError),
+        (SpaceError, StorageError),
+    ],
+)
+def test_code_that_expects_the_builtin_error_catches_it(kind, builtin):
+    assert issubclass(kind, builtin)
+
+
+@pytest.mark.parametrize("kind", STORAGE_ERRORS)
+def test_a_storage_error_says_what_failed_where(kind):
+    error = kind(
+        "read", "/scratch/weights.bin", 8192, 4096, "Input/output error", errno=errno.EIO, tag="layer.0.weight"
+    )
+    for part in ("read", "layer.0.weight", "/scratch/weights.bin", "8192", "4096", "Input/output error", "errno 5"):
+        assert part in str(error)
+    assert (error.operation, error.path, error.offset, error.nbytes, error.tag, error.errno) == (
+        "read",
+        "/scratch/weights.bin",
+        8192,
+        4096,
+        "layer.0.weight",
+        errno.EIO,
+    )
+
+
+def test_a_storage_error_without_errno_or_tag_does_not_mention_them():
+    error = StorageError("write", "/scratch/w.bin", 0, 1, "the store is closed")
+    assert str(error) == "write failed at /scratch/w.bin, offset 0, 1 bytes: the store is closed"
+    assert error.errno is None
+
+
+@pytest.mark.parametrize("kind", [TenCacheError, ConfigError, SeamError, MemoryLimitError])
+def test_plain_errors_survive_pickling(kind):
+    copy = pickle.loads(pickle.dumps(kind("what is wrong")))
+    assert type(copy) is kind
+    assert str(copy) == "what is wrong"

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an import of the package does to a process, each time in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_python(code: str, *folders: Path, **variables: str) -> str:
+    """Standard output of ``code`` with ``folders`` and this checkout first on the path."""
+    path = os.pathsep.join(str(folder) for folder in (*folders, ROOT))
+    environment = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu"} | variables
+    command = [sys.executable, "-W", "always", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def fake_deepspeed(folder: Path, *, package: str = "", config: str = "class DeepSpeedConfig: pass") -> Path:
+    runtime = folder / "deepspeed" / "runtime"
+    runtime.mkdir(parents=True)
+    (folder / "deepspeed" / "__init__.py").write_text(package)
+    (runtime / "__init__.py").write_text("")
+    (runtime / "config.py").write_text(config + "\n")
+    return folder
+
+
+def test_the_import_is_light_and_quick():
+    code = (
+        "import sys, time\n"
+        "t0 = time.process_time()\n"
+        "import tencache_ds\n"
+        "spent = time.process_time() - t0\n"
+        "heavy = {'deepspeed', 'torch', 'numpy', 'kvikio', 'cpuinfo', 'pynvml', 'pydantic', 'psutil'}\n"
+        "print(sorted(heavy & sys.modules.keys()), spent < 0.5)"
+    )
+    assert run_python(code).split("\n")[0] == "[] True"
+
+
+def test_rooms_below_the_engine_do_not_need_deepspeed():
+    code = (
+        "import sys\n"
+        "import tencache_ds.errors, tencache_ds.io, tencache_ds.memory, tencache_ds.io.mapping\n"
+        "import tencache_ds.planning.budget, tencache_ds.planning.chunks, tencache_ds.profiling.access_trace\n"
+        "import tencache_ds.tiers.weights, tencache_ds.tiers.gradients, tencache_ds.tiers.optimizer_state\n"
+        "import tencache_ds.observability.counters\n"
+        "print(sorted({'deepspeed', 'kvikio', 'cpuinfo'} & sys.modules.keys()))"
+    )
+    assert run_python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").split("\n")[0] == "[]"
+
+
+def test_the_finder_is_installed_once_and_leaves_other_modules_alone():
+    code = (
+        "import importlib, sys\n"
+        "from tencache_ds import _autoload\n"
+        "_autoload.autoload(); _autoload.install()\n"
+        "finders = [f for f in sys.meta_path if isinstance(f, _autoload._PostImportFinder)]\n"
+        "assert len(finders) == 1\n"
+        "names = ('json', 'deepspeed', 'deepspeed.runtime', 'deepspeed.runtime.engine', 'config')\n"
+        "print([finders[0].find_spec(name, None) for name in names])\n"
+        "import wave\n"
+        "print(type(wave.__loader__).__name__)"
+    )
+    assert run_python(code).split("\n")[:2] == ["[None, None, None, None, None]", "SourceFileLoader"]
+
+
+def test_without_deepspeed_the_finder_finds_nothing(tmp_path):
+    fake_deepspeed(tmp_path)
+    (tmp_path / "deepspeed" / "runtime" / "config.py").unlink()
+    code = (
+        "import tencache_ds\n"
+        "try:\n"
+        "    import deepspeed.runtime.config\n"
+        "except ModuleNotFoundError as error:\n"
+        "    print(error.name)"
+    )
+    assert run_python(code, tmp_path).split("\n")[0] == "deepspeed.runtime.config"
+
+
+@pytest.mark.parametrize("broken", ["package", "config"])
+def test_a_deepspeed_that_cannot_be_imported_fails_with_its_own_error(tmp_path, broken):
+    fake_deepspeed(tmp_path, **{broken: "raise RuntimeError('this DeepSpeed is broken')"})
+    code = (
+        "import tencache_ds\n"
+        "tencache_ds._autoload.autoload()\n"
+        "for _ in range(2):\n"
+        "    try:\n"
+        "        import deepspeed.runtime.config\n"
+        "    except RuntimeError as error:\n"
+        "        print(error)\n"
+        "tencache_ds._autoload.autoload()"
+    )
+    assert run_python(code, tmp_path).split("\n")[:2] == ["this DeepSpeed is broken"] * 2
+
+
+def test_a_deepspeed_without_the_seam_goes_on_with_a_warning(tmp_path):
+    fake_deepspeed(tmp_path, config="other = 1")
+    code = "import tencache_ds, deepspeed.runtime.config as c; print(c.other); tencache_ds._autoload.autoload()"
+    printed = run_python(code, tmp_path)
+    assert printed.startswith("1\n")
+    assert "TenCache could not be hooked into DeepSpeed and stays inactive" in printed
+
+
+def test_a_broken_tencache_does_not_break_deepspeed(tmp_path):
+    fake_deepspeed(tmp_path)
+    code = (
+        "import sys, tencache_ds\n"
+        "sys.modules['tencache_ds.integration.activation'] = None\n"
+        "import deepspeed.runtime.config as config\n"
+        "print(config.DeepSpeedConfig.__name__)\n"
+        "tencache_ds._autoload.autoload()"
+    )
+    printed = run_python(code, tmp_path)
+    assert printed.startswith("DeepSpeedConfig\n")
+    assert printed.count("stays inactive") == 2
+
+
+def test_a_module_half_imported_by_somebody_else_is_waited_for():
+    code = (
+        "import sys, types\n"
+        "sys.modules['deepspeed.runtime.config'] = types.ModuleType('deepspeed.runtime.config')\n"
+        "from tencache_ds import _autoload\n"
+        "print(sum(isinstance(f, _autoload._PostImportFinder) for f in sys.meta_path))"
+    )
+    assert run_python(code) == "1\n"
+
+
+@pytest.mark.parametrize(("value", "installed"), [("1", 0), ("true", 0), ("0", 1), ("", 1)])
+def test_the_variable_that_switches_it_off(value, installed):
+    code = (
+        "import sys, tencache_ds\n"
+        "tencache_ds._autoload.autoload()\n"
+        "print(sum(isinstance(f, tencache_ds._autoload._PostImportFinder) for f in sys.meta_path))"
+    )
+    assert run_python(code, TENCACHE_DISABLE=value) == f"{installed}\n"
+
+
+REAL_DEEPSPEED = """
+import {first}
+import inspect, linecache, importlib
+import deepspeed.runtime.config as config
+from deepspeed.runtime import engine
+source = inspect.getsource(config)
+assert "class DeepSpeedConfig" in source
+assert "class DeepSpeedConfig" in inspect.getsource(config.DeepSpeedConfig)
+assert config.__spec__.loader.get_source(config.__name__) == source
+assert config.__spec__.loader.is_package(config.__name__) is False
+assert linecache.getline(config.__file__, 1) == source.splitlines(True)[0]
+print(type(config.__spec__.loader).__name__, type(engine.__spec__.loader).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("disable", "loader"), [("", "_HookingLoader"), ("1", "SourceFileLoader")], ids=["hooked", "disabled"]
+)
+def test_deepspeed_keeps_its_source(disable, loader):
+    printed = run_python(REAL_DEEPSPEED.format(first="tencache_ds"), TENCACHE_DISABLE=disable)
+    assert f"{loader} SourceFileLoader\n" in printed
+    assert "stays inactive" not in printed

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tencache_ds.errors import StorageError, TenCacheError
+from tencache_ds.io import Operation
+from tencache_ds.observability.counters import Counters, Stall
+from tencache_ds.planning.chunks import align
+from tencache_ds.planning.size_classes import SizeClass
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency, SubGroupSpec
+from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
+
+pytestmark = pytest.mark.timeout(60)
+
+KINDS = ((MASTER, torch.float32), ("exp_avg", torch.float32), ("exp_avg_sq", torch.bfloat16))
+CHUNK_NBYTES = 4096 * 10  # one granule of master, exp_avg and exp_avg_sq
+NUMELS = (3 * 4096 + 100, 5, 2 * 4096)
+SLOTS = 3
+EVERY_RESIDENCY = pytest.mark.parametrize("residency", list(StateResidency))
+
+
+class Bench:
+    """An optimizer tier with a dense model of what it holds."""
+
+    def __init__(self, folder: Path, *residencies: StateResidency) -> None:
+        # Slots with room for the kind that add_kinds brings.
+        self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES + 4096 * 4, SLOTS),))
+        specs = [SubGroupSpec(n, KINDS, r) for n, r in zip(NUMELS, residencies, strict=True)]
+        self.tier = OptimizerStateTier(
+            specs,
+            store=self.storage.store if StateResidency.STORED in residencies else None,
+            pool=lambda: self.storage.pool,
+            counters=self.storage.counters,
+            chunk_nbytes=CHUNK_NBYTES,
+            timeout_s=TIMEOUT_S,
+        )
+        self.dense: list[dict[str, torch.Tensor]] = []
+        for index, numel in enumerate(NUMELS):
+            self.dense.append({kind: numbers(numel, dtype, 10 * index + i) for i, (kind, dtype) in enumerate(KINDS)})
+            self.tier.write(index, self.dense[index])
+
+    def all_chunks(self):
+        return [chunk for index in range(len(NUMELS)) for chunk in self.tier.chunks(index)]
+
+    def compare(self, used, *, add: float | None = None) -> None:
+        """Compares a chunk in use with the model; with ``add`` both are changed."""
+        chunk = used.chunk
+        assert list(used.views) == list(self.tier.kinds(chunk.sub_group))
+        for kind, view in used.views.items():
+            part = self.dense[chunk.sub_group][kind][chunk.start : chunk.start + chunk.numel]
+            assert torch.equal(view, part), (chunk.sub_group, chunk.index, kind)
+            if add is not None:
+                view.add_(add)
+                part.add_(add)
+
+    def check(self) -> None:
+        for index, kinds in enumerate(self.dense):
+            for kind, value in self.tier.read_all(index).items():
+                assert torch.equal(value, kinds[kind]), (index, kind)
+
+    def close(self) -> None:
+        self.storage.backend.open_gates()
+        self.tier.close()
+        self.tier.close()
+        self.storage.close()
+
+
+@pytest.fixture
+def bench(tmp_path):
+    bench = Bench(tmp_path, *[StateResidency.STORED] * len(NUMELS))
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def either(tmp_path, residency):
+    bench = Bench(tmp_path, *[residency] * len(NUMELS))
+    yield bench
+    bench.close()
+
+
+@EVERY_RESIDENCY
+def test_a_pass_in_order_streams_and_keeps_every_change(either):
+    for step in range(3):
+        either.tier.begin_update()
+        for chunk in either.all_chunks():
+            used = either.tier.take(chunk)
+            either.compare(used, add=step + 1.0)
+            either.tier.put(used)
+            assert used.views == {}
+    either.tier.drain()
+    either.tier.check()
+    either.storage.assert_idle()
+    either.check()
+
+
+def test_a_pass_moves_each_chunk_once(bench):
+    nbytes = sum(chunk.nbytes for chunk in bench.all_chunks())
+    before = bench.storage.counters.total().nbytes
+    assert before["nvme_write"] == nbytes  # the first values, written without reading
+    assert before["nvme_read"] == 0
+    bench.tier.begin_update()
+    for chunk in bench.all_chunks():
+        bench.tier.put(bench.tier.take(chunk))
+    after = bench.storage.counters.total().nbytes
+    assert after["nvme_read"] == nbytes
+    assert after["nvme_write"] == 2 * nbytes
+
+
+def test_the_next_chunks_are_read_while_one_is_worked_on(bench):
+    bench.tier.drain()
+    bench.storage.pool.drain()
+    bench.tier.begin_update()
+    assert bench.storage.pool.stats().nbytes_leased == bench.storage.pool.stats().nbytes_total
+    bench.tier.put(bench.tier.take(bench.all_chunks()[0]), changed=False)
+    assert len(bench.tier._ahead) == SLOTS
+
+
+def test_a_resident_sub_group_touches_neither_pool_nor_disk(tmp_path):
+    bench = Bench(tmp_path, *[StateResidency.HOST] * len(NUMELS))
+    bench.tier.begin_update()
+    for chunk in bench.all_chunks():
+        used = bench.tier.take(chunk)
+        bench.compare(used, add=1.0)
+        bench.tier.put(used)
+    bench.tier.drain()
+    bench.check()
+    assert bench.storage.pool.stats().n_leases == 0
+    assert not any(bench.storage.counters.total().nbytes.values())
+    bench.close()
+
+
+def test_residencies_side_by_side(tmp_path):
+    bench = Bench(tmp_path, StateResidency.STORED, StateResidency.HOST, StateResidency.STORED)
+    assert [bench.tier.residency(i).value for i in range(3)] == ["stored", "host", "stored"]
+    for _ in range(2):
+        bench.tier.begin_update()
+        for chunk in bench.all_chunks():
+            used = bench.tier.take(chunk)
+            bench.compare(used, add=0.5)
+            bench.tier.put(used)
+    bench.check()
+    bench.close()
+
+
+@pytest.mark.parametrize("order", [[6, 5, 4, 3, 2, 1, 0], [1, 0, 3, 2, 5, 4, 6], [0, 4, 1, 1, 6, 0], [2, 3, 4]])
+def test_another_order_than_that_of_the_pass(bench, order):
+    chunks = bench.all_chunks()
+    assert len(chunks) == 7
+    bench.tier.begin_update()
+    for position in order:
+        used = bench.tier.take(chunks[position])
+        bench.compare(used, add=1.0)
+        bench.tier.put(used)
+    bench.check()
+
+
+def test_a_pass_over_some_sub_groups(bench):
+    bench.tier.begin_update([2, 0])
+    for index in (2, 0):
+        for chunk in bench.tier.chunks(index):
+            used = bench.tier.take(chunk)
+            bench.compare(used, add=1.0)
+            bench.tier.put(used)
+    assert not bench.tier._ahead
+    bench.check()
+
+
+def test_two_chunks_in_use_at_a_time(bench):
+    bench.tier.begin_update()
+    first, second = (bench.tier.take(chunk) for chunk in bench.all_chunks()[:2])
+    bench.compare(first, add=1.0)
+    bench.compare(second, add=2.0)
+    bench.tier.put(second)
+    bench.tier.put(first)
+    bench.tier.put(first)  # already ended
+    bench.check()
+
+
+def test_what_was_not_said_to_be_changed_is_not_written(bench):
+    written = bench.storage.counters.total().nbytes["nvme_write"]
+    used = bench.tier.take(bench.all_chunks()[0])
+    used.views[MASTER].zero_()
+    bench.tier.put(used, changed=False)
+    assert bench.storage.counters.total().nbytes["nvme_write"] == written
+    bench.check()
+
+
+@pytest.mark.parametrize("groups", [None, [1]], ids=["with the pool full of read-ahead", "with buffers left"])
+def test_a_write_in_the_middle_of_a_pass_is_seen_by_it(bench, groups):
+    """The pass has read the chunk ahead before it was written."""
+    bench.tier.drain()
+    bench.storage.pool.drain()
+    bench.tier.begin_update(groups)
+    for value in bench.dense[1].values():
+        value.mul_(2)
+    bench.tier.write(1, bench.dense[1])
+    for chunk in bench.all_chunks() if groups is None else bench.tier.chunks(1):
+        used = bench.tier.take(chunk)
+        bench.compare(used)
+        bench.tier.put(used, changed=False)
+    bench.check()
+
+
+@EVERY_RESIDENCY
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["read", "write", "write all kinds", "update", "look", "begin", "whole"]),
+            st.integers(0, len(NUMELS) - 1),
+            st.sets(st.sampled_from([kind for kind, _ in KINDS]), min_size=1),
+            st.integers(0, 10**6),
+            st.integers(1, 10**6),
+        ),
+        max_size=12,
+    )
+)
+def test_any_ranges_against_a_dense_model(residency, operations):
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), *[residency] * len(NUMELS))
+        for seed, (name, index, kinds, start, numel) in enumerate(operations):
+            dense = bench.dense[index]
+            start %= NUMELS[index]
+            numel = 1 + numel % (NUMELS[index] - start)
+            if name == "begin":
+                bench.tier.begin_update()
+            elif name in ("update", "look"):
+                chunks = bench.tier.chunks(index)
+                used = bench.tier.take(chunks[start % len(chunks)])
+                bench.compare(used, add=1.0 if name == "update" else None)
+                bench.tier.put(used, changed=name == "update")
+            elif name == "read":
+                for kind in kinds:
+                    assert torch.equal(bench.tier.read(index, kind, start, numel), dense[kind][start : start + numel])
+            elif name == "whole":
+                for kind in kinds:
+                    whole = bench.tier.whole(index, kind)
+                    assert torch.equal(whole, dense[kind])
+                    assert torch.equal(whole, bench.tier.read(index, kind))
+            else:
+                written = set(dense) if name == "write all kinds" else kinds
+                values = {kind: numbers(numel, dense[kind].dtype, 1000 + seed) for kind in written}
+                bench.tier.write(index, values, start)
+                for kind, value in values.items():
+                    dense[kind][start : start + numel] = value
+        bench.check()
+        bench.close()
+
+
+def test_a_whole_replacement_reads_nothing(bench):
+    read = bench.storage.counters.total().nbytes["nvme_read"]
+    for kind in bench.dense[0]:
+        bench.dense[0][kind].fill_(7)
+    bench.tier.write(0, bench.dense[0])
+    assert bench.storage.counters.total().nbytes["nvme_read"] == read
+    bench.check()
+
+
+@EVERY_RESIDENCY
+def test_reads_are_copies(either):
+    either.tier.read(0, MASTER).zero_()
+    either.tier.read_all(0)[MASTER].zero_()
+    either.check()
+
+
+@EVERY_RESIDENCY
+def test_values_of_different_lengths_are_refused(either):
+    with pytest.raises(TenCacheError, match="sub-group 0 differ in length"):
+        either.tier.write(0, {MASTER: torch.zeros(3), "exp_avg": torch.zeros(4)})
+
+
+@EVERY_RESIDENCY
+def test_a_kind_that_is_not_kept(either):
+    for use in (either.tier.read, either.tier.whole):
+        with pytest.raises(KeyError, match="momentum"):
+            use(0, "momentum")
+
+
+@EVERY_RESIDENCY
+def test_added_kinds_are_zero_and_what_was_there_stays(either):
+    for index in (0, 2):
+        either.tier.add_kinds(index, [("max_exp_avg_sq", torch.float32)])
+        assert either.tier.kinds(index) == (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        either.dense[index]["max_exp_avg_sq"] = torch.zeros(NUMELS[index])
+    either.check()
+    for step in range(2):
+        either.tier.begin_update()
+        for chunk in either.all_chunks():
+            used = either.tier.take(chunk)
+            either.compare(used, add=step + 1.0)
+            either.tier.put(used)
+    either.check()
+    for kind in either.tier.kinds(0):
+        assert torch.equal(either.tier.whole(0, kind), either.dense[0][kind])
+
+
+def test_added_kinds_take_the_place_of_the_old_extents(bench):
+    before = bench.storage.store.nbytes_allocated
+    bench.tier.add_kinds(0, [("max_exp_avg_sq", torch.float32)])
+    bench.tier.drain()
+    grown = bench.storage.store.nbytes_allocated - before
+    assert grown == sum(align(chunk.piece("max_exp_avg_sq").nbytes) for chunk in bench.tier.chunks(0))
+
+
+def test_stored_state_needs_a_store():
+    with pytest.raises(TenCacheError, match="no store"):
+        OptimizerStateTier(
+            [SubGroupSpec(5, KINDS, StateResidency.STORED)],
+            store=None,
+            pool=lambda: pytest.fail("no pool is needed"),
+            counters=Counters(),
+            chunk_nbytes=CHUNK_NBYTES,
+            timeout_s=1.0,
+        )
+
+
+def test_waits_are_counted_as_stalls(bench):
+    bench.tier.drain()
+    gate = bench.storage.backend.gates[Operation.READ]
+    gate.clear()
+    bench.tier.begin_update()
+    opener = threading.Timer(0.05, gate.set)
+    opener.start()
+    bench.tier.put(bench.tier.take(bench.all_chunks()[0]), changed=False)
+    opener.join()
+    assert bench.storage.counters.total().stall_seconds[Stall.OPTIMIZER_READ.value] > 0.01
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["read ahead", "on demand"])
+def test_a_failed_read_is_raised_and_leaves_the_pool_idle(bench, ahead):
+    bench.tier.drain()
+    bench.storage.backend.fails = lambda operation, tag: operation is Operation.READ and tag == "optimizer chunk 0.0"
+    if ahead:
+        bench.tier.begin_update()
+    with pytest.raises(StorageError, match=r"optimizer chunk 0\.0") as caught:
+        bench.tier.take(bench.all_chunks()[0])
+    assert caught.value.errno == 5
+    bench.tier.drain()
+    bench.storage.assert_idle()
+    bench.storage.backend.fails = lambda operation, tag: False
+    bench.check()
+
+
+def test_a_failed_write_is_raised_by_the_next_check(bench):
+    bench.tier.drain()
+    bench.storage.backend.fails = lambda operation, tag: operation is Operation.WRITE
+    used = bench.tier.take(bench.all_chunks()[0])
+    bench.tier.put(used)
+    with pytest.raises(StorageError, match=r"optimizer chunk 0\.0"):
+        bench.tier.drain()
+    bench.tier.check()
+    bench.storage.assert_idle()
+
+
+def test_a_closed_store_leaves_no_lease(bench):
+    used = bench.tier.take(bench.all_chunks()[0])
+    bench.storage.store.close()
+    with pytest.raises(StorageError, match="closed"):
+        bench.tier.put(used)
+    with pytest.raises(StorageError, match="closed"):
+        bench.tier.take(bench.all_chunks()[1])
+    bench.storage.assert_idle()
+
+
+def test_drain_gives_up_what_was_read_ahead(bench):
+    bench.tier.begin_update()
+    bench.tier.drain()
+    bench.storage.assert_idle()
+    bench.check()
+
+
+def test_an_empty_sub_group(tmp_path):
+    storage = Storage(tmp_path, (SizeClass(CHUNK_NBYTES, 1),))
+    tier = OptimizerStateTier(
+        [SubGroupSpec(0, KINDS, StateResidency.STORED)],
+        store=storage.store,
+        pool=lambda: storage.pool,
+        counters=storage.counters,
+        chunk_nbytes=CHUNK_NBYTES,
+        timeout_s=TIMEOUT_S,
+    )
+    assert tier.chunks(0) == ()
+    tier.begin_update()
+    assert tier.read(0, MASTER).numel() == 0
+    assert tier.whole(0, "exp_avg_sq").dtype is torch.bfloat16
+    tier.close()
+    storage.close()

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random histories of the weight tier against a dict: values are right after any sequence, and no buffer is lost."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tencache_ds.memory import HostArena, Locking
+from tencache_ds.planning.size_classes import SizeClass
+from tencache_ds.tiers import resident_memory
+from tencache_ds.tiers import weights as weights_module
+from tencache_ds.tiers.weights import WeightTier
+from tests.tiers.conftest import TIMEOUT_S, ManualEvent, Storage, numbers
+
+P = 4096
+CLASSES = (SizeClass(P, 2), SizeClass(3 * P, 1))
+SHAPES = (
+    (300, torch.float32),  # resident
+    (1000, torch.float32),
+    (1, torch.bfloat16),
+    (3 * 1024, torch.float32),
+    (5000, torch.float16),
+    (2049, torch.float32),
+    (5000, torch.float32),  # larger than every slot
+)
+RESIDENT_BUDGET_NBYTES = 1200
+KEY = st.integers(0, len(SHAPES) - 1)
+KEYS = st.lists(KEY, max_size=5)
+
+
+class WeightMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(weights_module, "UPDATE_PATIENCE_S", 0.01)  # the user holds on to everything here
+        self.patch.setattr(resident_memory, "SLAB_NBYTES", P)
+        self.folder = tempfile.TemporaryDirectory()
+        self.storage = Storage(Path(self.folder.name), CLASSES)
+        self.resident, self.transient = HostArena(None, Locking.NONE), HostArena(None, Locking.NONE)
+        self.tier = WeightTier(
+            store=lambda: self.storage.store,
+            resident_arena=self.resident,
+            transient_arena=self.transient,
+            resident_budget_nbytes=lambda: RESIDENT_BUDGET_NBYTES,
+            counters=self.storage.counters,
+            timeout_s=TIMEOUT_S,
+        )
+        self.seed = 0
+        self.values: dict[int, torch.Tensor] = {}
+        self.exposed: dict[int, torch.Tensor] = {}
+        self.updating: dict[int, torch.Tensor] = {}
+        self.events: list[ManualEvent] = []
+        for key, (numel, dtype) in enumerate(SHAPES):
+            self.values[key] = self.new_value(key)
+            self.tier.register(key, f"w{key}", numel, dtype, always_resident=False).copy_(self.values[key])
+            self.tier.store_initial(key)
+        self.tier.use_pool(self.storage.pool)
+        self.tier.set_trainable(range(0, len(SHAPES), 2))
+
+    def new_value(self, key: int) -> torch.Tensor:
+        self.seed += 1
+        numel, dtype = SHAPES[key]
+        return numbers(numel, dtype, self.seed)
+
+    @rule(keys=KEYS)
+    def read_ahead(self, keys: list[int]) -> None:
+        self.tier.read_ahead(keys)
+
+    @rule(key=KEY)
+    def ready(self, key: int) -> None:
+        if self.tier.ready(key):
+            assert key not in self.updating
+
+    @rule(keys=KEYS)
+    def expose(self, keys: list[int]) -> None:
+        keys = [key for key in keys if key not in self.updating]
+        for key, shard in zip(keys, self.tier.expose(keys), strict=True):
+            assert torch.equal(shard, self.values[key])
+            self.exposed[key] = shard
+
+    @precondition(lambda self: self.exposed)
+    @rule(pick=KEY, with_event=st.booleans())
+    def give_back(self, pick: int, with_event: bool) -> None:
+        key = sorted(self.exposed)[pick % len(self.exposed)]
+        event = ManualEvent() if with_event else None
+        if event is not None:
+            self.events.append(event)
+        del self.exposed[key]
+        self.tier.give_back(key, event)
+
+    @precondition(lambda self: self.events)
+    @rule(pick=KEY)
+    def fire(self, pick: int) -> None:
+        self.events.pop(pick % len(self.events)).done = True
+
+    @precondition(lambda self: self.exposed)
+    @rule(pick=KEY)
+    def change_exposed(self, pick: int) -> None:
+        key = sorted(self.exposed)[pick % len(self.exposed)]
+        self.values[key] = self.new_value(key)
+        assert self.tier.expose_for_overwrite(key).data_ptr() == self.exposed[key].data_ptr()
+        self.exposed.pop(key).copy_(self.values[key])
+        self.tier.write_exposed(key)
+
+    @rule(key=KEY)
+    def begin_update(self, key: int) -> None:
+        if not self.tier.is_resident(key):
+            self.exposed.pop(key, None)  # an exposure ends here
+            self.updating[key] = self.tier.begin_update(key)
+
+    @precondition(lambda self: self.updating)
+    @rule(pick=KEY)
+    def finish_update(self, pick: int) -> None:
+        key = sorted(self.updating)[pick % len(self.updating)]
+        self.values[key] = self.new_value(key)
+        self.updating.pop(key).copy_(self.values[key])
+        self.tier.finish_update(key)
+
+    @rule(key=KEY)
+    def overwrite(self, key: int) -> None:
+        if key not in self.updating:
+            self.values[key] = self.new_value(key)
+            if not self.tier.is_resident(key):
+                self.exposed.pop(key, None)
+            self.tier.overwrite(key, self.values[key])
+
+    @rule()
+    def drop_stale(self) -> None:
+        self.tier.drop_stale()
+
+    @rule(key=KEY)
+    def mapped(self, key: int) -> None:
+        assert torch.equal(self.tier.mapped(key), self.values[key])  # of an update, the value before it
+
+    @rule()
+    def drain(self) -> None:
+        self.tier.drain()
+        self.tier.check()
+
+    @invariant()
+    def what_is_exposed_stays_as_it_is(self) -> None:
+        for key, shard in self.exposed.items():
+            assert torch.equal(shard, self.values[key]), key
+
+    @invariant()
+    def nobody_shares_a_buffer(self) -> None:
+        ranges = sorted(
+            (t.data_ptr(), t.data_ptr() + t.nbytes) for t in (*self.exposed.values(), *self.updating.values())
+        )
+        assert all(before[1] <= after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+
+    def teardown(self) -> None:
+        try:
+            for event in self.events:
+                event.done = True
+            for key in list(self.updating):
+                self.finish_update(key)
+            for key in self.values:
+                self.tier.give_back(key)
+            for key, value in self.values.items():
+                (shard,) = self.tier.expose([key])
+                assert torch.equal(shard, value), key
+                self.tier.give_back(key)
+            self.tier.drop_stale()
+            self.tier.drain()
+            self.tier.close()
+            assert self.transient.nbytes_in_use == 0
+            self.storage.close()  # raises when a buffer is leased
+        finally:
+            self.storage.backend.close()
+            self.resident.close()
+            self.transient.close()
+            self.folder.cleanup()
+            self.patch.undo()
+
+
+WeightMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestWeightMachine = pytest.mark.timeout(60)(WeightMachine.TestCase)
