@@ -12,6 +12,8 @@ import argparse
 import json
 import os
 import shutil
+import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,7 +39,13 @@ def base_config(arguments: argparse.Namespace) -> dict[str, Any]:
             "single_submit": False,
             "overlap_events": True,
         },
-        "zero_optimization": {"stage": 3, "sub_group_size": arguments.sub_group_size},
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": arguments.sub_group_size,
+            "stage3_prefetch_bucket_size": arguments.prefetch_bucket_size,
+            # Stock holds a swap buffer for every weight live on the device: with the default distance it asserts.
+            "stage3_max_reuse_distance": 0,
+        },
     }
 
 
@@ -51,7 +59,11 @@ def config_for(side: str, arguments: argparse.Namespace) -> dict[str, Any]:
     if "weights_ram" in variant.split("+"):
         params = dict(ram)
     if params["device"] == "nvme" and engine == "stock":
-        params |= {"buffer_count": arguments.stock_param_buffers, "buffer_size": 1.2e8, "max_in_cpu": 0}
+        params |= {
+            "buffer_count": arguments.stock_param_buffers,
+            "buffer_size": arguments.stock_param_buffer_size,
+            "max_in_cpu": 0,
+        }
     if optimizer["device"] == "nvme" and engine == "stock":
         optimizer |= {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
     config["zero_optimization"] |= {"offload_param": params, "offload_optimizer": optimizer}
@@ -74,7 +86,7 @@ def run_side(side: str, index: int, arguments: argparse.Namespace, out: Path) ->
     shutil.rmtree(Path(arguments.nvme_path) / "zero_stage_3", ignore_errors=True)
     command = [
         sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(arguments.ranks),
-        "--master_port", str(29700 + index), "--module", "benchmarks.train_step",
+        "--master_port", str(free_port()), "--module", "benchmarks.train_step",
         "--model", arguments.model, "--batch", str(arguments.batch), "--sequence", str(arguments.sequence),
         "--steps", str(arguments.steps), "--config", str(config), "--result", str(result),
     ]  # fmt: skip
@@ -85,15 +97,28 @@ def run_side(side: str, index: int, arguments: argparse.Namespace, out: Path) ->
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     t_start = time.perf_counter()
     with log.open("w") as stream:
+        # A session of its own: after a time-out the launcher's children must not go on and disturb the next side.
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
         try:
-            subprocess.run(
-                command, stdout=stream, stderr=subprocess.STDOUT, env=environment, timeout=arguments.timeout, check=True
-            )
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            return {"side": side, "error": _last_error(log) or type(error).__name__}
+            code = process.wait(arguments.timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return {"side": side, "error": f"not finished after {arguments.timeout:.0f} s"}
+        if code != 0:
+            return {"side": side, "error": _last_error(log) or f"exit code {code}"}
     measured = json.loads(result.read_text()) | {"side": side, "wall_s": time.perf_counter() - t_start}
     print(f"{side}: {measured['median_s']:.2f} s per step ({measured['wall_s']:.0f} s in all)", flush=True)
     return measured
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def _last_error(log: Path) -> str:
@@ -159,8 +184,17 @@ def main() -> None:
         help="comma-separated; after a colon, joined by '+': 'ram' (all in RAM), 'weights_ram', option=value",
     )
     parser.add_argument("--stock-threads", type=int, default=4)
-    parser.add_argument("--stock-param-buffers", type=int, default=8)
+    parser.add_argument("--stock-param-buffers", type=int, default=40)
+    parser.add_argument(
+        "--stock-param-buffer-size", type=float, default=7e7, help="elements; the largest weight must fit"
+    )
     parser.add_argument("--sub-group-size", type=float, default=1e8)
+    parser.add_argument(
+        "--prefetch-bucket-size",
+        type=float,
+        default=2e7,
+        help="for both sides; with DeepSpeed's default of 5e7 stock runs out of swap buffers on the 1.3B model",
+    )
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--timeout", type=float, default=600)

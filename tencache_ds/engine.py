@@ -19,7 +19,7 @@ from tencache_ds.io.scratch import free_nbytes
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters, Stats
-from tencache_ds.planning.budget import StagingPlan, plan_staging, resident_budget
+from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES, StagingPlan, plan_staging, resident_budget
 from tencache_ds.planning.chunks import align
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier, SubGroupSpec
@@ -306,6 +306,9 @@ class TenCacheEngine:
     def _backend(self) -> StorageBackend:
         if self._io is None:
             aio = self.surroundings.aio
+            # The first weights are stored before the staging pool is planned: its usual size tells whether it will be
+            # locked, without which aio would have nothing to do.
+            staging_nbytes = self.options.staging_memory or AUTO_WEIGHT_STAGING_NBYTES
             self._io = open_backend(
                 IoBackend(self.options.io_backend).value,
                 n_lanes=self.options.io_lanes,
@@ -314,7 +317,7 @@ class TenCacheEngine:
                 queue_depth=aio.queue_depth,
                 single_submit=aio.single_submit,
                 overlap_events=aio.overlap_events,
-                buffers_are_pinned=self._staging_locking(0) is not Locking.NONE,
+                buffers_are_pinned=self._staging_locking(staging_nbytes) is not Locking.NONE,
             )
         return self._io[0]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -97,7 +98,10 @@ def activate() -> None:
         if options is None:
             return configure(self, optimizer)
         with _substituted_classes(self, options):
-            return configure(self, optimizer)
+            configured = configure(self, optimizer)
+        if not hasattr(configured, "tencache"):
+            _complete_without_optimizer(configured)
+        return configured
 
     setattr(_configure_zero_optimizer, _HOOKED, True)
     engine_module.DeepSpeedEngine._configure_zero_optimizer = _configure_zero_optimizer
@@ -111,7 +115,9 @@ def _announce() -> None:
 
     import tencache_ds
 
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    # zero.Init parses its config before it sets up the process group: then only the launcher's variable tells the rank.
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if rank == 0:
         # The user asked for TenCache: this line shows whatever DeepSpeed's log level is (INFO is hidden by default).
         message = f"TenCache {tencache_ds.__version__} is active with DeepSpeed {deepspeed.__version__}"
         (deepspeed_logger.info if deepspeed_logger.isEnabledFor(logging.INFO) else print)(message)
@@ -141,19 +147,34 @@ def _substituted_classes(engine: Any, options: Any) -> Iterator[None]:
         parameter_offload.PartitionedParameterCoordinator = stock_coordinator
 
 
+def _complete_without_optimizer(offload: Any) -> None:
+    """For evaluation DeepSpeed makes a bare ``DeepSpeedZeRoOffload``: gives it staging buffers and an end."""
+    from tencache_ds.integration.param_swapper import engines_of
+
+    engines = engines_of(offload.module)
+    if not engines:
+        return
+    engine = engines[0]
+    for other in engines[1:]:
+        engine.adopt(other)
+    engine.build_staging([])
+    offload.tencache = engine
+    stock_destroy = offload.destroy
+
+    def destroy() -> None:
+        stock_destroy()
+        engine.close()
+
+    offload.destroy = destroy
+
+
 def engine_of(deepspeed_engine: Any) -> TenCacheEngine:
     """The TenCache engine behind a DeepSpeed engine.
 
     Raises:
         ValueError: it runs without TenCache.
     """
-    optimizer = getattr(deepspeed_engine, "optimizer", None)
-    found = getattr(optimizer, "tencache", None)
-    if found is None:
-        for param in deepspeed_engine.module.parameters():
-            found = getattr(getattr(param, "nvme_swapper", None), "engine", None)
-            if found is not None:
-                break
+    found = getattr(getattr(deepspeed_engine, "optimizer", None), "tencache", None)
     if found is None:
         raise ValueError(
             'this DeepSpeed engine does not run with TenCache: its config has no "offload_engine": "tencache"'

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from tencache_ds.planning.chunks import Chunk
+from tencache_ds.tiers.cpu_share import CpuShare, cores_for_arithmetic
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency
 
 Publish = Callable[[Chunk, torch.Tensor], None]
 """Takes a chunk and its updated master weights (1-D) and puts them into the model's weights."""
@@ -54,6 +55,7 @@ class SubGroupUpdater:
         self._placeholders = placeholders
         self._scratch: torch.Tensor | None = None
         self._started: set[int] = set()
+        self._cpu_share = CpuShare()
 
     def started(self, sub_group: int) -> bool:
         """Whether the optimizer has made its states for a sub-group (at its first step, or by loading)."""
@@ -75,6 +77,12 @@ class SubGroupUpdater:
         state = self._optimizer.state[self._placeholders[sub_group]]
         state["step"] = state.get("step", 0) + 1
         self._started.add(sub_group)
+        with self._cores(sub_group):
+            self._update_chunks(sub_group, group, state["step"], start, scale, publish)
+
+    def _update_chunks(
+        self, sub_group: int, group: dict[str, Any], step: int, start: int, scale: Any, publish: Publish
+    ) -> None:
         beta1, beta2 = group["betas"]
         for chunk in self._state.chunks(sub_group):
             used = self._state.take(chunk)
@@ -85,7 +93,7 @@ class SubGroupUpdater:
                 gradient.mul_(scale)
             self._optimizer.ds_opt_adam.adam_update(
                 self._optimizer.opt_id,
-                state["step"],
+                step,
                 group["lr"],
                 beta1,
                 beta2,
@@ -162,6 +170,12 @@ class SubGroupUpdater:
         if isinstance(self._optimizer, torch.optim.Adagrad) and not state:
             state["step"] = torch.tensor(0.0)
             state["sum"] = torch.full_like(placeholder.data, self._optimizer.defaults["initial_accumulator_value"])
+
+    def _cores(self, sub_group: int) -> AbstractContextManager[None]:
+        """Leaves cores to the I/O lanes while chunks are streamed."""
+        if self._state.residency(sub_group) is StateResidency.HOST:
+            return nullcontext()
+        return self._cpu_share.limited(cores_for_arithmetic(torch.get_num_threads()))
 
     def _scratch_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self._scratch is None or self._scratch.numel() < numel or self._scratch.dtype != dtype:

@@ -97,11 +97,6 @@ def _refuse_combinations(ds_config: Any) -> None:
             "updating part of the sub-groups on the GPU (Twin-Flow) is not supported yet; leave it at 1.0",
         ),
         (
-            int(getattr(zero, "mics_shard_size", -1)) > 0,
-            f"{ZERO_KEY}.mics_shard_size",
-            "MiCS shards weights differently",
-        ),
-        (
             weights_on_nvme and zero.zero_hpz_partition_size > 1,
             f"{ZERO_KEY}.zero_hpz_partition_size",
             "a secondary partition cannot live on NVMe",

@@ -100,7 +100,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         for swapper in self._swappers():
             mine = [param for param in exposed if param.nvme_swapper is swapper]
             if mine:
-                swapper.swap_in(mine)
+                swapper.commit(mine)
 
     def _next_on_nvme(self) -> Iterator[Any]:
         for key in self._tencache_trace.upcoming():

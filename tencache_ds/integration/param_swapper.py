@@ -20,7 +20,8 @@ here:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
 
 from tencache_ds.engine import TenCacheEngine
+from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.activation import options_of
 from tencache_ds.integration.surroundings import build_engine
 from tencache_ds.observability.counters import Access, Link
@@ -47,7 +49,10 @@ def swapper_factory(stock: Callable[[Any, torch.dtype], Any]) -> Callable[[Any, 
         if options is None:
             return stock(ds_config, model_dtype)
         threshold = ds_config.zero_config.param_persistence_threshold
-        return ParamSwapper(build_engine(ds_config, options), model_dtype, threshold)
+        swapper = ParamSwapper(build_engine(ds_config, options), model_dtype, threshold)
+        # A model that is dropped without ever getting a DeepSpeed engine takes its files and threads with it.
+        weakref.finalize(swapper, _close_from_any_thread, swapper.engine).atexit = False
+        return swapper
 
     return make_param_swapper
 
@@ -94,6 +99,10 @@ class ParamSwapper:
         self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
     ) -> None:
         """DeepSpeed has put new values into the shards' buffers: they go to NVMe, the buffers back."""
+        for swapper, mine in _by_swapper(params):
+            swapper._write(mine)
+
+    def _write(self, params: Sequence[Any]) -> None:
         with self._lock:
             for param in params:
                 if self._weights.is_resident(param.ds_id):
@@ -110,7 +119,15 @@ class ParamSwapper:
     # Reading
 
     def swap_in(self, params: Sequence[Any], async_op: bool = False, swap_in_buffers: Any = None) -> None:
-        """Brings shards into host memory and waits for them."""
+        """DeepSpeed gathers weights that no module's fetch has committed (``GatheredParameters``): reads them."""
+        for swapper, mine in _by_swapper(params):
+            swapper.commit(mine)
+            if get_accelerator().is_synchronized_device():
+                swapper._copy_out(mine)
+
+    def commit(self, params: Sequence[Any]) -> None:
+        """Brings shards into host memory, waits for them and shows them to DeepSpeed."""
+        self._require_open()
         with self._lock:
             shards = self._weights.expose([param.ds_id for param in params])
             for param, shard in zip(params, shards, strict=True):
@@ -118,11 +135,24 @@ class ParamSwapper:
                 param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
                 self._exposed[param.ds_id] = param
 
+    def _copy_out(self, params: Sequence[Any]) -> None:
+        """On a CPU accelerator a gathered weight aliases its shard, and so does what a user keeps of it (a state dict):
+        let that be ordinary memory, not a staging buffer."""
+        with self._lock:
+            for param in params:
+                if self._exposed.pop(param.ds_id, None) is not None:
+                    param.ds_tensor.data = param.ds_tensor.data.clone()
+                    self._weights.give_back(param.ds_id)
+
     def synchronize_reads(self) -> None:
         """Nothing is ever left in flight in DeepSpeed's eyes: :meth:`swap_in` waits."""
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """The gathered weight leaves the device; a shard still in a staging buffer gives it back."""
+        """The gathered weights leave the device; a shard still in a staging buffer gives it back."""
+        for swapper, mine in _by_swapper(params):
+            swapper._release(mine)
+
+    def _release(self, params: Sequence[Any]) -> None:
         with self._lock:
             event = None
             for param in params:
@@ -143,7 +173,12 @@ class ParamSwapper:
         return param.ds_id in self._params
 
     def stored(self, param: Any) -> bool:
-        """Whether the parameter's shard lives on NVMe."""
+        """Whether the parameter's shard lives on NVMe.
+
+        Raises:
+            TenCacheError: the engine was destroyed, and its weights with it.
+        """
+        self._require_open()
         return param.ds_id in self._params and not self._weights.is_resident(param.ds_id)
 
     def ready(self, param: Any) -> bool:
@@ -214,10 +249,35 @@ class ParamSwapper:
 
     # Mechanics
 
+    def _require_open(self) -> None:
+        if self.engine.closed:
+            raise TenCacheError("this model's DeepSpeed engine was destroyed: its weights on NVMe are gone")
+
     @staticmethod
     def _hide(param: Any) -> None:
         param.ds_tensor.data = _nothing(param.ds_tensor.dtype)
         param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+
+
+def engines_of(module: torch.nn.Module) -> list[TenCacheEngine]:
+    """The engines that hold a model's weights: one per ``zero.Init`` context in which a part of it was made."""
+    swappers = {id(swapper): swapper for p in module.parameters() if (swapper := getattr(p, "nvme_swapper", None))}
+    return [swapper.engine for swapper in swappers.values() if isinstance(swapper, ParamSwapper)]
+
+
+def _close_from_any_thread(engine: TenCacheEngine) -> None:
+    """Garbage is collected on any thread, also on one of the I/O lanes that closing waits for."""
+    if not engine.closed:
+        threading.Thread(target=engine.close, name="tencache-close", daemon=True).start()
+
+
+def _by_swapper(params: Sequence[Any]) -> Iterator[tuple[ParamSwapper, list[Any]]]:
+    """Each swapper with its weights: DeepSpeed hands weights of several ``zero.Init`` contexts to the first one's."""
+    groups: dict[int, list[Any]] = {}
+    for param in params:
+        groups.setdefault(id(param.nvme_swapper), []).append(param)
+    for group in groups.values():
+        yield group[0].nvme_swapper, group
 
 
 def _nothing(dtype: torch.dtype) -> torch.Tensor:

@@ -24,7 +24,7 @@ from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import ConfigError
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater, known_kinds
-from tencache_ds.integration.param_swapper import ParamSwapper
+from tencache_ds.integration.param_swapper import ParamSwapper, engines_of
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.integration.surroundings import build_engine
 from tencache_ds.observability.counters import Link, monitor_events
@@ -41,11 +41,6 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
 
     def __init__(self, module: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
         options, deepspeed_engine = kwargs.pop("tencache_options"), kwargs.pop("deepspeed_engine")
-        if type(init_optimizer).__name__ == "MuonWithAuxAdam":
-            raise ConfigError(
-                'the optimizer "Muon" needs whole gradients on the device and is not supported with "offload_engine": '
-                '"tencache". Use another optimizer, or remove the key.'
-            )
         self._tencache_options = options
         self._deepspeed_engine = weakref.ref(deepspeed_engine)
         self.tencache: TenCacheEngine | None = None
@@ -57,10 +52,12 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._weights_changing = False
         t_start = time.perf_counter()
         try:
+            _refuse_optimizer(init_optimizer)
             super().__init__(module, init_optimizer, *args, **kwargs)
         except BaseException:
-            if self.tencache is not None:
-                self.tencache.close()
+            # DeepSpeed's debugging tables keep a model alive whose engine failed: its files and threads end here.
+            for engine in [*engines_of(module), *([self.tencache] if self.tencache is not None else [])]:
+                engine.close()
             raise
         engine = self._require_engine()
         self._get_param_coordinator().weights_stay = self._weights_stay
@@ -71,7 +68,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
     def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
         super()._configure_offloading(offload_optimizer_config, offload_param_config)
         self._optimizer_on_nvme, self.swap_optimizer = self.swap_optimizer, False
-        engines = self._engines_of_weights()
+        engines = engines_of(self.parameter_offload.module)
         deepspeed_engine = self._deepspeed_engine()
         if engines:
             self.tencache = engines[0]
@@ -79,10 +76,6 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
                 self.tencache.adopt(other)
         else:
             self.tencache = build_engine(deepspeed_engine._config, self._tencache_options)
-
-    def _engines_of_weights(self) -> list[TenCacheEngine]:
-        swappers = {id(p.nvme_swapper): p.nvme_swapper for p in self.parameter_offload.module.parameters()}
-        return [swapper.engine for swapper in swappers.values() if isinstance(swapper, ParamSwapper)]
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         if not self.params_in_nvme_and_cpu:
@@ -415,6 +408,14 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
     def _tencache_report(self, engine: TenCacheEngine, seconds: float) -> None:
         if dist.get_rank() == 0:
             logger.info(f"TenCache: {engine.describe()}; optimizer built in {seconds:.1f} s")
+
+
+def _refuse_optimizer(optimizer: Any) -> None:
+    if type(optimizer).__name__ == "MuonWithAuxAdam":
+        raise ConfigError(
+            'the optimizer "Muon" needs whole gradients on the device and is not supported with "offload_engine": '
+            '"tencache". Use another optimizer, or remove the key.'
+        )
 
 
 def _no_gather(*args: Any, **kwargs: Any) -> None:

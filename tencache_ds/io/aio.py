@@ -8,12 +8,16 @@ of its own. What the op does not do is done here or one level up:
 - it never looks at ``io_event.res``, so a failed or short transfer counts as done: the extent store's fingerprints
   find that and re-read through plain descriptors to learn the errno;
 - it needs O_DIRECT: files on a file system without it go through :class:`tencache_ds.io.posix.PosixFiles`;
+- at the first write of a process it logs a warning inside ``std::call_once`` while it holds the GIL: a second lane
+  that writes meanwhile takes the GIL and waits for the once-flag, and both stand still for ever. So one write goes
+  first, alone;
 - a failed ``io_setup`` is ignored and aborts at the first request: the kernel's limit is checked at the start.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,10 @@ from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, Priority, Ticket
 from tencache_ds.io.lanes import LanePool
 from tencache_ds.io.posix import PosixFiles
+
+_first_write_lock = threading.Lock()
+_first_write_done = threading.Event()
+"""Of the process, as the op's once-flag is."""
 
 _N_CONTEXTS_PER_HANDLE = 2
 """An ``aio_handle`` sets up one kernel context for itself and one for its worker thread."""
@@ -114,8 +122,14 @@ class AioBackend:
             # The handle would copy through a locked bounce buffer, and end the process where memory cannot be locked.
             self._files.transfer(operation, path, offset, piece, tag)
             return
-        move = handle.sync_pread if operation is Operation.READ else handle.sync_pwrite
-        n_completed = move(piece, path, offset)
+        if operation is Operation.READ:
+            n_completed = handle.sync_pread(piece, path, offset)
+        elif _first_write_done.is_set():
+            n_completed = handle.sync_pwrite(piece, path, offset)
+        else:
+            with _first_write_lock:
+                n_completed = handle.sync_pwrite(piece, path, offset)
+            _first_write_done.set()
         if n_completed != 1:
             raise StorageError(
                 operation.value,

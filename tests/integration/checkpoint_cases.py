@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves and loads checkpoints: one of two programs of ``test_checkpoint.py``'s processes, run like ``training.py``.
+"""Saves and loads checkpoints in the processes of ``test_checkpoint.py``; run like ``training.py``.
 
-``{"action": "save"}`` trains, saves and goes on; ``"load"`` starts from other weights, loads and goes on with the batches
-that follow; ``"fp32"`` reads a checkpoint with DeepSpeed's ``zero_to_fp32``.
+``{"action": "save"}`` trains, saves and goes on; ``"load"`` starts from other weights, loads and goes on with the
+batches that follow; ``"fp32"`` reads a checkpoint with DeepSpeed's ``zero_to_fp32``.
 """
 
 from __future__ import annotations

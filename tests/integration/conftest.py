@@ -5,6 +5,7 @@ seconds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ import torch
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 TAIL_CHARACTERS = 6000
+ABORT_PATIENCE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,8 @@ class Outcome:
 
     def result(self, name: str, engine: str, rank: int = 0) -> dict[str, Any]:
         """One case's result; fails the test with the reason when there is none."""
-        log = f"the log ends with\n{self.finished.log[-TAIL_CHARACTERS:]}"
+        ended = f"exit status {self.finished.code}" if self.finished.code is not None else "killed at its time limit"
+        log = f"{ended}; the log ends with\n{self.finished.log[-TAIL_CHARACTERS:]}"
         for other, results in enumerate(self.per_rank):
             found = results.get(f"{name}/{engine}")
             assert found is not None, f"case {name} with {engine} did not run on rank {other}; {log}"
@@ -90,6 +94,8 @@ class Harness:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
+            "PYTHONFAULTHANDLER": "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         }
         if not torch.cuda.is_available():
             environment["DS_ACCELERATOR"] = "cpu"
@@ -129,8 +135,11 @@ class Harness:
             pass
         finally:
             if process.poll() is None:
+                os.killpg(process.pid, signal.SIGABRT)  # each process prints where its threads are
+                time.sleep(ABORT_PATIENCE_S)
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
         return Finished(code, (folder / "log").read_text(errors="replace"), folder)
 
     def launch(self, ranks: int, arguments: Sequence[str], **options: Any) -> Finished:

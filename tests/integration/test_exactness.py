@@ -45,6 +45,13 @@ TRAINING: dict[str, dict[str, Any]] = {
 }
 TWO_RANK_TRAINING = ("accumulation_clipping", "two_groups_scheduler", "torch_adamw", "lion", "fp32_gradients")
 
+FP16: dict[str, dict[str, Any]] = {
+    "fp16": {"model": "mlp", "precision": "fp16", "weights": True},
+    "fp16_llama": {"model": "llama", "precision": "fp16", "accumulation": 2, "clipping": 0.1},
+    "fp16_overflow": {"model": "mlp", "precision": "fp16", "scale_power": 32},
+}
+"""For GPUs: DeepSpeed's CPU accelerator has no fp16. The last one skips its first steps."""
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "max_live_least": {"max_live": 1},
     "max_live_most": {"max_live": 10**9},
@@ -103,6 +110,11 @@ def two_ranks(harness: Any) -> Any:
     return harness.run(cases, ranks=2, timeout_s=400)
 
 
+@pytest.fixture(scope="module")
+def half_precision(harness: Any) -> Any:
+    return harness.run(both(FP16.items()), timeout_s=200)
+
+
 def assert_same(outcome: Any, name: str) -> None:
     for rank in outcome.ranks:
         stock, ours = (outcome.result(name, engine, rank) for engine in ("stock", "tencache"))
@@ -121,6 +133,12 @@ def test_one_rank(one_rank: Any, name: str) -> None:
 @pytest.mark.parametrize("name", [*MODELS, *TWO_RANK_TRAINING])
 def test_two_ranks(two_ranks: Any, name: str) -> None:
     assert_same(two_ranks, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FP16)
+def test_half_precision(half_precision: Any, name: str) -> None:
+    assert_same(half_precision, name)
 
 
 @pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])

@@ -2,14 +2,16 @@
 """Trains small models with DeepSpeed and reports every loss: the harness behind the exactness tests.
 
 Runs as a program, once per rank, on a list of cases; so a case is real training in a real process, with one start-up of
-DeepSpeed for many cases. The oracle is stock CPU offload with its gradient buffers zeroed after each step, because
-stock ZeRO-3 re-applies the previous step's gradient to weights that get none.
+DeepSpeed for many cases. The oracle is stock CPU offload with two corrections: its gradient buffers are zeroed after
+each step, because stock ZeRO-3 re-applies the previous step's gradient to weights that get none; and under gradient
+accumulation it is given the gradients of weights that only an earlier micro-step used, which it forgets.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -22,208 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import MODELS, Experts
 from torch import nn
-
-MIB = 2**20
-
-
-# Models: each returns a module whose forward takes token or feature batches and gives a loss.
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int = 512, depth: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.width = width
-
-    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        x = torch.randn(4, self.width, generator=generator)
-        return x, x.roll(1, dims=1)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        dtype = self.layers[0].weight.dtype
-        x = x.to(dtype)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return nn.functional.mse_loss(x.float(), y.float().to(x.device))
-
-
-class RandomSkip(Mlp):
-    """Skips some layers, differently in every step, the same on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__(depth=6)
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        dtype = self.layers[0].weight.dtype
-        x = x.to(dtype)
-        if self.training:
-            self.calls += 1
-        for index, layer in enumerate(self.layers):
-            if (self.calls * 7 + index * 3) % 5 != 0:
-                x = x + torch.tanh(layer(x))
-        return nn.functional.mse_loss(x.float(), y.float().to(x.device))
-
-
-class Unused(Mlp):
-    """Has a weight that no forward uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.never = nn.Linear(512, 512)
-
-
-class Tied(nn.Module):
-    """Input and output embedding are one weight, used in two modules."""
-
-    def __init__(self, vocabulary: int = 1024, width: int = 512) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.middle = nn.Linear(width, width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embedding.weight
-        self.vocabulary = vocabulary
-
-    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        tokens = torch.randint(0, self.vocabulary, (4, 17), generator=generator)
-        return tokens[:, :-1], tokens[:, 1:]
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.middle(self.embedding(x)))
-        return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), y.flatten())
-
-
-class External(nn.Module):
-    """A module that uses another module's weight directly."""
-
-    def __init__(self, width: int = 512) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.second = nn.Linear(width, width)
-        self.width = width
-
-    batch = Mlp.batch
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = x.to(self.second.bias.dtype)
-        x = torch.tanh(self.first(x))
-        x = x + nn.functional.linear(self.second(x), self.first.weight)
-        return nn.functional.mse_loss(x.float(), y.float().to(x.device))
-
-
-class Experts(nn.Module):
-    """A mixture of experts of which some get no token."""
-
-    def __init__(self, width: int = 256, experts: int = 4) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, experts)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        choice = self.gate(x).argmax(dim=-1)
-        out = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            chosen = (choice == index).unsqueeze(-1)
-            if bool(chosen.any()):
-                out = out + chosen.to(x.dtype) * expert(x)
-        return out + 0 * self.gate(x).sum()
-
-
-class MoeLeaf(nn.Module):
-    def __init__(self, width: int = 256) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-        self.moe = Experts(width)
-        self.outer = nn.Linear(width, width)
-        self.width = width
-
-    batch = Mlp.batch
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x.to(self.inner.weight.dtype))
-        x = self.outer(x + self.moe(x))
-        return nn.functional.mse_loss(x.float(), y.float().to(x.device))
-
-
-class HuggingFace(nn.Module):
-    """A causal language model of transformers, made from a config (nothing is downloaded)."""
-
-    def __init__(self, kind: str, checkpointing: str = "", layers: int = 3) -> None:
-        super().__init__()
-        import transformers
-
-        self.vocabulary = 1024
-        if kind == "llama":
-            config = transformers.LlamaConfig(
-                vocab_size=self.vocabulary,
-                hidden_size=256,
-                intermediate_size=512,
-                num_hidden_layers=layers,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=64,
-                pad_token_id=None,
-            )
-            self.model = transformers.LlamaForCausalLM(config)
-        else:
-            config = transformers.GPT2Config(
-                vocab_size=self.vocabulary, n_embd=256, n_layer=layers, n_head=4, n_positions=64, pad_token_id=None,
-                attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
-            )  # fmt: skip
-            self.model = transformers.GPT2LMHeadModel(config)
-        if checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
-            self.model.enable_input_require_grads()
-
-    def add_lora(self) -> None:
-        """Freezes the weights and adds low-rank adapters, as a fine-tuning script does after loading."""
-        import peft
-
-        adapter = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"])
-        self.model = peft.get_peft_model(self.model, adapter)
-
-    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        tokens = torch.randint(0, self.vocabulary, (2, 32), generator=generator)
-        return (tokens,)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
-
-
-class VisionTransformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        import transformers
-
-        config = transformers.ViTConfig(
-            hidden_size=256, num_hidden_layers=3, num_attention_heads=4, intermediate_size=512, image_size=32,
-            patch_size=8, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-        self.model = transformers.ViTForImageClassification(config)
-
-    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        return torch.randn(2, 3, 32, 32, generator=generator), torch.randint(0, 10, (2,), generator=generator)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.model(pixel_values=x.to(next(self.parameters()).dtype), labels=y).loss.float()
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": Mlp,
-    "mlp_wide": lambda: Mlp(width=1024, depth=8),
-    "random_skip": RandomSkip,
-    "unused": Unused,
-    "tied": Tied,
-    "external": External,
-    "moe_leaf": MoeLeaf,
-    "llama": lambda: HuggingFace("llama"),
-    "llama_reentrant": lambda: HuggingFace("llama", checkpointing="reentrant"),
-    "llama_nonreentrant": lambda: HuggingFace("llama", checkpointing="nonreentrant"),
-    "gpt2": lambda: HuggingFace("gpt2"),
-    "vit": VisionTransformer,
-}
-
 
 # Configs
 
@@ -250,7 +52,8 @@ def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
     if case.get("offload_optimizer") == "cpu":
         zero["offload_optimizer"] = {"device": "cpu"}
     if engine == "stock_nvme":
-        zero["offload_param"] |= {"max_in_cpu": 0, "buffer_count": 5, "buffer_size": 600_000}
+        buffers = {"buffer_count": case.get("buffer_count", 5), "buffer_size": case.get("buffer_size", 600_000)}
+        zero["offload_param"] |= {"max_in_cpu": 0} | buffers
     precision = case.get("precision", "bf16")
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -310,8 +113,8 @@ def optimizer_for(case: dict[str, Any], model: nn.Module) -> Any:
 # Running
 
 
-def build(case: dict[str, Any], engine: str, nvme: str) -> Any:
-    """Model and DeepSpeed engine of a case."""
+def build(case: dict[str, Any], engine: str, nvme: str, edit: Callable[[nn.Module], None] | None = None) -> Any:
+    """Model and DeepSpeed engine of a case; ``edit`` may change the model's weights before DeepSpeed is initialized."""
     import deepspeed
 
     config = config_for(case, engine, nvme)
@@ -321,6 +124,8 @@ def build(case: dict[str, Any], engine: str, nvme: str) -> Any:
             model = MODELS[case["model"]]()
     else:
         model = MODELS[case["model"]]()
+    if edit is not None:
+        edit(model)
     if case.get("lora"):
         model.add_lora()
     if case["model"] == "moe_leaf":
@@ -451,8 +256,11 @@ def main(run: Callable[[dict[str, Any], str, str, int], dict[str, Any]] = run_ca
     parser.add_argument("--cases", required=True, help="JSON file: list of [name, case, engine]")
     parser.add_argument("--folder", required=True)
     arguments = parser.parse_args()
+    import cpuinfo
     import deepspeed
 
+    # DeepSpeed's CPU Adam asks for the processor's name each time it is made: one second in a process of its own.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     deepspeed.init_distributed()
     torch.use_deterministic_algorithms(True, warn_only=True)
     rank = deepspeed.comm.get_rank()

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many cores the optimizer's arithmetic may use while lanes move its data.
+
+An OpenMP region waits for its slowest thread. With a thread on every core, that is the one whose core a lane copies on:
+on 16 cores with storage that costs CPU time (tmpfs), a pass over a chunk took four to thirty times as long with all
+cores as with half of them (docs/benchmarks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from threadpoolctl import ThreadpoolController
+
+SMALLEST_SHARED_CORES = 4
+"""Below this a core is worth more to the arithmetic than to the lanes, which mostly wait for the disk."""
+
+
+def cores_for_arithmetic(threads: int) -> int:
+    """Threads to use out of ``threads`` while data is streamed."""
+    return threads // 2 if threads >= SMALLEST_SHARED_CORES else threads
+
+
+class CpuShare:
+    """Limits the OpenMP threads of the calling thread: torch's and those of DeepSpeed's CPU optimizers."""
+
+    def __init__(self) -> None:
+        self._controller: ThreadpoolController | None = None
+
+    @contextmanager
+    def limited(self, threads: int) -> Iterator[None]:
+        """At most ``threads`` OpenMP threads within the block; before and after, what they were."""
+        if self._controller is None:  # looked up late: DeepSpeed's ops bring an OpenMP library of their own
+            self._controller = ThreadpoolController().select(user_api="openmp")
+        with self._controller.limit(limits=threads):
+            yield

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TenCache is active exactly where a config asks for it, however the script was started, and never half."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(180)
+
+ACTIVATION_LINE = "is active with DeepSpeed"
+
+SCRIPT = """
+import argparse, json, os, sys
+import torch
+import deepspeed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=0)
+parser.add_argument("--configs", nargs="+")
+arguments = parser.parse_args()
+
+from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+from deepspeed.runtime.zero import parameter_offload, partition_parameters, stage3
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+def facts():
+    watched = {
+        "coordinator": parameter_offload.PartitionedParameterCoordinator,
+        "swapper": partition_parameters.AsyncPartitionedParameterSwapper,
+        "optimizer": stage3.DeepSpeedZeroOptimizer_Stage3,
+        "configure": engine_module.DeepSpeedEngine._configure_zero_optimizer,
+        "partition": partition_parameters.Init._partition_param,
+    }
+    return {name: id(value) for name, value in watched.items()}
+
+report = {"before": facts(), "engines": [], "errors": [], "argv": sys.argv, "main": __name__}
+report["stock_classes"] = (
+    parameter_offload.PartitionedParameterCoordinator is PartitionedParameterCoordinator
+    and partition_parameters.AsyncPartitionedParameterSwapper is AsyncPartitionedParameterSwapper
+)
+EXTRA = os.environ.get("SCRIPT_EXTRA")
+if EXTRA:
+    exec(EXTRA)
+for path in arguments.configs:
+    config = json.load(open(path))
+    torch.manual_seed(7)
+    try:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(2)))
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    except Exception as error:
+        report["errors"].append(f"{type(error).__name__}: {error}")
+        continue
+    generator = torch.Generator().manual_seed(3)
+    losses = []
+    for _ in range(3):
+        x = torch.randn(2, 512, generator=generator, dtype=torch.bfloat16).to(engine.device)
+        loss = engine(x).float().square().mean()
+        losses.append(loss.item().hex())
+        engine.backward(loss)
+        engine.step()
+    swapper = getattr(next(model.parameters()), "nvme_swapper", None)
+    report["engines"].append({
+        "optimizer": f"{type(engine.optimizer).__module__}.{type(engine.optimizer).__name__}",
+        "coordinator": type(engine.optimizer._get_param_coordinator()).__name__,
+        "swapper": "" if swapper is None else f"{type(swapper).__module__}.{type(swapper).__name__}",
+        "losses": losses,
+    })
+    engine.destroy()
+report["after"] = facts()
+report["loaded"] = sorted(name for name in sys.modules if name.startswith("tencache_ds"))
+rank = os.environ.get("RANK", "0")
+json.dump(report, open(f"report_{rank}.json", "w"))
+"""
+
+
+class Script:
+    """The script, its configs and a folder to run it in."""
+
+    def __init__(self, harness: Any) -> None:
+        self.harness = harness
+        self.folder: Path = harness.folder()
+        self.path = self.folder / "train.py"
+        self.path.write_text(SCRIPT)
+        self.configs: list[str] = []
+
+    def config(self, device: str, **changes: Any) -> Script:
+        section = {"device": device} | ({"nvme_path": str(self.folder / "nvme")} if device == "nvme" else {})
+        in_zero = changes.pop("zero", {})
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "offload_param": section, "offload_optimizer": section} | in_zero,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        } | changes
+        path = self.folder / f"config{len(self.configs)}.json"
+        path.write_text(json.dumps(config))
+        self.configs.append(str(path))
+        return self
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["--configs", *self.configs]
+
+    def python(self, before: Any = (), **env: str | None) -> tuple[Any, dict[str, Any]]:
+        command = [sys.executable, *before, str(self.path), *self.arguments]
+        finished = self.harness.execute(command, folder=self.folder, env=env, timeout_s=120).succeeded()
+        return finished, self.report()
+
+    def launcher(self, ranks: int, words: list[str], **env: str | None) -> tuple[Any, dict[str, Any]]:
+        finished = self.harness.launch(ranks, words, folder=self.folder, env=env, timeout_s=120).succeeded()
+        return finished, self.report()
+
+    def report(self) -> dict[str, Any]:
+        return json.loads((self.folder / "report_0.json").read_text())
+
+
+@pytest.fixture
+def script(harness: Any) -> Script:
+    return Script(harness)
+
+
+def ours(report: dict[str, Any], index: int = 0) -> bool:
+    engine = report["engines"][index]
+    found = {
+        engine["optimizer"] == "tencache_ds.integration.stage3.TenCacheZeroOptimizer_Stage3",
+        engine["coordinator"] == "TenCacheCoordinator",
+        engine["swapper"] == "tencache_ds.integration.param_swapper.ParamSwapper",
+    }
+    assert len(found) == 1, f"half active: {engine}"
+    return found.pop()
+
+
+def test_without_the_key_nothing_is_replaced(script: Script) -> None:
+    finished, report = script.config("cpu").config("nvme").config("nvme", offload_engine=None).python()
+    assert report["before"] == report["after"]
+    assert report["stock_classes"]
+    assert [ours(report, index) for index in range(3)] == [False] * 3
+    assert ACTIVATION_LINE not in finished.log
+    # What is loaded is what watches the config: no engine, no tiers, and (in the config) no torch or pydantic model.
+    heavy = {"tencache_ds.engine", "tencache_ds.integration.stage3", "tencache_ds.io", "tencache_ds.memory"}
+    assert not heavy & set(report["loaded"])
+
+
+def test_stock_engine_after_ours_in_one_process(script: Script) -> None:
+    script.config("nvme", offload_engine="tencache").config("cpu").config("nvme").config(
+        "nvme", offload_engine="tencache"
+    )
+    finished, report = script.python()
+    assert [ours(report, index) for index in range(4)] == [True, False, False, True]
+    for name in ("coordinator", "optimizer"):  # replaced only while one engine is built
+        assert report["before"][name] == report["after"][name]
+    assert finished.log.count(ACTIVATION_LINE) == 1
+    losses = [engine["losses"] for engine in report["engines"]]
+    assert losses[0] == losses[1] == losses[3]
+
+
+def test_unedited_script_under_the_launcher_with_the_alias(script: Script) -> None:
+    script.config("nvme", zero={"offload_engine": "tencache"})
+    finished, report = script.launcher(2, [str(script.path), *script.arguments])
+    assert ours(report)
+    assert "import tencache" not in SCRIPT
+    assert finished.log.count(ACTIVATION_LINE) == 1, "one line, on rank 0 only"
+
+
+def test_run_module_under_the_launcher(script: Script) -> None:
+    script.config("nvme", offload_engine="tencache", tencache={"io_backend": "posix"})
+    words = ["--module", "tencache_ds.run", str(script.path), *script.arguments]
+    _, report = script.launcher(1, words, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert ours(report)
+    assert report["main"] == "__main__"
+    assert report["argv"][0] == str(script.path)
+    assert report["argv"][-2:] == script.arguments
+
+
+@pytest.mark.parametrize("first", ["tencache_ds", "deepspeed"])
+def test_explicit_import(script: Script, first: str) -> None:
+    lines = ["import tencache_ds", "import deepspeed"]
+    lines = lines if first == "tencache_ds" else lines[::-1]
+    script.path.write_text("\n".join([*lines, SCRIPT]))
+    _, report = script.config("nvme", offload_engine="tencache").python(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert ours(report)
+
+
+def test_disabled_by_the_environment(script: Script) -> None:
+    _, report = script.config("cpu", offload_engine="tencache").python(TENCACHE_DISABLE="1")
+    assert not ours(report)
+    assert report["before"] == report["after"]
+
+
+def test_a_changed_seam_is_an_error_and_nothing_is_replaced(script: Script) -> None:
+    change = "PartitionedParameterCoordinator.reset_step = lambda self, unknown: None; report['before'] = facts()"
+    _, report = script.config("nvme", offload_engine="tencache").python(SCRIPT_EXTRA=change)
+    assert report["engines"] == []
+    (error,) = report["errors"]
+    assert error.startswith("SeamError: DeepSpeed 0.")
+    assert "PartitionedParameterCoordinator.reset_step" in error
+    assert "unknown" in error
+    assert report["before"] == report["after"]
+    assert report["stock_classes"]
+
+
+def test_a_missing_seam_is_an_error(script: Script) -> None:
+    change = "del stage3.DeepSpeedZeroOptimizer_Stage3.get_fp32_grad_partitions"
+    _, report = script.config("nvme", offload_engine="tencache").python(SCRIPT_EXTRA=change)
+    (error,) = report["errors"]
+    assert error.startswith("SeamError: DeepSpeed 0.")
+    assert "get_fp32_grad_partitions" in error

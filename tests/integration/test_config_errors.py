@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot work is refused at the start, with an error that names the key, the reason and the remedy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.timeout(240)
+
+HERE = Path(__file__).parent
+PROGRAM = "error_cases.py"
+ZENFLOW = {"topk_ratio": 0.1, "select_strategy": "auto", "select_interval": "auto", "update_interval": 4,
+           "full_warm_up_rounds": 0, "overlap_step": True}  # fmt: skip
+
+
+def zero(**changes: Any) -> dict[str, Any]:
+    return {"change": {"zero_optimization": changes}}
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    return {"change": {"tencache": changes}}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "unknown_engine": (
+        {"change": {"offload_engine": "fastcache"}},
+        ("ConfigError", '"offload_engine"', "'fastcache'", '"tencache"'),
+    ),
+    "unknown_engine_by_alias": (
+        {"change": {"offload_engine": None, "zero_optimization": {"offload_engine": "fastcache"}}},
+        ("ConfigError", '"zero_optimization.offload_engine"', "'fastcache'"),
+    ),
+    "unknown_option": (options(host_memry="4GiB"), ("ConfigError", '"tencache.host_memry"', "4GiB", "host_memory")),
+    "bad_size": (options(host_memory="lots"), ("ConfigError", '"tencache.host_memory"', "'lots'", "4GiB")),
+    "bad_backend": (options(io_backend="rocket"), ("ConfigError", '"tencache.io_backend"', "'rocket'", "posix")),
+    "too_many_lanes": (options(io_lanes=1000), ("ConfigError", '"tencache.io_lanes"', "1000", "64")),
+    "options_not_an_object": ({"change": {"tencache": 5}}, ("ConfigError", '"tencache"', "5")),
+    "stage_2": (
+        {"change": {"zero_optimization": {"stage": 2, "offload_param": None}} , "zero_init": False},
+        ("ConfigError", '"zero_optimization.stage"', "2", "Set it to 3"),
+    ),
+    "zenflow": (zero(zenflow=ZENFLOW), ("ConfigError", '"zero_optimization.zenflow"', "Remove one of the two")),
+    "super_offload": (
+        zero(offload_optimizer={"device": "cpu", "super_offload": True}),
+        ("ConfigError", '"zero_optimization.offload_optimizer.super_offload"'),
+    ),
+    "deepcompile": ({"change": {"compile": {"deepcompile": True}}}, ("ConfigError", '"compile.deepcompile"')),
+    "twin_flow": (
+        zero(offload_optimizer={"ratio": 0.5}),
+        ("ConfigError", '"zero_optimization.offload_optimizer.ratio"', "1.0"),
+    ),
+    "hpz": (zero(zero_hpz_partition_size=2), ("ConfigError", '"zero_optimization.zero_hpz_partition_size"')),
+    "nothing_to_offload": (
+        zero(offload_param=None, offload_optimizer=None),
+        ("ConfigError", "nothing to offload", '"zero_optimization.offload_param.device"'),
+    ),
+    "no_nvme_path_for_weights": (
+        zero(offload_param={"nvme_path": None}),
+        ("ConfigError", '"zero_optimization.offload_param.nvme_path"', "missing"),
+    ),
+    "no_nvme_path_for_the_optimizer": (
+        zero(offload_optimizer={"nvme_path": None}),
+        ("ConfigError", '"zero_optimization.offload_optimizer.nvme_path"', "missing"),
+    ),
+    "nvme_path_below_a_file": (
+        zero(offload_param={"nvme_path": "cases.json/nvme"}),
+        ("ConfigError", '"zero_optimization.offload_param.nvme_path"', "cases.json/nvme", "Not a directory"),
+    ),
+    "nvme_path_is_a_file": (
+        zero(offload_param={"nvme_path": "cases.json"}),
+        ("ConfigError", '"zero_optimization.offload_param.nvme_path"', "cases.json"),
+    ),
+    "nvme_path_cannot_be_made": (
+        zero(offload_optimizer={"nvme_path": "/proc/tencache"}),
+        ("ConfigError", '"zero_optimization.offload_optimizer.nvme_path"', "/proc/tencache"),
+    ),
+    "nvme_path_not_writable": (
+        {"change": {"zero_optimization": {"offload_param": {"nvme_path": "foreign"}}}, "circumstance": "foreign"},
+        ("ConfigError", '"zero_optimization.offload_param.nvme_path"', "foreign", "not writable"),
+    ),
+    "too_little_space": (
+        {"circumstance": "little_space"},
+        ("SpaceError", "GiB", "missing", "zero_optimization.offload_optimizer.nvme_path"),
+    ),
+    "files_cannot_grow": ({"circumstance": "small_files"}, ("SpaceError", ".bin")),
+    "too_little_staging_memory": (
+        options(staging_memory=4096),
+        ("ConfigError", '"tencache.staging_memory"', "4096", "at least", '"tencache.chunk_size"'),
+    ),
+    "memory_cannot_be_locked": (
+        {"circumstance": "memlock", "change": {"tencache": {"io_backend": "aio"}}},
+        ("LockedMemoryError", "ulimit"),
+    ),
+    "muon": (
+        {"change": {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "weight_decay": None}}}},
+        ("ConfigError", "Muon", "Use another optimizer"),
+    ),
+}  # fmt: skip
+if torch.cuda.is_available():
+    # Memory registered with CUDA does not count against the limit on locked memory.
+    del REFUSED["memory_cannot_be_locked"]
+WORKS: dict[str, dict[str, Any]] = {
+    "null_options": {"change": {"tencache": None}},
+    "without_permission_to_lock": {"circumstance": "memlock"},
+    "without_pinned_memory": zero(offload_param={"pin_memory": False}, offload_optimizer={"pin_memory": False}),
+    "both_keys": zero(offload_engine="tencache"),
+    "afterwards": {},
+}
+
+
+@pytest.fixture(scope="module")
+def outcome(harness: Any) -> Any:
+    cases = [(name, case, "tencache") for name, (case, _) in REFUSED.items()]
+    cases += [(name, case, "tencache") for name, case in WORKS.items()]
+    return harness.run([*cases, ("afterwards", {}, "stock")], program=PROGRAM, timeout_s=150)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(outcome: Any, name: str) -> None:
+    found = outcome.result(name, "tencache")
+    print(found["failure"])
+    for words in REFUSED[name][1]:
+        assert words in found["failure"]
+    assert found["threads"] == []
+    assert found["scratch"] == [], "nothing may be left on the disk"
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_works(outcome: Any, name: str) -> None:
+    found = outcome.result(name, "tencache")
+    assert found["failure"] == ""
+    assert found["losses"] == outcome.result("afterwards", "stock")["losses"]
+    assert found["scratch"] == []
+
+
+def test_backend_without_permission_to_lock(outcome: Any) -> None:
+    expected = "aio" if torch.cuda.is_available() else "posix"
+    assert outcome.result("without_permission_to_lock", "tencache")["io_backend"] == expected
+
+
+def test_the_next_start_removes_what_a_killed_one_left(harness: Any) -> None:
+    folder = harness.folder()
+    cases = folder / "killed.json"
+    cases.write_text('[["long", {"model": "mlp", "steps": 100000}, "tencache"]]')
+    command = [sys.executable, str(HERE / "training.py"), "--cases", str(cases), "--folder", str(folder)]
+    process = harness.start(command, folder, harness.environment())
+    scratch = folder / "nvme" / "tencache"
+    try:
+        t_end = time.monotonic() + 90
+        while not list(scratch.glob("*/rank0/optimizer.bin")):
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < t_end, "training did not start"
+            time.sleep(0.1)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    (left,) = scratch.iterdir()
+    after = harness.run([("next", {"model": "mlp", "steps": 1}, "tencache")], folder=folder, timeout_s=90)
+    after.result("next", "tencache")
+    assert not left.exists()
+    assert str(left) in after.finished.log, "the log says what was removed"
+    assert not scratch.exists()

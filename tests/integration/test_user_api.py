@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's public functions beside training: the same values and the same training after them as with stock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+PROGRAM = "user_api_cases.py"
+COMPARED = (
+    "read_state",
+    "write_full_state",
+    "write_local_state",
+    "gather_before_and_between",
+    "gather_everything",
+    "evaluate_between",
+    "two_engines",
+    "destroy_one_of_two",
+    "second_zero_init",
+    "parts_of_two_zero_inits",
+    "accumulation_by_hand",
+    "accumulation_unmanaged",
+    "backward_of_the_user",
+    "evaluation_without_optimizer",
+)
+COMPARED_ON_TWO_RANKS = (
+    "read_state",
+    "write_full_state",
+    "write_local_state",
+    "gather_before_and_between",
+    "gather_everything",
+    "evaluate_between",
+    "parts_of_two_zero_inits",
+    "accumulation_unmanaged",
+    "evaluation_without_optimizer",
+)
+OURS = ("destroy", "dropped_model", "stats_and_monitor")
+
+
+def cases(names: tuple[str, ...]) -> list[tuple[str, dict[str, Any], str]]:
+    return [(name, {"scenario": name}, engine) for name in names for engine in ("stock", "tencache")]
+
+
+@pytest.fixture(scope="module")
+def one_rank(harness: Any) -> Any:
+    ours = [(name, {"scenario": name}, "tencache") for name in OURS]
+    return harness.run([*ours, *cases(COMPARED)], program=PROGRAM, timeout_s=200)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(harness: Any) -> Any:
+    return harness.run(cases(COMPARED_ON_TWO_RANKS), ranks=2, program=PROGRAM, timeout_s=200)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_as_with_stock(one_rank: Any, name: str) -> None:
+    assert one_rank.result(name, "tencache") == one_rank.result(name, "stock")
+
+
+@pytest.mark.parametrize("name", COMPARED_ON_TWO_RANKS)
+def test_as_with_stock_on_two_ranks(two_ranks: Any, name: str) -> None:
+    for rank in two_ranks.ranks:
+        assert two_ranks.result(name, "tencache", rank) == two_ranks.result(name, "stock", rank)
+
+
+def test_beside_tencache_a_stock_engine_is_stock(one_rank: Any) -> None:
+    assert one_rank.result("two_engines", "tencache")["class_of_stock"] == "DeepSpeedZeroOptimizer_Stage3"
+
+
+def test_destroy_removes_files_and_threads(one_rank: Any) -> None:
+    seen = one_rank.result("destroy", "tencache")
+    folders, threads = zip(seen["before"], seen["during"], strict=True)
+    assert len(folders[1]) == len(folders[0]) + 1
+    assert len(threads[1]) > len(threads[0])
+    assert seen["after"] == seen["before"]
+    assert seen["training_after"].startswith("TenCacheError: this model's DeepSpeed engine was destroyed")
+
+
+def test_a_dropped_model_takes_its_files_and_threads_along(one_rank: Any) -> None:
+    seen = one_rank.result("dropped_model", "tencache")
+    assert seen["during"] != seen["before"]
+    assert seen["after"] == seen["before"]
+
+
+def test_stats(one_rank: Any) -> None:
+    seen = one_rank.result("stats_and_monitor", "tencache")
+    before, after = seen["before"], seen["after"]
+    assert before["last_step"] is None
+    assert before["total"]["step"] == 0
+    assert after["total"]["step"] == after["last_step"]["step"] == 4
+    step = after["last_step"]
+    assert 0 < step["update_seconds"] < step["seconds"]
+    # 12 bytes of state and 2 of weights each way and once more for backward, and the padding of chunks to 4 KiB.
+    assert 13 * seen["numel"] < step["nbytes"]["nvme_read"] < 18 * seen["numel"]
+    assert 13 * seen["numel"] < step["nbytes"]["nvme_write"] < 16 * seen["numel"]
+    assert step["nbytes"]["d2h"] == 2 * seen["numel"]
+    assert sum(step["accesses"].values()) > 0
+    assert step["events"] == {"divergence": 0, "overflow_buffer": 0, "discarded_read": 0}
+    assert after["stored_nbytes"] >= 14 * seen["numel"] * 0.99
+    assert 0 < after["staging_peak_nbytes"] <= after["staging_nbytes"]
+    assert after["pinned_nbytes"] <= after["pinned_peak_nbytes"]
+    assert after["io_backend"] in ("aio", "posix")
+    assert "on NVMe" in seen["description"]
+    assert "offload_engine" in seen["error_for_stock"]
+
+
+def test_monitor_gets_every_figure_of_a_step(one_rank: Any) -> None:
+    files = one_rank.result("stats_and_monitor", "tencache")["csv"]
+    for name in ("step_seconds", "bytes_nvme_read", "bytes_nvme_write", "stall_weight_read", "weights_prefetched"):
+        assert f"TenCache_{name}.csv" in files

@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts do with a DeepSpeed engine besides training: one scenario per case, run like ``training.py``.
+
+Each scenario returns everything a user would see; ``test_user_api.py`` compares it between the engines.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import training
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
+from models import MODELS, Mlp
+from training import build, digests, train
+
+
+def value_of(tensor: torch.Tensor | None) -> list[Any] | None:
+    """A tensor as an exact and readable value: dtype, shape, sum and norm of its float64 elements."""
+    if tensor is None:
+        return None
+    wide = tensor.detach().double().cpu()
+    weighted = wide.flatten() * torch.arange(1, wide.numel() + 1)
+    return [list(tensor.shape), wide.sum().item().hex(), weighted.sum().item().hex()]
+
+
+class Scenario:
+    """An engine of the kind under test, its batches and the losses so far."""
+
+    def __init__(self, engine_name: str, folder: str, rank: int, **case: Any) -> None:
+        edit = case.pop("edit", None)
+        self.name = engine_name
+        self.engine = build({"model": "mlp"} | case, engine_name, os.path.join(folder, "nvme"), edit)
+        self.generator = torch.Generator().manual_seed(1000 + rank)
+        self.seen: dict[str, Any] = {"losses": []}
+
+    def train(self, steps: int = 3) -> None:
+        self.seen["losses"] += train(self.engine, steps, self.generator, oracle=self.name == "stock")
+
+    def backward(self, *, step: bool = True) -> None:
+        loss = self.engine(*self.batch())
+        self.seen["losses"].append(float(loss.detach()).hex())
+        self.engine.backward(loss)
+        if step:
+            self.engine.step()
+            if self.name == "stock":
+                training.zero_gradients(self.engine)
+
+    def batch(self) -> list[torch.Tensor]:
+        return [tensor.to(self.engine.device) for tensor in self.engine.module.batch(self.generator)]
+
+    def params(self) -> list[tuple[str, Any]]:
+        return [(name, param) for name, param in self.engine.module.named_parameters() if param.requires_grad]
+
+    def end(self) -> dict[str, Any]:
+        self.seen["weights"] = digests(self.engine.module)
+        self.engine.destroy()
+        return self.seen
+
+
+def read_state(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    s = Scenario(engine_name, folder, rank)
+    s.seen["master_at_start"] = {n: value_of(safe_get_full_fp32_param(p)) for n, p in s.params()}
+    s.train()
+    s.backward(step=False)
+    s.seen["gradients"] = {n: value_of(safe_get_full_grad(p)) for n, p in s.params()}
+    s.seen["local_gradients"] = {n: value_of(safe_get_local_grad(p)) for n, p in s.params()}
+    s.engine.step()
+    if engine_name == "stock":
+        training.zero_gradients(s.engine)
+    for n, p in s.params():
+        s.seen[f"master {n}"] = value_of(safe_get_full_fp32_param(p))
+        s.seen[f"local master {n}"] = value_of(safe_get_local_fp32_param(p))
+        for key in ("exp_avg", "exp_avg_sq"):
+            s.seen[f"{key} {n}"] = value_of(safe_get_full_optimizer_state(p, key))
+            s.seen[f"local {key} {n}"] = value_of(safe_get_local_optimizer_state(p, key))
+    s.train()
+    return s.end()
+
+
+def write_full_state(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    s = Scenario(engine_name, folder, rank)
+    s.train()
+    for _, p in s.params():
+        safe_set_full_fp32_param(p, safe_get_full_fp32_param(p) * 0.75)
+        safe_set_full_optimizer_state(p, safe_get_full_optimizer_state(p, "exp_avg") + 0.01, "exp_avg")
+        safe_set_full_optimizer_state(p, safe_get_full_optimizer_state(p, "exp_avg_sq") * 2, "exp_avg_sq")
+    s.seen["read_back"] = {n: value_of(safe_get_full_fp32_param(p)) for n, p in s.params()}
+    s.train()
+    s.backward(step=False)
+    for _, p in s.params():
+        safe_set_full_grad(p, safe_get_full_grad(p) * 3)
+    s.seen["gradients"] = {n: value_of(safe_get_full_grad(p)) for n, p in s.params()}
+    s.engine.step()
+    if engine_name == "stock":
+        training.zero_gradients(s.engine)
+    s.train()
+    return s.end()
+
+
+def write_local_state(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    s = Scenario(engine_name, folder, rank, clipping=0.1)
+    s.train()
+    for _, p in s.params():
+        safe_set_local_fp32_param(p, safe_get_local_fp32_param(p) * 0.75)
+        safe_set_local_optimizer_state(p, safe_get_local_optimizer_state(p, "exp_avg") + 0.01, "exp_avg")
+    s.train()
+    s.backward(step=False)
+    for _, p in s.params():
+        safe_set_local_grad(p, safe_get_local_grad(p) * 3)
+    s.engine.step()
+    if engine_name == "stock":
+        training.zero_gradients(s.engine)
+    s.train()
+    return s.end()
+
+
+def gather_before_and_between(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    def edit(model: Any) -> None:
+        with deepspeed.zero.GatheredParameters([model.layers[1].weight, model.layers[1].bias], modifier_rank=0):
+            if rank == 0:
+                model.layers[1].weight.data.mul_(0.5)
+                model.layers[1].bias.data.fill_(0.25)
+
+    s = Scenario(engine_name, folder, rank, edit=edit)
+    s.seen["initial"] = digests(s.engine.module)
+    s.train()
+    layers = s.engine.module.layers
+    with deepspeed.zero.GatheredParameters([layers[2].weight, layers[0].weight], modifier_rank=0):
+        s.seen["between"] = value_of(layers[2].weight.data)
+        if rank == 0:
+            layers[2].weight.data.add_(0.125)
+            layers[0].weight.data.zero_()
+    s.engine.optimizer.refresh_fp32_params()
+    s.seen["changed"] = digests(s.engine.module)
+    s.train()
+    with deepspeed.zero.GatheredParameters([layers[3].weight]):  # only read
+        s.seen["read"] = value_of(layers[3].weight.data)
+    s.train()
+    return s.end()
+
+
+def gather_everything(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    s = Scenario(engine_name, folder, rank, model="llama", smallest_staging=True)
+    s.train()
+    everything = list(s.engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(everything):
+        s.seen["everything"] = [value_of(param.data) for param in everything]
+    with deepspeed.zero.GatheredParameters(everything, modifier_rank=0):
+        if rank == 0:
+            for param in everything:
+                param.data.mul_(0.9)
+    s.engine.optimizer.refresh_fp32_params()
+    s.seen["changed"] = digests(s.engine.module)
+    s.train()
+    return s.end()
+
+
+def evaluate_between(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    s = Scenario(engine_name, folder, rank, model="llama", accumulation=2)
+    (tokens,) = s.engine.module.batch(torch.Generator().manual_seed(4))
+    tokens = tokens.to(s.engine.device)
+    seen: list[Any] = []
+    for _ in range(3):
+        s.train(1)
+        s.engine.eval()
+        with torch.no_grad():
+            seen.append(float(s.engine(tokens)).hex())
+            for length in range(1, 9):  # as in generation: the same weights again and again, on growing input
+                seen.append(value_of(s.engine.module.model(input_ids=tokens[:, :length], use_cache=False).logits))
+        seen.append(float(s.engine(tokens).detach()).hex())  # a graph that is never used
+        s.engine.train()
+        with torch.no_grad():
+            seen.append(float(s.engine(tokens)).hex())
+    s.seen["evaluations"] = seen
+    return s.end()
+
+
+def two_engines(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for partner, other_name in (("stock", "stock"), ("same", engine_name)):
+        first = Scenario(engine_name, folder, rank)
+        other = Scenario(other_name, folder, rank, model="tied")
+        if partner == "stock":
+            seen["class_of_stock"] = type(other.engine.optimizer).__name__
+        for _ in range(3):
+            first.train(1)
+            other.train(2)
+        seen[f"beside_{partner}"] = [other.end(), first.end()]
+    return seen
+
+
+def destroy_one_of_two(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    first, second = (Scenario(engine_name, folder, rank, model=model) for model in ("mlp", "tied"))
+    first.train()
+    second.train()
+    result = {"first": first.end()}
+    second.train()
+    return result | {"second": second.end()}
+
+
+def second_zero_init(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    s = Scenario(engine_name, folder, rank)
+    s.train()
+    config = training.config_for({"model": "mlp"}, engine_name, os.path.join(folder, "nvme"))
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        other = Mlp()
+    s.train()
+    with deepspeed.zero.GatheredParameters(list(other.parameters())):
+        s.seen["other"] = [float(param.detach().double().sum()) != 0 for param in other.parameters()]
+    del other
+    s.train()
+    return s.end()
+
+
+class TwoParts(torch.nn.Module):
+    """Two parts made in separate ``zero.Init`` contexts."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            self.first = Mlp(depth=2)
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            self.second = Mlp(depth=2)
+
+    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return self.first.batch(generator)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.first(x, y) + self.second(x, y)
+
+
+def parts_of_two_zero_inits(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    config = training.config_for({}, engine_name, os.path.join(folder, "nvme"))
+    MODELS["two_parts"] = lambda: TwoParts(config)
+    s = Scenario(engine_name, folder, rank, model="two_parts", zero_init=False)
+    s.train(6)
+    everything = list(s.engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(everything, modifier_rank=0):
+        s.seen["everything"] = [value_of(param.data) for param in everything]
+        if rank == 0:
+            for param in everything:
+                param.data.mul_(0.9)
+    s.engine.optimizer.refresh_fp32_params()
+    s.train()
+    if engine_name == "tencache":
+        engines = len(s.engine.optimizer.tencache.all())
+        if engines != 2:
+            raise RuntimeError(f"expected the engines of two zero.Init contexts, found {engines}")
+    return s.end()
+
+
+def accumulation_by_hand(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    s = Scenario(engine_name, folder, rank, clipping=0.1)
+    for _ in range(3):
+        for last in (False, False, True):
+            s.engine.set_gradient_accumulation_boundary(last)
+            s.backward(step=False)
+        s.engine.step()
+        if engine_name == "stock":
+            training.zero_gradients(s.engine)
+    return s.end()
+
+
+def accumulation_unmanaged(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    config = {"managed_gradient_accumulation": False}
+    s = Scenario(engine_name, folder, rank, model="random_skip", clipping=0.1, config=config)
+    for count in (1, 3, 2, 2):
+        for _ in range(count):
+            s.backward(step=False)
+        s.engine.step()
+        if engine_name == "stock":
+            training.zero_gradients(s.engine)
+    return s.end()
+
+
+def backward_of_the_user(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    s = Scenario(engine_name, folder, rank)
+    for _ in range(4):
+        loss = s.engine(*s.batch())
+        s.seen["losses"].append(float(loss.detach()).hex())
+        s.engine.scale(loss).backward()
+        s.engine.step()
+        if engine_name == "stock":
+            training.zero_gradients(s.engine)
+    return s.end()
+
+
+def evaluation_without_optimizer(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    config = training.config_for({"model": "llama"}, engine_name, os.path.join(folder, "nvme"))
+    del config["optimizer"], config["zero_optimization"]["offload_optimizer"]
+    torch.manual_seed(7)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = MODELS["llama"]()
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine.eval()
+    (tokens,) = engine.module.batch(torch.Generator().manual_seed(4))
+    tokens = tokens.to(engine.device)
+    with torch.no_grad():
+        losses = [float(engine(tokens)).hex() for _ in range(4)]
+    if engine_name == "tencache":
+        import tencache_ds
+
+        accesses = tencache_ds.stats(engine).total.accesses
+        if accesses["prefetched"] + accesses["late"] <= accesses["demand"]:
+            raise RuntimeError(f"weights should be read ahead: {accesses}")
+    kept = {name: value.clone() for name, value in (engine._zero3_consolidated_16bit_state_dict() or {}).items()}
+    engine.destroy()
+    return {"losses": losses, "weights": {name: value_of(value) for name, value in kept.items()}}
+
+
+def scratch_folders(folder: str) -> list[str]:
+    return sorted(path.name for path in Path(folder, "nvme", "tencache").glob("*-*"))
+
+
+def io_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+
+
+def destroy(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    before = scratch_folders(folder), io_threads()
+    s = Scenario(engine_name, folder, rank)
+    s.train()
+    during = scratch_folders(folder), io_threads()
+    s.engine.destroy()
+    s.engine.destroy()
+    after = scratch_folders(folder), io_threads()
+    message = ""
+    try:
+        s.train(1)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    return {"before": before, "during": during, "after": after, "training_after": message}
+
+
+def dropped_model(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    before = scratch_folders(folder), io_threads()
+    config = training.config_for({}, engine_name, os.path.join(folder, "nvme"))
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Mlp()
+    during = scratch_folders(folder), io_threads()
+    del model
+    gc.collect()
+    t_end = time.monotonic() + 10
+    while (scratch_folders(folder), io_threads()) != before and time.monotonic() < t_end:
+        time.sleep(0.05)
+    return {"before": before, "during": during, "after": (scratch_folders(folder), io_threads())}
+
+
+def stats_and_monitor(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    import dataclasses
+
+    import tencache_ds
+
+    monitor = {"csv_monitor": {"enabled": True, "output_path": os.path.join(folder, "csv"), "job_name": "job"}}
+    s = Scenario(engine_name, folder, rank, config=monitor)
+    s.seen["before"] = dataclasses.asdict(tencache_ds.stats(s.engine))
+    s.train(4)
+    s.seen["after"] = dataclasses.asdict(tencache_ds.stats(s.engine))
+    s.seen["numel"] = sum(param.ds_numel for _, param in s.params())
+    s.seen["description"] = s.engine.optimizer.tencache.describe()
+    s.end()
+    s.seen["csv"] = sorted(path.name for path in Path(folder, "csv").rglob("*.csv"))
+    try:
+        tencache_ds.stats(Scenario("stock", folder, rank).engine)
+    except ValueError as error:
+        s.seen["error_for_stock"] = str(error)
+    return s.seen
+
+
+SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
+    function.__name__: function
+    for function in (
+        read_state,
+        write_full_state,
+        write_local_state,
+        gather_before_and_between,
+        gather_everything,
+        evaluate_between,
+        two_engines,
+        destroy_one_of_two,
+        second_zero_init,
+        parts_of_two_zero_inits,
+        accumulation_by_hand,
+        accumulation_unmanaged,
+        backward_of_the_user,
+        evaluation_without_optimizer,
+        destroy,
+        dropped_model,
+        stats_and_monitor,
+    )
+}
+
+
+def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    return SCENARIOS[case["scenario"]](engine_name, folder, rank)
+
+
+if __name__ == "__main__":
+    training.main(run)
