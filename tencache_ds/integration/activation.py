@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
+import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -97,29 +97,35 @@ def activate() -> None:
         options = options_of(self._config)
         if options is None:
             return configure(self, optimizer)
+        t_start_s = time.perf_counter()
         with _substituted_classes(self, options):
             configured = configure(self, optimizer)
         if not hasattr(configured, "tencache"):
             _complete_without_optimizer(configured)
+        if hasattr(configured, "tencache"):  # a model of which nothing is offloaded has no engine to speak of
+            _announce(configured.tencache, time.perf_counter() - t_start_s)
         return configured
 
     setattr(_configure_zero_optimizer, _HOOKED, True)
     engine_module.DeepSpeedEngine._configure_zero_optimizer = _configure_zero_optimizer
-    _announce()
 
 
-def _announce() -> None:
+def _announce(engine: TenCacheEngine, seconds: float) -> None:
+    """The one line that says what is active and what lives where, on rank 0.
+
+    The user asked for TenCache: it shows whatever DeepSpeed's log level is (INFO is hidden by default).
+    """
     import deepspeed
     from deepspeed import comm as dist
     from deepspeed.utils import logger as deepspeed_logger
 
     import tencache_ds
 
-    # zero.Init parses its config before it sets up the process group: then only the launcher's variable tells the rank.
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    if rank == 0:
-        # The user asked for TenCache: this line shows whatever DeepSpeed's log level is (INFO is hidden by default).
-        message = f"TenCache {tencache_ds.__version__} is active with DeepSpeed {deepspeed.__version__}"
+    if dist.get_rank() == 0:
+        message = (
+            f"TenCache {tencache_ds.__version__} is active with DeepSpeed {deepspeed.__version__}: per rank "
+            f"{engine.describe()}; built in {seconds:.1f} s"
+        )
         (deepspeed_logger.info if deepspeed_logger.isEnabledFor(logging.INFO) else print)(message)
 
 

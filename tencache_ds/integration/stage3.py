@@ -18,7 +18,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.utils import logger
 
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import ConfigError
@@ -50,7 +49,6 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._optimizer_on_nvme = False
         self._combined_scale: Any = 1.0
         self._weights_changing = False
-        t_start = time.perf_counter()
         try:
             _refuse_optimizer(init_optimizer)
             super().__init__(module, init_optimizer, *args, **kwargs)
@@ -59,9 +57,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             for engine in [*engines_of(module), *([self.tencache] if self.tencache is not None else [])]:
                 engine.close()
             raise
-        engine = self._require_engine()
         self._get_param_coordinator().weights_stay = self._weights_stay
-        self._tencache_report(engine, time.perf_counter() - t_start)
 
     # Building
 
@@ -404,10 +400,6 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if self.tencache is None or self.tencache.closed:
             raise RuntimeError("this DeepSpeed engine was destroyed: its weights and optimizer state are gone")
         return self.tencache
-
-    def _tencache_report(self, engine: TenCacheEngine, seconds: float) -> None:
-        if dist.get_rank() == 0:
-            logger.info(f"TenCache: {engine.describe()}; optimizer built in {seconds:.1f} s")
 
 
 def _refuse_optimizer(optimizer: Any) -> None:

@@ -18,16 +18,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tencache_ds.errors import ConfigError, StorageError
-from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, Priority, Ticket
-from tencache_ds.io.lanes import LanePool
-from tencache_ds.io.posix import PosixFiles
+from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation
+from tencache_ds.io.posix import PosixBackend
 
 _first_write_lock = threading.Lock()
 _first_write_done = threading.Event()
@@ -37,8 +35,8 @@ _N_CONTEXTS_PER_HANDLE = 2
 """An ``aio_handle`` sets up one kernel context for itself and one for its worker thread."""
 
 
-class AioBackend:
-    """Storage through DeepSpeed's async_io op (satisfies :class:`tencache_ds.io.backend.StorageBackend`).
+class AioBackend(PosixBackend):
+    """Storage through DeepSpeed's async_io op, and through plain descriptors for what it cannot take.
 
     Pinned buffers (by torch, or by DeepSpeed's pin manager) go through the handles; others are moved by plain system
     calls, because a handle would copy them through a locked bounce buffer.
@@ -79,33 +77,12 @@ class AioBackend:
         self._handles: list[Any] = [
             op.aio_handle(block_nbytes, queue_depth, single_submit, overlap_events, 1) for _ in range(n_lanes)
         ]
-        self._files = PosixFiles()
-        self._pool = LanePool(n_lanes, self._transfer, request_nbytes)
-        self.counters = self._pool.counters
-
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
-        return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
-
-    def forget(self, path: str) -> None:
-        """Closes the descriptors of a file that is about to be, or has been, removed. Any thread."""
-        self._files.forget(path)
+        super().__init__(n_lanes, request_nbytes)
 
     def close(self) -> None:
-        """Waits for everything submitted, joins the lanes, frees the handles. Idempotent."""
-        self._pool.close()
+        """Waits for everything submitted, joins the lanes, frees the handles, closes the files. Idempotent."""
+        super().close()
         self._handles.clear()
-        self._files.close()
 
     def _transfer(self, lane: int, operation: Operation, path: str, offset: int, piece: torch.Tensor, tag: str) -> None:
         nbytes = piece.numel()
