@@ -47,12 +47,12 @@ class CheckpointMixin:
         masters = []
         try:
             for index, placeholder in enumerate(flats):
-                placeholder.data = self._state.whole(index, MASTER)
+                placeholder.data = self._saved_state(index, MASTER)
                 masters.append(placeholder.data.detach().requires_grad_())
                 if self._updater.started(index):
                     state = self.optimizer.state[placeholder]
                     for kind in self._state.kinds(index)[1:]:
-                        state[kind] = self._state.whole(index, kind)
+                        state[kind] = self._saved_state(index, kind)
             saved = super()._rigid_state_dict()
             packed = saved[OPTIMIZER_STATE_DICT]
             # The packed state shares its dicts with the optimizer, which lets go of the tensors below.
@@ -64,6 +64,14 @@ class CheckpointMixin:
             for index in range(len(flats)):
                 self._updater.detach(index)
         return saved
+
+    def _saved_state(self, index: int, kind: str) -> torch.Tensor:
+        """One kind of state as a checkpoint takes it: mapped, or copied for an engine that writes during training."""
+        value = self._state.whole(index, kind)
+        deepspeed_engine = self._deepspeed_engine()
+        checkpoint_engine = getattr(deepspeed_engine, "checkpoint_engine", None)
+        in_background = checkpoint_engine is not None and checkpoint_engine.is_decoupled()
+        return value.clone() if in_background else value
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
         if self._state is None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -40,7 +41,12 @@ class SubGroupUpdater:
     """Applies an optimizer to the sub-groups of an :class:`OptimizerStateTier`. Used by the training thread."""
 
     def __init__(
-        self, optimizer: Any, state: OptimizerStateTier, gradients: GradientTier, placeholders: list[torch.Tensor]
+        self,
+        optimizer: Any,
+        state: OptimizerStateTier,
+        gradients: GradientTier,
+        placeholders: list[torch.Tensor],
+        local_ranks: int,
     ) -> None:
         """
         Args:
@@ -48,11 +54,13 @@ class SubGroupUpdater:
             state: where master weights and moments live.
             gradients: the accumulated gradients.
             placeholders: per sub-group, the (empty) fp32 tensor under which the optimizer knows it.
+            local_ranks: ranks that share this host's cores.
         """
         self._optimizer = optimizer
         self._state = state
         self._gradients = gradients
         self._placeholders = placeholders
+        self._local_ranks = local_ranks
         self._scratch: torch.Tensor | None = None
         self._started: set[int] = set()
         self._cpu_share = CpuShare()
@@ -175,7 +183,8 @@ class SubGroupUpdater:
         """Leaves cores to the I/O lanes while chunks are streamed."""
         if self._state.residency(sub_group) is StateResidency.HOST:
             return nullcontext()
-        return self._cpu_share.limited(cores_for_arithmetic(torch.get_num_threads()))
+        cores = len(os.sched_getaffinity(0))
+        return self._cpu_share.limited(cores_for_arithmetic(torch.get_num_threads(), cores, self._local_ranks))
 
     def _scratch_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self._scratch is None or self._scratch.numel() < numel or self._scratch.dtype != dtype:

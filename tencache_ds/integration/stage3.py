@@ -139,7 +139,13 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self.grad_partitions_flat_buffer = buffer
         self._gradients = GradientTier(buffer, segments, engine.counters)
         setattr(self, _GRAD_PARTITIONS, {segment.key: self._gradients.segment(segment.key) for segment in segments})
-        self._updater = SubGroupUpdater(self.optimizer, self._state, self._gradients, self.fp32_partitioned_groups_flat)
+        self._updater = SubGroupUpdater(
+            self.optimizer,
+            self._state,
+            self._gradients,
+            self.fp32_partitioned_groups_flat,
+            engine.surroundings.local_ranks,
+        )
         starts = itertools.accumulate((int(n) for n in self.fp16_partitioned_groups_flat_numel), initial=0)
         self._sub_group_starts = list(starts)
 

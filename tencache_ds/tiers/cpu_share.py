@@ -17,9 +17,16 @@ SMALLEST_SHARED_CORES = 4
 """Below this a core is worth more to the arithmetic than to the lanes, which mostly wait for the disk."""
 
 
-def cores_for_arithmetic(threads: int) -> int:
-    """Threads to use out of ``threads`` while data is streamed."""
-    return threads // 2 if threads >= SMALLEST_SHARED_CORES else threads
+def cores_for_arithmetic(threads: int, cores: int, local_ranks: int) -> int:
+    """Threads to use while data is streamed.
+
+    Args:
+        threads: OpenMP threads this process would use.
+        cores: cores it may run on, which it shares with the other ranks of the host.
+        local_ranks: ranks on the host.
+    """
+    share = min(threads, max(cores // max(local_ranks, 1), 1))
+    return share // 2 if share >= SMALLEST_SHARED_CORES else share
 
 
 class CpuShare:
