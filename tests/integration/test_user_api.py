@@ -37,7 +37,7 @@ COMPARED_ON_TWO_RANKS = (
     "accumulation_unmanaged",
     "evaluation_without_optimizer",
 )
-OURS = ("destroy", "dropped_model", "stats_and_monitor")
+OURS = ("background_checkpoint", "destroy", "dropped_model", "stats_and_monitor")
 
 
 def cases(names: tuple[str, ...]) -> list[tuple[str, dict[str, Any], str]]:
@@ -68,6 +68,12 @@ def test_as_with_stock_on_two_ranks(two_ranks: Any, name: str) -> None:
 
 def test_beside_tencache_a_stock_engine_is_stock(one_rank: Any) -> None:
     assert one_rank.result("two_engines", "tencache")["class_of_stock"] == "DeepSpeedZeroOptimizer_Stage3"
+
+
+def test_a_checkpoint_written_in_the_background_keeps_its_values(one_rank: Any) -> None:
+    seen = one_rank.result("background_checkpoint", "tencache")
+    assert seen["after"] == seen["before"]
+    assert seen["later"] != seen["before"]
 
 
 def test_destroy_removes_files_and_threads(one_rank: Any) -> None:

@@ -388,6 +388,21 @@ def stats_and_monitor(engine_name: str, folder: str, rank: int) -> dict[str, Any
     return s.seen
 
 
+def background_checkpoint(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """A checkpoint engine that writes while training goes on needs values that training does not change."""
+    s = Scenario(engine_name, folder, rank)
+    s.train(2)
+    s.engine.checkpoint_engine.is_decoupled = lambda: True
+    masters = s.engine.optimizer.state_dict()["fp32_flat_groups"]
+    before = [value_of(master) for master in masters]
+    s.train(2)
+    s.engine.checkpoint_engine.is_decoupled = lambda: False
+    later = [value_of(master) for master in s.engine.optimizer.state_dict()["fp32_flat_groups"]]
+    seen = {"before": before, "after": [value_of(master) for master in masters], "later": later}
+    s.end()
+    return seen
+
+
 SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
     function.__name__: function
     for function in (
@@ -405,6 +420,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         accumulation_unmanaged,
         backward_of_the_user,
         evaluation_without_optimizer,
+        background_checkpoint,
         destroy,
         dropped_model,
         stats_and_monitor,
