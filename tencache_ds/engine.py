@@ -92,7 +92,6 @@ class TenCacheEngine:
             timeout_s=options.io_timeout_s,
         )
         self.optimizer_state: OptimizerStateTier | None = None
-        self.staging_plan: StagingPlan | None = None
 
     @property
     def closed(self) -> bool:
@@ -175,7 +174,6 @@ class TenCacheEngine:
         shards = [nbytes for tier in tiers for nbytes in tier.stored_nbytes()]
         largest = max((align(nbytes) for nbytes in chunk_nbytes), default=0)
         plan = plan_staging(self.options.staging_memory, shards, largest, len(chunk_nbytes))
-        self.staging_plan = plan
         self._staging_arena = HostArena(plan.nbytes, self._staging_locking(plan.nbytes))
         poison = self.options.poison_buffers
         if plan.chunk_slots:
@@ -210,6 +208,7 @@ class TenCacheEngine:
             pool_waits=sum(pool.n_waits for pool in pools),
             stored_nbytes=sum(store.nbytes_allocated for engine in self.all() for store in engine._stores),
             resident_weight_nbytes=sum(engine.weights.resident_nbytes for engine in self.all()),
+            healed_reads=sum(store.n_healed_reads for engine in self.all() for store in engine._stores),
             io_backend=next((engine._io[0].name for engine in self.all() if engine._io is not None), ""),
         )
 

@@ -110,6 +110,7 @@ class Stats:
         pool_waits: leases that had to wait for a buffer.
         stored_nbytes: bytes of scratch storage allocated on NVMe.
         resident_weight_nbytes: weights kept in host memory.
+        healed_reads: reads that differed from what was written and were right the second time: a disk to watch.
         io_backend: name of the I/O backend in use, or "" when nothing is stored.
     """
 
@@ -122,6 +123,7 @@ class Stats:
     pool_waits: int = 0
     stored_nbytes: int = 0
     resident_weight_nbytes: int = 0
+    healed_reads: int = 0
     io_backend: str = ""
 
 
