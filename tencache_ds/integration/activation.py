@@ -155,14 +155,11 @@ def _substituted_classes(engine: Any, options: Any) -> Iterator[None]:
 
 def _complete_without_optimizer(offload: Any) -> None:
     """For evaluation DeepSpeed makes a bare ``DeepSpeedZeRoOffload``: gives it staging buffers and an end."""
-    from tencache_ds.integration.param_swapper import engines_of
+    from tencache_ds.integration.param_swapper import joined_engine_of
 
-    engines = engines_of(offload.module)
-    if not engines:
+    engine = joined_engine_of(offload.module)
+    if engine is None:
         return
-    engine = engines[0]
-    for other in engines[1:]:
-        engine.adopt(other)
     engine.build_staging([])
     offload.tencache = engine
     stock_destroy = offload.destroy

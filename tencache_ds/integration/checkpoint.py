@@ -144,11 +144,6 @@ class CheckpointMixin:
         for chunk in self._state.chunks(index):
             self._publish(chunk, master[chunk.start : chunk.start + chunk.numel])
 
-    def _drop_staged_weights(self) -> None:
-        self._get_param_coordinator().hide_unused()
-        for engine in self._require_engine().all():
-            engine.weights.drop_stale()
-
     def _check_same_shape(self, masters: list[torch.Tensor]) -> None:
         saved = [master.numel() for master in masters]
         here = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]

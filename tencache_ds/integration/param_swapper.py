@@ -265,6 +265,14 @@ def engines_of(module: torch.nn.Module) -> list[TenCacheEngine]:
     return [swapper.engine for swapper in swappers.values() if isinstance(swapper, ParamSwapper)]
 
 
+def joined_engine_of(module: torch.nn.Module) -> TenCacheEngine | None:
+    """The one engine that answers for a model's weights: the first of :func:`engines_of`, which adopts the others."""
+    engines = engines_of(module)
+    for other in engines[1:]:
+        engines[0].adopt(other)
+    return engines[0] if engines else None
+
+
 def _close_from_any_thread(engine: TenCacheEngine) -> None:
     """Garbage is collected on any thread, also on one of the I/O lanes that closing waits for."""
     if not engine.closed:

@@ -23,7 +23,7 @@ from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import ConfigError
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater, known_kinds
-from tencache_ds.integration.param_swapper import ParamSwapper, engines_of
+from tencache_ds.integration.param_swapper import ParamSwapper, engines_of, joined_engine_of
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.integration.surroundings import build_engine
 from tencache_ds.observability.counters import Link, monitor_events
@@ -64,14 +64,9 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
     def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
         super()._configure_offloading(offload_optimizer_config, offload_param_config)
         self._optimizer_on_nvme, self.swap_optimizer = self.swap_optimizer, False
-        engines = engines_of(self.parameter_offload.module)
-        deepspeed_engine = self._deepspeed_engine()
-        if engines:
-            self.tencache = engines[0]
-            for other in engines[1:]:
-                self.tencache.adopt(other)
-        else:
-            self.tencache = build_engine(deepspeed_engine._config, self._tencache_options)
+        self.tencache = joined_engine_of(self.parameter_offload.module)
+        if self.tencache is None:
+            self.tencache = build_engine(self._deepspeed_engine()._config, self._tencache_options)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         if not self.params_in_nvme_and_cpu:
@@ -220,7 +215,6 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if self._gradients is not None:
             self._gradients.settle()
             self._complete_norms()
-        self._weights_changing = False
         try:
             super().step(closure)
         finally:
@@ -298,10 +292,14 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if self._weights_changing:
             return False
         self._weights_changing = True
+        self._drop_staged_weights()
+        return True
+
+    def _drop_staged_weights(self) -> None:
+        """Forgets every staged copy of a weight that is about to change."""
         self._get_param_coordinator().hide_unused()
         for engine in self._require_engine().all():
             engine.weights.drop_stale()
-        return True
 
     def _publish(self, chunk: Chunk, master: torch.Tensor) -> None:
         """Rounds a chunk's master weights to the model's dtype and puts them where the weights live."""

@@ -65,9 +65,7 @@ class Event(enum.StrEnum):
     """The order of accesses differed from the recorded step."""
 
     OVERFLOW_BUFFER = "overflow_buffer"
-    """A weight was read into ordinary memory because no staging buffer could be had (a large
-    ``GatheredParameters``).
-    """
+    """A weight was read into ordinary memory for want of a staging buffer (a large ``GatheredParameters``)."""
 
     DISCARDED_READ = "discarded_read"
     """A weight was read ahead and dropped without being used."""

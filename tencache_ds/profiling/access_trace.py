@@ -67,9 +67,7 @@ class AccessTrace(Generic[Item]):
         return False
 
     def upcoming(self, limit: int | None = None, *, wrap: bool = False) -> Iterator[Item]:
-        """Items predicted next, nearest first, without repeats; with ``wrap`` the next cycle follows the end of
-        this.
-        """
+        """Items predicted next, nearest first, without repeats; with ``wrap`` beyond the end of the cycle."""
         order, start = self._order, self._position
         length = len(order) if wrap else len(order) - start
 

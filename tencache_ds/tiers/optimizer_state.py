@@ -136,9 +136,7 @@ class OptimizerStateTier:
     # The update: a stream of chunks
 
     def begin_update(self, sub_groups: Sequence[int] | None = None) -> None:
-        """Starts a pass over the stored chunks (of some sub-groups) in ascending order and reads the first ones
-        ahead.
-        """
+        """Starts a pass over the stored chunks (of some sub-groups), ascending, and reads the first ones ahead."""
         self._abandon_ahead()
         groups = self._groups if sub_groups is None else [self._groups[index] for index in sub_groups]
         self._queue = deque(
