@@ -89,7 +89,7 @@ class Harness:
         """What a training process needs, without what pytest's own process may have set."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "TENCACHE_"))}
         environment |= {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
