@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Package layout only; everything else is in pyproject.toml.
 
-The top-level folders ``ops`` and ``configs`` are installed as ``tencache_ds.ops`` and ``tencache_ds.configs``, which
+The top-level folders ``ops``, ``configs`` and ``benchmarks`` are installed as ``tencache_ds.ops`` and so on, which
 ``package_dir`` can say and static package discovery cannot.
 """
 
 from setuptools import find_packages, setup
 
-MAPPED_FOLDERS = ("ops", "configs")
+MAPPED_FOLDERS = ("ops", "configs", "benchmarks")
 
 
 def packages() -> list[str]:

@@ -1,151 +1,182 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One measured training run: what ``benchmarks.compare`` starts through the ``deepspeed`` launcher, once per side.
+"""One measured training run with DeepSpeed, stock or with TenCache: what the config says.
 
-Measures both sides with the same means: wall clock with device synchronisation, the kernel's I/O counters of the
-process, resident memory, locked and pinned memory. The script does not mention TenCache except to read its counters
-at the end.
+    deepspeed --module benchmarks.train_step --model 1.3B --micro-batch 4 --sequence 512 --steps 5 --precision bf16 \\
+        --config ds_config.json --result out.json
+
+The training is that of any DeepSpeed script; stock's modes, ZenFlow and SuperOffload need nothing but their config.
+TenCache is mentioned only where its transfers are metered and its own counters read.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import os
-import re
-import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.models import build
+from . import workloads
+from .measured_run import (
+    MODEL_SEED,
+    MeasuredRun,
+    check_config,
+    limit_gpu_memory,
+    nvme_paths,
+    parser,
+    use_deterministic_algorithms,
+)
+from .storage_meter import StorageMeter
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def process_io() -> tuple[int, int]:
-    """Bytes this process has read from and written to storage, as the kernel counts them (0 on tmpfs)."""
-    text = Path("/proc/self/io").read_text()
-    return tuple(int(re.search(rf"^{key}: (\d+)", text, re.M).group(1)) for key in ("read_bytes", "write_bytes"))  # type: ignore[union-attr]
+class DeepSpeedTrainee:
+    """A DeepSpeed engine under measurement (:class:`benchmarks.measured_run.Trainee`)."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.device: torch.device = engine.device
+        self.vocabulary: int = engine.module.config.vocab_size
+        self.numel: int = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+        self._with_tencache = getattr(engine.optimizer, "tencache", None) is not None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._engine.backward(loss)
+
+    def step(self) -> None:
+        self._engine.step()
+
+    def loss_scale(self) -> float | None:
+        scale = getattr(self._engine.optimizer, "cur_scale", None) if self._engine.fp16_enabled() else None
+        return None if scale is None else float(scale)
+
+    def n_skipped(self) -> int:
+        return int(self._engine.skipped_steps)
+
+    def stall_s(self) -> float:
+        if not self._with_tencache:
+            return 0.0
+        import tencache_ds
+
+        return sum(tencache_ds.stats(self._engine).total.stall_seconds.values())
+
+    def stats(self) -> dict[str, Any] | None:
+        if not self._with_tencache:
+            return None
+        import tencache_ds
+
+        return dataclasses.asdict(tencache_ds.stats(self._engine))
 
 
-def status_nbytes(key: str) -> int:
-    """A size in ``/proc/self/status`` (VmRSS, VmHWM, VmLck), in bytes."""
-    match = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    return int(match.group(1)) * 1024 if match else 0
+def meter_storage(meter: StorageMeter, config: dict[str, Any]) -> None:
+    """Puts the meter at the storage calls that a config leads to. Call it before the first handle is made.
+
+    Raises:
+        ValueError: the config asks for GPUDirect Storage, whose handles are not metered.
+        RuntimeError: DeepSpeed's async_io op cannot be loaded, or is one that this benchmark does not know.
+    """
+    if not nvme_paths(config):
+        return
+    if config.get("aio", {}).get("use_gds"):
+        raise ValueError('"aio.use_gds" is on: this benchmark counts bytes at aio_handle only; leave the option out')
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    with_tencache = "offload_engine" in config or "offload_engine" in config["zero_optimization"]
+    try:
+        meter.meter_handles(AsyncIOBuilder().load(verbose=False))
+    except Exception as error:  # builds fail in too many ways to list
+        if not with_tencache:
+            raise RuntimeError(
+                f"stock NVMe offload needs DeepSpeed's async_io op, which fails to load: {error}"
+            ) from error
+        print(f"aio_handle is not metered, TenCache goes without it: {type(error).__name__}: {error}", flush=True)
+    if with_tencache:
+        from tencache_ds.io.posix import PosixFiles
+
+        meter.meter_files(PosixFiles)
 
 
-def reset_peak_rss() -> None:
-    """Makes VmHWM start again from the present."""
-    Path("/proc/self/clear_refs").write_text("5")
+@contextmanager
+def same_weights_as_zero_init(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Within it a model is built whole, with the weights it would have under ``deepspeed.zero.Init``.
+
+    There every tensor is drawn in the training precision on the device by its module's own constructor, and
+    partitioned at once, so that the initialisation by transformers afterwards finds nothing to change. Buffers that
+    transformers computes (rotary frequencies) may differ in the last bit of 16, so losses agree to 4 digits or so.
+    """
+    import transformers
+
+    previous = torch.get_default_dtype()
+    initialize = transformers.PreTrainedModel.initialize_weights
+    transformers.PreTrainedModel.initialize_weights = lambda model, *args, **kwargs: None
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(previous)
+        transformers.PreTrainedModel.initialize_weights = initialize
 
 
-def host_used_nbytes() -> int:
-    """Memory in use on the whole host without page cache: also counts pages that a driver pinned for this process."""
-    info = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M))
-    return (int(info["MemTotal"]) - int(info["MemAvailable"])) * 1024
-
-
-def pinned_by_torch_nbytes() -> int:
-    """Bytes of torch's pinned host allocator."""
-    if not torch.cuda.is_available():
-        return 0
-    stats = torch.cuda.host_memory_stats()
-    return int(stats.get("allocated_bytes.current", stats.get("reserved_bytes.current", 0)))
+def compare_counters(meter: StorageMeter, stats: Any) -> str:
+    """One line on whether TenCache's own byte counters agree with the meter, of the statistics of an engine at rest."""
+    counts = meter.counts()
+    counted = (stats.total.nbytes["nvme_read"], stats.total.nbytes["nvme_write"])
+    metered = (counts.read_nbytes, counts.write_nbytes)
+    verdict = "agree" if counted == metered else "DIFFER"
+    return f"bytes read and written at the storage calls {metered} and as TenCache counts {counted} {verdict}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--local_rank", type=int, default=0)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--config", required=True, help="DeepSpeed config, a JSON file")
-    parser.add_argument("--result", required=True, help="JSON file to write, on rank 0")
-    arguments = parser.parse_args()
+    made = parser(__doc__.splitlines()[0])
+    made.add_argument("--no-zero-init", action="store_true", help="build the model whole; stages 1 and 2 need it")
+    arguments = made.parse_args()
+    config = json.loads(Path(arguments.config).read_text())
+    check_config(arguments, config)
 
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     if arguments.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        use_deterministic_algorithms()
     deepspeed.init_distributed()
-    used_before = host_used_nbytes()
+    get_accelerator().set_device(arguments.local_rank)
+    run = MeasuredRun(arguments, nvme_paths(config))
+    meter_storage(run.meter, config)
+    limit_gpu_memory(arguments.gpu_memory)
+    workloads.prepare()
     t_start = time.perf_counter()
-    torch.manual_seed(1234)
-    with deepspeed.zero.Init(config_dict_or_path=arguments.config):
-        model = build(arguments.model, arguments.sequence, checkpointing=arguments.checkpointing)
+    torch.manual_seed(MODEL_SEED)
+    if arguments.no_zero_init:
+        device = torch.device(get_accelerator().current_device_name())
+        building = same_weights_as_zero_init(DTYPES[arguments.precision], device)
+    else:
+        building = deepspeed.zero.Init(config_dict_or_path=config)
+    with building:
+        model = workloads.build(arguments.model, arguments.sequence, checkpointing=arguments.checkpointing)
     t_model = time.perf_counter()
-    engine = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=json.loads(Path(arguments.config).read_text())
-    )[0]
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     get_accelerator().synchronize()
-    numel = sum(p.ds_numel for p in model.parameters())
-    result: dict[str, Any] = {
-        "numel": numel,
-        "model_s": t_model - t_start,
-        "initialize_s": time.perf_counter() - t_model,
-        "peak_rss_start": status_nbytes("VmHWM"),
-        "steps": [],
-    }
-    print(
-        f"model {result['model_s']:.1f} s, initialize {result['initialize_s']:.1f} s, {numel / 1e9:.3f} B", flush=True
-    )
-    reset_peak_rss()
-    generator = torch.Generator().manual_seed(99 + deepspeed.comm.get_rank())
-    vocabulary = model.config.vocab_size
-    for index in range(arguments.steps):
-        tokens = torch.randint(0, vocabulary, (arguments.batch, arguments.sequence), generator=generator)
-        tokens = tokens.to(engine.device)
-        before = process_io()
-        marks = [time.perf_counter()]
-        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-        get_accelerator().synchronize()
-        marks.append(time.perf_counter())
-        engine.backward(loss)
-        get_accelerator().synchronize()
-        marks.append(time.perf_counter())
-        engine.step()
-        get_accelerator().synchronize()
-        marks.append(time.perf_counter())
-        after = process_io()
-        step = {
-            "loss": float(loss.item()).hex(),
-            "seconds": marks[3] - marks[0],
-            "forward_s": marks[1] - marks[0],
-            "backward_s": marks[2] - marks[1],
-            "update_s": marks[3] - marks[2],
-            "read_nbytes": after[0] - before[0],
-            "write_nbytes": after[1] - before[1],
-            "rss": status_nbytes("VmRSS"),
-            "host_used": host_used_nbytes() - used_before,
-        }
-        result["steps"].append(step)
+    t_ready = time.perf_counter()
+    trainee = DeepSpeedTrainee(engine)
+    if deepspeed.comm.get_rank() == 0:
         print(
-            f"step {index}: {step['seconds']:.2f} s (forward {step['forward_s']:.2f}, "
-            f"backward {step['backward_s']:.2f}, update {step['update_s']:.2f}), loss {float(loss.item()):.6f}",
+            f"model {t_model - t_start:.1f} s, initialize {t_ready - t_model:.1f} s, {trainee.numel / 1e9:.3f} B",
             flush=True,
         )
-    result["peak_rss_steady"] = status_nbytes("VmHWM")
-    result["locked_nbytes"] = status_nbytes("VmLck")
-    result["torch_pinned_nbytes"] = pinned_by_torch_nbytes()
-    if torch.cuda.is_available():
-        result["gpu_peak_nbytes"] = torch.cuda.max_memory_allocated()
-    steady = result["steps"][min(2, len(result["steps"]) - 1) :]
-    result["median_s"] = statistics.median(step["seconds"] for step in steady)
-    if getattr(engine.optimizer, "tencache", None) is not None:
-        import tencache_ds
-
-        stats = tencache_ds.stats(engine)
-        result["stats"] = dataclasses.asdict(stats)
-        result["registered_nbytes"] = stats.pinned_nbytes
-    if deepspeed.comm.get_rank() == 0:
-        Path(arguments.result).write_text(json.dumps(result, indent=1))
+    run.train(trainee, t_model - t_start, t_ready - t_model)
+    tencache = getattr(engine.optimizer, "tencache", None)
     engine.destroy()
+    if tencache is not None and deepspeed.comm.get_rank() == 0:
+        print(compare_counters(run.meter, tencache.stats()), flush=True)
 
 
 if __name__ == "__main__":

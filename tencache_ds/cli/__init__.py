@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from tencache_ds import __version__
-from tencache_ds.cli import doctor
+from tencache_ds.cli import bench, doctor
 
 __all__ = ["main"]
 
@@ -24,9 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with status 2 for arguments that cannot be understood, with 0 after ``--help`` and ``--version``.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["bench"]:  # has many arguments of its own, from a package that only it imports
+        return bench.run(words[1:])
     parser = argparse.ArgumentParser(prog="tencache", description="Tools around the TenCache offload engine.")
     parser.add_argument("--version", action="version", version=f"tencache {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
     doctor.add_command(commands)
-    arguments = parser.parse_args(argv)
+    bench.add_command(commands)
+    arguments = parser.parse_args(words)
     return int(arguments.run(arguments))

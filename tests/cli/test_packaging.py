@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED_FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-FOLDERS = {"tencache_ds": "tencache_ds", "ops": "tencache_ds/ops", "configs": "tencache_ds/configs"}
+FOLDERS = {"tencache_ds": "tencache_ds"} | {name: f"tencache_ds/{name}" for name in ("ops", "configs", "benchmarks")}
 INSTALLED_SUFFIXES = {".py", ".json", ".cpp", ".h", ".cu", ".cuh", ".typed"}
 
 
@@ -50,7 +50,7 @@ def test_installed_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
     code = (
-        "import tencache_ds, tencache_ds.ops, tencache_ds.configs\n"
+        "import tencache_ds, tencache_ds.ops, tencache_ds.configs, tencache_ds.benchmarks\n"
         "print(tencache_ds.__file__, tencache_ds.ops.__file__, tencache_ds.configs.path('cpu_offload'), sep='\\n')"
     )
     done = subprocess.run(

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: ``tencache bench`` and ``python -m benchmarks``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tencache_ds.config import parse_size
+from tencache_ds.errors import ConfigError
+
+from .machine import Machine
+from .peers import PEERS
+from .process import describe_command
+from .record import Benchmark, Outcome
+from .report import write_report
+from .runner import RESULT_FILE, Options, OutOfTime, Session
+from .suites import SETS, Plan, paper, paper_models, parse_entries, smoke, workload_of
+from .workloads import SPECS
+
+EXIT_PROBLEM = 1
+EXIT_USAGE = 2
+EXIT_MORE_TO_DO = 3
+EXIT_INTERRUPTED = 130
+
+DESCRIPTION = """\
+Compares TenCache with stock DeepSpeed and others on this machine, in one run, alternating. Each peer first gets its
+best settings from a short search. Writes one JSON file, a Markdown report and plots. The same command continues a
+benchmark that was interrupted."""
+
+EPILOG = f"""\
+configurations: {", ".join(PEERS)}
+  with chosen settings: nvme-nvme:aio_threads=8+sub_group_size=200000000, tencache:host_memory_share=0.5
+sets: {", ".join(SETS)}
+models: {", ".join(SPECS)}
+exit status: 0 all done, 1 a problem, 3 the time limit came first (the same command goes on), 130 interrupted"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describes the command to ``parser``."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "configurations", nargs="*", metavar="CONFIGURATION", help="what to compare (default: the set pair)"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--smoke", action="store_true", help="everything once in small; three minutes on two cores")
+    what.add_argument("--paper", action="store_true", help="the models of 10Cache's paper, for a big GPU host")
+    what.add_argument(
+        "--report", type=Path, metavar="FOLDER", help="only write the report of a finished benchmark again"
+    )
+    parser.add_argument("--nvme-path", type=Path, metavar="FOLDER", help="folder on the storage to measure")
+    parser.add_argument("--out", type=Path, default=Path("benchmark_results"), metavar="FOLDER")
+    parser.add_argument("--name", default="report", help="file name of the report, without .md")
+    parser.add_argument("--title", help="its heading")
+    parser.add_argument("--baseline", help="configuration that ratios refer to (default: the best stock one alike)")
+    parser.add_argument("--repeat", type=Path, metavar="FOLDER", help="second benchmark to show the repeatability with")
+    load = parser.add_argument_group("workload")
+    load.add_argument("--model", default="1.3B", choices=SPECS, metavar="MODEL")
+    load.add_argument("--ranks", type=_positive, default=1, help="processes on this machine, one per GPU")
+    load.add_argument("--micro-batch", type=_positive, help="sequences per micro-step and rank")
+    load.add_argument("--sequence", type=_positive, help="tokens per sequence")
+    load.add_argument("--accumulation", type=_positive, default=1, help="micro-steps per optimizer step")
+    load.add_argument("--precision", choices=("bf16", "fp16"))
+    load.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    effort = parser.add_argument_group("effort")
+    effort.add_argument("--rounds", type=_positive, help="runs of each configuration")
+    effort.add_argument("--steps", type=_positive, help="measured optimizer steps per run")
+    effort.add_argument("--warmup", type=int, help="steps before them, which do not count")
+    effort.add_argument("--max-trials", type=int, help="most trials of the search per peer; 0 takes starting values")
+    effort.add_argument("--timeout", type=float, default=900.0, metavar="S", help="stop a run after this time")
+    effort.add_argument("--time-limit", type=float, metavar="S", help="begin no run that would end later than this")
+    effort.add_argument("--no-profile", action="store_true", help="no step under the profiler at the end of a run")
+    effort.add_argument("--retry-failed", action="store_true", help="run again what failed before")
+    caps = parser.add_argument_group("caps, the same for all")
+    caps.add_argument("--host-memory", type=_size, metavar="SIZE", help="of the host, such as 32GiB")
+    caps.add_argument("--gpu-memory", type=_size, metavar="SIZE", help="of each GPU")
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Does what the command says and returns its exit status; ``argv`` is for the record."""
+    try:
+        if arguments.report is not None:
+            print(_report(arguments.report, arguments))
+            return 0
+        if arguments.nvme_path is None:
+            print("error: --nvme-path FOLDER is needed: a folder on the storage to measure", file=sys.stderr)
+            return EXIT_USAGE
+        machine = Machine()
+        failed = False
+        for plan, out in _plans(arguments, machine):
+            options = Options(
+                out=out, nvme_path=arguments.nvme_path.resolve(), command=describe_command(argv),
+                host_nbytes=arguments.host_memory, gpu_nbytes=arguments.gpu_memory, timeout_s=arguments.timeout,
+                time_limit_s=arguments.time_limit, profile=not arguments.no_profile,
+                retry_failed=arguments.retry_failed,
+            )  # fmt: skip
+            out.mkdir(parents=True, exist_ok=True)
+            benchmark = Session(plan, options, machine).run()
+            failed |= any(run.outcome is Outcome.failed for run in benchmark.runs)
+            print(_report(out, arguments))
+    except OutOfTime as reached:
+        print(f"{reached}. What was measured is kept; the same command goes on.", file=sys.stderr)
+        return EXIT_MORE_TO_DO
+    except KeyboardInterrupt:
+        print("\ninterrupted. What was measured is kept; the same command goes on.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except (ConfigError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_PROBLEM
+    # A peer that fails is a row of the report; in the quick check nothing may fail.
+    return EXIT_PROBLEM if arguments.smoke and failed else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``python -m benchmarks``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    add_arguments(parser)
+    words = list(sys.argv[1:] if argv is None else argv)
+    return run(parser.parse_args(words), words)
+
+
+def _plans(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, Path]]:
+    if arguments.smoke:
+        plans = [(smoke(machine.gpus()), arguments.out)]
+    elif arguments.paper:
+        chosen = {"entries": arguments.configurations} if arguments.configurations else {}
+        plans = [(paper(model, **chosen), arguments.out / model) for model in paper_models()]
+    else:
+        entries = parse_entries(arguments.configurations or ["pair"])
+        workload = workload_of(
+            arguments.model, ranks=arguments.ranks, micro_batch=arguments.micro_batch, sequence=arguments.sequence,
+            accumulation=arguments.accumulation, precision=arguments.precision, checkpointing=arguments.checkpointing,
+        )  # fmt: skip
+        title = f"{arguments.model} model on {arguments.ranks} " + ("GPU(s)" if machine.gpus() else "CPU process(es)")
+        plans = [(Plan(title=title, workload=workload, entries=entries), arguments.out)]
+    chosen_values = {
+        key: value
+        for key, value in (
+            ("title", arguments.title), ("rounds", arguments.rounds), ("steps", arguments.steps),
+            ("warmup", arguments.warmup), ("max_trials", arguments.max_trials),
+        )
+        if value is not None
+    }  # fmt: skip
+    plans = [(replace(plan, **chosen_values), out) for plan, out in plans]
+    for plan, _ in plans:
+        if plan.warmup < 0 or plan.max_trials < 0:
+            raise ValueError("--warmup and --max-trials cannot be negative")
+    return plans
+
+
+def _report(folder: Path, arguments: argparse.Namespace) -> Path:
+    benchmark = Benchmark.read(folder / RESULT_FILE)
+    repeat = Benchmark.read(arguments.repeat / RESULT_FILE) if arguments.repeat else None
+    return write_report(benchmark, folder, name=arguments.name, baseline=arguments.baseline, repeat=repeat)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cap on the host memory of a run: a real one through a control group where the system lets us make one.
+
+Elsewhere the cap is only compared with what was measured, and the record says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+REMOVAL_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimit:
+    """The cap of one run.
+
+    Attributes:
+        nbytes: most bytes; None means no cap.
+        group: folder of the control group that enforces it, or None.
+        reason: why there is no control group, where one was wanted.
+    """
+
+    nbytes: int | None = None
+    group: Path | None = None
+    reason: str = ""
+
+    @property
+    def enforced_by(self) -> str:
+        """See :attr:`.record.Caps.host_enforced_by`."""
+        if self.nbytes is None:
+            return ""
+        return "cgroup" if self.group else "measured"
+
+    def wrap(self, command: Sequence[str]) -> list[str]:
+        """The command, started inside the group."""
+        if self.group is None:
+            return list(command)
+        return ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(self.group), *command]
+
+    def explain(self) -> str:
+        """What to say of a run that the kernel killed at the cap; empty if it did not."""
+        if self.group is None or self.nbytes is None:
+            return ""
+        for name in ("memory.events", "memory.oom_control"):
+            with contextlib.suppress(OSError):
+                kills = re.search(r"^oom_kill (\d+)$", (self.group / name).read_text(), re.M)
+                if kills and int(kills.group(1)) > 0:
+                    return f"killed by the kernel at the cap of {self.nbytes / 2**30:.1f} GiB of host memory"
+        return ""
+
+
+@contextlib.contextmanager
+def host_limit(nbytes: int | None, root: Path = CGROUP_ROOT) -> Iterator[HostLimit]:
+    """A cap for the runs started within; its control group is removed afterwards."""
+    if nbytes is None:
+        yield HostLimit()
+        return
+    group, reason = _make_group(nbytes, root)
+    try:
+        yield HostLimit(nbytes, group, reason)
+    finally:
+        if group is not None:
+            _remove(group)
+
+
+def _make_group(nbytes: int, root: Path) -> tuple[Path | None, str]:
+    """Version 2 below our own group, or version 1 below our own in the memory hierarchy."""
+    name = f"tencache-bench-{os.getpid()}"
+    reasons = []
+    for hierarchy, own, limits in (
+        (root, _own_group("0::"), (("memory.max", nbytes), ("memory.swap.max", 0))),
+        (root / "memory", _own_group(":memory:"), (("memory.limit_in_bytes", nbytes),)),
+    ):
+        for parent in dict.fromkeys((hierarchy / own, hierarchy)):
+            group = parent / name
+            try:
+                group.mkdir()
+            except OSError as error:
+                reasons.append(f"{parent.name or 'cgroup'}: {error.strerror}")
+                continue
+            try:
+                for file, value in limits:
+                    if (group / file).exists() or file == limits[0][0]:
+                        (group / file).write_text(str(value))
+                if not (group / "cgroup.procs").exists():
+                    raise OSError(0, "not a control group")
+            except OSError as error:
+                reasons.append(f"{parent.name or 'cgroup'}: no memory controller ({error.strerror})")
+                _remove(group)
+                continue
+            return group, ""
+    return None, "; ".join(dict.fromkeys(reasons))
+
+
+def _own_group(marker: str) -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if marker in line or line.startswith(marker):
+                return line.rsplit(":", 1)[1].lstrip("/")
+    return ""
+
+
+def _remove(group: Path) -> None:
+    deadline = time.monotonic() + REMOVAL_PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            group.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:  # its last process is still being taken down
+            time.sleep(0.05)
+        else:
+            return

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a configuration keeps things, and the shortest step that this allows on a machine."""
+
+from __future__ import annotations
+
+from tencache_ds.planning.bound import Bound, Demand, bound
+from tencache_ds.profiling.hardware import Hardware
+
+from .peers import Peer
+from .record import Placement, Run, Workload
+
+WEIGHT_NBYTES = 2
+
+
+def placement_of(peer: Peer, run: Run, ranks: int) -> Placement | None:
+    """Where a finished run kept things; None if it is not known."""
+    if peer.place is not None:
+        return peer.place(run.knobs)
+    stats = run.tencache_stats
+    if stats is None or run.numel == 0:
+        return None
+    # Statistics are per rank, and every rank holds its share of each weight.
+    resident = stats["resident_weight_nbytes"] / (WEIGHT_NBYTES * run.numel / ranks)
+    return Placement(weights_nvme=min(1.0, max(0.0, 1.0 - resident)), optimizer_nvme=1.0)
+
+
+def bound_of(hardware: Hardware, workload: Workload, numel: int, placement: Placement) -> Bound:
+    """The shortest possible step of a placement: the time of its busiest resource, everything else hidden behind it."""
+    return bound(
+        Demand(
+            numel=numel,
+            ranks_on_host=workload.ranks,
+            micro_steps=workload.accumulation,
+            weights_nvme=placement.weights_nvme,
+            optimizer_nvme=placement.optimizer_nvme,
+            weights_gpu=placement.weights_gpu,
+            optimizer_gpu=placement.optimizer_gpu,
+            tokens_per_step=workload.tokens_per_step,
+            activation_recompute=workload.activation_checkpointing,
+        ),
+        hardware,
+    )

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine that a benchmark runs on: its identity, its versions, and its rates as the probe measures them."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from tencache_ds.errors import ConfigError
+from tencache_ds.profiling.hardware import Hardware
+
+from .process import PACKAGE, environment, last_error
+
+PROBE_TIMEOUT_S = 300.0
+"""The probe keeps its own time; DeepSpeed may have to compile CPU Adam first."""
+
+
+class Machine:
+    """This machine."""
+
+    def __init__(self) -> None:
+        self._identity: tuple[str, int, str | None] | None = None
+
+    def now(self) -> str:
+        """ISO 8601, UTC."""
+        return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+    def available_nbytes(self) -> int:
+        """Host memory that can be used without swapping."""
+        return int(psutil.virtual_memory().available)
+
+    def gpus(self) -> int:
+        """GPUs that training would use: none where ``DS_ACCELERATOR`` names another device."""
+        if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
+            return 0
+        import torch
+
+        return torch.cuda.device_count()
+
+    def identity(self) -> tuple[str, int, str | None]:
+        """Processor, cores and GPU: what makes two runs comparable, as in :class:`Hardware`."""
+        if self._identity is None:
+            from tencache_ds.profiling.probe import processor_name
+
+            gpu = None
+            if self.gpus():
+                import torch
+
+                gpu = torch.cuda.get_device_name(0)
+            self._identity = (processor_name(), len(os.sched_getaffinity(0)), gpu)
+        return self._identity
+
+    def versions(self) -> dict[str, str]:
+        """Versions of everything that matters for speed."""
+        found = {"python": platform.python_version(), "kernel": platform.release()}
+        for name in ("torch", "deepspeed", "transformers", "tencache-ds"):
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                found[name] = "not installed as a package"
+        if self.gpus():
+            import torch
+
+            found["cuda"] = str(torch.version.cuda)
+        return found
+
+    def probe(self, nvme_path: Path, seconds: float) -> Hardware:
+        """Measures the machine, in a process of its own: a CUDA context here would take memory from the runs.
+
+        Raises:
+            ConfigError: the probe failed; says why.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "hardware.json"
+            command = [sys.executable, "-m", f"{PACKAGE}.probe", "--nvme-path", str(nvme_path),
+                       "--seconds", str(seconds), "--result", str(result)]  # fmt: skip
+            try:
+                done = subprocess.run(
+                    command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                    timeout=PROBE_TIMEOUT_S, check=False,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                raise ConfigError(f"the hardware probe did not end within {PROBE_TIMEOUT_S:.0f} s") from None
+            if done.returncode != 0 or not result.exists():
+                raise ConfigError(f"the hardware probe failed: {last_error(done.stdout) or done.stdout[-500:]}")
+            return Hardware.model_validate_json(result.read_text())

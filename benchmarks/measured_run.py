@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measured loop that every configuration goes through, whatever trains: DeepSpeed, TenCache or torch alone.
+
+All ranks run it; rank 0 writes the result after every step, so that a run that is killed leaves the steps it finished.
+What ranks tell one another goes between the steps, over gloo, and is outside of every measured time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from . import instruments
+from .block_device import DiskWrites
+from .device_profile import profile_step
+from .energy import CpuEnergy, GpuEnergy
+from .record import Measurement, Memory, Step
+from .storage_meter import StorageMeter
+from .timeline import Timeline
+
+MODEL_SEED = 1234
+DATA_SEED = 99
+"""Plus the rank."""
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The command line that all training programs share."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument(
+        "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help="given by the launcher"
+    )
+    made.add_argument("--model", required=True, help="a name in benchmarks.workloads")
+    made.add_argument("--micro-batch", type=int, required=True, help="sequences per micro-step and rank")
+    made.add_argument("--sequence", type=int, required=True, help="tokens per sequence")
+    made.add_argument("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
+    made.add_argument("--steps", type=int, required=True, help="measured optimizer steps, after the warm-up")
+    made.add_argument("--warmup", type=int, default=2, help="optimizer steps before the measured ones")
+    made.add_argument("--precision", choices=("bf16", "fp16"), required=True)
+    made.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    made.add_argument("--deterministic", action="store_true")
+    made.add_argument("--gpu-memory", type=int, help="bytes that torch's allocator may take of each GPU")
+    made.add_argument("--host-memory", type=int, help="cap in bytes that was set from outside: only compared")
+    made.add_argument("--profile-device", action="store_true", help="one step more, under torch's profiler")
+    made.add_argument("--timeline-hz", type=float, default=20, help="samples per second; 0 takes none")
+    made.add_argument("--config", required=True, help="DeepSpeed config, a JSON file")
+    made.add_argument("--result", required=True, help="JSON file that rank 0 writes")
+    return made
+
+
+def check_config(arguments: argparse.Namespace, config: dict[str, Any]) -> None:
+    """Compares the command line with the DeepSpeed config.
+
+    Raises:
+        ValueError: they describe different training.
+    """
+    precision = next((key for key in ("bf16", "fp16") if config.get(key, {}).get("enabled")), "fp32")
+    for name, given, configured in (
+        ("--micro-batch", arguments.micro_batch, config.get("train_micro_batch_size_per_gpu")),
+        ("--accumulation", arguments.accumulation, config.get("gradient_accumulation_steps", 1)),
+        ("--precision", arguments.precision, precision),
+    ):
+        if given != configured:
+            raise ValueError(f"{name} is {given}, but the DeepSpeed config {arguments.config} says {configured}")
+
+
+def nvme_paths(config: dict[str, Any]) -> list[str]:
+    """Folders that a DeepSpeed config offloads to."""
+    zero = config.get("zero_optimization", {})
+    sections = (zero.get("offload_param") or {}, zero.get("offload_optimizer") or {})
+    return [str(section["nvme_path"]) for section in sections if section.get("device") == "nvme"]
+
+
+def use_deterministic_algorithms() -> None:
+    """Call it before the first work on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def limit_gpu_memory(nbytes: int | None) -> None:
+    """Limits what torch's allocator takes of the current GPU; CUDA's context and NCCL's buffers come on top."""
+    if nbytes is not None and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0))
+
+
+class Trainee(Protocol):
+    """What is measured: the three calls of a micro-step, none of which needs to synchronise the device."""
+
+    device: torch.device
+    vocabulary: int
+    numel: int
+    """Parameters of the model, all ranks."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Loss of a micro-batch: int64 tokens of shape ``(micro_batch, sequence)``, which are the labels too."""
+
+    def backward(self, loss: torch.Tensor) -> None: ...
+
+    def step(self) -> None:
+        """After each micro-step; updates the weights after the last one of an optimizer step."""
+
+    def loss_scale(self) -> float | None:
+        """Of the micro-steps to come; None without one."""
+
+    def n_skipped(self) -> int:
+        """Optimizer steps left out so far because a gradient was not finite."""
+
+    def stall_s(self) -> float:
+        """Waits for storage of training threads, in seconds, that the storage meter does not see."""
+
+    def stats(self) -> dict[str, Any] | None:
+        """TenCache's statistics, where it trains."""
+
+
+@dataclass(slots=True)
+class _Mark:
+    """Counters of one rank at one moment."""
+
+    read_nbytes: int
+    write_nbytes: int
+    kernel_read_nbytes: int
+    kernel_write_nbytes: int
+    wait_s: float
+
+
+@dataclass(slots=True)
+class MeasuredRun:
+    """One training run under measurement. Make it before the model, after ``torch.distributed`` is initialised.
+
+    Attributes:
+        arguments: of :func:`parser`.
+        paths: folders on NVMe, whose block devices are watched.
+        meter: the storage meter of this process.
+    """
+
+    arguments: argparse.Namespace
+    paths: Iterable[str] = ()
+    meter: StorageMeter = field(default_factory=StorageMeter)
+    _result: Measurement = field(default_factory=Measurement)
+    _host_used_before: int = field(default_factory=instruments.host_used_nbytes)
+    _children_nbytes: int = 0
+    _peak_rss: int = 0
+    _can_reset_peak: bool = True
+    _last_mark: _Mark | None = None
+    _gloo: Any = None
+    _rank: int = 0
+
+    def __post_init__(self) -> None:
+        self._rank = dist.get_rank()
+        self._gloo = dist.new_group(backend="gloo")  # gathers between steps stay off the device's streams
+
+    def train(self, trainee: Trainee, model_s: float, initialize_s: float) -> Measurement:
+        """Runs warm-up and measured steps, and one more under the profiler where asked for.
+
+        Args:
+            trainee: ready to train.
+            model_s: seconds in which the model was built.
+            initialize_s: seconds from there until ``trainee`` was ready.
+
+        Returns:
+            What rank 0 has written; on other ranks their own part of it.
+        """
+        arguments, accelerator = self.arguments, get_accelerator()
+        accelerator.synchronize()
+        start_rss = instruments.process_nbytes("VmHWM") + instruments.children_nbytes()
+        self._can_reset_peak = instruments.reset_peak_rss()
+        if not self._can_reset_peak and self._rank == 0:
+            print("the peak of resident memory cannot be reset here: the steady one is of samples", flush=True)
+        accelerator.reset_peak_memory_stats()
+        self._update(numel=trainee.numel, model_s=model_s, initialize_s=initialize_s, warmup_steps=arguments.warmup)
+        batches = self._draw(trainee)
+        timeline = Timeline(self.meter, arguments.timeline_hz if self._rank == 0 else 0, lambda: self._children_nbytes)
+        for index in range(arguments.warmup + arguments.steps):
+            if index == arguments.warmup:
+                disk, cpu, gpu = DiskWrites(self.paths), CpuEnergy(), GpuEnergy()
+                timeline.start()
+            self._keep(self._step(trainee, next(batches)))
+            if index >= arguments.warmup:
+                cpu.joules()  # often enough to see its counter wrap around
+        timeline.stop()
+        gpu_joules = self._gather(gpu.joules())
+        self._update(
+            timeline=timeline.samples,
+            gpu_energy_j=None if None in gpu_joules else sum(gpu_joules),
+            cpu_energy_j=cpu.joules(),
+            disk_write_nbytes=disk.nbytes(),
+            tencache_stats=trainee.stats(),
+            memory=self._memory(start_rss),
+        )
+        self._write()
+        if arguments.profile_device and torch.cuda.is_available():
+            batch = next(batches)
+            if self._rank == 0:
+                self._update(device_profile=profile_step(lambda: self._micro_steps(trainee, batch)))
+            else:
+                self._micro_steps(trainee, batch)
+            self._write()
+        return self._result
+
+    def _draw(self, trainee: Trainee) -> Any:
+        """Micro-batches of every step there may be, the same for every configuration."""
+        arguments = self.arguments
+        generator = torch.Generator().manual_seed(DATA_SEED + self._rank)
+        shape = (arguments.micro_batch, arguments.sequence)
+        per_step = arguments.accumulation
+        micro_batches = [
+            torch.randint(0, trainee.vocabulary, shape, generator=generator)
+            for _ in range((arguments.warmup + arguments.steps + 1) * per_step)
+        ]
+        return iter([micro_batches[i : i + per_step] for i in range(0, len(micro_batches), per_step)])
+
+    def _micro_steps(
+        self, trainee: Trainee, batch: list[torch.Tensor], after: Callable[[int], None] = lambda phase: None
+    ) -> list[torch.Tensor]:
+        """One optimizer step; calls ``after`` with 0, 1, 2 when forward, backward, update have ended on the device."""
+        synchronize = get_accelerator().synchronize
+        losses = []
+        for tokens in batch:
+            loss = trainee.forward(tokens)
+            losses.append(loss.detach())
+            synchronize()
+            after(0)
+            trainee.backward(loss)
+            synchronize()
+            after(1)
+            trainee.step()
+            synchronize()
+            after(2)
+        return losses
+
+    def _step(self, trainee: Trainee, batch: list[torch.Tensor]) -> Step:
+        batch = [tokens.to(trainee.device) for tokens in batch]
+        get_accelerator().synchronize()
+        loss_scale, n_skipped = trainee.loss_scale(), trainee.n_skipped()
+        spent = [0.0, 0.0, 0.0]
+        # Bytes that went on between the steps belong to the next one: nothing written back behind the training is lost.
+        before = self._last_mark or self._mark(trainee)
+        t_start = t_last = time.perf_counter()
+
+        def after(phase: int) -> None:
+            nonlocal t_last
+            now = time.perf_counter()
+            spent[phase] += now - t_last
+            t_last = now
+
+        losses = self._micro_steps(trainee, batch, after)
+        now = self._last_mark = self._mark(trainee)
+        self._children_nbytes = instruments.children_nbytes()
+        step = Step(
+            losses=[float(loss.item()).hex() for loss in losses],
+            seconds=t_last - t_start,
+            forward_s=spent[0],
+            backward_s=spent[1],
+            update_s=spent[2],
+            storage_wait_s=now.wait_s - before.wait_s,
+            nvme_read_nbytes=now.read_nbytes - before.read_nbytes,
+            nvme_write_nbytes=now.write_nbytes - before.write_nbytes,
+            kernel_read_nbytes=now.kernel_read_nbytes - before.kernel_read_nbytes,
+            kernel_write_nbytes=now.kernel_write_nbytes - before.kernel_write_nbytes,
+            rss_nbytes=instruments.rss_nbytes() + self._children_nbytes,
+            host_used_nbytes=instruments.host_used_nbytes() - self._host_used_before,
+            loss_scale=loss_scale,
+            skipped=trainee.n_skipped() > n_skipped,
+        )
+        self._peak_rss = max(self._peak_rss, step.rss_nbytes)
+        return step
+
+    def _mark(self, trainee: Trainee) -> _Mark:
+        counts = self.meter.counts()
+        return _Mark(
+            counts.read_nbytes,
+            counts.write_nbytes,
+            *instruments.process_io(),
+            wait_s=counts.wait_ns / 1e9 + trainee.stall_s(),
+        )
+
+    def _keep(self, step: Step) -> None:
+        """Adds the ranks' bytes to rank 0's step, and writes it down."""
+        keys = ("nvme_read_nbytes", "nvme_write_nbytes", "kernel_read_nbytes", "kernel_write_nbytes")
+        parts = self._gather([getattr(step, key) for key in keys])
+        step = step.model_copy(update=dict(zip(keys, map(sum, zip(*parts, strict=True)), strict=True)))
+        self._update(steps=[*self._result.steps, step])
+        self._write()
+        if self._rank == 0:
+            print(
+                f"step {len(self._result.steps) - 1}: {step.seconds:.2f} s (forward {step.forward_s:.2f}, "
+                f"backward {step.backward_s:.2f}, update {step.update_s:.2f}; storage {step.storage_wait_s:.2f}), "
+                f"loss {', '.join(f'{float.fromhex(loss):.6f}' for loss in step.losses)}"
+                f"{', skipped' if step.skipped else ''}",
+                flush=True,
+            )
+
+    def _memory(self, start_rss: int) -> Memory:
+        peak = instruments.process_nbytes("VmHWM") + self._children_nbytes if self._can_reset_peak else 0
+        stats = self._result.tencache_stats
+        mine = {
+            "peak_rss_start_nbytes": start_rss,
+            "peak_rss_steady_nbytes": max(peak, self._peak_rss),  # the kernel's peak lags by some pages per thread
+            "locked_nbytes": instruments.process_nbytes("VmLck"),
+            "torch_pinned_nbytes": instruments.pinned_by_torch_nbytes(),
+            "registered_nbytes": stats["pinned_nbytes"] if stats is not None and torch.cuda.is_available() else 0,
+            "gpu_peak_nbytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        }
+        of_ranks = self._gather(mine)
+        memory = Memory(**{key: max(values[key] for values in of_ranks) for key in mine})
+        cap = self.arguments.host_memory
+        if cap is not None and self._rank == 0:
+            used = max(step.host_used_nbytes for step in self._result.steps)
+            print(f"host memory: {used / 2**30:.2f} GiB in use after a step, {cap / 2**30:.2f} GiB allowed", flush=True)
+        return memory
+
+    def _gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self._gloo)
+        return values
+
+    def _update(self, **fields: Any) -> None:
+        self._result = self._result.model_copy(update=fields)
+
+    def _write(self) -> None:
+        """A reader, and an interruption, see the old file or the new one."""
+        if self._rank != 0:
+            return
+        path = Path(self.arguments.result)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self._result.model_dump_json(indent=1))
+        os.replace(partial, path)

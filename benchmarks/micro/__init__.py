@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Micro-benchmarks of the parts: pool, storage, CPU update. ``python -m benchmarks.micro all --nvme-path FOLDER``."""

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the parts one by one:
+
+    python -m benchmarks.micro all --nvme-path /local_nvme --json micro.json
+
+The default takes about a minute; ``--seconds`` scales it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from tencache_ds.config import parse_size
+from tencache_ds.errors import TenCacheError
+
+from .result import MicroReport, MicroResult
+
+SHARES = {"pool": 0.1, "storage": 0.6, "cpu_update": 0.3}
+"""Of the budget, when all are run."""
+
+DEFAULT_SECONDS = 42.0
+_FILE_WIDTH = 180
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what the command line asks for.
+
+    Returns:
+        The exit status: 0, or 1 when a benchmark could not run (the others still do).
+    """
+    arguments = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`: scratch files are removed
+    benchmarks: dict[str, Callable[[float], MicroResult]] = {
+        "pool": _pool,
+        "storage": lambda seconds: _storage(arguments, seconds),
+        "cpu_update": _cpu_update,
+    }
+    chosen = list(benchmarks) if arguments.benchmark == "all" else [arguments.benchmark]
+    # In a file nothing wraps a table: give it the room it needs.
+    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
+    results, status = [], 0
+    for name in chosen:
+        try:
+            result = benchmarks[name](arguments.seconds * (SHARES[name] if len(chosen) > 1 else 1.0))
+        except TenCacheError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            status = 1
+            continue
+        result.show(console)
+        results.append(result)
+        if arguments.json is not None:
+            MicroReport(results=results).write(arguments.json)
+    return status
+
+
+def _pool(seconds: float) -> MicroResult:
+    from . import pool
+
+    return pool.run(seconds)
+
+
+def _storage(arguments: argparse.Namespace, seconds: float) -> MicroResult:
+    from . import storage
+
+    return storage.run(
+        arguments.nvme_path,
+        seconds,
+        lanes=arguments.lanes or storage.LANES,
+        requests_nbytes=arguments.request or storage.REQUESTS_NBYTES,
+        every_combination=bool(arguments.lanes and arguments.request),
+        working_set_nbytes=arguments.working_set,
+    )
+
+
+def _cpu_update(seconds: float) -> MicroResult:
+    from . import cpu_update
+
+    return cpu_update.run(seconds)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro", description="Micro-benchmarks of the parts.")
+    parser.add_argument("benchmark", nargs="?", choices=[*SHARES, "all"], default="all")
+    parser.add_argument(
+        "--nvme-path", type=Path, default=Path("."), metavar="FOLDER", help="storage to measure (default: this folder)"
+    )
+    parser.add_argument(
+        "--seconds", type=_positive, default=DEFAULT_SECONDS, help="budget of the run (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
+    parser.add_argument("--lanes", type=_count, nargs="+", metavar="N", help="storage: requests worked on at once")
+    parser.add_argument(
+        "--request",
+        type=_request,
+        nargs="+",
+        metavar="SIZE",
+        help="storage: sizes such as 8MiB; with --lanes too, every combination is measured",
+    )
+    parser.add_argument(
+        "--working-set", type=_request, default=1 << 30, metavar="SIZE", help="storage: most bytes of its files (1GiB)"
+    )
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive count")
+    return value
+
+
+def _request(text: str) -> int:
+    nbytes = parse_size(text)
+    if nbytes < 4096 or nbytes % 4096:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive multiple of 4096 bytes")
+    return nbytes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

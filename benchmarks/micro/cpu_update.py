@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer's pass over host memory: TenCache's chunks against DeepSpeedCPUAdam on one flat tensor.
+
+TenCache's side is :class:`~tencache_ds.integration.chunk_update.SubGroupUpdater` itself on a resident sub-group: per
+chunk the 16-bit gradient is up-cast and unscaled, DeepSpeed's op updates master weight and moments, and the weight is
+written back in 16 bits. Reading and writing chunks is the storage benchmark's subject.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from tencache_ds.config import TenCacheConfig
+from tencache_ds.integration.chunk_update import SubGroupUpdater, known_kinds
+from tencache_ds.memory import BufferPool
+from tencache_ds.observability.counters import Counters
+from tencache_ds.planning.chunks import Chunk
+from tencache_ds.tiers.cpu_share import CpuShare
+from tencache_ds.tiers.gradients import GradientSegment, GradientTier
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency, SubGroupSpec
+
+from .result import MIN_REPEATS, MicroResult, Row, alternate, progress
+
+CHUNKS, PASSES, ADAM, COPY = "TenCache chunks", "flat, same passes", "flat, Adam only", "memory copy"
+
+NBYTES_PER_PARAM = {CHUNKS: 2 + 4 * 6 + 2, PASSES: 2 + 4 * 6 + 2, ADAM: 4 + 4 * 6, COPY: 4 * 2}
+"""Bytes that have to cross memory per parameter, however many passes are made: the gradient read (16 bits, or fp32 for
+Adam alone), fp32 master weight and two moments read and written, the 16-bit weight written. A copy reads and writes one
+fp32 number."""
+
+NUMEL = 32 << 20
+"""Parameters: 384 MiB of optimizer state, more than the last-level cache of a server's processor."""
+
+_NUMEL_PER_S = 2 << 20
+"""So many are updated per second of budget, until :data:`NUMEL` is reached."""
+
+_SCALE = 0.5
+_WEIGHT_DTYPE = torch.bfloat16
+_MAX_REPEATS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """One flat tensor per kind of state, and DeepSpeed's optimizer for it."""
+
+    optimizer: DeepSpeedCPUAdam
+    master: torch.nn.Parameter
+
+    @classmethod
+    def of(cls, master: torch.Tensor) -> _Flat:
+        parameter = torch.nn.Parameter(master.clone())
+        parameter.grad = torch.zeros_like(parameter)
+        return cls(_adam(parameter), parameter)
+
+
+def run(
+    seconds: float = 16.0,
+    *,
+    threads: Sequence[int] | None = None,
+    numel: int | None = None,
+    repeats: int = MIN_REPEATS,
+) -> MicroResult:
+    """Measures the update.
+
+    Args:
+        seconds: about how long it takes; more of it means more repeats.
+        threads: numbers of OpenMP threads; 1, half and all of this process's cores when omitted.
+        numel: parameters; from the budget when omitted.
+        repeats: samples per figure, at least.
+
+    Raises:
+        RuntimeError: DeepSpeed's cpu_adam op does not build, or TenCache's weights differ from those of the flat pass.
+    """
+    cores = len(os.sched_getaffinity(0))
+    threads = sorted({1, max(cores // 2, 1), cores}) if threads is None else threads
+    numel = max(min(NUMEL, int(seconds * _NUMEL_PER_S)), 1 << 20) if numel is None else numel
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(numel, generator=generator)
+    gradient = torch.randn(numel, generator=generator).to(_WEIGHT_DTYPE)
+    chunked_weights, flat_weights = torch.empty_like(gradient), torch.empty_like(gradient)
+    passes, adam = _Flat.of(master), _Flat.of(master)
+    adam.master.grad.copy_(gradient)
+    copied = torch.empty_like(master)
+    chunk_nbytes = int(TenCacheConfig().chunk_size)
+    variants: dict[str, Callable[[], object]] = {
+        CHUNKS: _chunked(master, gradient, chunked_weights, chunk_nbytes),
+        PASSES: partial(_whole, passes, gradient, flat_weights),
+        ADAM: adam.optimizer.step,
+        COPY: partial(copied.copy_, master),
+    }
+    share = CpuShare()
+    with share.limited(max(threads)):
+        for update in variants.values():  # touches the pages
+            update()
+        t_start_s = time.perf_counter()
+        for update in variants.values():
+            update()
+        round_s = time.perf_counter() - t_start_s
+    rounds = sum(max(threads) / n for n in threads)
+    repeats = min(max(int(seconds / (rounds * round_s)) - 2, repeats), max(_MAX_REPEATS, repeats))
+    rows: list[Row] = []
+    with progress(len(threads) * len(variants) * (repeats + 1), "cpu_update") as bar:
+        for n in threads:
+            with share.limited(n):
+                timed = {name: partial(_seconds, update) for name, update in variants.items()}
+                rows += _rows(alternate(timed, repeats, bar.update), numel, {"threads": n})
+    if not torch.equal(chunked_weights, flat_weights):
+        raise RuntimeError("TenCache's chunks and the flat pass gave different weights: their rates say nothing")
+    return MicroResult(
+        name="cpu_update",
+        parameters={
+            "params": numel,
+            "state": f"{12 * numel / 1e9:.3f} GB (fp32 master weight and two moments)",
+            "chunk": f"{chunk_nbytes} bytes of state",
+            "gradient and weight": str(_WEIGHT_DTYPE).removeprefix("torch."),
+            "repeats": repeats,
+            "bytes counted per parameter": dict(NBYTES_PER_PARAM),
+            "flat, same passes": "up-cast, unscale, Adam, 16-bit weight: each over the whole tensor, as stock does it",
+            "memory copy": "also loads what it overwrites; an update in place does not, hence shares over 100 %",
+            "result": "TenCache's weights equal those of the flat pass bit for bit",
+        },
+        rows=rows,
+    )
+
+
+def _rows(taken: Mapping[str, Sequence[float]], numel: int, case: Mapping[str, str | int]) -> list[Row]:
+    rows = []
+    copy = [NBYTES_PER_PARAM[COPY] * numel / s for s in taken[COPY]]
+    for name, seconds in taken.items():
+        traffic = [NBYTES_PER_PARAM[name] * numel / s for s in seconds]
+        if name != COPY:
+            rows.append(Row.of(name, "update", "Gparam/s", case, [numel / s / 1e9 for s in seconds]))
+            # Round by round: what slowed the machine down slowed both.
+            shares = [100 * mine / best for mine, best in zip(traffic, copy, strict=True)]
+            rows.append(Row.of(name, "share of the copy's traffic", "%", case, shares))
+        rows.append(Row.of(name, "memory traffic", "GB/s", case, [rate / 1e9 for rate in traffic]))
+    return rows
+
+
+def _seconds(update: Callable[[], object]) -> float:
+    t_start_s = time.perf_counter()
+    update()
+    return time.perf_counter() - t_start_s
+
+
+def _adam(parameter: torch.Tensor) -> DeepSpeedCPUAdam:
+    return DeepSpeedCPUAdam([parameter], lr=1e-4, weight_decay=0.01, adamw_mode=True)
+
+
+def _whole(flat: _Flat, gradient: torch.Tensor, weights: torch.Tensor) -> None:
+    """The same arithmetic with every pass over the whole tensor."""
+    flat.master.grad.copy_(gradient)
+    flat.master.grad.mul_(_SCALE)
+    flat.optimizer.step()
+    weights.copy_(flat.master.data)
+
+
+def _chunked(
+    master: torch.Tensor, gradient: torch.Tensor, weights: torch.Tensor, chunk_nbytes: int
+) -> Callable[[], None]:
+    """TenCache's update of one resident sub-group; writes the 16-bit weights to ``weights``."""
+    numel, counters = master.numel(), Counters()
+    placeholder = torch.nn.Parameter(torch.empty(0))
+    optimizer = _adam(placeholder)
+    kinds = ((MASTER, torch.float32), *known_kinds(optimizer, torch.float32))
+    state = OptimizerStateTier(
+        [SubGroupSpec(numel, kinds, StateResidency.HOST)],
+        store=None,
+        pool=_no_pool,
+        counters=counters,
+        chunk_nbytes=chunk_nbytes,
+        timeout_s=1.0,
+    )
+    state.whole(0, MASTER).copy_(master)
+    gradients = GradientTier(gradient, [GradientSegment(0, 0, numel)], counters)
+    updater = SubGroupUpdater(optimizer, state, gradients, [placeholder], local_ranks=1)
+
+    def publish(chunk: Chunk, updated: torch.Tensor) -> None:
+        weights[chunk.start : chunk.start + chunk.numel].copy_(updated)
+
+    group = optimizer.param_groups[0]
+    return lambda: updater.update_by_chunks(0, group, 0, _SCALE, publish)
+
+
+def _no_pool() -> BufferPool:
+    raise RuntimeError("a resident sub-group needs no staging buffers, yet one was asked for")

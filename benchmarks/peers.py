@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is compared: how each peer is configured, which settings are searched, and what it needs to run.
+
+A peer is a function from its knobs to a DeepSpeed config. What all share (:func:`shared_config`) is not a knob. The
+first value of each knob is where the search begins: the best of earlier measurements (``docs/benchmarks``).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .record import Placement, Workload
+
+GIB = 2**30
+STOCK_HOST_NBYTES_PER_PARAM = 26
+"""Peak host memory of stock CPU offload with everything in RAM, as measured (docs/benchmarks)."""
+
+GPU_NBYTES_PER_PARAM = 20
+"""GPU memory of training without offload: weights, gradients, fp32 state, and buffers."""
+
+Knobs = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What peers need to know about the machine and the workload.
+
+    Attributes:
+        workload: what is trained.
+        numel: parameters of the model.
+        largest: elements of its largest parameter.
+        nvme_path: folder for what goes to NVMe.
+        gpus: GPUs that can be used; 0 on a machine with DeepSpeed's CPU accelerator.
+        gpu_nbytes: memory of one of them that may be used.
+        host_nbytes: host memory that may be used.
+    """
+
+    workload: Workload
+    numel: int
+    largest: int
+    nvme_path: str
+    gpus: int
+    gpu_nbytes: int
+    host_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One of the systems or modes compared.
+
+    Attributes:
+        name: for the command line and the record.
+        label: for tables.
+        configure: DeepSpeed config from knobs.
+        space: knobs with the values that may be tried, the starting value first. A knob with one value is fixed.
+        refuse: why it cannot run in a setting, or an empty string.
+        place: where it keeps things, from knobs; None if only a run can tell.
+        semantics: what it does differently from synchronous training; empty for the same results.
+        program: module of this package that trains.
+        launcher: further arguments for the ``deepspeed`` launcher.
+    """
+
+    name: str
+    label: str
+    configure: Callable[[Setting, Knobs], dict[str, Any]]
+    space: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    refuse: Callable[[Setting], str] = lambda setting: ""
+    place: Callable[[Knobs], Placement] | None = None
+    semantics: str = ""
+    program: str = "train_step"
+    launcher: tuple[str, ...] = ()
+
+
+def shared_config(setting: Setting) -> dict[str, Any]:
+    """What every DeepSpeed configuration has: precision, optimizer, clipping, batch."""
+    workload = setting.workload
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": workload.micro_batch,
+        "gradient_accumulation_steps": workload.accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "weight_decay": 0.01}},
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": 3},
+    }
+    if workload.precision == "fp16":
+        # From a scale that this many steps do not lower: every configuration makes the same number of updates.
+        config["fp16"] = {"enabled": True, "initial_scale_power": 12}
+    else:
+        config["bf16"] = {"enabled": True}
+    return config
+
+
+def _zero(setting: Setting, knobs: Knobs, **sections: Any) -> dict[str, Any]:
+    config = shared_config(setting)
+    zero = config["zero_optimization"]
+    for knob, key in (
+        ("sub_group_size", "sub_group_size"),
+        ("live", "stage3_max_live_parameters"),
+        ("reuse", "stage3_max_reuse_distance"),
+    ):
+        if knob in knobs:
+            zero[key] = knobs[knob]
+    if "prefetch_share" in knobs:
+        zero["stage3_prefetch_bucket_size"] = int(knobs["prefetch_share"] * setting.numel)
+    zero |= {name: section for name, section in sections.items() if section is not None}
+    if "aio_threads" in knobs:
+        config["aio"] = {
+            "intra_op_parallelism": knobs["aio_threads"],
+            "queue_depth": knobs["aio_queue_depth"],
+            "block_size": knobs["aio_block"],
+            "single_submit": False,
+            "overlap_events": True,
+        }
+    return config
+
+
+RAM = {"device": "cpu", "pin_memory": True}
+
+
+def _nvme(setting: Setting) -> dict[str, Any]:
+    return {"device": "nvme", "nvme_path": setting.nvme_path, "pin_memory": True}
+
+
+def _stock_nvme_weights(setting: Setting, knobs: Knobs) -> dict[str, Any]:
+    # A swap buffer holds a whole weight, and every weight live on the device holds one: too few end the run.
+    size = max(setting.largest, 1) * knobs["param_buffer_scale"]
+    return _nvme(setting) | {"buffer_count": knobs["param_buffers"], "buffer_size": int(size), "max_in_cpu": 0}
+
+
+def _stock_nvme_optimizer(setting: Setting, knobs: Knobs) -> dict[str, Any]:
+    pipelined = knobs["pipeline"]
+    # Four tensors per sub-group; reading ahead and writing behind hold three sub-groups at a time.
+    buffers = 12 if pipelined else 4
+    return _nvme(setting) | {"buffer_count": buffers, "pipeline_read": pipelined, "pipeline_write": pipelined}
+
+
+def _nvme_nvme(setting: Setting, knobs: Knobs) -> dict[str, Any]:
+    return _zero(
+        setting, knobs,
+        offload_param=_stock_nvme_weights(setting, knobs), offload_optimizer=_stock_nvme_optimizer(setting, knobs),
+    )  # fmt: skip
+
+
+def _ram_nvme(setting: Setting, knobs: Knobs) -> dict[str, Any]:
+    return _zero(setting, knobs, offload_param=RAM, offload_optimizer=_stock_nvme_optimizer(setting, knobs))
+
+
+def _ram_ram(setting: Setting, knobs: Knobs) -> dict[str, Any]:
+    return _zero(setting, knobs, offload_param=RAM, offload_optimizer=RAM)
+
+
+def _gpu_ram(setting: Setting, knobs: Knobs) -> dict[str, Any]:
+    return _zero(setting, knobs, offload_optimizer=RAM)
+
+
+def _gpu_gpu(setting: Setting, knobs: Knobs) -> dict[str, Any]:
+    return _zero(setting, knobs)
+
+
+def _twin_flow(setting: Setting, knobs: Knobs) -> dict[str, Any]:
+    return _zero(setting, knobs, offload_optimizer=RAM | {"ratio": knobs["ratio"]})
+
+
+def _super_offload(setting: Setting, knobs: Knobs) -> dict[str, Any]:
+    options = {"super_offload": True, "ratio": knobs["ratio"], "cpuadam_cores_perc": knobs["adam_cores"]}
+    return _zero(setting, knobs, offload_optimizer=RAM | options)
+
+
+def _zenflow(setting: Setting, knobs: Knobs) -> dict[str, Any]:
+    options = {
+        "topk_ratio": knobs["topk_ratio"],
+        "select_strategy": "auto",
+        "select_interval": "auto",
+        "update_interval": knobs["update_interval"],
+        "full_warm_up_rounds": 0,
+        "overlap_step": True,
+    }
+    return _zero(setting, knobs, offload_optimizer=RAM, zenflow=options)
+
+
+def _fsdp2(setting: Setting, knobs: Knobs) -> dict[str, Any]:
+    # train_fsdp reads batch, optimizer and clipping from it; there is no DeepSpeed engine.
+    return shared_config(setting)
+
+
+def _tencache(setting: Setting, knobs: Knobs) -> dict[str, Any]:
+    config = _zero(setting, {}, offload_param=_nvme(setting), offload_optimizer=_nvme(setting))
+    options: dict[str, Any] = {key: value for key, value in knobs.items() if key != "host_memory_share"}
+    share = knobs.get("host_memory_share")
+    if share is not None:
+        options["host_memory"] = int(share * 2 * setting.numel / setting.workload.ranks)
+    return config | {"offload_engine": "tencache", "tencache": options}
+
+
+def _tencache_ram(setting: Setting, knobs: Knobs) -> dict[str, Any]:
+    config = _zero(setting, {}, offload_param=RAM, offload_optimizer=RAM)
+    return config | {"offload_engine": "tencache", "tencache": dict(knobs)}
+
+
+def _needs_gpu(setting: Setting) -> str:
+    return "" if setting.gpus else "it needs a GPU, and this machine trains on its CPU"
+
+
+def _needs_whole_gpu_state(setting: Setting) -> str:
+    if not setting.gpus:
+        return _needs_gpu(setting)
+    needed = GPU_NBYTES_PER_PARAM * setting.numel // setting.workload.ranks
+    if needed > setting.gpu_nbytes:
+        return f"it needs about {needed / GIB:.0f} GiB of GPU memory, {setting.gpu_nbytes / GIB:.0f} may be used"
+    return ""
+
+
+def _needs_host(per_param: float) -> Callable[[Setting], str]:
+    def refuse(setting: Setting) -> str:
+        needed = per_param * setting.numel
+        if needed > setting.host_nbytes:
+            return f"it needs about {needed / GIB:.0f} GiB of host memory, {setting.host_nbytes / GIB:.0f} may be used"
+        return ""
+
+    return refuse
+
+
+def _first(*checks: Callable[[Setting], str]) -> Callable[[Setting], str]:
+    return lambda setting: next(filter(None, (check(setting) for check in checks)), "")
+
+
+def _needs_numactl(setting: Setting) -> str:
+    # SuperOffload without its own cores stalls on the ones of the trainer (docs/benchmarks).
+    return "" if shutil.which("numactl") else "its core binding needs the numactl command (`apt install numactl`)"
+
+
+AIO_SPACE: dict[str, tuple[Any, ...]] = {
+    "aio_threads": (4, 8, 1, 16),
+    "aio_queue_depth": (32, 8, 128),
+    "aio_block": (2**20, 8 * 2**20),
+}
+OPTIMIZER_SPACE: dict[str, tuple[Any, ...]] = {
+    "pipeline": (True, False),
+    "sub_group_size": (10**8, 2 * 10**8, 5 * 10**7),
+}
+WEIGHT_SPACE: dict[str, tuple[Any, ...]] = {
+    # With the default reuse distance of 1e9, and with a large prefetch bucket, stock runs out of buffers or assigns one
+    # twice, and ends: see docs/benchmarks. The bucket is a share of the parameters: what fits one model fits another.
+    "reuse": (0,),
+    "prefetch_share": (0.015, 0.04, 0),
+    "live": (10**9, 2 * 10**8),
+    "param_buffers": (40,),
+    "param_buffer_scale": (1,),
+}
+
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer("tencache", "TenCache", _tencache),
+        Peer(
+            "tencache-ram", "TenCache, all in RAM", _tencache_ram,
+            refuse=_needs_host(20),
+            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0),
+        ),
+        Peer(
+            "nvme-nvme", "stock NVMe + NVMe", _nvme_nvme,
+            AIO_SPACE | OPTIMIZER_SPACE | WEIGHT_SPACE,
+            place=lambda knobs: Placement(weights_nvme=1, optimizer_nvme=1),
+        ),
+        Peer(
+            "ram-nvme", "stock RAM + NVMe", _ram_nvme,
+            AIO_SPACE | OPTIMIZER_SPACE | {"prefetch_share": (0.04, 0.4)},
+            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=1),
+        ),
+        Peer(
+            "ram-ram", "stock RAM + RAM", _ram_ram,
+            {"sub_group_size": (10**9, 10**8), "prefetch_share": (0.04, 0.4), "live": (10**9,)},
+            refuse=_needs_host(STOCK_HOST_NBYTES_PER_PARAM),
+            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0),
+        ),
+        Peer(
+            "gpu-ram", "stock GPU + RAM", _gpu_ram,
+            {"sub_group_size": (10**9, 10**8)},
+            refuse=_first(_needs_gpu, _needs_host(20)),
+            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0, weights_gpu=1),
+        ),
+        Peer(
+            "gpu-gpu", "stock GPU only", _gpu_gpu,
+            refuse=_needs_whole_gpu_state,
+            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0, weights_gpu=1, optimizer_gpu=1),
+        ),
+        Peer(
+            "twin-flow", "Twin-Flow", _twin_flow,
+            {"ratio": (0.5,), "sub_group_size": (10**8, 10**9)},
+            refuse=_first(_needs_gpu, _needs_host(12)),
+            place=lambda knobs: Placement(
+                weights_nvme=0, optimizer_nvme=0, weights_gpu=1, optimizer_gpu=1 - knobs["ratio"]
+            ),
+        ),
+        Peer(
+            "superoffload", "SuperOffload", _super_offload,
+            {"ratio": (0.9,), "adam_cores": (0.8,), "sub_group_size": (10**8, 4 * 10**8)},
+            refuse=_first(_needs_gpu, _needs_host(20), _needs_numactl),
+            place=lambda knobs: Placement(
+                weights_nvme=0, optimizer_nvme=0, weights_gpu=1, optimizer_gpu=1 - knobs["ratio"]
+            ),
+            launcher=("--bind_cores_to_rank",),
+        ),
+        Peer(
+            "zenflow", "ZenFlow", _zenflow,
+            {"topk_ratio": (0.1,), "update_interval": (4,)},
+            refuse=_first(_needs_gpu, _needs_host(20)),
+            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0, weights_gpu=1),
+            semantics="most weights are updated once in 4 steps, from gradients that are up to 4 steps old",
+        ),
+        Peer(
+            "fsdp2", "torch FSDP2, CPU offload", _fsdp2,
+            refuse=_needs_host(20),
+            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0),
+            semantics="master weights and gradient reduction follow torch's rules, not DeepSpeed's",
+            program="train_fsdp",
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a benchmark: search, then rounds in which the configurations alternate; all on one machine, one run at a time.
+
+Everything done so far is in ``benchmark.json`` of the output folder after every run. The same command goes on from
+there, after an interruption or a ``--time-limit``.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from tencache_ds.errors import ConfigError
+
+from . import tuning
+from .host_limit import HostLimit, host_limit
+from .limits import bound_of, placement_of
+from .machine import Machine
+from .peers import PEERS, Peer, Setting
+from .process import Request, execute
+from .record import Benchmark, Configuration, Outcome, Run
+from .suites import Entry, Plan
+from .workloads import census
+
+RESULT_FILE = "benchmark.json"
+TYPICAL_RUN_S = 90.0
+"""Assumed of a run before the first one has shown how long one takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a plan is run.
+
+    Attributes:
+        out: folder for the record, the report, logs.
+        nvme_path: folder on the storage to measure; a folder of our own is made in it, and removed.
+        host_nbytes: cap on the host memory of each run, or None.
+        gpu_nbytes: cap on the memory of each GPU, or None.
+        timeout_s: a run that takes longer is stopped and counts as failed.
+        time_limit_s: no run is begun that would probably end later than this after the start; None means no limit.
+        command: for the record.
+        profile: whether runs of the first round end with a step under the profiler (GPUs only).
+        retry_failed: whether configurations that failed earlier are tried again.
+    """
+
+    out: Path
+    nvme_path: Path
+    command: str
+    host_nbytes: int | None = None
+    gpu_nbytes: int | None = None
+    timeout_s: float = 900.0
+    time_limit_s: float | None = None
+    profile: bool = True
+    retry_failed: bool = False
+
+
+class OutOfTime(Exception):
+    """The time limit does not allow for another run; what was done is on record."""
+
+
+class Session:
+    """One plan on one machine."""
+
+    def __init__(self, plan: Plan, options: Options, machine: Machine) -> None:
+        self._plan = plan
+        self._options = options
+        self._machine = machine
+        self._t_start = time.perf_counter()
+        self._file = options.out / RESULT_FILE
+        self._longest: dict[str, float] = {}
+
+    def run(self) -> Benchmark:
+        """Does what is still to be done and returns the whole record.
+
+        Raises:
+            OutOfTime: the time limit came first.
+            ConfigError: the output folder holds another benchmark, or one of another machine.
+            KeyboardInterrupt: the user stopped it.
+        """
+        self._benchmark = self._resume() or self._begin()
+        self._save()
+        with (
+            self._scratch() as nvme_path,
+            host_limit(self._options.host_nbytes) as limit,
+            tqdm(total=self._expected_runs(), unit="run", dynamic_ncols=True) as bar,
+        ):
+            self._bar = bar
+            bar.update(len(self._benchmark.runs) + len(self._benchmark.tuning))
+            setting = self._setting(nvme_path)
+            for entry in self._plan.entries:
+                self._tune(entry, setting, limit)
+            for index in range(self._plan.rounds):
+                for entry in self._plan.entries:
+                    self._measure(entry, index, setting, limit)
+        self._conclude()
+        return self._benchmark
+
+    # What is on record
+
+    def _begin(self) -> Benchmark:
+        hardware = self._machine.probe(self._options.nvme_path, self._plan.probe_s)
+        on_tmpfs = hardware.storage is not None and hardware.storage.filesystem in ("tmpfs", "ramfs")
+        return Benchmark(
+            title=self._plan.title,
+            started_at=self._machine.now(),
+            command=self._options.command,
+            storage="tmpfs (stands in for a fast array)" if on_tmpfs else "disk",
+            hardware=hardware,
+            versions=self._machine.versions(),
+            workload=self._plan.workload,
+            configurations=[],
+        )
+
+    def _resume(self) -> Benchmark | None:
+        if not self._file.exists():
+            return None
+        found = Benchmark.read(self._file)
+        for what, theirs, ours in (
+            ("workload", found.workload, self._plan.workload),
+            ("machine", (found.hardware.cpu, found.hardware.cores, found.hardware.gpu), self._machine.identity()),
+            ("set of versions", found.versions, self._machine.versions()),
+        ):
+            if theirs != ours:
+                raise ConfigError(
+                    f"{self._file} holds a benchmark of another {what} ({theirs}, now {ours}): results of the two "
+                    "cannot be compared; choose another folder with --out"
+                )
+        runs, tried = found.runs, found.tuning
+        if self._options.retry_failed:
+            runs = [run for run in runs if run.outcome is not Outcome.failed]
+            tried = [run for run in tried if run.outcome is not Outcome.failed]
+        return found.model_copy(update={"runs": list(runs), "tuning": list(tried)})
+
+    def _save(self) -> None:
+        self._benchmark.write(self._file)
+
+    def _add(self, run: Run) -> None:
+        which = self._benchmark.tuning if run.round < 0 else self._benchmark.runs
+        which.append(run)
+        self._save()
+        if run.outcome is Outcome.ok and run.measured:
+            line = f"{run.configuration}: {run.median_s:.3g} s per step"
+        else:
+            line = f"{run.configuration}: {run.outcome.value.replace('_', ' ')}: {run.error}"
+        tqdm.write(f"{'trial' if run.round < 0 else f'round {run.round + 1}'}, {line} ({run.wall_s:.0f} s in all)")
+        self._bar.update()
+
+    # The search
+
+    def _tune(self, entry: Entry, setting: Setting, limit: HostLimit) -> None:
+        peer = PEERS[entry.peer]
+        refusal = peer.refuse(setting)
+        if refusal:
+            if not any(run.configuration == entry.name for run in self._benchmark.runs):
+                config = peer.configure(setting, self._knobs(entry, peer))
+                self._add(Run(configuration=entry.name, round=0, outcome=Outcome.cannot_run, error=refusal,
+                              deepspeed_config=_without_paths(config, setting)))  # fmt: skip
+            self._describe(entry, peer)
+            return
+        while len(trials := self._trials(entry)) < self._plan.max_trials:
+            knobs = tuning.next_trial(peer.space, trials, entry.fixed)
+            if knobs is None:
+                break
+            run = self._execute(entry, peer, knobs, -1 - len(trials), setting, limit)
+            self._add(run.model_copy(update={"knobs": knobs}))
+        self._describe(entry, peer)
+
+    def _trials(self, entry: Entry) -> list[tuning.Trial]:
+        return [
+            tuning.Trial(run.knobs, run.median_s if run.outcome is Outcome.ok and run.measured else math.inf)
+            for run in self._benchmark.tuning
+            if run.configuration == entry.name
+        ]
+
+    def _knobs(self, entry: Entry, peer: Peer) -> dict[str, Any]:
+        return tuning.best(peer.space, self._trials(entry), entry.fixed)
+
+    def _describe(self, entry: Entry, peer: Peer) -> None:
+        searched = {}
+        trials = self._trials(entry)
+        if trials:
+            tried = {knob: list(dict.fromkeys(trial.knobs[knob] for trial in trials)) for knob in trials[0].knobs}
+            searched = {knob: values for knob, values in tried.items() if len(values) > 1}
+        described = Configuration(
+            name=entry.name, label=entry.label, peer=entry.peer, semantics=peer.semantics,
+            knobs=self._knobs(entry, peer), searched=searched,
+        )  # fmt: skip
+        others = [known for known in self._benchmark.configurations if known.name != entry.name]
+        order = {planned.name: index for index, planned in enumerate(self._plan.entries)}
+        configurations = sorted([*others, described], key=lambda item: order.get(item.name, len(order)))
+        self._benchmark = self._benchmark.model_copy(update={"configurations": configurations})
+        self._save()
+
+    # The rounds
+
+    def _measure(self, entry: Entry, index: int, setting: Setting, limit: HostLimit) -> None:
+        done = [run for run in self._benchmark.runs if run.configuration == entry.name]
+        # What failed once is not tried again in each round: it would mostly be the same error, after the same wait.
+        if any(run.round == index or run.outcome is not Outcome.ok for run in done):
+            return
+        peer = PEERS[entry.peer]
+        run = self._execute(entry, peer, self._knobs(entry, peer), index, setting, limit)
+        self._add(run)
+
+    def _execute(
+        self, entry: Entry, peer: Peer, knobs: dict[str, Any], index: int, setting: Setting, limit: HostLimit
+    ) -> Run:
+        expected_s = self._longest.get(entry.name) or max(self._longest.values(), default=TYPICAL_RUN_S)
+        elapsed_s = time.perf_counter() - self._t_start
+        if self._options.time_limit_s is not None and elapsed_s + expected_s > self._options.time_limit_s:
+            raise OutOfTime(f"the next run takes about {expected_s:.0f} s, which goes beyond the time limit")
+        trial = index < 0
+        config = peer.configure(setting, knobs)
+        request = Request(
+            configuration=entry.name, round=index, peer=peer, config=config, workload=self._plan.workload,
+            steps=self._plan.trial_steps if trial else self._plan.steps,
+            warmup=1 if trial else self._plan.warmup,
+            profile=self._options.profile and setting.gpus > 0 and index == 0,
+            gpu_nbytes=self._options.gpu_nbytes, timeout_s=self._options.timeout_s,
+        )  # fmt: skip
+        self._bar.set_description(f"{entry.name}{' (trial)' if trial else ''}")
+        logs = self._options.out / "runs"
+        logs.mkdir(exist_ok=True)
+        run = execute(request, logs, host_limit=limit, on_progress=self._bar.refresh)
+        _empty(Path(setting.nvme_path))
+        self._longest[entry.name] = max(run.wall_s, self._longest.get(entry.name, 0.0))
+        return run.model_copy(update={"knobs": knobs, "deepspeed_config": _without_paths(config, setting)})
+
+    def _conclude(self) -> None:
+        """Adds where each configuration kept things and how fast that could be."""
+        placements, bounds, limits = {}, {}, {}
+        for entry in self._plan.entries:
+            runs = self._benchmark.runs_of(entry.name)
+            if not runs:
+                continue
+            placement = placement_of(PEERS[entry.peer], runs[-1], self._plan.workload.ranks)
+            if placement is None:
+                continue
+            placements[entry.name] = placement
+            bound = bound_of(self._benchmark.hardware, self._plan.workload, runs[-1].numel, placement)
+            bounds[entry.name], limits[entry.name] = bound.seconds, bound.limit.value
+        self._benchmark = self._benchmark.model_copy(
+            update={"placements": placements, "bounds_s": bounds, "limits": limits}
+        )
+        self._save()
+
+    # Surroundings
+
+    def _setting(self, nvme_path: Path) -> Setting:
+        counts = census(self._plan.workload.model, self._plan.workload.sequence)
+        hardware = self._benchmark.hardware
+        return Setting(
+            workload=self._plan.workload,
+            numel=counts.numel,
+            largest=counts.largest,
+            nvme_path=str(nvme_path),
+            gpus=hardware.gpus,
+            gpu_nbytes=self._options.gpu_nbytes or hardware.gpu_memory_nbytes or 0,
+            host_nbytes=self._options.host_nbytes or self._machine.available_nbytes(),
+        )
+
+    @contextmanager
+    def _scratch(self) -> Iterator[Path]:
+        """A folder of our own on the storage: stock removes its own folder there at every start."""
+        try:
+            self._options.nvme_path.mkdir(parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(prefix="tencache-bench-", dir=self._options.nvme_path))
+        except OSError as error:
+            raise ConfigError(f"--nvme-path {self._options.nvme_path} cannot be written: {error.strerror}") from error
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _expected_runs(self) -> int:
+        trials = 0
+        for entry in self._plan.entries:
+            space = PEERS[entry.peer].space
+            free = [len(values) - 1 for knob, values in space.items() if knob not in entry.fixed]
+            trials += min(self._plan.max_trials, sum(free) + 1) if sum(free) else 0
+        return trials + self._plan.rounds * len(self._plan.entries)
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        shutil.rmtree(entry, ignore_errors=True)
+
+
+def _without_paths(config: dict[str, Any], setting: Setting) -> dict[str, Any]:
+    """The config with the scratch folder, which is nobody's business and new in every benchmark, left out."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items()}
+        return "FOLDER" if value == setting.nvme_path else value
+
+    cleaned: dict[str, Any] = clean(config)
+    return cleaned

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same counters for every configuration: bytes at the storage calls, and how long the training stood in them.
+
+What is counted, and where:
+
+- *Bytes*: every transfer through DeepSpeed's ``aio_handle`` (stock's swappers and TenCache's aio backend make theirs
+  from the same class, which :meth:`StorageMeter.meter_handles` replaces by a subclass), and, for TenCache, every
+  transfer through ``tencache_ds.io.posix.PosixFiles``, which is its posix backend and where its aio backend sends what
+  a handle cannot take. The bytes are those of the buffer. A call counts when it returns: an asynchronous one at its
+  submission.
+- *Waits*: time that a training thread spends in a call of an ``aio_handle``: the main thread, or one that Python did
+  not start, as autograd's are. Stock makes all its calls there: ``wait``, and submissions, which open the file.
+  TenCache makes its calls in lanes of its own, which are no training threads; its training threads stand in its stalls
+  instead (``tencache_ds.stats(engine).total.stall_seconds``, all causes: weight read, optimizer read, buffer,
+  write-back), which :class:`benchmarks.train_step.DeepSpeedTrainee` adds. On both sides this is the wall-clock time in
+  which the training could not go on because of storage, and nothing of what went on behind it.
+
+Metering costs a call one to ten microseconds. The GIL is released where the op itself releases it: the subclass calls
+the op's own method.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+READS = ("read", "pread", "sync_pread", "async_pread")
+WRITES = ("write", "pwrite", "sync_pwrite", "async_pwrite")
+WAITS = ("wait",)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageCounts:
+    """Since the meter was made: bytes moved, and nanoseconds of training threads in ``aio_handle`` calls."""
+
+    read_nbytes: int = 0
+    write_nbytes: int = 0
+    wait_ns: int = 0
+
+
+class StorageMeter:
+    """Counts what passes the storage calls of this process. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read_nbytes = self._write_nbytes = self._wait_ns = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def counts(self) -> StorageCounts:
+        """Everything so far."""
+        with self._lock:
+            return StorageCounts(self._read_nbytes, self._write_nbytes, self._wait_ns)
+
+    def add(self, *, read_nbytes: int = 0, write_nbytes: int = 0, wait_ns: int = 0) -> None:
+        """Counts one call."""
+        with self._lock:
+            self._read_nbytes += read_nbytes
+            self._write_nbytes += write_nbytes
+            self._wait_ns += wait_ns
+
+    def meter_handles(self, op: ModuleType) -> None:
+        """Replaces ``aio_handle`` of the async_io op by a metered subclass: handles made from now on are counted.
+
+        Args:
+            op: what ``AsyncIOBuilder().load()`` returned; DeepSpeed keeps one module per process.
+
+        Raises:
+            RuntimeError: this DeepSpeed's handle lacks a method that is to be counted.
+        """
+        original = op.aio_handle
+        op.aio_handle = _metered_class(original, self)  # type: ignore[attr-defined]
+        self._undo.append(lambda: setattr(op, "aio_handle", original))
+
+    def meter_files(self, files_class: type) -> None:
+        """Counts the transfers of TenCache's ``PosixFiles``, existing ones too. Its lanes make them: no waits.
+
+        Args:
+            files_class: ``tencache_ds.io.posix.PosixFiles``.
+        """
+        original: Any = files_class.transfer  # type: ignore[attr-defined]
+
+        def transfer(files: Any, operation: Any, path: str, offset: int, buffer: Any, tag: str = "") -> None:
+            original(files, operation, path, offset, buffer, tag)
+            if operation.value == "read":
+                self.add(read_nbytes=buffer.nbytes)
+            else:
+                self.add(write_nbytes=buffer.nbytes)
+
+        files_class.transfer = transfer  # type: ignore[attr-defined]
+        self._undo.append(lambda: setattr(files_class, "transfer", original))
+
+    def detach(self) -> None:
+        """Puts the original classes back; handles that exist stay counted. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def on_training_thread() -> bool:
+    """Whether the calling thread is the main one, or one that Python did not start: autograd's threads are such.
+
+    Asked at every metered call: ``threading`` represents a foreign thread by a ``_DummyThread``.
+    """
+    thread = threading.current_thread()
+    return thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
+
+
+def _metered_class(handle_class: type, meter: StorageMeter) -> type:
+    missing = [name for name in (*READS, *WRITES, *WAITS) if not hasattr(handle_class, name)]
+    if missing:
+        raise RuntimeError(
+            f"DeepSpeed's {handle_class.__name__} has no {', '.join(missing)}: this benchmark counts at the methods of "
+            "DeepSpeed 0.19; adapt benchmarks/storage_meter.py to this version"
+        )
+    methods: dict[str, Any] = {name: _metered_transfer(getattr(handle_class, name), meter, True) for name in READS}
+    methods |= {name: _metered_transfer(getattr(handle_class, name), meter, False) for name in WRITES}
+    methods |= {name: _metered_wait(getattr(handle_class, name), meter) for name in WAITS}
+    return type(f"Metered_{handle_class.__name__}", (handle_class,), methods)
+
+
+def _metered_transfer(method: Callable[..., int], meter: StorageMeter, is_read: bool) -> Callable[..., int]:
+    def transfer(handle: Any, buffer: Any, *args: Any, **kwargs: Any) -> int:
+        t_start_ns = time.perf_counter_ns()
+        result = method(handle, buffer, *args, **kwargs)
+        wait_ns = time.perf_counter_ns() - t_start_ns if on_training_thread() else 0
+        if is_read:
+            meter.add(read_nbytes=buffer.nbytes, wait_ns=wait_ns)
+        else:
+            meter.add(write_nbytes=buffer.nbytes, wait_ns=wait_ns)
+        return result
+
+    return transfer
+
+
+def _metered_wait(method: Callable[..., int], meter: StorageMeter) -> Callable[..., int]:
+    def wait(handle: Any, *args: Any, **kwargs: Any) -> int:
+        t_start_ns = time.perf_counter_ns()
+        result = method(handle, *args, **kwargs)
+        if on_training_thread():
+            meter.add(wait_ns=time.perf_counter_ns() - t_start_ns)
+        return result
+
+    return wait

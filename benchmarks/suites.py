@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is run under one name: the quick check of CI, a comparison of one's own choice, and the paper's models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .peers import PEERS
+from .record import Workload
+from .workloads import SPECS
+
+PAIR = ("nvme-nvme", "tencache")
+FRONTIER = tuple(f"tencache:host_memory_share={share}" for share in (0, 0.25, 0.5, 1))
+"""TenCache at several budgets: its line in the plot of step time over memory."""
+
+STOCK_TIERS = ("nvme-nvme", "ram-nvme", "ram-ram", "gpu-ram", "gpu-gpu")
+EVERYBODY = (*STOCK_TIERS, "twin-flow", "superoffload", "zenflow", "fsdp2", "tencache", *FRONTIER)
+PAPER = ("nvme-nvme", "ram-nvme", "ram-ram", "tencache", *FRONTIER)
+
+SETS: dict[str, tuple[str, ...]] = {"pair": PAIR, "frontier": (*PAIR, *FRONTIER), "everybody": EVERYBODY}
+"""Names that stand for several configurations on the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One configuration of a benchmark.
+
+    Attributes:
+        name: as written on the command line; unique within the benchmark.
+        peer: key of :data:`.peers.PEERS`.
+        fixed: knobs chosen by the caller: they are not searched.
+    """
+
+    name: str
+    peer: str
+    fixed: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """For tables and legends."""
+        words = [
+            f"{value:.0%} of weights in RAM" if knob == "host_memory_share" else f"{knob} {value}"
+            for knob, value in self.fixed.items()
+        ]
+        return ", ".join([PEERS[self.peer].label, *words])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A benchmark to run.
+
+    Attributes:
+        title: heading of the report.
+        workload: what is trained.
+        entries: the configurations, in the order in which they alternate.
+        rounds: how often each is run.
+        steps: measured optimizer steps per run.
+        warmup: steps before them, which do not count.
+        max_trials: most trials of the search per peer; 0 means no search.
+        trial_steps: measured steps of a trial; one step before them does not count.
+        probe_s: time for the hardware probe.
+    """
+
+    title: str
+    workload: Workload
+    entries: tuple[Entry, ...]
+    rounds: int = 2
+    steps: int = 3
+    warmup: int = 2
+    max_trials: int = 8
+    trial_steps: int = 2
+    probe_s: float = 10.0
+
+
+def parse_entry(text: str) -> Entry:
+    """An entry from ``peer`` or ``peer:knob=value+knob=value``; values are JSON, or else strings.
+
+    Raises:
+        ValueError: names what is wrong and what there is.
+    """
+    peer, _, chosen = text.partition(":")
+    if peer not in PEERS:
+        raise ValueError(f"there is no configuration {peer!r}; known: {', '.join([*PEERS, *SETS])}")
+    fixed: dict[str, Any] = {}
+    for word in filter(None, chosen.split("+")):
+        knob, equals, value = word.partition("=")
+        space = PEERS[peer].space
+        if not equals or (space and knob not in space):
+            allowed = ", ".join(space) if space else 'the options of the "tencache" section, host_memory_share'
+            raise ValueError(f"{text!r}: {word!r} is not knob=value with a knob of {peer}: {allowed}")
+        fixed[knob] = _value(value)
+    if fixed and not PEERS[peer].space and not peer.startswith("tencache"):
+        raise ValueError(f"{text!r}: {peer} has no knobs")
+    return Entry(text, peer, fixed)
+
+
+def parse_entries(texts: Sequence[str]) -> tuple[Entry, ...]:
+    """Entries of a command line, sets written out, each once.
+
+    Raises:
+        ValueError: see :func:`parse_entry`.
+    """
+    names = [name for text in texts for name in SETS.get(text, (text,))]
+    return tuple(parse_entry(name) for name in dict.fromkeys(names))
+
+
+def smoke(gpus: int) -> Plan:
+    """Everything once in small: a 7 M model, both sides of NVMe offload, RAM, and a search of two trials."""
+    return Plan(
+        title="Smoke test of the benchmark",
+        workload=workload_of("7M", ranks=1, micro_batch=1, sequence=32, precision="bf16"),
+        entries=parse_entries(["nvme-nvme", "tencache", "tencache:host_memory_share=0", "ram-ram"]),
+        rounds=1, steps=3, warmup=1, max_trials=2, trial_steps=1, probe_s=10.0 if gpus else 5.0,
+    )  # fmt: skip
+
+
+def paper(model: str, entries: Sequence[str] = PAPER) -> Plan:
+    """One of the paper's models on a big GPU host, as in its tables: batch 16, fp16, one GPU."""
+    return Plan(
+        title=f"{model}, the shape and batch of 10Cache's paper",
+        workload=workload_of(model, ranks=1, checkpointing=True),
+        entries=parse_entries(entries),
+        rounds=2, steps=3, warmup=1, max_trials=4, trial_steps=1,
+    )  # fmt: skip
+
+
+def paper_models() -> tuple[str, ...]:
+    """The models of the paper, small ones first."""
+    return tuple(name for name, spec in SPECS.items() if spec.paper)
+
+
+def workload_of(
+    model: str,
+    *,
+    ranks: int,
+    micro_batch: int | None = None,
+    sequence: int | None = None,
+    accumulation: int = 1,
+    precision: str | None = None,
+    checkpointing: bool = False,
+) -> Workload:
+    """A workload with the model's own defaults for what is None.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if model not in SPECS:
+        raise ValueError(f"there is no model {model!r}; known: {', '.join(SPECS)}")
+    spec = SPECS[model]
+    return Workload(
+        model=model,
+        micro_batch=micro_batch or spec.micro_batch,
+        sequence=sequence or spec.sequence,
+        accumulation=accumulation,
+        ranks=ranks,
+        precision=precision or spec.precision,
+        activation_checkpointing=checkpointing,
+    )
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One measured training run with torch's FSDP2 and CPU offload: a peer from outside of DeepSpeed.
+
+    deepspeed --module benchmarks.train_fsdp --model 1.3B --micro-batch 4 --sequence 512 --steps 5 --precision bf16 \\
+        --config ds_config.json --result out.json
+
+Model, first weights, data, loss and optimizer settings are those of :mod:`benchmarks.train_step`; batch, optimizer and
+clipping are read from the DeepSpeed config. The numerics are torch's own (where it rounds, in which order it reduces),
+so that losses agree with DeepSpeed's to a few digits only.
+
+Weights, gradients and optimizer state live in host memory as fp32 shards; a layer at a time is copied to the GPU,
+cast to 16 bits and gathered. AdamW is torch's fused one, on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import workloads
+from .measured_run import MODEL_SEED, MeasuredRun, check_config, limit_gpu_memory, parser, use_deterministic_algorithms
+from .train_step import DTYPES, same_weights_as_zero_init
+
+
+class LossScaler:
+    """The dynamic loss scale for fp16, with DeepSpeed's rules: half after an overflow, twice after a while without.
+
+    Args:
+        config: the ``fp16`` section of a DeepSpeed config.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.scale = float(config.get("loss_scale") or 2.0 ** config.get("initial_scale_power", 16))
+        self._static = bool(config.get("loss_scale"))
+        self._window = int(config.get("loss_scale_window", 1000))
+        self._least = float(config.get("min_loss_scale", 1))
+        self._hysteresis = self._left = int(config.get("hysteresis", 2))
+        self._n_steps = 0
+        self._last_overflow = -1
+        self.n_skipped = 0
+
+    def update(self, overflow: bool) -> None:
+        """After each optimizer step."""
+        step = self._n_steps
+        self._n_steps += 1
+        if overflow:
+            self.n_skipped += 1
+            self._last_overflow = step
+            if self._left > 1:
+                self._left -= 1
+            elif not self._static:
+                self.scale = max(self.scale / 2, self._least)
+            return
+        n_good = step - self._last_overflow - 1  # without this step, as DeepSpeed counts
+        if not self._static and n_good > 0 and n_good % self._window == 0:
+            self.scale *= 2
+            self._left = self._hysteresis
+
+
+class FsdpTrainee:
+    """An FSDP2 model with its optimizer under measurement (:class:`benchmarks.measured_run.Trainee`).
+
+    Args:
+        model: after :func:`shard`.
+        config: DeepSpeed config; optimizer, clipping, accumulation and ``fp16`` are read.
+        device: where the computation runs.
+        numel: parameters of the model.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: dict[str, Any], device: torch.device, numel: int) -> None:
+        self.device = device
+        self.vocabulary: int = model.config.vocab_size  # type: ignore[union-attr,assignment]
+        self.numel = numel
+        self._model = model
+        self._parameters = list(model.parameters())
+        settings = dict(config["optimizer"]["params"])
+        settings["betas"] = tuple(settings.get("betas", (0.9, 0.999)))
+        settings.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's is 0.01
+        self._optimizer = torch.optim.AdamW(self._parameters, fused=True, **settings)
+        self._clipping = float(config.get("gradient_clipping", 0.0))
+        self._accumulation = int(config.get("gradient_accumulation_steps", 1))
+        self._scaler = LossScaler(config["fp16"]) if config.get("fp16", {}).get("enabled") else None
+        self._n_micro_steps = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss * (self._scale() / self._accumulation)).backward()
+
+    def step(self) -> None:
+        self._n_micro_steps += 1
+        if self._n_micro_steps % self._accumulation:
+            return
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients)
+        norm = float((total.full_tensor() if hasattr(total, "full_tensor") else total).item()) / self._scale()
+        overflow = self._scaler is not None and not math.isfinite(norm)
+        if not overflow:
+            factor = 1 / self._scale()
+            if self._clipping and norm > self._clipping:
+                factor *= self._clipping / (norm + 1e-6)
+            if factor != 1:
+                torch._foreach_mul_(gradients, factor)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._scaler is not None:
+            self._scaler.update(overflow)
+
+    def loss_scale(self) -> float | None:
+        return None if self._scaler is None else self._scaler.scale
+
+    def n_skipped(self) -> int:
+        return 0 if self._scaler is None else self._scaler.n_skipped
+
+    def stall_s(self) -> float:
+        return 0.0
+
+    def stats(self) -> dict[str, Any] | None:
+        return None
+
+    def _scale(self) -> float:
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+
+def shard(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Makes each decoder layer, and the rest, a unit of FSDP2 with its fp32 shards in host memory.
+
+    Args:
+        model: whole, with 16-bit weights, in host memory. Each unit passes through the device alone.
+        dtype: of computation, gathers and gradient reduction, as with DeepSpeed's defaults.
+        device: the accelerator.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu"),
+    }
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    for layer in max(lists, key=len):
+        _to_fp32(layer)
+        fully_shard(layer, **options)
+    _to_fp32(model)
+    fully_shard(model, **options)
+
+
+def _to_fp32(module: torch.nn.Module) -> None:
+    """Master weights: the parameters only, buffers stay as DeepSpeed has them, in 16 bits."""
+    for parameter in module.parameters():
+        if parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+
+
+def refusal() -> str:
+    """Why FSDP2 with CPU offload cannot run here, or an empty string."""
+    try:
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard  # noqa: F401
+    except ImportError:
+        return f"torch {torch.__version__} has no torch.distributed.fsdp.fully_shard: it needs torch 2.6 or later"
+    if not hasattr(torch.nn.utils, "get_total_norm"):
+        return f"torch {torch.__version__} has no torch.nn.utils.get_total_norm: it needs torch 2.6 or later"
+    return ""
+
+
+def main() -> None:
+    arguments = parser(__doc__.splitlines()[0]).parse_args()
+    config = json.loads(Path(arguments.config).read_text())
+    check_config(arguments, config)
+    if reason := refusal():
+        sys.exit(f"cannot run: {reason}")
+    if arguments.deterministic:
+        use_deterministic_algorithms()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", arguments.local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    # gloo for the gradients' norm, which is reduced in host memory.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    run = MeasuredRun(arguments)
+    workloads.prepare()
+    t_start = time.perf_counter()
+    torch.manual_seed(MODEL_SEED)
+    dtype = DTYPES[arguments.precision]
+    with same_weights_as_zero_init(dtype, device):
+        model = workloads.build(arguments.model, arguments.sequence, checkpointing=arguments.checkpointing)
+    model.to("cpu")
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():  # as DeepSpeed's engine does
+            model.get_submodule(name.rpartition(".")[0]).register_buffer(
+                name.rpartition(".")[2], buffer.to(device, dtype), persistent=False
+            )
+    numel = sum(p.numel() for p in model.parameters())
+    t_model = time.perf_counter()
+    if on_gpu:
+        torch.cuda.empty_cache()
+    limit_gpu_memory(arguments.gpu_memory)  # only now: the first weights are drawn whole on the GPU
+    shard(model, dtype, device)
+    trainee = FsdpTrainee(model, config, device, numel)
+    run.train(trainee, t_model - t_start, time.perf_counter() - t_model)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

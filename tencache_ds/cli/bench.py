@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tencache bench``: the comparison with stock DeepSpeed, from the package's ``benchmarks``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def add_command(commands: Any) -> None:
+    """Lists ``bench`` among the commands; :func:`run` gets its arguments unparsed."""
+    commands.add_parser("bench", help="compare with stock DeepSpeed on this machine", add_help=False)
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs the benchmark that ``words`` describe and returns the exit status."""
+    try:
+        from tencache_ds.benchmarks import command
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is missing: pip install 'tencache-ds[bench]'", file=sys.stderr)
+        return 1
+    parser = argparse.ArgumentParser(prog="tencache bench")
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(words), words)

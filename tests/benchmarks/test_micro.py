@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack, closing
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks.micro import __main__ as command
+from benchmarks.micro import cpu_update, pool, storage
+from benchmarks.micro.result import MicroReport, MicroResult, Row, alternate
+from benchmarks.micro.storage_variants import BACKENDS, VARIANTS, Direction, RawThreads, StockHandle, Work
+from tencache_ds.cli.filesystem import supports_direct_io
+from tencache_ds.errors import ConfigError, LockedMemoryError, SpaceError
+from tencache_ds.memory.pages import Locking, PlainPages
+
+pytestmark = pytest.mark.timeout(300)  # the first run builds DeepSpeed's ops
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder(tmp_path):
+    if not supports_direct_io(tmp_path):
+        pytest.skip("the temporary folder has no O_DIRECT")
+    return tmp_path
+
+
+def present(result: MicroResult) -> list[Row]:
+    return [row for row in result.rows if row.value is not None]
+
+
+def assert_sound(result: MicroResult) -> None:
+    """What holds for every micro-benchmark: figures that can be, reasons where there are none, a lossless file."""
+    assert present(result)
+    for row in result.rows:
+        if row.value is None:
+            assert row.note
+            assert row.spread is None
+        elif row.unit != "%":
+            assert row.value > 0
+            assert row.spread >= 0
+            assert len(row.samples) == 5
+    assert MicroResult.model_validate_json(result.model_dump_json()) == result
+    with open(os.devnull, "w") as nowhere:
+        result.show(Console(file=nowhere, width=200))
+
+
+def test_pool():
+    result = pool.run(0.2, model="7M")
+    assert_sound(result)
+    for threads, slots in ((1, 1), (8, 8), (8, 4)):
+        assert result.value(pool.POOL, "lease and return", threads=threads, slots=slots) > 1000
+    for ranks in (1, 8):
+        # Exact slots for every shard: only the waste bound of a class and the rounding to pages are lost.
+        assert 0 <= result.value(pool.POOL, "memory overhead", ranks=ranks) <= 20
+        assert 0 < result.value(pool.POOL, "staged share", ranks=ranks) <= 100
+        torch_overhead = result.value(pool.TORCH, "memory overhead", ranks=ranks)
+        assert (torch_overhead is not None) is torch.cuda.is_available()
+
+
+def test_shards_are_those_of_the_model_without_some_layers():
+    whole, layers = pool.shard_nbytes("7M", 1, 1 << 40)
+    assert layers == 4
+    assert len(whole) == 2 + 4 * 7  # the norms are too small
+    assert whole[0] == 8192 * 256 * 2
+    cut, kept = pool.shard_nbytes("7M", 1, sum(whole) - 1)
+    assert (kept, len(cut)) == (3, 2 + 3 * 7)
+    one, kept = pool.shard_nbytes("7M", 1, 1)
+    assert kept == 1
+    halves, _ = pool.shard_nbytes("7M", 2, 1 << 40)
+    assert halves[0] == whole[0] // 2
+
+
+def test_storage(folder):
+    result = storage.run(folder, 0.3, lanes=[1, 2], requests_nbytes=[256 << 10, MIB], working_set_nbytes=24 * MIB)
+    assert_sound(result)
+    assert os.listdir(folder) == []
+    assert {row.variant for row in result.rows} == {variant.name for variant in VARIANTS}
+    assert {row.case["operation"] for row in result.rows} == {"read", "write", "mixed"}
+    # Each is varied with the other in the middle (of two, the larger); each pair once.
+    assert {(row.case["request"], row.case["lanes"]) for row in result.rows} == {
+        ("0.25 MiB", 2), ("1 MiB", 1), ("1 MiB", 2)
+    }  # fmt: skip
+    for name in ("raw threads", "posix", "store on posix"):
+        assert all(row.value for row in result.rows if row.variant == name and row.case["request"] == "0.25 MiB")
+
+
+def test_every_backend_is_measured_by_itself_and_under_the_store():
+    names = {variant.name for variant in VARIANTS}
+    assert {f"{prefix}{name}" for name in BACKENDS for prefix in ("", "store on ")} <= names
+
+
+def test_storage_without_locked_memory(folder, monkeypatch):
+    monkeypatch.setattr("tencache_ds.memory.arena.open_page_locker", _refuse_locking)
+    result = storage.run(folder, 0.05, lanes=[1], requests_nbytes=[64 << 10], working_set_nbytes=6 * MIB)
+    for row in result.rows:
+        locked_only = "aio" in row.variant or "stock" in row.variant
+        assert (row.value is None) is locked_only
+        assert not locked_only or "no lock here" in row.note
+    assert os.listdir(folder) == []
+
+
+def _refuse_locking(locking):
+    if locking is Locking.NONE:
+        return PlainPages()
+    raise LockedMemoryError("no lock here")
+
+
+def test_a_failing_variant_leaves_no_files(folder, monkeypatch):
+    def fail(self: object, direction: Direction, duration_s: float) -> int:
+        raise OSError(5, "injected")
+
+    monkeypatch.setattr(RawThreads, "transfer", fail)
+    with pytest.raises(OSError, match="injected"):
+        storage.run(folder, 0.05, lanes=[1], requests_nbytes=[64 << 10], working_set_nbytes=6 * MIB)
+    assert os.listdir(folder) == []
+
+
+def test_cases_that_do_not_fit(folder):
+    limits = {"lanes": [1], "working_set_nbytes": 6 * MIB}
+    result = storage.run(folder, 0.05, requests_nbytes=[64 << 10, 4 * MIB], **limits)
+    for row in result.rows:
+        assert (row.value is None) is (row.case["request"] == "4 MiB")
+    with pytest.raises(SpaceError, match="ask for smaller requests"):
+        storage.run(folder, 0.05, requests_nbytes=[4 * MIB], **limits)
+    assert os.listdir(folder) == []
+
+
+def test_without_direct_io_it_refuses(folder, monkeypatch):
+    monkeypatch.setattr(storage, "supports_direct_io", lambda folder: False)
+    with pytest.raises(ConfigError, match="page cache would be measured"):
+        storage.run(folder, 0.05)
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_a_variant_moves_what_it_says(folder, variant):
+    """Reads bring the file's bytes, writes change it, mixed does both; in every variant."""
+    n_buffers, nbytes = 4, 64 << 10
+    with ExitStack() as stack:
+        slab, locked, reason = storage._buffers(stack, n_buffers * nbytes)
+        if variant.needs_locked and not locked:
+            pytest.skip(reason)
+        path = storage._write_file(folder / "shared.bin", 8 * nbytes, slab)
+        buffers = tuple(slab.split(nbytes))
+        work = Work(str(folder), path, nbytes, 2, buffers, 8)
+        contents = [buffer.clone() for buffer in buffers]
+        session = stack.enter_context(closing(variant.open(work)))
+        slab.zero_()
+        moved = session.transfer(Direction.READ, 0.0)
+        assert moved >= nbytes
+        if not isinstance(session, RawThreads):  # which stops in the middle of a turn
+            assert all(torch.equal(a, b) for a, b in zip(buffers, contents, strict=True))
+        slab.fill_(7)
+        assert session.transfer(Direction.WRITE, 0.0) >= nbytes
+        slab.zero_()
+        session.transfer(Direction.READ, 0.0)
+        assert int(buffers[0][0]) == 7
+        assert session.transfer(Direction.MIXED, 0.0) >= nbytes
+    assert os.listdir(folder) == ["shared.bin"]
+
+
+def test_a_stock_handle_that_loses_a_request_is_an_error(folder, monkeypatch):
+    class Handle:
+        def async_pread(self, buffer, path, offset):
+            return 0
+
+        def wait(self):
+            return 1
+
+    session = StockHandle.__new__(StockHandle)
+    session._handle = Handle()
+    session._work = Work(str(folder), "f", 4096, 1, tuple(torch.empty(8192, dtype=torch.uint8).split(4096)), 2)
+    with pytest.raises(OSError, match="1 of 2 requests were done"):
+        session.transfer(Direction.READ, 0.0)
+
+
+def test_cpu_update():
+    result = cpu_update.run(0.1, threads=[1, 2], numel=(1 << 20) + 5, repeats=5)
+    assert result.parameters["params"] == (1 << 20) + 5
+    for threads in (1, 2):
+        for name in (cpu_update.CHUNKS, cpu_update.PASSES, cpu_update.ADAM):
+            assert result.value(name, "update", threads=threads) > 0
+        assert result.value(cpu_update.COPY, "memory traffic", threads=threads) > 0
+    assert_sound(result)
+
+
+def test_cpu_update_refuses_to_compare_different_results(monkeypatch):
+    monkeypatch.setattr(cpu_update, "_SCALE", 0.25)
+    whole = cpu_update._whole
+
+    def scaled_otherwise(flat, gradient, weights):
+        whole(flat, gradient, weights)
+        weights.add_(1)
+
+    monkeypatch.setattr(cpu_update, "_whole", scaled_otherwise)
+    with pytest.raises(RuntimeError, match="different weights"):
+        cpu_update.run(0.1, threads=[1], numel=1 << 18)
+
+
+def test_alternation():
+    order: list[str] = []
+    values = iter(range(100))
+    variants = {name: lambda name=name: (order.append(name), next(values))[1] for name in "abc"}
+    n_done: list[int] = []
+    samples = alternate(variants, 5, lambda: n_done.append(1))
+    assert len(n_done) == 18
+    assert order[:9] == ["c", "a", "b", "a", "b", "c", "b", "c", "a"]
+    assert all(len(taken) == 5 for taken in samples.values())
+    assert min(min(taken) for taken in samples.values()) == 3  # the first round does not count
+    with pytest.raises(ValueError, match="at least 5 repeats"):
+        alternate(variants, 4, lambda: None)
+
+
+def test_rows():
+    row = Row.of("a", "rate", "GB/s", {"lanes": 1}, [5.0, 1.0, 2.0, 4.0, 3.0])
+    assert (row.value, row.spread) == (3.0, 2.0)
+    assert Row.of("a", "size", "B", {}, [7.0]).spread == 0.0
+    with pytest.raises(ValueError, match="no samples"):
+        Row.of("a", "rate", "GB/s", {}, [])
+    result = MicroResult(name="x", parameters={}, rows=[row])
+    assert result.value("a", "rate", lanes=1) == 3.0
+    with pytest.raises(KeyError, match="x has no rate of a"):
+        result.value("a", "rate", lanes=2)
+
+
+def test_command(folder, capsys):
+    nvme, file = folder / "nvme", folder / "micro.json"
+    arguments = ["storage", "--nvme-path", str(nvme), "--seconds", "0.05", "--lanes", "1", "--request", "64KiB"]
+    assert command.main([*arguments, "--working-set", "3MiB", "--json", str(file)]) == 0
+    assert "raw threads" in capsys.readouterr().out
+    report = MicroReport.read(file)
+    assert [result.name for result in report.results] == ["storage"]
+    assert json.loads(file.read_text())["results"][0]["rows"][0]["samples"]
+    assert os.listdir(nvme) == []
+
+
+def test_command_says_what_could_not_run(folder, capsys):
+    (folder / "file").write_text("")
+    assert command.main(["storage", "--nvme-path", str(folder / "file")]) == 1
+    assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--seconds", "0"], ["--request", "1000"], ["--lanes", "0"], ["nothing"]])
+def test_command_line_errors(arguments, capsys):
+    with pytest.raises(SystemExit):
+        command.main(arguments)

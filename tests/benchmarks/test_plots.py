@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plots from plain values: what is drawn, from which figures, and when there is nothing to draw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import plots
+from benchmarks.plot_style import OURS, PEERS
+from benchmarks.record import Outcome, Sample
+from tests.benchmarks.examples import (
+    GIB,
+    benchmark,
+    counters,
+    failed,
+    hardware,
+    memory,
+    run,
+    small,
+    stock,
+    tencache,
+    timeline,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+MAX_NBYTES = 150 * 1000
+
+
+def texts(axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_nothing_measured_is_no_figure(tmp_path: Path):
+    for example in (benchmark([], []), benchmark([stock()], [failed("nvme-nvme", "lost")]), benchmark([stock()], [])):
+        for draw in (plots.step_time, plots.frontier, plots.storage_bandwidth, plots.access_classes):
+            assert draw(example) is None
+        assert plots.write_plots(example, tmp_path, "none") == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_phases_are_stacked_and_the_bound_is_marked():
+    axes = plots.step_time(small()).axes[0]
+    bars = [(round(bar.get_x(), 6), round(bar.get_width(), 6)) for bar in axes.patches]
+    assert bars == [(0, 2.0), (2.0, 4.0), (6.0, 14.0), (0, 1.0), (1.0, 2.0), (3.0, 7.0)]
+    assert [list(line.get_xdata()) for line in axes.lines] == [[18.0, 22.0], [12.0, 12.0], [9.0, 11.0], [8.0, 8.0]]
+    assert texts(axes) == ["20.0 s   0.60 of bound", "10.0 s   0.80 of bound"]
+
+
+def test_what_did_not_run_has_its_line_in_the_step_times():
+    example = benchmark(
+        [tencache(), stock(), stock("gpu-gpu", "GPU only")],
+        [run("tencache", [1.0]), failed("nvme-nvme", "x"), failed("gpu-gpu", "y", outcome=Outcome.cannot_run)],
+    )
+    axes = plots.step_time(example).axes[0]
+    assert texts(axes) == ["1.00 s", "failed", "cannot run"]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == [
+        "TenCache (defaults)",
+        "stock NVMe + NVMe",
+        "GPU only",
+    ]
+
+
+def test_frontier_takes_the_larger_memory_and_sorts_tencache_by_it():
+    example = benchmark(
+        [tencache("b", "more"), tencache("a", "less"), stock()],
+        [
+            run("b", [5.0], memory=memory(peak_rss_steady_nbytes=30 * GIB)),
+            run("a", [10.0], memory=memory(peak_rss_steady_nbytes=8 * GIB), step={"host_used_nbytes": 12 * GIB}),
+            run("nvme-nvme", [20.0], memory=None),
+        ],
+        bounds_s={"a": 9.0, "b": 4.0},
+    )
+    axes = plots.frontier(example).axes[0]
+    line, bound, *points = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    assert line == ([12.0, 30.0], [10.0, 5.0])
+    assert bound == ([12.0, 30.0], [9.0, 4.0])
+    assert points == [([30.0], [5.0]), ([12.0], [10.0]), ([17.0], [20.0])]
+    assert sorted(texts(axes)) == ["less", "more", "stock NVMe + NVMe"]
+    assert axes.get_yscale() == "linear"
+
+
+def test_frontier_is_logarithmic_over_more_than_a_factor_of_ten():
+    example = benchmark([tencache(), stock()], [run("tencache", [1.0]), run("nvme-nvme", [11.0])])
+    assert plots.frontier(example).axes[0].get_yscale() == "log"
+
+
+def test_names_on_the_frontier_do_not_lie_on_each_other():
+    configurations = [stock(f"s{i}", f"a rather long name of peer {i}") for i in range(6)]
+    runs = [run(f"s{i}", [20.0 + 0.1 * i]) for i in range(6)]
+    figure = plots.frontier(benchmark(configurations, runs))
+    renderer = figure.canvas.get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in figure.axes[0].texts]
+    assert len(boxes) == 6
+    overlapping = [(i, j) for i in range(6) for j in range(i) if boxes[i].overlaps(boxes[j])]
+    assert overlapping == []
+
+
+def test_storage_rates_are_differences_of_the_samples():
+    example = benchmark(
+        [tencache(), stock("ram-ram", "RAM")],
+        [run("tencache", [10.0, 10.0], timeline=timeline(20, 1.5, 0.5, count=4)), run("ram-ram", [1.0], device="cpu")],
+    )
+    figure = plots.storage_bandwidth(example)
+    assert len(figure.axes) == 1
+    read, write, both = (patch.get_data() for patch in figure.axes[0].patches)
+    assert list(read.edges) == [0, 5, 10, 15, 20]
+    assert list(read.values) == pytest.approx([1.5] * 4)
+    assert list(write.values) == pytest.approx([-0.5] * 4)
+    assert list(both.values) == pytest.approx([2.0] * 4)
+    assert "dashed: probe, read + write 4 GB/s" in texts(figure.axes[0])
+
+
+def test_storage_without_a_probe_and_with_samples_at_one_moment():
+    samples = [
+        *timeline(1, 1, 1, count=2),
+        Sample(t_s=1.0, nvme_read_nbytes=10**9, nvme_write_nbytes=10**9, rss_nbytes=0),
+    ]
+    example = benchmark([tencache()], [run("tencache", [1.0], timeline=samples)], hardware=hardware(storage=None))
+    figure = plots.storage_bandwidth(example)
+    assert list(figure.axes[0].patches[0].get_data().edges) == [0, 0.5, 1.0]
+    assert texts(figure.axes[0]) == []
+
+
+def test_many_samples_are_thinned_and_lose_no_bytes():
+    edges, read, write = plots._rates(timeline(100, 2.0, 1.0, count=1001))
+    assert len(read) <= plots.MAX_BINS
+    assert sum(r * (b - a) for r, a, b in zip(read, edges[:-1], edges[1:], strict=True)) == pytest.approx(200.0)
+    assert edges[-1] == 100
+
+
+def test_access_classes_are_shares():
+    example = benchmark([tencache()], [run("tencache", [1.0], tencache_stats=counters((600, 300, 60, 40)))])
+    axes = plots.access_classes(example).axes[0]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([60, 30, 6, 4])
+    assert texts(axes) == ["60 %", "30 %", "6 %", "4 %"]
+
+
+def test_colours_are_those_of_the_configuration():
+    example = benchmark([stock("a"), tencache("b"), stock("c"), tencache("d")], [])
+    assert plots.colours(example) == {"a": PEERS[0], "b": OURS[0], "c": PEERS[1], "d": OURS[1]}
+
+
+def test_files_are_small(tmp_path: Path):
+    written = plots.write_plots(small(), tmp_path, "small")
+    assert [plot.path.name for plot in written] == [
+        "small_step_time.png", "small_frontier.png", "small_storage.png", "small_accesses.png",
+    ]  # fmt: skip
+    assert all(0 < plot.path.stat().st_size < MAX_NBYTES for plot in written)
+
+
+def test_the_caption_says_which_memory_is_shown():
+    example = benchmark(
+        [stock(), tencache()],
+        [run("nvme-nvme", [1.0]), run("tencache", [1.0], step={"host_used_nbytes": 25 * GIB})],
+    )
+    assert plots._memory_sources(example).endswith(
+        "host memory in use for TenCache (defaults), peak RSS for the others."
+    )
+    assert plots._memory_sources(benchmark([stock()], [run("nvme-nvme", [1.0])])).endswith("here peak RSS for all.")

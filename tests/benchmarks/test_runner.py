@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alternation, search, failures, interruption and resumption of a benchmark, with scripted runs instead of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import runner
+from benchmarks.record import Benchmark, Outcome, Run, Step
+from benchmarks.runner import RESULT_FILE, Options, OutOfTime, Session
+from benchmarks.suites import Plan, parse_entries, workload_of
+from tencache_ds.errors import ConfigError
+from tencache_ds.profiling.hardware import Hardware, StorageRates
+
+STORAGE = StorageRates(
+    read_bytes_per_s=2e9, write_bytes_per_s=1e9, mixed_bytes_per_s=2e9, request_nbytes=2**23, lanes=8, direct=True,
+    filesystem="ext4",
+)  # fmt: skip
+HARDWARE = Hardware(cpu="a processor", cores=2, memory_nbytes=2**35, storage=STORAGE, cpu_adam_params_per_s=1e9)
+
+
+class ScriptedMachine:
+    """A machine with given rates."""
+
+    versions_now = "1"
+
+    def now(self) -> str:
+        return "2026-01-01T00:00:00+00:00"
+
+    def available_nbytes(self) -> int:
+        return 2**35
+
+    def gpus(self) -> int:
+        return 0
+
+    def identity(self) -> tuple[str, int, str | None]:
+        return HARDWARE.cpu, HARDWARE.cores, None
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": self.versions_now}
+
+    def probe(self, nvme_path: Path, seconds: float) -> Hardware:
+        return HARDWARE
+
+
+class ScriptedRuns:
+    """Stands for ``process.execute``: seconds of a step from a function of the request; None means a failure."""
+
+    def __init__(self, seconds: Callable[[Any], float | None]) -> None:
+        self.seconds = seconds
+        self.requests: list[Any] = []
+
+    @property
+    def order(self) -> list[str]:
+        return [request.configuration for request in self.requests if request.round >= 0]
+
+    def __call__(self, request: Any, folder: Path, *, host_limit: Any, on_progress: Any) -> Run:
+        self.requests.append(request)
+        nvme = Path(request.config["zero_optimization"].get("offload_optimizer", {}).get("nvme_path", folder))
+        if nvme != folder:
+            (nvme / "zero_stage_3").mkdir()  # what a killed run of stock leaves behind; a second one would fail here
+        seconds = self.seconds(request)
+        fields: dict[str, Any] = {"configuration": request.configuration, "round": request.round, "wall_s": 20.0}
+        if seconds is None:
+            return Run(outcome=Outcome.failed, error="RuntimeError: it broke", **fields)
+        step = Step(
+            losses=["0x1p+0"], seconds=seconds, forward_s=0, backward_s=0, update_s=0, storage_wait_s=0,
+            nvme_read_nbytes=1, nvme_write_nbytes=1, kernel_read_nbytes=1, kernel_write_nbytes=1, rss_nbytes=1,
+            host_used_nbytes=1,
+        )  # fmt: skip
+        stats = {"resident_weight_nbytes": 7_000_000} if request.configuration == "tencache" else None
+        return Run(
+            outcome=Outcome.ok, numel=7_000_000,
+            steps=[step] * (request.warmup + request.steps), warmup_steps=request.warmup,
+            tencache_stats=stats, **fields,
+        )  # fmt: skip
+
+
+def plan(*names: str, **changes: Any) -> Plan:
+    return Plan(
+        title="t", workload=workload_of("7M", ranks=1), entries=parse_entries(names or ("nvme-nvme", "tencache")),
+        **({"max_trials": 0} | changes),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    (tmp_path / "out").mkdir()
+    return Options(out=tmp_path / "out", nvme_path=tmp_path / "nvme", command="c")
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], float | None]], ScriptedRuns]:
+    def install(seconds: Callable[[Any], float | None]) -> ScriptedRuns:
+        runs = ScriptedRuns(seconds)
+        monkeypatch.setattr(runner, "execute", runs)
+        return runs
+
+    return install
+
+
+def test_configurations_alternate(options: Options, scripted: Any) -> None:
+    runs = scripted(lambda request: 2.0)
+    benchmark = Session(plan(rounds=2), options, ScriptedMachine()).run()
+    assert runs.order == ["nvme-nvme", "tencache", "nvme-nvme", "tencache"]
+    assert [run.round for run in benchmark.runs] == [0, 0, 1, 1]
+    assert benchmark == Benchmark.read(options.out / RESULT_FILE)
+    assert list(options.nvme_path.iterdir()) == []
+
+
+def test_bounds_follow_the_placement(options: Options, scripted: Any) -> None:
+    scripted(lambda request: 2.0)
+    benchmark = Session(plan(), options, ScriptedMachine()).run()
+    assert benchmark.placements["nvme-nvme"].weights_nvme == 1
+    assert benchmark.placements["tencache"].weights_nvme == pytest.approx(0.5)  # 7 of 14 MB stayed in memory
+    assert benchmark.bounds_s["tencache"] < benchmark.bounds_s["nvme-nvme"]
+    assert set(benchmark.limits.values()) == {"nvme"}
+
+
+def test_the_best_of_the_search_is_measured(options: Options, scripted: Any) -> None:
+    def seconds(request: Any) -> float | None:
+        threads = request.config.get("aio", {}).get("intra_op_parallelism")
+        return {4: 3.0, 8: 1.0, 1: None, 16: 2.0, None: 1.0}[threads]
+
+    runs = scripted(seconds)
+    benchmark = Session(plan(max_trials=4), options, ScriptedMachine()).run()
+    stock, ours = benchmark.configurations
+    assert stock.knobs["aio_threads"] == 8
+    assert stock.searched == {"aio_threads": [4, 8, 1, 16]}
+    assert ours.searched == {}
+    assert [run.outcome for run in benchmark.tuning] == [Outcome.ok, Outcome.ok, Outcome.failed, Outcome.ok]
+    measured = [request for request in runs.requests if request.round >= 0 and request.configuration == "nvme-nvme"]
+    assert all(request.config["aio"]["intra_op_parallelism"] == 8 for request in measured)
+
+
+def test_what_fails_is_a_row_and_is_not_tried_in_each_round(options: Options, scripted: Any) -> None:
+    runs = scripted(lambda request: None if request.configuration == "nvme-nvme" else 1.0)
+    benchmark = Session(plan(rounds=3), options, ScriptedMachine()).run()
+    assert runs.order == ["nvme-nvme", "tencache", "tencache", "tencache"]
+    failure = benchmark.failure_of("nvme-nvme")
+    assert failure is not None
+    assert failure.error == "RuntimeError: it broke"
+
+    runs = scripted(lambda request: 1.0)
+    again = Session(plan(rounds=3), replace(options, retry_failed=True), ScriptedMachine()).run()
+    assert runs.order == ["nvme-nvme"] * 3
+    assert again.failure_of("nvme-nvme") is None
+
+
+def test_what_cannot_run_is_a_row_with_its_reason(options: Options, scripted: Any) -> None:
+    runs = scripted(lambda request: 1.0)
+    benchmark = Session(plan("gpu-gpu", "tencache", rounds=2), options, ScriptedMachine()).run()
+    assert runs.order == ["tencache", "tencache"]
+    failure = benchmark.failure_of("gpu-gpu")
+    assert failure is not None
+    assert failure.outcome is Outcome.cannot_run
+    assert "GPU" in failure.error
+    Session(plan("gpu-gpu", "tencache", rounds=2), options, ScriptedMachine()).run()
+    assert len(Benchmark.read(options.out / RESULT_FILE).runs) == 3  # said once
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_an_interruption_loses_nothing(options: Options, scripted: Any, cut: int) -> None:
+    def stop(request: Any) -> float:
+        if len(runs.requests) == cut:
+            raise KeyboardInterrupt
+        return 1.0
+
+    runs = scripted(stop)
+    with pytest.raises(KeyboardInterrupt):
+        Session(plan(max_trials=5, rounds=2), options, ScriptedMachine()).run()
+    assert list(options.nvme_path.iterdir()) == []
+    before = runs.requests[: cut - 1]
+    runs = scripted(lambda request: 1.0)
+    benchmark = Session(plan(max_trials=5, rounds=2), options, ScriptedMachine()).run()
+    everything = [(request.configuration, request.round) for request in before + runs.requests]
+    assert everything == [(run.configuration, run.round) for run in benchmark.tuning + benchmark.runs]
+    assert len(everything) == len(set(everything)) == 9
+
+
+def test_the_time_limit_stops_between_runs(options: Options, scripted: Any) -> None:
+    scripted(lambda request: 1.0)
+    limited = replace(options, time_limit_s=runner.TYPICAL_RUN_S - 1)
+    with pytest.raises(OutOfTime, match="about 90 s"):
+        Session(plan(), limited, ScriptedMachine()).run()
+    assert Benchmark.read(options.out / RESULT_FILE).runs == []
+
+
+def test_results_of_another_machine_or_workload_are_not_mixed(options: Options, scripted: Any) -> None:
+    scripted(lambda request: 1.0)
+    Session(plan(), options, ScriptedMachine()).run()
+    other = ScriptedMachine()
+    other.versions_now = "2"
+    with pytest.raises(ConfigError, match="another set of versions"):
+        Session(plan(), options, other).run()
+    changed = replace(plan(), workload=workload_of("7M", ranks=1, micro_batch=3))
+    with pytest.raises(ConfigError, match="another workload"):
+        Session(changed, options, ScriptedMachine()).run()
+
+
+def test_a_folder_that_cannot_be_written_is_named(options: Options, scripted: Any) -> None:
+    scripted(lambda request: 1.0)
+    blocked = options.out / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match="--nvme-path .*file"):
+        Session(plan(), replace(options, nvme_path=blocked / "nvme"), ScriptedMachine()).run()

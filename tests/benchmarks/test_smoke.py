@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quick check of the benchmark on real training, as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.record import Benchmark, Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(480)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    folder = tmp_path_factory.mktemp("bench")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TENCACHE_")}
+    command = [sys.executable, "-m", "tencache_ds.cli", "bench", "--smoke", "--nvme-path", str(folder / "nvme"),
+               "--out", str(folder / "out")]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=460, check=False
+    )  # fmt: skip
+    return done, folder
+
+
+def test_it_ends_well_and_leaves_nothing_on_the_storage(
+    finished: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    done, folder = finished
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert list((folder / "nvme").iterdir()) == []
+    assert (folder / "out" / "report.md").read_text().startswith("# ")
+    assert list((folder / "out").glob("report_*.png"))
+
+
+def test_every_configuration_was_measured(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    benchmark = Benchmark.read(finished[1] / "out" / "benchmark.json")
+    assert [run.error for run in benchmark.runs if run.outcome is not Outcome.ok] == []
+    assert [trial.configuration for trial in benchmark.tuning] == ["nvme-nvme"] * 2 + ["ram-ram"] * 2
+    for configuration in benchmark.configurations:
+        (run,) = benchmark.runs_of(configuration.name)
+        assert run.median_s > 0
+        assert benchmark.bounds_s[configuration.name] > 0
+
+
+def test_bytes_are_those_that_each_side_has_to_move(
+    finished: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    benchmark = Benchmark.read(finished[1] / "out" / "benchmark.json")
+    per_param = {}
+    for configuration in benchmark.configurations:
+        (run,) = benchmark.runs_of(configuration.name)
+        last = run.measured[-1]
+        per_param[configuration.name] = (last.nvme_read_nbytes + last.nvme_write_nbytes) / run.numel
+    stock, ours, ours_without_ram, ram = (per_param[c.name] for c in benchmark.configurations)
+    assert 33 < stock < 40  # 38 but for the small weights that stay on the device
+    assert ours_without_ram < 30.5
+    assert 23 < ours < 25  # every weight fits in RAM
+    assert ram == 0
+
+
+def test_losses_are_identical(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    benchmark = Benchmark.read(finished[1] / "out" / "benchmark.json")
+    runs = {run.configuration: [step.losses for step in run.steps] for run in benchmark.runs}
+    oracle = runs["ram-ram"]
+    for name, losses in runs.items():
+        if name.startswith("tencache"):
+            assert losses == oracle

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written on the command line becomes configurations that DeepSpeed and TenCache accept, or a clear error."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from benchmarks.peers import PEERS, Setting
+from benchmarks.suites import (
+    EVERYBODY,
+    PAPER,
+    SETS,
+    paper,
+    paper_models,
+    parse_entries,
+    parse_entry,
+    smoke,
+    workload_of,
+)
+from benchmarks.workloads import SPECS, census
+from tencache_ds.config import options_from
+
+GIB = 2**30
+
+
+def setting(gpus: int = 1, gpu_gib: int = 140, host_gib: int = 128, model: str = "1.3B") -> Setting:
+    return Setting(workload_of(model, ranks=1), 1_335_986_176, 65_536_000, "/nvme", gpus, gpu_gib * GIB, host_gib * GIB)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_value_of_every_knob_is_a_valid_config(name: str) -> None:
+    peer = PEERS[name]
+    start = {knob: values[0] for knob, values in peer.space.items()}
+    for knob, values in [*peer.space.items(), ("", ("",))]:
+        for value in values:
+            config = peer.configure(setting(), start | ({knob: value} if knob else {}))
+            zero = DeepSpeedZeroConfig(**copy.deepcopy(config["zero_optimization"]))
+            assert zero.stage == 3
+            assert config["gradient_clipping"] == 1.0
+            assert config["train_micro_batch_size_per_gpu"] == 4
+            options_from(config.get("tencache"))
+
+
+def test_stock_gets_buffers_that_hold_the_largest_weight() -> None:
+    peer = PEERS["nvme-nvme"]
+    config = peer.configure(setting(), {knob: values[0] for knob, values in peer.space.items()})
+    assert config["zero_optimization"]["offload_param"]["buffer_size"] >= 65_536_000
+    assert config["zero_optimization"]["offload_optimizer"]["buffer_count"] == 12
+
+
+def test_host_memory_share_is_a_share_of_the_16_bit_weights() -> None:
+    config = PEERS["tencache"].configure(setting(), {"host_memory_share": 0.5, "io_lanes": 4})
+    assert config["tencache"] == {"host_memory": 1_335_986_176, "io_lanes": 4}
+    assert PEERS["tencache"].configure(setting(), {})["tencache"] == {}
+
+
+def test_a_peer_that_cannot_run_says_why() -> None:
+    assert "needs a GPU" in PEERS["gpu-ram"].refuse(setting(gpus=0))
+    assert "GiB of host memory" in PEERS["ram-ram"].refuse(setting(host_gib=16))
+    assert "GiB of GPU memory" in PEERS["gpu-gpu"].refuse(setting(gpu_gib=16))
+    assert PEERS["nvme-nvme"].refuse(setting(gpus=0, host_gib=1)) == ""
+    assert PEERS["gpu-gpu"].refuse(setting()) == ""
+
+
+def test_superoffload_is_not_started_without_its_core_binding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.peers.shutil.which", lambda name: None)
+    assert "numactl" in PEERS["superoffload"].refuse(setting())
+    monkeypatch.setattr("benchmarks.peers.shutil.which", lambda name: "/usr/bin/numactl")
+    assert PEERS["superoffload"].refuse(setting()) == ""
+
+
+def test_entries() -> None:
+    entry = parse_entry("nvme-nvme:aio_threads=8+pipeline=false")
+    assert (entry.peer, entry.fixed) == ("nvme-nvme", {"aio_threads": 8, "pipeline": False})
+    assert entry.label == "stock NVMe + NVMe, aio_threads 8, pipeline False"
+    assert parse_entry("tencache:host_memory_share=0.25").label == "TenCache, 25% of weights in RAM"
+    assert parse_entry("tencache:io_backend=posix").fixed == {"io_backend": "posix"}
+    assert [e.name for e in parse_entries(["tencache", "pair"])] == ["tencache", "nvme-nvme"]
+    for names in [*SETS.values(), EVERYBODY, PAPER]:
+        assert parse_entries(names)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("tencash", "'tencash'"),
+        ("nvme-nvme:aio_treads=8", "aio_treads"),
+        ("nvme-nvme:aio_threads", "aio_threads"),
+        ("gpu-gpu:ratio=1", "gpu-gpu"),
+    ],
+)
+def test_wrong_entries_are_named(text: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        parse_entry(text)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [("1.3B", 1.336), ("OPT-6.7B", 6.65), ("OPT-13B", 12.84), ("Bloom-7B", 7.07), ("Falcon-7B", 6.92),
+     ("Falcon3-10B", 10.31), ("Falcon-11B", 11.10)],
+)  # fmt: skip
+def test_models_have_their_published_sizes(model: str, billions: float) -> None:
+    counts = census(model, SPECS[model].sequence)
+    assert counts.numel / 1e9 == pytest.approx(billions, abs=0.01)
+    assert 0 < counts.largest < counts.numel
+
+
+def test_suites() -> None:
+    assert smoke(0).workload.model == "7M"
+    assert len(paper_models()) == 6
+    plan = paper("OPT-6.7B")
+    assert (plan.workload.micro_batch, plan.workload.precision) == (16, "fp16")
+    with pytest.raises(ValueError, match="no model 'GPT-5'"):
+        workload_of("GPT-5", ranks=1)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measured training runs: real ones of a small model, and the rules around them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.measured_run import check_config, nvme_paths, parser
+from benchmarks.record import Measurement
+from benchmarks.storage_meter import StorageMeter
+from benchmarks.train_fsdp import LossScaler
+from benchmarks.train_step import meter_storage
+
+pytestmark = pytest.mark.timeout(600)
+
+ROOT = Path(__file__).parent.parent.parent
+STEPS, WARMUP = 1, 1
+
+
+def config_on(path: Path, engine: str) -> dict[str, Any]:
+    section = {"device": "nvme", "nvme_path": str(path), "pin_memory": True}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "weight_decay": 0.01}},
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "aio": {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True},
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 2_000_000,
+            "stage3_prefetch_bucket_size": 2_000_000,
+            "stage3_max_reuse_distance": 0,
+            "offload_param": dict(section),
+            "offload_optimizer": dict(section),
+        },
+    }
+    zero = config["zero_optimization"]
+    if engine == "stock":
+        zero["offload_param"] |= {"buffer_count": 40, "buffer_size": 2_200_000, "max_in_cpu": 0}
+        zero["offload_optimizer"] |= {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+    else:
+        options = {"host_memory": 0, "io_backend": "aio", "chunk_size": 4 << 20}
+        config |= {"offload_engine": "tencache", "tencache": options}
+    return config
+
+
+def train(folder: Path, config: dict[str, Any], program: str = "train_step") -> tuple[Measurement, str]:
+    """One run in a process of its own; its result and its log."""
+    config_file, result = folder / "config.json", folder / "result.json"
+    config_file.write_text(json.dumps(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = dict(os.environ) | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+    if not torch.cuda.is_available():
+        environment["DS_ACCELERATOR"] = "cpu"
+    command = [
+        sys.executable, "-m", f"benchmarks.{program}", "--model", "7M", "--micro-batch", "1", "--sequence", "16",
+        "--accumulation", "2", "--steps", str(STEPS), "--warmup", str(WARMUP), "--precision", "bf16",
+        "--config", str(config_file), "--result", str(result), "--deterministic", "--timeline-hz", "50",
+        "--profile-device",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return Measurement.model_validate_json(result.read_text()), done.stdout
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Measurement, str]]:
+    found = {}
+    for engine in ("stock", "tencache"):
+        folder = tmp_path_factory.mktemp(engine)
+        found[engine] = train(folder, config_on(folder, engine))
+    return found
+
+
+@pytest.mark.parametrize("engine", ["stock", "tencache"])
+def test_a_run_is_measured(runs: dict[str, tuple[Measurement, str]], engine: str) -> None:
+    run, _ = runs[engine]
+    assert len(run.steps) == WARMUP + STEPS
+    assert run.warmup_steps == WARMUP
+    assert run.numel == 7_358_720
+    for step in run.steps:
+        assert len(step.losses) == 2
+        assert 8 < float.fromhex(step.losses[0]) < 11
+        parts = step.forward_s + step.backward_s + step.update_s
+        assert step.seconds == pytest.approx(parts)
+        assert 0 < step.storage_wait_s < step.seconds
+        assert not step.skipped
+    assert run.memory is not None
+    assert run.memory.peak_rss_steady_nbytes >= run.steps[-1].rss_nbytes > 100 << 20
+    measured = run.measured
+    last = run.timeline[-1]
+    assert last.nvme_read_nbytes >= sum(step.nvme_read_nbytes for step in measured) > 0
+    assert run.timeline[0].nvme_read_nbytes == 0
+    assert last.t_s >= sum(step.seconds for step in measured)
+
+
+def test_stock_bytes_are_those_known(runs: dict[str, tuple[Measurement, str]]) -> None:
+    run, _ = runs["stock"]
+    step = run.steps[-1]
+    # Per parameter: optimizer state 12 read and written, gradients 4 and 4, weights 2 read by each forward and
+    # backward of two micro-steps, and 2 written. Tensors too small for stock to swap (1 MiB) stay in memory.
+    assert 16 < step.nvme_read_nbytes / run.numel <= 24
+    assert 14 < step.nvme_write_nbytes / run.numel <= 18
+    if step.kernel_read_nbytes:  # a disk: the kernel counts the same, and the result file
+        assert step.kernel_read_nbytes == pytest.approx(step.nvme_read_nbytes, rel=0.01)
+        assert step.kernel_write_nbytes == pytest.approx(step.nvme_write_nbytes, rel=0.01)
+
+
+def test_the_meter_counts_what_tencache_counts(runs: dict[str, tuple[Measurement, str]]) -> None:
+    run, log = runs["tencache"]
+    assert "agree" in log
+    assert "DIFFER" not in log
+    assert run.tencache_stats is not None
+    assert run.tencache_stats["io_backend"] == "aio"
+    assert 14 < run.steps[-1].nvme_read_nbytes / run.numel <= 21
+    assert 11 < run.steps[-1].nvme_write_nbytes / run.numel <= 16
+
+
+def test_both_train_the_same(runs: dict[str, tuple[Measurement, str]]) -> None:
+    losses = {engine: [step.losses for step in run.steps] for engine, (run, _) in runs.items()}
+    assert losses["stock"] == losses["tencache"]
+
+
+def test_fsdp_trains_about_the_same(runs: dict[str, tuple[Measurement, str]], tmp_path: Path) -> None:
+    run, _ = train(tmp_path, config_on(tmp_path, "stock"), "train_fsdp")
+    assert run.numel == runs["stock"][0].numel
+    for step, stock in zip(run.steps, runs["stock"][0].steps, strict=True):
+        ours, theirs = ([float.fromhex(loss) for loss in found.losses] for found in (step, stock))
+        assert ours == pytest.approx(theirs, rel=2e-3)
+        assert step.nvme_read_nbytes == step.nvme_write_nbytes == 0
+
+
+def arguments(**given: Any) -> argparse.Namespace:
+    command = ["--model", "7M", "--micro-batch", "1", "--sequence", "8", "--accumulation", "2", "--steps", "1",
+               "--precision", "bf16", "--config", "c.json", "--result", "r.json"]  # fmt: skip
+    found = parser("").parse_args(command)
+    vars(found).update(given)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"micro_batch": 3}, "--micro-batch is 3"), ({"accumulation": 1}, "--accumulation is 1"),
+     ({"precision": "fp16"}, "--precision is fp16")],
+)  # fmt: skip
+def test_a_config_for_something_else_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = config_on(tmp_path, "stock")
+    check_config(arguments(), config)
+    with pytest.raises(ValueError, match=message):
+        check_config(arguments(**given), config)
+
+
+def test_where_a_config_offloads_to(tmp_path: Path) -> None:
+    config = config_on(tmp_path, "stock")
+    assert nvme_paths(config) == [str(tmp_path)] * 2
+    config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    del config["zero_optimization"]["offload_optimizer"]
+    assert nvme_paths(config) == []
+    assert nvme_paths({}) == []
+
+
+def test_gpu_direct_storage_is_not_measured(tmp_path: Path) -> None:
+    config = config_on(tmp_path, "stock")
+    config["aio"]["use_gds"] = True
+    with pytest.raises(ValueError, match="use_gds"):
+        meter_storage(StorageMeter(), config)
+
+
+def test_loss_scale_follows_deepspeed_rules() -> None:
+    scaler = LossScaler({"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 2})
+    assert scaler.scale == 16
+    scaler.update(overflow=True)  # the first is forgiven
+    assert scaler.scale == 16
+    scaler.update(overflow=True)
+    assert scaler.scale == 8
+    for expected in (8, 8, 16, 16, 32):  # the first time a step later, as DeepSpeed counts
+        scaler.update(overflow=False)
+        assert scaler.scale == expected
+    assert scaler.n_skipped == 2
+    fixed = LossScaler({"enabled": True, "loss_scale": 128})
+    for _ in range(3):
+        fixed.update(overflow=True)
+    assert math.isclose(fixed.scale, 128)

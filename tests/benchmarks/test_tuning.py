@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search finds the best of what it tries, ends, and goes on from the trials it is given."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.tuning import Trial, best, next_trial
+
+SPACE: dict[str, tuple[Any, ...]] = {"threads": (4, 8, 1), "depth": (32, 8), "pipeline": (True,)}
+
+
+def search(space: dict[str, tuple[Any, ...]], cost: Any, fixed: dict[str, Any] | None = None) -> list[Trial]:
+    trials: list[Trial] = []
+    while (point := next_trial(space, trials, fixed or {})) is not None:
+        assert len(trials) < 1000, "the search does not end"
+        trials.append(Trial(point, cost(point)))
+    return trials
+
+
+def test_one_knob_after_the_other_at_the_best_so_far() -> None:
+    trials = search(SPACE, lambda point: {4: 5.0, 8: 3.0, 1: 9.0}[point["threads"]] + point["depth"] / 100)
+    assert [(t.knobs["threads"], t.knobs["depth"]) for t in trials] == [(4, 32), (8, 32), (1, 32), (8, 8)]
+    assert best(SPACE, trials, {}) == {"threads": 8, "depth": 8, "pipeline": True}
+
+
+def test_what_the_caller_fixed_is_not_searched() -> None:
+    trials = search(SPACE, lambda point: float(point["threads"]), {"threads": 8})
+    assert [(t.knobs["threads"], t.knobs["depth"]) for t in trials] == [(8, 32), (8, 8)]
+    assert next_trial({"ratio": (0.5,)}, [], {}) is None
+    assert next_trial(SPACE, [], {"threads": 2, "depth": 3}) is None
+
+
+def test_points_that_fail_are_never_the_best() -> None:
+    trials = search(SPACE, lambda point: math.inf if point["threads"] == 4 else 1.0 + point["threads"])
+    assert best(SPACE, trials, {})["threads"] == 1
+    nothing_runs = search(SPACE, lambda point: math.inf)
+    assert best(SPACE, nothing_runs, {}) == {"threads": 4, "depth": 32, "pipeline": True}
+
+
+@given(st.data())
+def test_any_interruption_gives_the_same_search(data: st.DataObject) -> None:
+    knobs = data.draw(st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(0, 9), min_size=1, max_size=4,
+                                                                        unique=True), min_size=1))  # fmt: skip
+    space = {knob: tuple(values) for knob, values in knobs.items()}
+    costs: dict[str, float] = {}
+
+    def cost(point: dict[str, Any]) -> float:
+        return costs.setdefault(str(sorted(point.items())), data.draw(st.floats(0.1, 10)))
+
+    trials = search(space, cost)
+    for cut in range(len(trials)):
+        assert next_trial(space, trials[:cut], {}) == trials[cut].knobs
+    assert len(trials) <= 1 + sum(len(values) - 1 for values in space.values())
+    if trials:
+        fastest = min(trial.seconds for trial in trials)
+        assert cost(best(space, trials, {})) == fastest
