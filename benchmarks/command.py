@@ -12,13 +12,13 @@ from pathlib import Path
 from tencache_ds.config import parse_size
 from tencache_ds.errors import ConfigError
 
-from .machine import Machine
-from .peers import PEERS
-from .process import describe_command
+from .comparison.machine import Machine
+from .comparison.peers import PEERS
+from .comparison.process import describe_command
+from .comparison.runner import RESULT_FILE, Options, OutOfTime, Session
+from .comparison.suites import SETS, Plan, paper, paper_models, parse_entries, smoke, workload_of
 from .record import Benchmark, Outcome
-from .report import write_report
-from .runner import RESULT_FILE, Options, OutOfTime, Session
-from .suites import SETS, Plan, paper, paper_models, parse_entries, smoke, workload_of
+from .reporting.report import write_report
 from .workloads import SPECS
 
 EXIT_PROBLEM = 1

@@ -207,7 +207,7 @@ class Configuration(Record):
     """For tables and legends."""
 
     peer: str
-    """Which of ``benchmarks.peers`` it belongs to; "tencache" for ours."""
+    """Which of ``benchmarks.comparison.peers`` it belongs to; "tencache" for ours."""
 
     semantics: str = ""
     """What it does differently from synchronous training; empty for the same results as everybody else's."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.host_limit import HostLimit, host_limit
+from benchmarks.comparison.host_limit import HostLimit, host_limit
 
 GIB = 2**30
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import block_device, instruments
-from benchmarks.device_profile import busy_s, parse_trace
-from benchmarks.energy import CpuEnergy, counter_delta
-from benchmarks.storage_meter import StorageMeter, on_training_thread
-from benchmarks.timeline import Timeline
+from benchmarks.training import block_device, instruments
+from benchmarks.training.device_profile import busy_s, parse_trace
+from benchmarks.training.energy import CpuEnergy, counter_delta
+from benchmarks.training.storage_meter import StorageMeter, on_training_thread
+from benchmarks.training.timeline import Timeline
 
 pytestmark = pytest.mark.timeout(300)
 

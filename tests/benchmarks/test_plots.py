@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import plots
-from benchmarks.plot_style import OURS, PEERS
 from benchmarks.record import Outcome, Sample
+from benchmarks.reporting import plots
+from benchmarks.reporting.plot_style import OURS, PEERS
 from tests.benchmarks.examples import (
     GIB,
     benchmark,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.losses import compare_losses
-from benchmarks.markdown import gist, joined, number, plain, table, without_paths
 from benchmarks.record import Benchmark, Caps, Outcome, Placement
-from benchmarks.report import render, write_report
-from benchmarks.spread import SpeedRatio, Spread, Tier, compare_ratios, speed_ratio, step_seconds, tier_of
+from benchmarks.reporting.losses import compare_losses
+from benchmarks.reporting.markdown import gist, joined, number, plain, table, without_paths
+from benchmarks.reporting.report import render, write_report
+from benchmarks.reporting.spread import SpeedRatio, Spread, Tier, compare_ratios, speed_ratio, step_seconds, tier_of
 from tests.benchmarks.examples import (
     GIB,
     benchmark,

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import runner
+from benchmarks.comparison import runner
+from benchmarks.comparison.runner import RESULT_FILE, Options, OutOfTime, Session
+from benchmarks.comparison.suites import Plan, parse_entries, workload_of
 from benchmarks.record import Benchmark, Outcome, Run, Step
-from benchmarks.runner import RESULT_FILE, Options, OutOfTime, Session
-from benchmarks.suites import Plan, parse_entries, workload_of
 from tencache_ds.errors import ConfigError
 from tencache_ds.profiling.hardware import Hardware, StorageRates
 

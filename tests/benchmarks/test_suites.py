@@ -8,8 +8,8 @@ import copy
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from benchmarks.peers import PEERS, Setting
-from benchmarks.suites import (
+from benchmarks.comparison.peers import PEERS, Setting
+from benchmarks.comparison.suites import (
     EVERYBODY,
     PAPER,
     SETS,
@@ -66,9 +66,9 @@ def test_a_peer_that_cannot_run_says_why() -> None:
 
 
 def test_superoffload_is_not_started_without_its_core_binding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.peers.shutil.which", lambda name: None)
+    monkeypatch.setattr("benchmarks.comparison.peers.shutil.which", lambda name: None)
     assert "numactl" in PEERS["superoffload"].refuse(setting())
-    monkeypatch.setattr("benchmarks.peers.shutil.which", lambda name: "/usr/bin/numactl")
+    monkeypatch.setattr("benchmarks.comparison.peers.shutil.which", lambda name: "/usr/bin/numactl")
     assert PEERS["superoffload"].refuse(setting()) == ""
 
 

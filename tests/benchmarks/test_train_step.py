@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.measured_run import check_config, nvme_paths, parser
 from benchmarks.record import Measurement
-from benchmarks.storage_meter import StorageMeter
-from benchmarks.train_fsdp import LossScaler
-from benchmarks.train_step import meter_storage
+from benchmarks.training.measured_run import check_config, nvme_paths, parser
+from benchmarks.training.storage_meter import StorageMeter
+from benchmarks.training.train_fsdp import LossScaler
+from benchmarks.training.train_step import meter_storage
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -75,7 +75,7 @@ def train(folder: Path, config: dict[str, Any], program: str = "train_step") -> 
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
     command = [
-        sys.executable, "-m", f"benchmarks.{program}", "--model", "7M", "--micro-batch", "1", "--sequence", "16",
+        sys.executable, "-m", f"benchmarks.training.{program}", "--model", "7M", "--micro-batch", "1", "--sequence", "16",
         "--accumulation", "2", "--steps", str(STEPS), "--warmup", str(WARMUP), "--precision", "bf16",
         "--config", str(config_file), "--result", str(result), "--deterministic", "--timeline-hz", "50",
         "--profile-device",

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.tuning import Trial, best, next_trial
+from benchmarks.comparison.tuning import Trial, best, next_trial
 
 SPACE: dict[str, tuple[Any, ...]] = {"threads": (4, 8, 1), "depth": (32, 8), "pipeline": (True,)}
 

@@ -34,7 +34,7 @@ class HostLimit:
 
     @property
     def enforced_by(self) -> str:
-        """See :attr:`.record.Caps.host_enforced_by`."""
+        """See :attr:`..record.Caps.host_enforced_by`."""
         if self.nbytes is None:
             return ""
         return "cgroup" if self.group else "measured"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .record import Benchmark, Run
+from ..record import Benchmark, Run
 
 
 @dataclass(frozen=True, slots=True)

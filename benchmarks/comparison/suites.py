@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..record import Workload
+from ..workloads import SPECS
 from .peers import PEERS
-from .record import Workload
-from .workloads import SPECS
 
 PAIR = ("nvme-nvme", "tencache")
 FRONTIER = tuple(f"tencache:host_memory_share={share}" for share in (0, 0.25, 0.5, 1))

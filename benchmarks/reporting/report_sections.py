@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..record import Benchmark, Configuration, DeviceProfile, Outcome
 from .losses import LossGroup, compare_losses
 from .markdown import MISSING, details, gb, gib, joined, number, percent, plain, table, without_paths
 from .peaks import CapCheck, check_caps
-from .record import Benchmark, Configuration, DeviceProfile, Outcome
 from .spread import (
     Spread,
     per_measured_step,

@@ -21,15 +21,15 @@ from tqdm import tqdm
 
 from tencache_ds.errors import ConfigError
 
+from ..record import Benchmark, Configuration, Outcome, Run
+from ..workloads import census
 from . import tuning
 from .host_limit import HostLimit, host_limit
 from .limits import bound_of, placement_of
 from .machine import Machine
 from .peers import PEERS, Peer, Setting
 from .process import Request, execute
-from .record import Benchmark, Configuration, Outcome, Run
 from .suites import Entry, Plan
-from .workloads import census
 
 RESULT_FILE = "benchmark.json"
 TYPICAL_RUN_S = 90.0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .record import Placement, Workload
+from ..record import Placement, Workload
 
 GIB = 2**30
 STOCK_HOST_NBYTES_PER_PARAM = 26

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..record import Benchmark, Configuration, Run, Sample
 from .markdown import GB, GIB, joined, number, plain
 from .peaks import HOST_USED, PEAK_RSS, training_peak
 from .plot_style import FAINT, INK, OURS, PEERS, WIDTH_IN, bare, label_points, new_figure, plain_log_ticks, tint
-from .record import Benchmark, Configuration, Run, Sample
 from .report_sections import on_tmpfs, tencache_totals
 from .spread import bound_fraction, is_ours, step_seconds, step_spread
 

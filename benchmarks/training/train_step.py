@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One measured training run with DeepSpeed, stock or with TenCache: what the config says.
 
-    deepspeed --module benchmarks.train_step --model 1.3B --micro-batch 4 --sequence 512 --steps 5 --precision bf16 \\
-        --config ds_config.json --result out.json
+    deepspeed --module benchmarks.training.train_step --model 1.3B --micro-batch 4 --sequence 512 \\
+        --steps 5 --precision bf16 --config ds_config.json --result out.json
 
 The training is that of any DeepSpeed script; stock's modes, ZenFlow and SuperOffload need nothing but their config.
 TenCache is mentioned only where its transfers are metered and its own counters read.
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import workloads
+from .. import workloads
 from .measured_run import (
     MODEL_SEED,
     MeasuredRun,
@@ -36,7 +36,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DeepSpeedTrainee:
-    """A DeepSpeed engine under measurement (:class:`benchmarks.measured_run.Trainee`)."""
+    """A DeepSpeed engine under measurement (:class:`.measured_run.Trainee`)."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One measured training run with torch's FSDP2 and CPU offload: a peer from outside of DeepSpeed.
 
-    deepspeed --module benchmarks.train_fsdp --model 1.3B --micro-batch 4 --sequence 512 --steps 5 --precision bf16 \\
-        --config ds_config.json --result out.json
+    deepspeed --module benchmarks.training.train_fsdp --model 1.3B --micro-batch 4 --sequence 512 \\
+        --steps 5 --precision bf16 --config ds_config.json --result out.json
 
-Model, first weights, data, loss and optimizer settings are those of :mod:`benchmarks.train_step`; batch, optimizer and
+Model, first weights, data, loss and optimizer settings are those of :mod:`.train_step`; batch, optimizer and
 clipping are read from the DeepSpeed config. The numerics are torch's own (where it rounds, in which order it reduces),
 so that losses agree with DeepSpeed's to a few digits only.
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import workloads
+from .. import workloads
 from .measured_run import MODEL_SEED, MeasuredRun, check_config, limit_gpu_memory, parser, use_deterministic_algorithms
 from .train_step import DTYPES, same_weights_as_zero_init
 
@@ -65,7 +65,7 @@ class LossScaler:
 
 
 class FsdpTrainee:
-    """An FSDP2 model with its optimizer under measurement (:class:`benchmarks.measured_run.Trainee`).
+    """An FSDP2 model with its optimizer under measurement (:class:`.measured_run.Trainee`).
 
     Args:
         model: after :func:`shard`.

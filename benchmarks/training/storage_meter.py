@@ -12,7 +12,7 @@ What is counted, and where:
   not start, as autograd's are. Stock makes all its calls there: ``wait``, and submissions, which open the file.
   TenCache makes its calls in lanes of its own, which are no training threads; its training threads stand in its stalls
   instead (``tencache_ds.stats(engine).total.stall_seconds``, all causes: weight read, optimizer read, buffer,
-  write-back), which :class:`benchmarks.train_step.DeepSpeedTrainee` adds. On both sides this is the wall-clock time in
+  write-back), which :class:`.train_step.DeepSpeedTrainee` adds. On both sides this is the wall-clock time in
   which the training could not go on because of storage, and nothing of what went on behind it.
 
 Metering costs a call one to ten microseconds. The GIL is released where the op itself releases it: the subclass calls

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from .record import Benchmark, Configuration, Placement, Run, Step
+from ..record import Benchmark, Configuration, Placement, Run, Step
 
 
 class Tier(StrEnum):

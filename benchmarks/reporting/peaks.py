@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .record import Benchmark, Caps, Run
+from ..record import Benchmark, Caps, Run
 
 PEAK_RSS = "peak RSS"
 HOST_USED = "host memory in use"

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..record import Benchmark, Configuration, Outcome, Run
 from .markdown import MISSING, details, gist, number, plain, table, without_paths
-from .record import Benchmark, Configuration, Outcome, Run
 
 
 def tuning_section(benchmark: Benchmark) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..record import Benchmark, Configuration, Outcome
 from . import plots, report_sections
 from .losses import compare_losses
 from .markdown import GB, GIB, MISSING, gib, gist, joined, number, percent, plain, table, without_paths
 from .peaks import check_caps
-from .record import Benchmark, Configuration, Outcome
 from .repeatability import repeat_sentence, repeatability_section
 from .report_tuning import tuning_section
 from .spread import (
@@ -265,7 +265,7 @@ def results(benchmark: Benchmark, baseline: str | None = None) -> str:
     notes = [
         "s/step is the median over the measured steps of all rounds, with the extremes and half of their distance. "
         f"{_baseline_note(benchmark, baseline)} In brackets: median of the ratios within each round, and their range. "
-        "Phases and waits are medians, bytes are means, memory is the largest of any run, start the median of the runs.",
+        "Phases and waits are medians, bytes are means, memory is the largest of any run, start is a median of runs.",
         *(f"<sup>{index}</sup> {note}" for index, note in enumerate(footnotes, start=1)),
         "**What the fraction means.** The bound is the shortest step that this machine allows for what a row keeps "
         "where: the longest of the times that its bytes and operations take on each resource at the rates of the "

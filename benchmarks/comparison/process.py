@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..record import Caps, Outcome, Run, Workload
 from .host_limit import HostLimit
 from .peers import Peer
-from .record import Caps, Outcome, Run, Workload
 
-PACKAGE = __package__ or "benchmarks"
+PACKAGE = __name__.partition(".comparison.")[0]
+"""``benchmarks`` in a checkout, ``tencache_ds.benchmarks`` where it is installed."""
+
 POLL_S = 0.2
 GRACE_S = 5.0
 """What an interrupted or timed-out run gets to stop by itself, with its scratch folder removed, before it is killed."""
@@ -36,7 +38,7 @@ class Request:
 
     Attributes:
         configuration: its name in the record.
-        round: see :attr:`.record.Run.round`.
+        round: see :attr:`..record.Run.round`.
         peer: what is run.
         config: its DeepSpeed config.
         workload: what is trained.
@@ -137,7 +139,7 @@ def _command(request: Request, config: Path, result: Path, host_limit: HostLimit
     command = [
         sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(workload.ranks),
         "--master_port", str(free_port()), *request.peer.launcher,
-        "--module", f"{PACKAGE}.{request.peer.program}",
+        "--module", f"{PACKAGE}.training.{request.peer.program}",
         "--model", workload.model, "--micro-batch", str(workload.micro_batch), "--sequence", str(workload.sequence),
         "--accumulation", str(workload.accumulation), "--precision", workload.precision,
         "--steps", str(request.steps), "--warmup", str(request.warmup),
@@ -158,7 +160,7 @@ def environment() -> dict[str, str]:
     """Environment of a process that imports this package and runs this interpreter's tools."""
     variables = dict(os.environ)
     if PACKAGE == "benchmarks":  # run from a checkout: the children must find it too
-        root = str(Path(__file__).resolve().parent.parent)
+        root = str(Path(__file__).resolve().parents[2])
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH", "")]))
     # The launcher calls "python" helpers by name: those of this interpreter.
     variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables.get("PATH", "")])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .record import DeviceProfile
+from ..record import DeviceProfile
 
 
 def busy_s(intervals: Iterable[tuple[float, float]]) -> float:

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from ..record import Sample
 from .instruments import rss_nbytes
-from .record import Sample
 from .storage_meter import StorageMeter
 
 

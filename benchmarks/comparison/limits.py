@@ -6,8 +6,8 @@ from __future__ import annotations
 from tencache_ds.planning.bound import Bound, Demand, bound
 from tencache_ds.profiling.hardware import Hardware
 
+from ..record import Placement, Run, Workload
 from .peers import Peer
-from .record import Placement, Run, Workload
 
 WEIGHT_NBYTES = 2
 

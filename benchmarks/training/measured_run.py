@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ..record import Measurement, Memory, Step
 from . import instruments
 from .block_device import DiskWrites
 from .device_profile import profile_step
 from .energy import CpuEnergy, GpuEnergy
-from .record import Measurement, Memory, Step
 from .storage_meter import StorageMeter
 from .timeline import Timeline
 

@@ -80,7 +80,7 @@ class Machine:
         """
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "hardware.json"
-            command = [sys.executable, "-m", f"{PACKAGE}.probe", "--nvme-path", str(nvme_path),
+            command = [sys.executable, "-m", f"{PACKAGE}.comparison.probe", "--nvme-path", str(nvme_path),
                        "--seconds", str(seconds), "--result", str(result)]  # fmt: skip
             try:
                 done = subprocess.run(

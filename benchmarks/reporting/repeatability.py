@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..record import Benchmark
 from .markdown import joined, number, percent, plain, table
-from .record import Benchmark
 from .spread import RatioComparison, baseline_for, compare_ratios, step_seconds
 
 REPEATABLE = 0.05

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Markdown and plots from a finished record."""
