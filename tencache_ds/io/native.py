@@ -251,35 +251,49 @@ class NativeBackend:
             del completions, completion, request  # an idle finisher must not keep a buffer alive
 
     def _end(self, request: _Request, completion: Any) -> None:
-        ticket, descriptor = request.ticket, request.descriptor
-        error: BaseException | None = request.error or self._error(request, completion)
-        if descriptor is not None and not completion.in_flight:  # else the kernel may still need the descriptor
-            if not descriptor.direct:
-                give_back_pages(ticket.operation, descriptor, ticket.offset, ticket.nbytes)
-            self._files.release(descriptor)
-        if completion.error == errno.EINVAL and descriptor is not None and descriptor.direct:
-            # Some file systems accept the flag at open() and refuse the transfer.
-            self._files.fall_back(ticket.path)
-            try:
-                self._submit(_Request(ticket, request.buffer, request.finish), Priority.URGENT)
-            except StorageError:
-                pass  # closed meanwhile: the first error stands
-            else:
+        error: BaseException | None
+        try:
+            error = self._settle(request, completion)
+            if self._goes_on_buffered(request, completion):
                 return
-        if error is None and request.finish is not None:
-            try:
+            if error is None and request.finish is not None:
                 request.finish()
-            except BaseException as raised:  # verification failed: the waiter raises it
-                error = raised
+        except BaseException as raised:  # verification failed, for one: the waiter raises it
+            error = raised
         if error is None:
-            self.counters.request_succeeded(ticket.operation)
-        ticket.complete(error)
+            self.counters.request_succeeded(request.ticket.operation)
+        request.ticket.complete(error)
 
-    def _error(self, request: _Request, completion: Any) -> StorageError | None:
+    def _settle(self, request: _Request, completion: Any) -> StorageError | None:
+        """Gives the descriptor back; returns what went wrong."""
+        ticket, descriptor = request.ticket, request.descriptor
+        if descriptor is None:
+            return request.error
+        try:
+            error = self._error(request, descriptor, completion)
+            if error is None and not descriptor.direct:
+                give_back_pages(ticket.operation, descriptor, ticket.offset, ticket.nbytes)
+            return error
+        finally:
+            if not completion.in_flight:  # else the kernel may still need it
+                self._files.release(descriptor)
+
+    def _goes_on_buffered(self, request: _Request, completion: Any) -> bool:
+        """Some file systems accept O_DIRECT at open() and refuse the transfer: then it is made without, once."""
+        ticket, descriptor = request.ticket, request.descriptor
+        if completion.error != errno.EINVAL or descriptor is None or not descriptor.direct:
+            return False
+        self._files.fall_back(ticket.path)
+        try:
+            self._submit(_Request(ticket, request.buffer, request.finish), Priority.URGENT)
+        except StorageError:  # closed meanwhile: the first error stands
+            return False
+        return True
+
+    def _error(self, request: _Request, descriptor: Descriptor, completion: Any) -> StorageError | None:
         ticket = request.ticket
         if completion.end_of_file:
-            assert request.descriptor is not None
-            size_nbytes = os.fstat(request.descriptor.fd).st_size
+            size_nbytes = os.fstat(descriptor.fd).st_size
             return StorageError(
                 ticket.operation.value,
                 ticket.path,
