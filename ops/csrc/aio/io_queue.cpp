@@ -35,6 +35,8 @@ constexpr int kMaxRetries = 200;
 constexpr auto kRetryPause = std::chrono::milliseconds(5);
 constexpr int kMaxBatch = 8;         // blocks taken at a time; more would be kept from the other lanes
 constexpr int kBackgroundEvery = 8;  // with both kinds waiting, every eighth block is background
+constexpr auto kUrgentPeriod = std::chrono::seconds(1);  // after an urgent request, more are expected
+constexpr int kQuietFactor = 4;                          // how much more background the kernel has at other times
 constexpr auto kLaneGrace = std::chrono::seconds(1);
 constexpr double kDestructorTimeout_s = 10.0;
 
@@ -131,7 +133,8 @@ private:
         int event_fd = -1;
         std::vector<Block*> free;
         std::deque<Block*> ready;  // to be submitted
-        bool synchronous = true;   // see [Note: files that do not do asynchronous I/O]; assumed until seen otherwise
+        // See [Note: files that do not do asynchronous I/O]; assumed until seen otherwise.
+        std::atomic<bool> synchronous{true};
 
     private:
         void submit_ready(Core& core);
@@ -158,9 +161,9 @@ private:
     const std::list<Request*>& queue(Priority priority) const { return queues_[static_cast<int>(priority)]; }
     Taken take(Lane& lane);
     void end_blocks(const std::vector<Outcome>& outcomes, std::int64_t n_short, std::int64_t n_retries);
-    Request* pick();
-    bool background_may() const;
-    bool has_work() const;
+    Request* pick(const Lane& lane);
+    bool background_may(const Lane& lane) const;
+    bool has_work(const Lane& lane) const;
     std::int64_t next_nbytes(const Request& request) const;
     void enqueue(Request* request);
     void dequeue(Request* request);
@@ -178,6 +181,7 @@ private:
     std::vector<std::unique_ptr<Lane>> lanes_;
     std::size_t next_lane_ = 0;
     std::int64_t n_urgent_ = 0;  // requests that have not ended
+    Clock::time_point last_urgent_{};  // end of the last of them
     std::int64_t n_live_ = 0;    // requests neither ended nor given up
     int n_urgent_in_a_row_ = 0;
     std::int64_t background_in_flight_nbytes_ = 0;
@@ -419,21 +423,30 @@ std::int64_t IoQueue::Core::next_nbytes(const Request& request) const
     return std::min(options_.block_nbytes, request.transfer.nbytes - request.next);
 }
 
-bool IoQueue::Core::background_may() const
+// See [Note: latency of urgent requests].
+bool IoQueue::Core::background_may(const Lane& lane) const
 {
     const auto& background = queue(Priority::background);
     if (background.empty()) { return false; }
-    if (background_in_flight_nbytes_ == 0) { return true; }
-    const auto limit = n_urgent_ > 0 ? options_.background_nbytes / 4 : options_.background_nbytes;
+    if (background_in_flight_nbytes_ == 0 || (lane.synchronous && n_urgent_ == 0)) { return true; }
+    auto limit = options_.background_nbytes;
+    if (n_urgent_ > 0) {
+        limit /= 4;
+    } else if (Clock::now() - last_urgent_ > kUrgentPeriod) {
+        limit *= kQuietFactor;
+    }
     return background_in_flight_nbytes_ + next_nbytes(*background.front()) <= limit;
 }
 
-bool IoQueue::Core::has_work() const { return !queue(Priority::urgent).empty() || background_may(); }
+bool IoQueue::Core::has_work(const Lane& lane) const
+{
+    return !queue(Priority::urgent).empty() || background_may(lane);
+}
 
-Request* IoQueue::Core::pick()
+Request* IoQueue::Core::pick(const Lane& lane)
 {
     const bool has_urgent = !queue(Priority::urgent).empty();
-    const bool has_background = background_may();
+    const bool has_background = background_may(lane);
     if (has_urgent && !(has_background && n_urgent_in_a_row_ >= kBackgroundEvery - 1)) {
         ++n_urgent_in_a_row_;
         return queue(Priority::urgent).front();
@@ -448,11 +461,11 @@ IoQueue::Core::Taken IoQueue::Core::take(Lane& lane)
     std::lock_guard<std::mutex> lock(mutex_);
     lane.waiting = false;
     if (stopping_) { return Taken::stop; }
-    if (!lane.ready.empty()) { return Taken::none; }  // first what was taken before
-    const int n_wanted = lane.synchronous ? 1 : kMaxBatch;
+    // First what was taken before.
+    const int n_wanted = !lane.ready.empty() ? 0 : lane.synchronous ? 1 : kMaxBatch;
     int n = 0;
     while (n < n_wanted && !lane.free.empty()) {
-        Request* request = pick();
+        Request* request = pick(lane);
         if (request == nullptr) { break; }
         const auto operation = static_cast<int>(request->transfer.operation);
         Block* block = lane.free.back();
@@ -471,12 +484,9 @@ IoQueue::Core::Taken IoQueue::Core::take(Lane& lane)
         if (n_running_[operation]++ == 0) { busy_since_[operation] = Clock::now(); }
         ++n;
     }
-    if (n == 0) {
-        lane.waiting = !lane.free.empty();
-        return Taken::none;
-    }
-    if (has_work()) { wake_lanes(1); }
-    return Taken::some;
+    wake_lanes(1);  // for what this lane leaves
+    lane.waiting = n == 0 && lane.ready.empty() && !lane.free.empty();
+    return n == 0 ? Taken::none : Taken::some;
 }
 
 void IoQueue::Core::end_blocks(const std::vector<Outcome>& outcomes, std::int64_t n_short, std::int64_t n_retries)
@@ -498,7 +508,6 @@ void IoQueue::Core::end_blocks(const std::vector<Outcome>& outcomes, std::int64_
         }
         if (request->n_running == 0 && !request->queued) { end(request); }
     }
-    if (has_work()) { wake_lanes(1); }  // the limit on background may have turned another lane away
 }
 
 // Core, callers' side; the first group with the mutex held
@@ -543,7 +552,10 @@ bool IoQueue::Core::drop_rest(Request* request, int error)
 
 void IoQueue::Core::end(Request* request)
 {
-    if (request->transfer.priority == Priority::urgent) { --n_urgent_; }
+    if (request->transfer.priority == Priority::urgent) {
+        --n_urgent_;
+        last_urgent_ = Clock::now();
+    }
     if (!request->given_up) {
         --n_live_;
         completions_.push_back(request->end);
@@ -556,10 +568,10 @@ void IoQueue::Core::wake_lanes(std::int64_t n_blocks)
 {
     for (std::size_t i = 0; i < lanes_.size() && n_blocks > 0; ++i) {
         Lane& lane = *lanes_[next_lane_++ % lanes_.size()];
-        if (!lane.waiting) { continue; }
+        if (!lane.waiting || !has_work(lane)) { continue; }
         lane.waiting = false;
         lane.wake();
-        --n_blocks;
+        n_blocks -= lane.synchronous ? 1 : kMaxBatch;
     }
 }
 
