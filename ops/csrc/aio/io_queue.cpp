@@ -126,6 +126,7 @@ private:
         ~Lane();
         void run(Core& core);
         void wake() const;
+        void close_descriptor();
 
         bool waiting = false;   // guarded by the core's mutex
         bool finished = false;  // likewise
@@ -213,7 +214,13 @@ IoQueue::Core::Lane::~Lane()
 {
     // With a block in flight, io_destroy() would wait for the device: such a context is left to the end of the process.
     if (n_in_flight_ == 0 && context_ != nullptr) { io_destroy(context_); }
-    ::close(event_fd);
+    close_descriptor();
+}
+
+void IoQueue::Core::Lane::close_descriptor()
+{
+    if (event_fd >= 0) { ::close(event_fd); }
+    event_fd = -1;
 }
 
 void IoQueue::Core::Lane::wake() const
@@ -673,17 +680,20 @@ int IoQueue::Core::close(double timeout_s, bool drop_waiting)
             return lane->finished || !lane->thread.joinable();
         });
     });
-    std::vector<std::thread> ended;
+    std::vector<Lane*> ended;
     for (auto& lane : lanes_) {
         if (!lane->thread.joinable()) { continue; }
         if (lane->finished) {
-            ended.push_back(std::move(lane->thread));
+            ended.push_back(lane.get());
         } else {  // hangs in a system call
             lane->thread.detach();
         }
     }
     lock.unlock();
-    for (auto& thread : ended) { thread.join(); }
+    for (Lane* lane : ended) {
+        lane->thread.join();
+        lane->close_descriptor();
+    }
     lock.lock();
     closed_ = true;
     changed_.notify_all();
@@ -709,7 +719,7 @@ QueueStats IoQueue::Core::stats() const
 
 void IoQueue::Core::close_descriptors_of_child()
 {
-    for (auto& lane : lanes_) { ::close(lane->event_fd); }
+    for (auto& lane : lanes_) { lane->close_descriptor(); }
 }
 
 // IoQueue
