@@ -31,7 +31,7 @@ class TenCacheAioBuilder(AsyncIOBuilder):
 
     def sources(self) -> list[str]:
         """Absolute paths, which DeepSpeed leaves as they are."""
-        return [str(_SOURCES / name) for name in ("io_queue.cpp", "py_io_queue.cpp")]
+        return [str(_SOURCES / name) for name in ("lane.cpp", "core.cpp", "io_queue.cpp", "py_io_queue.cpp")]
 
     def include_paths(self) -> list[str]:
         """Where the op's own header is."""

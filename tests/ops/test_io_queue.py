@@ -131,6 +131,27 @@ def test_urgent_goes_first_and_every_eighth_block_is_background(make, file):
     held.close()
 
 
+@pytest.mark.parametrize(("urgent_waits", "n_expected"), [(True, 2), (False, 3)])
+def test_background_leaves_room_while_an_urgent_request_is_unfinished(make, urgent_waits, n_expected):
+    # Reads of pipes hang in the lanes, so what has been taken can be counted: it cannot be cancelled any more.
+    driver = make(n_lanes=4, background_nbytes=8 * PAGE)
+    held = HeldLane(driver)
+    if not urgent_waits:
+        held.release()
+        assert driver.one().error == 0
+    read_end, write_end = os.pipe()
+    ids = [driver.submit(read_end, 0, torch.zeros(PAGE, dtype=torch.uint8)) for _ in range(3)]
+    time.sleep(0.3)
+    assert [driver.queue.cancel(request) for request in ids].count(False) == n_expected
+    if urgent_waits:
+        held.release()
+    os.write(write_end, b"z" * 3 * PAGE)
+    assert len(driver.collect(3 + urgent_waits)) == 3 + urgent_waits
+    for fd in (read_end, write_end):
+        os.close(fd)
+    held.close()
+
+
 def test_promote(make, file):
     driver = make(n_lanes=1, queue_depth=1)
     held = HeldLane(driver)

@@ -8,16 +8,16 @@
 // [Note: latency of urgent requests]
 // What the kernel has cannot be taken back, so an urgent read waits for all background bytes that the device holds when
 // it arrives. Their number, over all lanes, is therefore limited: to a quarter of background_nbytes while an urgent
-// request is unfinished, to background_nbytes for a second after it, and to four times as much at quiet times, when some
-// devices give more for a longer queue. So the first urgent read after a quiet time waits for longer than those that
-// follow. Background is never starved: with both kinds waiting, every eighth block is background.
+// request is unfinished, to background_nbytes for a second after it, and to four times as much at quiet times, when
+// some devices give more for a longer queue. So the first urgent read after a quiet time waits for longer than those
+// that follow. Background is never starved: with both kinds waiting, every eighth block is background.
 //
 // [Note: files that do not do asynchronous I/O]
 // On tmpfs, and on descriptors that go through the page cache, io_submit() itself moves the bytes and returns when they
-// are there. Several lanes still work in parallel then, but a lane that submits many blocks at once would keep them from
-// the others and make an urgent request wait. A lane that finds its blocks done when io_submit() returns therefore takes
-// one at a time, and is under the limit on background only while an urgent request is unfinished: nothing queues up in
-// a device there, and the lane is free again after one block.
+// are there. Several lanes still work in parallel then, but a lane that submits many blocks at once would keep them
+// from the others and make an urgent request wait. A lane that finds its blocks done when io_submit() returns therefore
+// takes one at a time, and is under the limit on background only while an urgent request is unfinished: nothing queues
+// up in a device there, and the lane is free again after one block.
 //
 // No function here touches Python. All of them may be called from any thread.
 
@@ -38,7 +38,7 @@ struct QueueOptions {
     int n_lanes;
     std::int64_t block_nbytes;       // longest piece given to the kernel at once; a multiple of 4096
     int queue_depth;                 // blocks that the kernel has at a time, per lane
-    std::int64_t background_nbytes;  // background bytes that the kernel has at a time near urgent requests, in all lanes
+    std::int64_t background_nbytes;  // background bytes that the kernel has at a time; see the first note
 };
 
 struct Transfer {
