@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the DeepSpeed operators that TenCache and its tests use, two at a time, before anything waits for them.
+"""Build the operators that TenCache and its tests use, two at a time, before anything waits for them.
 
-    python .ci/build_ops.py [AsyncIOBuilder ...]
+    python .ci/build_ops.py [AsyncIOBuilder ...] [module:Builder ...]
 
-DeepSpeed compiles each at its first use and keeps it (in ``TORCH_EXTENSIONS_DIR``, by default
-``~/.cache/torch_extensions``): about six minutes in all on two cores, once per environment. Here it happens in parallel
-and with a line of progress for each.
+DeepSpeed's are named by their builder, TenCache's own by module and builder. DeepSpeed compiles each at its first use
+and keeps it (in ``TORCH_EXTENSIONS_DIR``, by default ``~/.cache/torch_extensions``): about six minutes in all on two
+cores, once per environment. Here it happens in parallel and with a line of progress for each.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ON_EVERY_ACCELERATOR = ("AsyncIOBuilder", "CPUAdamBuilder", "PinMemoryBuilder", "CPUAdagradBuilder", "CPULionBuilder")
+OF_TENCACHE = ("tencache_ds.ops.tencache_aio:TenCacheAioBuilder",)
+SOURCES_OF_TENCACHE = Path(__file__).parent.parent / "ops"
 ON_CPU_ONLY = ("ShareMemCommBuilder",)
 AT_ONCE = 2
 BUILD_ONE = """
-import sys
+import importlib, sys
 from deepspeed.accelerator import get_accelerator
-builder = get_accelerator().create_op_builder(sys.argv[1])
+module, _, name = sys.argv[1].rpartition(":")
+create = getattr(importlib.import_module(module), name) if module else None
+builder = create() if create else get_accelerator().create_op_builder(name)
 if builder is None:
     sys.exit("this accelerator has no such operator")
 builder.load(verbose=False)
@@ -38,7 +42,9 @@ def stamp_file(names: tuple[str, ...]) -> Path:
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     versions = [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
     variables = [os.environ.get(name, "") for name in ("DS_ACCELERATOR", "CXX")]
-    setting = [sys.prefix, sys.version, *variables, *versions, *names]
+    own = sorted(path for path in SOURCES_OF_TENCACHE.rglob("*") if path.suffix in (".cpp", ".h", ".cu", ".cuh", ".py"))
+    contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in own]
+    setting = [sys.prefix, sys.version, *variables, *versions, *names, *contents]
     return cache / f".tencache-ops-{hashlib.sha256(repr(setting).encode()).hexdigest()[:16]}"
 
 
@@ -60,16 +66,16 @@ def build(name: str) -> tuple[float, str]:
 
 
 def main() -> int:
-    names = tuple(sys.argv[1:]) or ON_EVERY_ACCELERATOR + ON_CPU_ONLY
+    names = tuple(sys.argv[1:]) or ON_EVERY_ACCELERATOR + OF_TENCACHE + ON_CPU_ONLY
     if os.environ.get("DS_ACCELERATOR") != "cpu":
         names = tuple(name for name in names if name not in ON_CPU_ONLY)
     stamp = stamp_file(names)
     if stamp.exists():
         return 0
-    print(f"building {len(names)} DeepSpeed operators (minutes on a small machine, once)", flush=True)
+    print(f"building {len(names)} operators (minutes on a small machine, once)", flush=True)
     failures = 0
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        builds = {pool.submit(build, name): name.removesuffix("Builder") for name in names}
+        builds = {pool.submit(build, name): name.rpartition(":")[2].removesuffix("Builder") for name in names}
         for count, done in enumerate(as_completed(builds), 1):
             seconds, error = done.result()
             state = "FAILED" if error else "ready"

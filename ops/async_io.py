@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's async_io and pin_memory ops, loaded with errors that say what to install.
+"""DeepSpeed's async_io and pin_memory ops, and how any op is loaded: with errors that say what to install.
 
 The builder of the current accelerator is the one DeepSpeed itself would use
 (``get_accelerator().create_op_builder(name)``): prebuilt where DeepSpeed was installed with ``DS_BUILD_AIO=1``, else
@@ -18,6 +18,7 @@ from typing import Any
 
 from tencache_ds.errors import ConfigError
 
+_ON_LIBAIO = ("async_io", "tencache_aio")
 _lock = threading.Lock()
 
 
@@ -40,35 +41,50 @@ def load_pin_memory() -> ModuleType:
 
 
 def _load(builder_name: str, op_name: str) -> ModuleType:
+    try:
+        from deepspeed.accelerator import get_accelerator
+    except ImportError as error:
+        raise ConfigError(
+            f"DeepSpeed's {op_name} op is not available: deepspeed cannot be imported ({error}); "
+            "install it with `pip install deepspeed`"
+        ) from error
+    accelerator = get_accelerator()
+    builder = accelerator.create_op_builder(builder_name)
+    if builder is None or type(builder).__name__ == "NotImplementedBuilder":
+        raise ConfigError(
+            f"DeepSpeed has no {op_name} op for the accelerator {accelerator.device_name()!r}: "
+            'set "io_backend": "posix"'
+        )
+    return load_op(builder, op_name)
+
+
+def load_op(builder: Any, op_name: str) -> ModuleType:
+    """Builds an op if needed and imports it. Any thread.
+
+    Args:
+        builder: an instance of a DeepSpeed ``OpBuilder``.
+        op_name: its name, for messages.
+
+    Raises:
+        ConfigError: names what is missing and the package to install.
+    """
     with _lock:  # torch's build lock is per file, not per thread
-        try:
-            from deepspeed.accelerator import get_accelerator
-        except ImportError as error:
-            raise ConfigError(
-                f"DeepSpeed's {op_name} op is not available: deepspeed cannot be imported ({error}); "
-                "install it with `pip install deepspeed`"
-            ) from error
-        accelerator = get_accelerator()
-        builder = accelerator.create_op_builder(builder_name)
-        if builder is None or type(builder).__name__ == "NotImplementedBuilder":
-            raise ConfigError(
-                f"DeepSpeed has no {op_name} op for the accelerator {accelerator.device_name()!r}: "
-                'set "io_backend": "posix"'
-            )
         try:
             return builder.load(verbose=False)
         except Exception as error:  # compilers, linkers and loaders fail in too many ways to list
-            causes = _missing(builder, op_name, accelerator.device_name())
+            causes = _missing(builder, op_name)
             if not causes:
                 causes = [f"{type(error).__name__}: {_last_lines(str(error))}"]
             raise ConfigError(
-                f"DeepSpeed's {op_name} op cannot be built or loaded: {'; '.join(causes)}. "
+                f"the {op_name} op cannot be built or loaded: {'; '.join(causes)}. "
                 'Without it, set "io_backend": "posix"; `ds_report` shows what DeepSpeed found'
             ) from error
 
 
-def _missing(builder: Any, op_name: str, device_name: str) -> list[str]:
+def _missing(builder: Any, op_name: str) -> list[str]:
     """What a build needs and this machine lacks, each with its remedy."""
+    from deepspeed.accelerator import get_accelerator
+
     causes = []
     if not _runs(["ninja", "--version"]):
         if importlib.util.find_spec("ninja") is not None:
@@ -79,9 +95,9 @@ def _missing(builder: Any, op_name: str, device_name: str) -> list[str]:
     has_compiler = shutil.which(compiler.split()[0]) is not None
     if not has_compiler:
         causes.append(f"the C++ compiler {compiler!r} is missing (`apt install build-essential`)")
-    if op_name == "async_io" and has_compiler and not _links_libaio(builder):
+    if op_name in _ON_LIBAIO and has_compiler and not _links_libaio(builder):
         causes.append("libaio or its headers are missing (`apt install libaio-dev`)")
-    if device_name == "cuda" and op_name == "async_io":
+    if op_name == "async_io" and get_accelerator().device_name() == "cuda":
         from torch.utils import cpp_extension
 
         if cpp_extension.CUDA_HOME is None and cpp_extension.ROCM_HOME is None:

@@ -61,7 +61,11 @@ class IoBackend(StrEnum):
     """Which mechanism moves bytes between host memory and NVMe."""
 
     auto = "auto"
-    """``aio`` where DeepSpeed's op builds and takes our buffers as they are, else ``posix``; the reason is logged."""
+    """``native`` where it builds; else ``aio`` where DeepSpeed's op builds and takes our buffers as they are; else
+    ``posix``. The reason is logged."""
+
+    native = "native"
+    """TenCache's own op on libaio: native lanes, every result checked, urgent reads before background traffic."""
 
     aio = "aio"
     """Lanes of DeepSpeed's ``aio_handle`` (libaio)."""

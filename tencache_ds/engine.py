@@ -279,7 +279,7 @@ class TenCacheEngine:
         if self.surroundings.on_cuda:
             return Locking.CUDA if self.surroundings.pin_memory else Locking.NONE
         wanted = self.options.io_backend
-        if not self.surroundings.pin_memory or wanted == IoBackend.posix:
+        if not self.surroundings.pin_memory or wanted in (IoBackend.posix, IoBackend.native):
             return Locking.NONE
         headroom = locked_memory_headroom_nbytes()
         if wanted == IoBackend.auto and headroom is not None and headroom < nbytes:

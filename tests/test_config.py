@@ -112,6 +112,7 @@ def test_every_option_takes_effect():
         ("staging_memory", True, "number of bytes"),
         ("chunk_size", 2**16 - 1, str(2**16)),
         ("chunk_size", 2**30 + 1, str(2**30)),
+        ("io_backend", "gds", "'native'"),
         ("io_backend", "gds", "'aio'"),
         ("io_backend", "gds", "'posix'"),
         ("io_lanes", 0, "1"),

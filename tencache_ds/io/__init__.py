@@ -14,10 +14,12 @@ from tencache_ds.io.backend import (
     Operation,
     Priority,
     StorageBackend,
+    StorageCancelledError,
     StorageTimeoutError,
     Ticket,
 )
 from tencache_ds.io.extents import Extent
+from tencache_ds.io.native import NativeBackend
 from tencache_ds.io.posix import PosixBackend
 from tencache_ds.io.scratch import ScratchFolder, free_nbytes
 from tencache_ds.io.store import ExtentStore
@@ -29,11 +31,13 @@ __all__ = [
     "ExtentStore",
     "IoCounters",
     "IoTotals",
+    "NativeBackend",
     "Operation",
     "PosixBackend",
     "Priority",
     "ScratchFolder",
     "StorageBackend",
+    "StorageCancelledError",
     "StorageTimeoutError",
     "Ticket",
     "free_nbytes",
@@ -42,7 +46,7 @@ __all__ = [
 
 
 def open_backend(
-    kind: Literal["auto", "aio", "posix"],
+    kind: Literal["auto", "native", "aio", "posix"],
     *,
     n_lanes: int = 8,
     request_nbytes: int = 8 << 20,
@@ -55,12 +59,12 @@ def open_backend(
     """Opens the backend asked for, or the best one that works here.
 
     Args:
-        kind: ``"aio"``, ``"posix"``, or ``"auto"``: aio where its op loads and the buffers are pinned (it would copy
-            others through a bounce buffer), else posix.
+        kind: ``"native"``, ``"aio"``, ``"posix"``, or ``"auto"``: native where its op loads, else aio where its op
+            loads and the buffers are pinned (it would copy others through a bounce buffer), else posix.
         n_lanes: threads.
         request_nbytes: longest piece in bytes.
-        block_nbytes: aio only, size of one kernel request in bytes.
-        queue_depth: aio only, kernel requests in flight per lane.
+        block_nbytes: native and aio, size of one kernel request in bytes.
+        queue_depth: native and aio, kernel requests in flight per lane.
         single_submit: aio only, see DeepSpeed's ``aio.single_submit``.
         overlap_events: aio only, see DeepSpeed's ``aio.overlap_events``.
         buffers_are_pinned: the buffers will be page-locked by torch or by DeepSpeed's pin manager.
@@ -69,18 +73,30 @@ def open_backend(
         The backend, and in words why it was chosen.
 
     Raises:
-        ConfigError: an unknown kind, or ``"aio"`` was asked for and cannot work here.
+        ConfigError: an unknown kind, or ``"native"`` or ``"aio"`` was asked for and cannot work here.
     """
-    if kind not in ("auto", "aio", "posix"):
-        raise ConfigError(f'io_backend must be "auto", "aio" or "posix", not {kind!r}')
-    if kind == "posix":
-        return PosixBackend(n_lanes, request_nbytes), "asked for"
-    if kind == "auto" and not buffers_are_pinned:
-        return PosixBackend(n_lanes, request_nbytes), "the buffers are not pinned, which aio would have to copy"
+
+    def native() -> StorageBackend:
+        return NativeBackend(n_lanes, min(block_nbytes, request_nbytes), queue_depth)
+
+    def aio() -> StorageBackend:
+        return AioBackend(n_lanes, request_nbytes, block_nbytes, queue_depth, single_submit, overlap_events)
+
+    def posix() -> StorageBackend:
+        return PosixBackend(n_lanes, request_nbytes)
+
+    makers = {"native": native, "aio": aio, "posix": posix}
+    if kind in makers:
+        return makers[kind](), "asked for"
+    if kind != "auto":
+        raise ConfigError(f'io_backend must be "auto", "native", "aio" or "posix", not {kind!r}')
     try:
-        backend = AioBackend(n_lanes, request_nbytes, block_nbytes, queue_depth, single_submit, overlap_events)
+        return native(), "the native op loads"
     except ConfigError as error:
-        if kind == "aio":
-            raise
-        return PosixBackend(n_lanes, request_nbytes), f"aio does not work here: {error}"
-    return backend, "asked for" if kind == "aio" else "DeepSpeed's async_io op loads and the buffers are pinned"
+        reason = f"native does not work here: {error}"
+    if not buffers_are_pinned:
+        return posix(), f"{reason}; the buffers are not pinned, which aio would have to copy"
+    try:
+        return aio(), f"{reason}; DeepSpeed's async_io op loads and the buffers are pinned"
+    except ConfigError as error:
+        return posix(), f"{reason}; aio does not work here: {error}"

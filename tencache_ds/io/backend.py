@@ -44,6 +44,10 @@ class StorageTimeoutError(StorageError, TimeoutError):
     """A request did not finish in the time its waiter allowed. The request itself goes on."""
 
 
+class StorageCancelledError(StorageError):
+    """A request was cancelled before all of it had been handed to the device."""
+
+
 class Ticket:
     """One request, from submission to its end. Every method may be called from any thread.
 
@@ -62,6 +66,7 @@ class Ticket:
 
     __slots__ = (
         "_callbacks",
+        "_cancel",
         "_completing_thread_id",
         "_default_timeout_s",
         "_error",
@@ -98,6 +103,7 @@ class Ticket:
         self.t_done_ns = 0
         self._default_timeout_s = default_timeout_s
         self._promote: Callable[[], None] | None = None
+        self._cancel: Callable[[], bool] | None = None
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._settled = threading.Event()
@@ -172,9 +178,20 @@ class Ticket:
         if promote is not None:
             promote()
 
-    def bind_promote(self, promote: Callable[[], None]) -> None:
-        """Says how :meth:`promote` reaches the queue. For backends and stores only."""
+    def cancel(self) -> bool:
+        """Drops what the device does not have yet. The ticket then ends with :class:`StorageCancelledError`, once the
+        rest has ended: only then may the buffer be used again.
+
+        Returns:
+            False when the device has all of it, or it has ended: the request goes on as if nothing had been asked.
+        """
+        cancel = self._cancel
+        return cancel() if cancel is not None else False
+
+    def bind(self, *, promote: Callable[[], None], cancel: Callable[[], bool]) -> None:
+        """Says how :meth:`promote` and :meth:`cancel` reach the queue. For backends and stores only."""
         self._promote = promote
+        self._cancel = cancel
 
     def complete(self, error: BaseException | None) -> None:
         """Ends the request. For backends and stores only; called exactly once."""
@@ -187,7 +204,7 @@ class Ticket:
                 if not callbacks:
                     self._settled.set()
                     self._completing_thread_id = None
-                    self._promote = None
+                    self._promote = self._cancel = None
                     return
             for callback in callbacks:
                 self._call(callback)
@@ -309,7 +326,7 @@ class StorageBackend(Protocol):
     """Moves bytes between 1-D host buffers and files. Every method may be called from any thread.
 
     Attributes:
-        name: ``"posix"`` or ``"aio"``.
+        name: ``"native"``, ``"aio"`` or ``"posix"``.
         alignment_nbytes: buffer address, length and offset must be multiples of this.
         counters: totals since the backend was opened.
     """
@@ -352,5 +369,10 @@ class StorageBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for everything submitted, then joins the threads. Idempotent."""
+        """Waits for everything submitted, then joins the threads. Idempotent; returns at once in a forked child.
+
+        Raises:
+            RuntimeError: called from a callback of one of its requests, which cannot wait for itself.
+            StorageTimeoutError: a backend that bounds this wait gave up on a device.
+        """
         ...

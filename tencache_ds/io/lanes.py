@@ -9,17 +9,19 @@ chunk. All policy about *what* to move is elsewhere.
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io.backend import ALIGNMENT_NBYTES, IoCounters, Operation, Priority, Ticket
+from tencache_ds.io.backend import ALIGNMENT_NBYTES, IoCounters, Operation, Priority, StorageCancelledError, Ticket
 
 Transfer = Callable[[int, Operation, str, int, torch.Tensor, str], None]
 """``transfer(lane, operation, path, offset, piece, tag)``: moves one piece, blocking, and raises what went wrong."""
@@ -93,7 +95,7 @@ class LanePool:
         for thread in self._threads:
             thread.start()
         # A daemon thread that returns from native code while the interpreter is torn down can abort the process.
-        self._at_exit = _stop_at_exit(self)
+        self._at_exit = stop_at_exit(self)
 
     def submit(
         self,
@@ -111,14 +113,12 @@ class LanePool:
         ticket = Ticket(operation, path, offset, buffer.numel(), tag)
         # Before any lock is taken: in a forked child a lock may be held for ever by a thread that does not exist.
         if os.getpid() != self._pid:
-            raise _refusal(
-                ticket, f"opened by process {self._pid}, used in its forked child {os.getpid()}; open one there"
-            )
+            raise refusal_in_child(ticket, self._pid)
         request = _Request(ticket, buffer, Priority(priority), finish)
-        ticket.bind_promote(lambda: self._promote(request))
+        ticket.bind(promote=lambda: self._promote(request), cancel=lambda: self._cancel(request))
         with self._changed:
             if self._closing:
-                raise _refusal(ticket, "the backend is closed")
+                raise refusal(ticket, "the backend is closed")
             self._queues[request.priority].append(request)
             self._changed.notify(-(-request.nbytes // self._request_nbytes))
         return ticket
@@ -146,6 +146,18 @@ class LanePool:
                 self._queues[Priority.BACKGROUND].remove(request)
                 request.priority = Priority.URGENT
                 self._queues[Priority.URGENT].append(request)
+
+    def _cancel(self, request: _Request) -> bool:
+        with self._changed:
+            if request.next_offset == request.nbytes:
+                return False
+            self._queues[request.priority].remove(request)
+            request.next_offset = request.nbytes
+            request.error = cancelled(request.ticket)
+            if request.n_running:
+                return True
+        self._end(request, request.error)
+        return True
 
     def _run(self, lane: int) -> None:
         while True:
@@ -205,7 +217,7 @@ class LanePool:
             self.counters.request_succeeded(request.ticket.operation)
         request.ticket.complete(error)
 
-    def _abandon(self, grace_s: float) -> None:
+    def abandon(self, grace_s: float) -> None:
         """At interpreter exit: fails what has not started, waits a while for what has."""
         if os.getpid() != self._pid:
             return
@@ -216,7 +228,7 @@ class LanePool:
                 queue.clear()
             not_started = []
             for request in dropped:
-                request.error = _refusal(request.ticket, "dropped, the interpreter exits")
+                request.error = refusal(request.ticket, "dropped, the interpreter exits")
                 request.next_offset = request.nbytes
                 if not request.n_running:
                     not_started.append(request)
@@ -252,16 +264,44 @@ def check_request(offset: int, buffer: torch.Tensor, alignment_nbytes: int) -> N
         raise ValueError(f"file offset must be a non-negative multiple of {alignment_nbytes}, not {offset}")
 
 
-def _refusal(ticket: Ticket, cause: str) -> StorageError:
+def refusal(ticket: Ticket, cause: str) -> StorageError:
+    """The error of a request that no device has seen."""
     return StorageError(ticket.operation.value, ticket.path, ticket.offset, ticket.nbytes, cause, tag=ticket.tag)
 
 
-def _stop_at_exit(pool: LanePool) -> Callable[[], None]:
-    reference = weakref.ref(pool)
+def refusal_in_child(ticket: Ticket, pid: int) -> StorageError:
+    """The error of a request made in a forked child, to a backend that process ``pid`` opened."""
+    return refusal(ticket, f"opened by process {pid}, used in its forked child {os.getpid()}; open one there")
+
+
+def cancelled(ticket: Ticket) -> StorageCancelledError:
+    """The error of a request that was cancelled."""
+    return StorageCancelledError(
+        ticket.operation.value,
+        ticket.path,
+        ticket.offset,
+        ticket.nbytes,
+        "cancelled",
+        errno=errno.ECANCELED,
+        tag=ticket.tag,
+    )
+
+
+class Abandonable(Protocol):
+    """What has threads that must not outlive the interpreter."""
+
+    def abandon(self, grace_s: float) -> None:
+        """Fails what has not started, waits up to ``grace_s`` seconds for what has."""
+        ...
+
+
+def stop_at_exit(owner: Abandonable) -> Callable[[], None]:
+    """Abandons ``owner`` at the interpreter's exit if it is alive then; returns what ``atexit.unregister`` takes."""
+    reference = weakref.ref(owner)
 
     def stop() -> None:
         alive = reference()
         if alive is not None:
-            alive._abandon(_EXIT_GRACE_S)
+            alive.abandon(_EXIT_GRACE_S)
 
     return atexit.register(stop)

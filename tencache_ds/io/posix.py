@@ -30,8 +30,13 @@ _EAGAIN_PAUSE_S = 0.005
 
 
 @dataclass(slots=True)
-class _Descriptor:
-    """An open file and how many transfers use it right now (a forgotten one is closed by the last of them)."""
+class Descriptor:
+    """An open file and how many transfers use it right now (a forgotten one is closed by the last of them).
+
+    Attributes:
+        fd: the file.
+        direct: its transfers bypass the page cache.
+    """
 
     fd: int
     direct: bool
@@ -51,7 +56,7 @@ class PosixFiles:
     def __init__(self, direct: bool = True) -> None:
         self._direct = direct and _O_DIRECT != 0
         self._lock = threading.Lock()
-        self._descriptors: dict[tuple[str, Operation], _Descriptor] = {}
+        self._descriptors: dict[tuple[str, Operation], Descriptor] = {}
         self._buffered_paths: set[str] = set()
 
     def transfer(self, operation: Operation, path: str, offset: int, buffer: torch.Tensor, tag: str = "") -> None:
@@ -70,7 +75,7 @@ class PosixFiles:
                     # Some file systems accept the flag at open() and refuse the transfer.
                     if not (descriptor.direct and error.errno == errno.EINVAL):
                         raise
-                    self._fall_back(path, "its file system refuses O_DIRECT transfers")
+                    self.fall_back(path)
                 else:
                     return
             with self._open(operation, path) as descriptor:
@@ -78,9 +83,7 @@ class PosixFiles:
         except EOFError as error:
             raise StorageError(operation.value, path, offset, len(view), str(error), tag=tag) from None
         except OSError as error:
-            kind = SpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
-            cause = error.strerror or str(error)
-            raise kind(operation.value, path, offset, len(view), cause, errno=error.errno, tag=tag) from error
+            raise storage_error(operation, path, offset, len(view), error, tag) from error
 
     def is_direct(self, operation: Operation, path: str) -> bool:
         """Opens the file if it is not open yet; True when its transfers bypass the page cache.
@@ -104,38 +107,54 @@ class PosixFiles:
             for path, operation in list(self._descriptors):
                 self._retire(path, operation)
 
-    @contextlib.contextmanager
-    def _open(self, operation: Operation, path: str) -> Iterator[_Descriptor]:
+    def acquire(self, operation: Operation, path: str) -> Descriptor:
+        """The file's descriptor, opened if it is not open yet; :meth:`release` has to follow.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
         with self._lock:
             descriptor = self._descriptors.get((path, operation))
             if descriptor is None:
                 descriptor = self._descriptors[path, operation] = self._new_descriptor(operation, path)
             descriptor.n_users += 1
+            return descriptor
+
+    def release(self, descriptor: Descriptor) -> None:
+        """Ends a use of a descriptor."""
+        with self._lock:
+            descriptor.n_users -= 1
+            if descriptor.retired and descriptor.n_users == 0:
+                os.close(descriptor.fd)
+
+    def fall_back(self, path: str) -> None:
+        """From now on the file goes through the page cache: its file system took the flag and refuses the transfer."""
+        with self._lock:
+            self._note_buffered(path, "its file system refuses O_DIRECT transfers")
+            for operation in Operation:
+                descriptor = self._descriptors.get((path, operation))
+                if descriptor is not None and descriptor.direct:
+                    self._retire(path, operation)
+
+    @contextlib.contextmanager
+    def _open(self, operation: Operation, path: str) -> Iterator[Descriptor]:
+        descriptor = self.acquire(operation, path)
         try:
             yield descriptor
         finally:
-            with self._lock:
-                descriptor.n_users -= 1
-                if descriptor.retired and descriptor.n_users == 0:
-                    os.close(descriptor.fd)
+            self.release(descriptor)
 
-    def _new_descriptor(self, operation: Operation, path: str) -> _Descriptor:
+    def _new_descriptor(self, operation: Operation, path: str) -> Descriptor:
         flags = os.O_RDONLY if operation is Operation.READ else os.O_WRONLY | os.O_CREAT
         flags |= os.O_CLOEXEC
         if self._direct and path not in self._buffered_paths:
             try:
-                return _Descriptor(os.open(path, flags | _O_DIRECT, 0o600), direct=True)
+                return Descriptor(os.open(path, flags | _O_DIRECT, 0o600), direct=True)
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 self._note_buffered(path, "its file system has no O_DIRECT")
-        return _Descriptor(os.open(path, flags, 0o600), direct=False)
-
-    def _fall_back(self, path: str, reason: str) -> None:
-        with self._lock:
-            self._note_buffered(path, reason)
-            for operation in Operation:
-                self._retire(path, operation)
+        return Descriptor(os.open(path, flags, 0o600), direct=False)
 
     def _note_buffered(self, path: str, reason: str) -> None:
         if path not in self._buffered_paths:
@@ -149,7 +168,7 @@ class PosixFiles:
             if descriptor.n_users == 0:
                 os.close(descriptor.fd)
 
-    def _move(self, operation: Operation, descriptor: _Descriptor, offset: int, view: memoryview) -> None:
+    def _move(self, operation: Operation, descriptor: Descriptor, offset: int, view: memoryview) -> None:
         n_moved = _move_some(operation, descriptor.fd, offset, view)
         if n_moved < len(view):
             # What stopped in the middle of a block cannot go on with O_DIRECT: the kernel finishes it.
@@ -166,7 +185,7 @@ class PosixFiles:
             finally:
                 os.close(fd)
         if not descriptor.direct:
-            _give_back_pages(operation, descriptor, offset, len(view))
+            give_back_pages(operation, descriptor, offset, len(view))
 
 
 def _move_some(operation: Operation, fd: int, offset: int, view: memoryview, *, stop_at_blocks: bool = True) -> int:
@@ -191,14 +210,23 @@ def _move_some(operation: Operation, fd: int, offset: int, view: memoryview, *, 
     return n_moved
 
 
-def _give_back_pages(operation: Operation, descriptor: _Descriptor, offset: int, nbytes: int) -> None:
-    """Drops clean pages; for dirty ones this starts write-back, so each write asks again for the one before."""
+def give_back_pages(operation: Operation, descriptor: Descriptor, offset: int, nbytes: int) -> None:
+    """After a transfer through the page cache: drops its pages, so that they do not push training data out of RAM.
+
+    For dirty ones this only starts write-back, so each write asks again for the one before.
+    """
     os.posix_fadvise(descriptor.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
     if operation is Operation.WRITE:
         previous_offset, previous_nbytes = descriptor.previous_write
         descriptor.previous_write = (offset, nbytes)
         if previous_nbytes:
             os.posix_fadvise(descriptor.fd, previous_offset, previous_nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def storage_error(operation: Operation, path: str, offset: int, nbytes: int, error: OSError, tag: str) -> StorageError:
+    """The typed error for what the operating system said."""
+    kind = SpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+    return kind(operation.value, path, offset, nbytes, error.strerror or str(error), errno=error.errno, tag=tag)
 
 
 class PosixBackend:

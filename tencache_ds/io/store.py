@@ -22,7 +22,7 @@ from tencache_ds.errors import CorruptionError, StorageError
 from tencache_ds.io.backend import Operation, Priority, StorageBackend, Ticket
 from tencache_ds.io.extents import Extent, round_up
 from tencache_ds.io.fingerprint import fingerprint
-from tencache_ds.io.lanes import check_request
+from tencache_ds.io.lanes import cancelled, check_request
 from tencache_ds.io.posix import PosixFiles
 from tencache_ds.io.space import SpaceFile
 
@@ -267,7 +267,9 @@ class ExtentStore:
     # Order
 
     def _enqueue(self, extent: Extent, request: _Request) -> Ticket:
-        request.ticket.bind_promote(partial(self._promote, extent, request))
+        request.ticket.bind(
+            promote=partial(self._promote, extent, request), cancel=partial(self._cancel, extent, request)
+        )
         with self._lock:
             self._check_open(request.operation.value, extent.offset, extent.nbytes, extent.tag)
             state = self._state(extent)
@@ -363,6 +365,20 @@ class ExtentStore:
         for inner in inners:
             if inner is not None:
                 inner.promote()
+
+    def _cancel(self, extent: Extent, request: _Request) -> bool:
+        if request.operation is Operation.WRITE:
+            return False  # the extent would hold neither value
+        with self._lock:
+            state = self._states.get(extent.offset)
+            waits = state is not None and request in state.waiting
+            if state is not None and waits:
+                state.waiting.remove(request)
+                state.running.append(request)  # only to be ended
+        if state is None or not waits:
+            return request.inner is not None and request.inner.cancel()
+        self._run(state, self._end(state, request, cancelled(request.ticket)))
+        return True
 
     # Verification
 

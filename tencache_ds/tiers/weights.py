@@ -377,6 +377,8 @@ class WeightTier:
         buffer, weight.buffer = weight.buffer, None
         assert buffer is not None
         ticket, weight.ticket = weight.ticket, None
+        if ticket is not None:
+            ticket.cancel()  # nobody wants the bytes any more
         if weight.state is WeightState.READING and ticket is not None and not ticket.done and buffer.lease is not None:
             buffer.lease.release_with(ticket)
         else:

@@ -67,6 +67,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "staging_least_sub_group_large": {"smallest_staging": True, "sub_group_size": 10**9, "max_live": 10**9},
     "posix": {"tencache": {"io_backend": "posix"}},
     "aio": {"tencache": {"io_backend": "aio"}},
+    "native": {"tencache": {"io_backend": "native"}},
     "one_lane": {"tencache": {"io_lanes": 1}},
     "small_requests": {"tencache": {"io_request_size": 2**16, "io_lanes": 3}},
     "odd_chunks": {"tencache": {"chunk_size": 100_003}},
@@ -86,7 +87,7 @@ TRAFFIC: dict[str, dict[str, Any]] = {
         "measure_traffic": True,
         "tencache": {"io_backend": backend, "chunk_size": None},
     }
-    for backend in ("posix", "aio")
+    for backend in ("posix", "aio", "native")
 }
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable
 
@@ -74,6 +75,22 @@ class MemoryBackend:
                 part.copy_(torch.frombuffer(bytearray(self.pages[offset + start]), dtype=torch.uint8))
             elif not self.lose_writes or offset + start not in self.pages:
                 self.pages[offset + start] = part.numpy().tobytes()
+
+
+@pytest.fixture
+def small_device(tmp_path):
+    """A file system of 1 MiB, where the tests may mount one."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from tencache_ds.ops import tencache_aio
 from tencache_ds.ops.async_io import load_async_io, load_pin_memory
 
 from tencache_ds.errors import ConfigError, StorageError
@@ -187,16 +188,32 @@ def test_open_backend_says_why():
     backend, reason = open_backend("posix", buffers_are_pinned=True)
     assert (backend.name, reason) == ("posix", "asked for")
     backend.close()
+    for kind in ("auto", "native"):
+        backend, reason = open_backend(kind, n_lanes=2, buffers_are_pinned=False)
+        assert (backend.name, reason) == ("native", "the native op loads" if kind == "auto" else "asked for")
+        backend.close()
+    with pytest.raises(ConfigError, match='"auto", "native", "aio" or "posix", not \'uring\''):
+        open_backend("uring", buffers_are_pinned=True)
+
+
+def test_open_backend_without_the_native_op(monkeypatch):
+    monkeypatch.setattr(tencache_aio, "load_op", refuse)
+    with pytest.raises(ConfigError, match="no compiler"):
+        open_backend("native", buffers_are_pinned=True)
     backend, reason = open_backend("auto", buffers_are_pinned=False)
     assert backend.name == "posix"
+    assert "no compiler" in reason
     assert "not pinned" in reason
     backend.close()
     backend, reason = open_backend("auto", n_lanes=2, buffers_are_pinned=True)
     assert backend.name == "aio"
+    assert "no compiler" in reason
     assert "loads" in reason
     backend.close()
-    with pytest.raises(ConfigError, match='"auto", "aio" or "posix", not \'uring\''):
-        open_backend("uring", buffers_are_pinned=True)
+
+
+def refuse(builder, op_name):
+    raise ConfigError("no compiler")
 
 
 class Builder:
@@ -224,6 +241,7 @@ def test_a_missing_libaio_names_its_package(monkeypatch):
         load_async_io()
     with pytest.raises(ConfigError, match="libaio"):
         open_backend("aio", buffers_are_pinned=True)
+    monkeypatch.setattr(tencache_aio, "load_op", refuse)
     backend, reason = open_backend("auto", buffers_are_pinned=True)
     assert isinstance(backend, PosixBackend)
     assert "libaio-dev" in reason

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io import IoTotals, Operation, Priority, StorageTimeoutError, Ticket
+from tencache_ds.io import IoTotals, Operation, Priority, StorageCancelledError, StorageTimeoutError, Ticket
 from tencache_ds.io.lanes import LanePool
 from tests.io.conftest import aligned
 
@@ -90,6 +90,26 @@ def test_promote_moves_a_waiting_request_ahead(device, one_lane):
         ticket.wait(10)
     assert [tag for tag, _ in device.calls] == ["first", "b2", "b0", "b1"]
     tickets[0].promote()
+
+
+def test_cancel_drops_what_no_lane_has(device, one_lane):
+    running = one_lane.submit(Operation.READ, "f", 0, aligned(3 * PIECE), tag="running")
+    assert device.entered.acquire(timeout=10)
+    waiting = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE), tag="waiting")
+    whole = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE), tag="whole")
+    assert waiting.cancel()
+    assert waiting.done
+    with pytest.raises(StorageCancelledError, match="read of waiting failed at f, offset 0, 4096 bytes: cancelled"):
+        waiting.wait(10)
+    assert running.cancel()
+    assert not running.done  # a lane still has a piece of it
+    device.gate.set()
+    with pytest.raises(StorageCancelledError):
+        running.wait(10)
+    whole.wait(10)
+    assert not whole.cancel()
+    assert not running.cancel()
+    assert device.calls == [("running", 0), ("whole", 0)]
 
 
 def test_the_first_error_wins_and_the_rest_is_dropped(device, one_lane):

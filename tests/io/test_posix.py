@@ -30,34 +30,6 @@ def path(tmp_path):
     return str(tmp_path / "data")
 
 
-def test_what_is_written_is_read_back(backend, path):
-    data = aligned(3 * MIB + 4096, fill=None)
-    backend.submit(Operation.WRITE, path, 8192, data).wait(30)
-    back = aligned(data.numel())
-    backend.submit(Operation.READ, path, 8192, back).wait(30)
-    assert torch.equal(back, data)
-    assert os.stat(path).st_size == 8192 + data.numel()
-    assert os.stat(path).st_mode & 0o777 == 0o600
-    assert backend.counters.bytes_read == backend.counters.bytes_written == data.numel()
-    assert backend.counters.n_reads == backend.counters.n_writes == 1
-    assert backend.counters.read_ns > 0
-
-
-@pytest.mark.parametrize("size", [0, 4096, 5000, 8192])
-def test_the_end_of_the_file_is_an_error(backend, path, size):
-    with open(path, "wb") as file:
-        file.write(b"x" * size)
-    with pytest.raises(StorageError, match=f"file ends after {size} bytes"):
-        backend.submit(Operation.READ, path, 0, aligned(12288), tag="w").wait(30)
-
-
-def test_a_missing_file_is_named(backend, path):
-    with pytest.raises(StorageError, match="read of layer failed at .*data, offset 4096.*errno 2") as caught:
-        backend.submit(Operation.READ, path, 4096, aligned(4096), tag="layer").wait(30)
-    assert caught.value.errno == errno.ENOENT
-    assert caught.value.path == path
-
-
 def test_a_full_device_is_a_space_error(backend, path, monkeypatch):
     def full(fd, buffers, offset):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -171,34 +143,6 @@ def test_without_o_direct_it_falls_back_and_says_so_once(path, monkeypatch, capl
     backend.close()
     assert torch.equal(back, data)
     assert [path in record.getMessage() for record in caplog.records] == [True]
-
-
-def test_descriptors_persist_until_forgotten(backend, path):
-    def open_here():
-        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-        return sum(os.path.lexists(link) and os.readlink(link).startswith(path) for link in links)
-
-    for _ in range(5):
-        backend.submit(Operation.WRITE, path, 0, aligned(4096)).wait(30)
-        backend.submit(Operation.READ, path, 0, aligned(4096)).wait(30)
-    assert open_here() == 2
-    os.unlink(path)
-    backend.forget(path)
-    assert open_here() == 0
-    backend.forget(path)
-    with pytest.raises(StorageError, match="No such file"):
-        backend.submit(Operation.READ, path, 0, aligned(4096)).wait(30)
-
-
-def test_close_leaves_no_descriptor(path):
-    n_before = len(os.listdir("/proc/self/fd"))
-    backend = PosixBackend(n_lanes=2)
-    backend.submit(Operation.WRITE, path, 0, aligned(4096))
-    backend.close()
-    backend.close()
-    assert len(os.listdir("/proc/self/fd")) == n_before
-    with pytest.raises(StorageError, match="closed"):
-        backend.submit(Operation.READ, path, 0, aligned(4096))
 
 
 def test_a_file_size_limit_is_reported(backend, path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,16 +14,96 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from tencache_ds.errors import CorruptionError, StorageError
-from tencache_ds.io import Extent, ExtentStore, Operation, Ticket
+from tencache_ds.io import (
+    ALIGNMENT_NBYTES,
+    Extent,
+    ExtentStore,
+    NativeBackend,
+    Operation,
+    Priority,
+    StorageCancelledError,
+    Ticket,
+)
 from tests.io.conftest import MemoryBackend, aligned
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 PAGE = 4096
 POISONED = -1
 """In the model: the last write failed."""
 LOST = -2
 """In the model: the device dropped the last write without an error."""
+CANCELLED = -3
+"""Of a request: it was cancelled."""
+
+
+class Gate:
+    """While it is shut, requests are kept; when it opens they go on, newest first."""
+
+    def __init__(self) -> None:
+        self.kept: list[Callable[[], None]] | None = None
+
+    def clear(self) -> None:
+        if self.kept is None:
+            self.kept = []
+
+    def set(self) -> None:
+        kept, self.kept = self.kept or [], None
+        for go_on in reversed(kept):
+            go_on()
+
+    def pass_through(self, go_on: Callable[[], None]) -> None:
+        if self.kept is None:
+            go_on()
+        else:
+            self.kept.append(go_on)
+
+
+class NativeOnDisk:
+    """The native backend, with writes that really fail (no such folder) or really get lost (another file) on demand."""
+
+    name = "native"
+    alignment_nbytes = ALIGNMENT_NBYTES
+
+    def __init__(self, folder: str) -> None:
+        self.gate = Gate()
+        self.fail: Callable[[Operation, int, str], bool] = lambda operation, offset, tag: False
+        self.lose_writes = False
+        self._folder = folder
+        self._native = NativeBackend(n_lanes=2, block_nbytes=PAGE, queue_depth=2, background_nbytes=2 * PAGE)
+        self.counters = self._native.counters
+
+    def submit(
+        self,
+        operation: Operation,
+        path: str,
+        offset: int,
+        buffer: torch.Tensor,
+        *,
+        tag: str = "",
+        priority: Priority = Priority.BACKGROUND,
+        finish: Callable[[], None] | None = None,
+    ) -> Ticket:
+        if self.fail(operation, offset, tag):
+            path = os.path.join(self._folder, "injected", "missing")
+        elif self.lose_writes and operation is Operation.WRITE:
+            path = os.path.join(self._folder, "elsewhere")
+        ticket = Ticket(operation, path, offset, buffer.numel(), tag)
+
+        def go_on() -> None:
+            inner = self._native.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+            ticket.bind(promote=inner.promote, cancel=inner.cancel)
+            inner.add_done_callback(lambda inner: ticket.complete(inner.error))
+
+        self.gate.pass_through(go_on)
+        return ticket
+
+    def forget(self, path: str) -> None:
+        self._native.forget(path)
+
+    def close(self) -> None:
+        self.gate.set()
+        self._native.close()
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -30,11 +111,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     extents = Bundle("extents")
 
+    @staticmethod
+    def make_backend(folder: str) -> MemoryBackend | NativeOnDisk:
+        return MemoryBackend(n_lanes=2, request_nbytes=PAGE)
+
     def __init__(self) -> None:
         super().__init__()
         self._folder = tempfile.TemporaryDirectory()
         self.path = os.path.join(self._folder.name, "store.bin")
-        self.backend = MemoryBackend(n_lanes=2, request_nbytes=PAGE)
+        self.backend = self.make_backend(self._folder.name)
         self.store = ExtentStore(self.path, self.backend, growth_nbytes=4 * PAGE, timeout_s=20)
         self.model: dict[Extent, int | None] = {}  # byte that fills the extent, or what is wrong with it
         self.pending: list[tuple[Ticket, torch.Tensor, int | None]] = []
@@ -76,6 +161,19 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.read(extent, buffer)
         else:
             self.pending.append((self.store.read(extent, buffer), buffer, expected))
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def cancel(self, data):
+        ticket, buffer, expected = data.draw(st.sampled_from(self.pending))
+        if ticket.cancel():
+            assert ticket.operation is Operation.READ
+            self.pending = [(*entry[:2], CANCELLED) if entry[0] is ticket else entry for entry in self.pending]
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def promote(self, data):
+        data.draw(st.sampled_from(self.pending))[0].promote()
 
     @rule()
     def stop_the_device(self):
@@ -123,6 +221,9 @@ class StoreMachine(RuleBasedStateMachine):
             if expected == POISONED:
                 with pytest.raises(StorageError, match="write of .* failed"):
                     ticket.wait()
+            elif expected == CANCELLED:
+                with pytest.raises(StorageCancelledError):
+                    ticket.wait()
             elif expected == LOST:
                 with pytest.raises(CorruptionError, match="lost"):
                     ticket.wait()
@@ -156,3 +257,15 @@ StoreMachine.TestCase.settings = settings(
     max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestStore = StoreMachine.TestCase
+
+
+class NativeStoreMachine(StoreMachine):
+    """The same on a real file through native lanes."""
+
+    @staticmethod
+    def make_backend(folder: str) -> NativeOnDisk:
+        return NativeOnDisk(folder)
+
+
+NativeStoreMachine.TestCase.settings = settings(StoreMachine.TestCase.settings, max_examples=25)
+TestNativeStore = NativeStoreMachine.TestCase

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TenCache's own aio op: Linux AIO in lanes, every result checked (``csrc/aio/io_queue.h`` says how).
+
+It is built like every DeepSpeed op and with DeepSpeed's checks and flags for libaio, except that it is optimised. It
+compiles nothing of DeepSpeed's ``csrc/aio``: there, ``io_setup`` and ``io_event.res`` go unchecked and a partial
+``io_submit`` hangs, in the very functions that could be shared.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+# The builder for the CPU, on every accelerator: the op touches host memory only, and DeepSpeed's builder for CUDA asks
+# for the CUDA toolkit. DeepSpeed does the same for its CPU optimizers.
+from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+from tencache_ds.ops.async_io import load_op
+
+_SOURCES = Path(__file__).parent / "csrc" / "aio"
+
+
+class TenCacheAioBuilder(AsyncIOBuilder):
+    """Builds ``tencache_aio`` into torch's extension cache at its first use."""
+
+    BUILD_VAR = "DS_BUILD_TENCACHE_AIO"
+    NAME = "tencache_aio"
+
+    def absolute_name(self) -> str:
+        """Name of the extension module."""
+        return f"tencache_ds.ops.{self.NAME}_op"
+
+    def sources(self) -> list[str]:
+        """Absolute paths, which DeepSpeed leaves as they are."""
+        return [str(_SOURCES / name) for name in ("lane.cpp", "core.cpp", "io_queue.cpp", "py_io_queue.cpp")]
+
+    def include_paths(self) -> list[str]:
+        """Where the op's own header is."""
+        return [str(_SOURCES)]
+
+    def cxx_args(self) -> list[str]:
+        """DeepSpeed's flags for async_io, with its -O0 replaced."""
+        return [argument for argument in super().cxx_args() if argument != "-O0"] + ["-O3"]
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        """Builds the op if needed and imports it. Unlike async_io it needs no pin_memory op.
+
+        Raises:
+            RuntimeError: it cannot be built; DeepSpeed says why.
+        """
+        return super(AsyncIOBuilder, self).load(verbose)
+
+
+def load_tencache_aio() -> ModuleType:
+    """The tencache_aio op (``IoQueue``). Any thread.
+
+    Raises:
+        ConfigError: names what is missing and the package to install.
+    """
+    return load_op(TenCacheAioBuilder(), TenCacheAioBuilder.NAME)
