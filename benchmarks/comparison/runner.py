@@ -166,13 +166,17 @@ class Session:
                               deepspeed_config=_without_paths(config, setting)))  # fmt: skip
             self._describe(entry, peer)
             return
-        while len(trials := self._trials(entry)) < self._plan.max_trials:
+        while len(trials := self._trials(entry)) < self._max_trials(entry):
             knobs = tuning.next_trial(peer.space, trials, entry.fixed)
             if knobs is None:
                 break
             run = self._execute(entry, peer, knobs, -1 - len(trials), setting, limit)
             self._add(run.model_copy(update={"knobs": knobs}))
         self._describe(entry, peer)
+
+    def _max_trials(self, entry: Entry) -> int:
+        wanted = self._plan.searched is None or entry.name in self._plan.searched
+        return self._plan.max_trials if wanted else 0
 
     def _trials(self, entry: Entry) -> list[tuning.Trial]:
         return [
@@ -286,7 +290,7 @@ class Session:
         for entry in self._plan.entries:
             space = PEERS[entry.peer].space
             free = [len(values) - 1 for knob, values in space.items() if knob not in entry.fixed]
-            trials += min(self._plan.max_trials, sum(free) + 1) if sum(free) else 0
+            trials += min(self._max_trials(entry), sum(free) + 1) if sum(free) else 0
         return trials + self._plan.rounds * len(self._plan.entries)
 
 

@@ -59,7 +59,8 @@ class Plan:
         rounds: how often each is run.
         steps: measured optimizer steps per run.
         warmup: steps before them, which do not count.
-        max_trials: most trials of the search per peer; 0 means no search.
+        max_trials: most trials of the search per configuration; 0 means no search.
+        searched: names of the configurations that are searched; None means all with something to search.
         trial_steps: measured steps of a trial; one step before them does not count.
         probe_s: time for the hardware probe.
     """
@@ -72,6 +73,7 @@ class Plan:
     warmup: int = 2
     max_trials: int = 8
     trial_steps: int = 2
+    searched: tuple[str, ...] | None = None
     probe_s: float = 10.0
 
 
@@ -108,12 +110,13 @@ def parse_entries(texts: Sequence[str]) -> tuple[Entry, ...]:
 
 
 def smoke(gpus: int) -> Plan:
-    """Everything once in small: a 7 M model, both sides of NVMe offload, RAM, and a search of two trials."""
+    """Everything once in small: a 7 M model, both sides of NVMe offload, RAM, a search of two trials."""
     return Plan(
         title="Smoke test of the benchmark",
         workload=workload_of("7M", ranks=1, micro_batch=1, sequence=32, precision="bf16"),
         entries=parse_entries(["nvme-nvme", "tencache", "tencache:host_memory_share=0", "ram-ram"]),
-        rounds=1, steps=3, warmup=1, max_trials=2, trial_steps=1, probe_s=10.0 if gpus else 5.0,
+        rounds=1, steps=3, warmup=1, max_trials=2, trial_steps=1, searched=("nvme-nvme",),
+        probe_s=10.0 if gpus else 5.0,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import torch
 from tencache_ds.ops.async_io import load_async_io
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io import AioBackend, ExtentStore, Operation, PosixBackend, StorageBackend, Ticket
+from tencache_ds.io import AioBackend, ExtentStore, NativeBackend, Operation, PosixBackend, StorageBackend, Ticket
 
 BLOCK_NBYTES = 1 << 20
 QUEUE_DEPTH = 32
@@ -235,6 +235,10 @@ class StockHandle:
         self._handle = None
 
 
+def _open_native(lanes: int, request_nbytes: int) -> StorageBackend:
+    return NativeBackend(lanes, min(BLOCK_NBYTES, request_nbytes), QUEUE_DEPTH)
+
+
 def _open_posix(lanes: int, request_nbytes: int) -> StorageBackend:
     return PosixBackend(lanes, request_nbytes)
 
@@ -244,6 +248,7 @@ def _open_aio(lanes: int, request_nbytes: int) -> StorageBackend:
 
 
 BACKENDS: dict[str, tuple[OpenBackend, bool]] = {
+    "native": (_open_native, False),
     "posix": (_open_posix, False),
     "aio": (_open_aio, True),
 }

@@ -6,8 +6,8 @@ What is counted, and where:
 - *Bytes*: every transfer through DeepSpeed's ``aio_handle`` (stock's swappers and TenCache's aio backend make theirs
   from the same class, which :meth:`StorageMeter.meter_handles` replaces by a subclass), and, for TenCache, every
   transfer through ``tencache_ds.io.posix.PosixFiles``, which is its posix backend and where its aio backend sends what
-  a handle cannot take. The bytes are those of the buffer. A call counts when it returns: an asynchronous one at its
-  submission.
+  a handle cannot take, and every request of its native backend, which has no handle. The bytes are those of the buffer.
+  A call counts when it returns, an asynchronous one at its submission; a request of the native backend when it is done.
 - *Waits*: time that a training thread spends in a call of an ``aio_handle``: the main thread, or one that Python did
   not start, as autograd's are. Stock makes all its calls there: ``wait``, and submissions, which open the file.
   TenCache makes its calls in lanes of its own, which are no training threads; its training threads stand in its stalls
@@ -93,6 +93,28 @@ class StorageMeter:
         files_class.transfer = transfer  # type: ignore[attr-defined]
         self._undo.append(lambda: setattr(files_class, "transfer", original))
 
+    def meter_requests(self, backend_class: type) -> None:
+        """Counts the requests of TenCache's ``NativeBackend`` that succeed. Its lanes make them: no waits.
+
+        Args:
+            backend_class: ``tencache_ds.io.native.NativeBackend``.
+        """
+        original: Any = backend_class.submit  # type: ignore[attr-defined]
+
+        def done(ticket: Any) -> None:
+            if ticket.error is None and ticket.operation.value == "read":
+                self.add(read_nbytes=ticket.nbytes)
+            elif ticket.error is None:
+                self.add(write_nbytes=ticket.nbytes)
+
+        def submit(backend: Any, *args: Any, **kwargs: Any) -> Any:
+            ticket = original(backend, *args, **kwargs)
+            ticket.add_done_callback(done)
+            return ticket
+
+        backend_class.submit = submit  # type: ignore[attr-defined]
+        self._undo.append(lambda: setattr(backend_class, "submit", original))
+
     def detach(self) -> None:
         """Puts the original classes back; handles that exist stay counted. Idempotent."""
         while self._undo:
@@ -113,7 +135,7 @@ def _metered_class(handle_class: type, meter: StorageMeter) -> type:
     if missing:
         raise RuntimeError(
             f"DeepSpeed's {handle_class.__name__} has no {', '.join(missing)}: this benchmark counts at the methods of "
-            "DeepSpeed 0.19; adapt benchmarks/storage_meter.py to this version"
+            "DeepSpeed 0.19; adapt benchmarks/training/storage_meter.py to this version"
         )
     methods: dict[str, Any] = {name: _metered_transfer(getattr(handle_class, name), meter, True) for name in READS}
     methods |= {name: _metered_transfer(getattr(handle_class, name), meter, False) for name in WRITES}

@@ -99,9 +99,11 @@ def meter_storage(meter: StorageMeter, config: dict[str, Any]) -> None:
             ) from error
         print(f"aio_handle is not metered, TenCache goes without it: {type(error).__name__}: {error}", flush=True)
     if with_tencache:
+        from tencache_ds.io.native import NativeBackend
         from tencache_ds.io.posix import PosixFiles
 
         meter.meter_files(PosixFiles)
+        meter.meter_requests(NativeBackend)
 
 
 @contextmanager

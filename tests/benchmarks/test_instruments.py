@@ -149,12 +149,14 @@ def test_an_unknown_handle_is_refused() -> None:
         StorageMeter().meter_handles(module)
 
 
-@pytest.mark.parametrize("backend", ["aio", "posix"])
+@pytest.mark.parametrize("backend", ["native", "aio", "posix"])
 def test_counts_what_tencache_moves(backend: str, handle: Any, meter: StorageMeter, tmp_path: Path) -> None:
     from tencache_ds.io import ExtentStore, open_backend
+    from tencache_ds.io.native import NativeBackend
     from tencache_ds.io.posix import PosixFiles
 
     meter.meter_files(PosixFiles)
+    meter.meter_requests(NativeBackend)
     storage = open_backend(backend, n_lanes=2, buffers_are_pinned=True)[0]
     store = ExtentStore(str(tmp_path / "store"), storage, growth_nbytes=NBYTES)
     extent = store.allocate(NBYTES, "data")

@@ -41,7 +41,7 @@ def test_it_ends_well_and_leaves_nothing_on_the_storage(
 def test_every_configuration_was_measured(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     benchmark = Benchmark.read(finished[1] / "out" / "benchmark.json")
     assert [run.error for run in benchmark.runs if run.outcome is not Outcome.ok] == []
-    assert [trial.configuration for trial in benchmark.tuning] == ["nvme-nvme"] * 2 + ["ram-ram"] * 2
+    assert [trial.configuration for trial in benchmark.tuning] == ["nvme-nvme"] * 2
     for configuration in benchmark.configurations:
         (run,) = benchmark.runs_of(configuration.name)
         assert run.median_s > 0
@@ -58,7 +58,7 @@ def test_bytes_are_those_that_each_side_has_to_move(
         last = run.measured[-1]
         per_param[configuration.name] = (last.nvme_read_nbytes + last.nvme_write_nbytes) / run.numel
     stock, ours, ours_without_ram, ram = (per_param[c.name] for c in benchmark.configurations)
-    assert 33 < stock < 40  # 38 but for the small weights that stay on the device
+    assert 31 < stock < 40  # at most 38; stock keeps the gradients of a small model in its buffers
     assert ours_without_ram < 30.5
     assert 23 < ours < 25  # every weight fits in RAM
     assert ram == 0

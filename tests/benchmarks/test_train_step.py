@@ -8,6 +8,7 @@ import json
 import math
 import os
 import socket
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ from benchmarks.training.train_step import meter_storage
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parent.parent.parent
-STEPS, WARMUP = 1, 1
+STEPS, WARMUP = 3, 1
 
 
 def config_on(path: Path, engine: str) -> dict[str, Any]:
@@ -75,10 +76,10 @@ def train(folder: Path, config: dict[str, Any], program: str = "train_step") -> 
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
     command = [
-        sys.executable, "-m", f"benchmarks.training.{program}", "--model", "7M", "--micro-batch", "1", "--sequence", "16",
-        "--accumulation", "2", "--steps", str(STEPS), "--warmup", str(WARMUP), "--precision", "bf16",
-        "--config", str(config_file), "--result", str(result), "--deterministic", "--timeline-hz", "50",
-        "--profile-device",
+        sys.executable, "-m", f"benchmarks.training.{program}", "--model", "7M", "--micro-batch", "1",
+        "--sequence", "16", "--accumulation", "2", "--precision", "bf16",
+        "--steps", str(STEPS), "--warmup", str(WARMUP), "--config", str(config_file), "--result", str(result),
+        "--deterministic", "--timeline-hz", "50", "--profile-device",
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
@@ -136,8 +137,9 @@ def test_the_meter_counts_what_tencache_counts(runs: dict[str, tuple[Measurement
     assert "DIFFER" not in log
     assert run.tencache_stats is not None
     assert run.tencache_stats["io_backend"] == "aio"
-    assert 14 < run.steps[-1].nvme_read_nbytes / run.numel <= 21
-    assert 11 < run.steps[-1].nvme_write_nbytes / run.numel <= 16
+    # Means: reads ahead and late writes cross from one step into another. Two micro-steps read the weights four times.
+    assert 14 < statistics.fmean(step.nvme_read_nbytes for step in run.measured) / run.numel <= 21
+    assert 10 < statistics.fmean(step.nvme_write_nbytes for step in run.measured) / run.numel <= 18
 
 
 def test_both_train_the_same(runs: dict[str, tuple[Measurement, str]]) -> None:
