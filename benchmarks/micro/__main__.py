@@ -25,7 +25,7 @@ SHARES = {"pool": 0.1, "storage": 0.6, "cpu_update": 0.3}
 """Of the budget, when all are run."""
 
 DEFAULT_SECONDS = 42.0
-_FILE_WIDTH = 180
+_FILE_WIDTH = 260
 
 
 def main(argv: Sequence[str] | None = None) -> int:
