@@ -230,7 +230,7 @@ def test_rows():
 
 def test_command(folder, capsys):
     nvme, file = folder / "nvme", folder / "micro.json"
-    arguments = ["storage", "--nvme-path", str(nvme), "--seconds", "1", "--lanes", "1", "--request", "64KiB"]
+    arguments = ["storage", "--nvme-path", str(nvme), "--seconds", "4", "--lanes", "1", "--request", "64KiB"]
     assert command.main([*arguments, "--working-set", "3MiB", "--json", str(file)]) == 0
     assert "raw threads" in capsys.readouterr().out
     report = MicroReport.read(file)
