@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from tencache_ds.config import IoBackend, TenCacheConfig, Verify
-from tencache_ds.errors import SpaceError
+from tencache_ds.errors import ConfigError, SpaceError
 from tencache_ds.io import ExtentStore, ScratchFolder, StorageBackend, open_backend
 from tencache_ds.io.scratch import free_nbytes
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
@@ -296,6 +297,7 @@ class TenCacheEngine:
             self._backend(),
             preallocate_nbytes=preallocate_nbytes,
             growth_nbytes=STORE_GROWTH_NBYTES,
+            n_files=self.options.io_lanes,
             verify=self.options.verify == Verify.sampled,
             timeout_s=self.options.io_timeout_s,
         )
@@ -318,7 +320,23 @@ class TenCacheEngine:
                 overlap_events=aio.overlap_events,
                 buffers_are_pinned=self._staging_locking(staging_nbytes) is not Locking.NONE,
             )
+            faults = os.environ.get("TENCACHE_FAULTS")
+            if faults:
+                self._io = self._with_faults(*self._io, faults)
         return self._io[0]
+
+    def _with_faults(self, backend: StorageBackend, reason: str, faults: str) -> tuple[StorageBackend, str]:
+        """For a drill: storage that goes wrong on purpose, which nobody must take for the real thing."""
+        from tencache_ds.io.faults import FaultBackend, parse_faults
+
+        try:
+            rules = parse_faults(faults)
+        except ConfigError:
+            backend.close()
+            raise
+        if self.surroundings.rank == 0:
+            logger.warning("TENCACHE_FAULTS is set: faults are INJECTED into the storage of this run: %s", faults)
+        return FaultBackend(backend, rules, self.surroundings.rank), f"{reason}; WITH INJECTED FAULTS: {faults}"
 
 
 def _gib(nbytes: int) -> str:

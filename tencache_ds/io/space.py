@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scratch file that only ever hands out space the device has really reserved."""
+"""Scratch files that only ever hand out space the device has really reserved."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import threading
+from collections.abc import Sequence
 
 from tencache_ds.errors import SpaceError, StorageError
 from tencache_ds.io.extents import FreeList, round_up
@@ -71,6 +72,11 @@ class SpaceFile:
                 raise RuntimeError(f"{self._path} has grown, yet has no free range of {nbytes} bytes")
             return offset
 
+    def take_free(self, nbytes: int) -> int | None:
+        """Like :meth:`take`, without growing the file: None when there is no such range."""
+        with self._lock:
+            return self._free.take(nbytes)
+
     def give(self, offset: int, nbytes: int) -> None:
         """Returns a range."""
         with self._lock:
@@ -112,3 +118,68 @@ class SpaceFile:
                 tag=tag,
             ) from error
         self._free.extend(nbytes)
+
+
+class SpaceFiles:
+    """Several files as one space, each range within one file, evenly spread. Any thread may call every method.
+
+    Why several: writes to one file can wait for each other in the kernel, whatever the device could do. tmpfs lets one
+    writer at a time into a file, ext4 does so until every block has been written once.
+
+    Args:
+        paths: of the files; none may exist.
+        preallocate_nbytes: length reserved at once, over all files. A range that fits no share grows one of them.
+        growth_nbytes: least growth when no free range is long enough, over all files.
+
+    Raises:
+        SpaceError: the device cannot hold ``preallocate_nbytes``.
+        StorageError: a file exists or cannot be made.
+    """
+
+    def __init__(self, paths: Sequence[str], *, preallocate_nbytes: int, growth_nbytes: int) -> None:
+        self._lock = threading.Lock()  # so that two takers do not choose the same emptiest file
+        self._files: dict[str, SpaceFile] = {}
+        try:
+            for path in paths:
+                self._files[path] = SpaceFile(
+                    path,
+                    preallocate_nbytes=-(-preallocate_nbytes // len(paths)),
+                    growth_nbytes=-(-growth_nbytes // len(paths)),
+                )
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Length of all files in bytes."""
+        return sum(file.nbytes_file for file in self._files.values())
+
+    @property
+    def nbytes_taken(self) -> int:
+        """Bytes handed out and not returned."""
+        return sum(file.nbytes_taken for file in self._files.values())
+
+    def take(self, nbytes: int, tag: str) -> tuple[str, int]:
+        """File and offset of a reserved range of ``nbytes`` (a multiple of 4096), in the emptiest file that has one.
+
+        Raises:
+            SpaceError: the device is full; says how much is missing.
+            StorageError: a file cannot grow for another reason.
+        """
+        with self._lock:
+            emptiest_first = sorted(self._files, key=lambda path: self._files[path].nbytes_taken)
+            for path in emptiest_first:
+                offset = self._files[path].take_free(nbytes)
+                if offset is not None:
+                    return path, offset
+            return emptiest_first[0], self._files[emptiest_first[0]].take(nbytes, tag)
+
+    def give(self, path: str, offset: int, nbytes: int) -> None:
+        """Returns a range."""
+        self._files[path].give(offset, nbytes)
+
+    def remove(self) -> None:
+        """Closes and removes the files. Called once."""
+        for file in self._files.values():
+            file.remove()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One scratch file full of extents: allocation, ordering, verification.
+"""Scratch files full of extents: allocation, ordering, verification.
 
 Per extent, requests keep the order in which they were made: a read sees the write before it, a write waits for the
 reads before it. The order is kept by callbacks, no thread is blocked for it. Every write leaves a fingerprint in RAM
@@ -11,6 +11,7 @@ One lock guards the extents' queues and results. No request is submitted or ende
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from tencache_ds.io.extents import Extent, round_up
 from tencache_ds.io.fingerprint import fingerprint
 from tencache_ds.io.lanes import cancelled, check_request
 from tencache_ds.io.posix import PosixFiles
-from tencache_ds.io.space import SpaceFile
+from tencache_ds.io.space import SpaceFiles
 
 _logger = logging.getLogger("DeepSpeed.tencache.io")
 
@@ -63,13 +64,15 @@ class _ExtentState:
 
 
 class ExtentStore:
-    """Extents in one scratch file. Every method may be called from any thread; tickets end in lane threads.
+    """Extents in scratch files. Every method may be called from any thread; tickets end in lane threads.
 
     Args:
-        path: the file; must not exist, is made here and removed by :meth:`close`.
+        path: the file; must not exist, is made here and removed by :meth:`close`. Of several files, each gets a number
+            before its suffix.
         backend: moves the bytes; not owned, close it after the store.
         preallocate_nbytes: length reserved at once, so that a full disk is found before training starts.
         growth_nbytes: least growth of the file when no free range is long enough.
+        n_files: files to spread the extents over, so that writes do not wait for each other in the kernel.
         verify: compare every read with the fingerprint of the last write.
         timeout_s: longest time in seconds that a ticket's ``wait()`` without a limit, :meth:`drain` and :meth:`close`
             wait for one request.
@@ -85,32 +88,35 @@ class ExtentStore:
         backend: StorageBackend,
         *,
         preallocate_nbytes: int = 0,
+        n_files: int = 1,
         growth_nbytes: int = 256 << 20,
         verify: bool = True,
         timeout_s: float = 600.0,
     ) -> None:
-        self.path = path
+        stem, suffix = os.path.splitext(path)
+        self.paths = [path] if n_files == 1 else [f"{stem}-{index}{suffix}" for index in range(n_files)]
+        """The files."""
         self.n_healed_reads = 0
         """Reads that differed from the last write, and no longer did when read again."""
         self._backend = backend
         self._verify = verify
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._states: dict[int, _ExtentState] = {}
+        self._states: dict[tuple[str, int], _ExtentState] = {}
         self._in_flight: set[Ticket] = set()
         self._failed_writes: list[Ticket] = []
         self._closed = False
-        self._space = SpaceFile(path, preallocate_nbytes=preallocate_nbytes, growth_nbytes=growth_nbytes)
+        self._space = SpaceFiles(self.paths, preallocate_nbytes=preallocate_nbytes, growth_nbytes=growth_nbytes)
 
     @property
     def nbytes_allocated(self) -> int:
-        """Bytes of the file that belong to extents."""
+        """Bytes of the files that belong to extents."""
         return self._space.nbytes_taken
 
     @property
-    def nbytes_file(self) -> int:
-        """Length of the file in bytes."""
-        return self._space.nbytes_file
+    def nbytes_files(self) -> int:
+        """Length of the files in bytes."""
+        return self._space.nbytes
 
     def allocate(self, nbytes: int, tag: str) -> Extent:
         """Reserves space, on the device too: later writes cannot fail for lack of it.
@@ -126,12 +132,12 @@ class ExtentStore:
         """
         if nbytes <= 0:
             raise ValueError(f"an extent for {tag} needs a positive size, not {nbytes}")
-        self._check_open("allocate", 0, nbytes, tag)
+        self._check_open("allocate", self.paths[0], 0, nbytes, tag)
         allocated_nbytes = round_up(nbytes)
-        offset = self._space.take(allocated_nbytes, tag)
-        extent = Extent(self.path, offset, nbytes, allocated_nbytes, tag)
+        file, offset = self._space.take(allocated_nbytes, tag)
+        extent = Extent(file, offset, nbytes, allocated_nbytes, tag)
         with self._lock:
-            self._states[offset] = _ExtentState(extent)
+            self._states[file, offset] = _ExtentState(extent)
         return extent
 
     def free(self, extent: Extent) -> None:
@@ -216,10 +222,10 @@ class ExtentStore:
                 ticket.wait()
 
     def close(self) -> None:
-        """Waits for what is in flight, then closes and removes the file. Idempotent.
+        """Waits for what is in flight, then closes and removes the files. Idempotent.
 
         Raises:
-            StorageError: an error of a write that nobody has seen; the file is removed all the same.
+            StorageError: an error of a write that nobody has seen; the files are removed all the same.
         """
         with self._lock:
             if self._closed:
@@ -229,12 +235,13 @@ class ExtentStore:
             self._wait_for(None)
             self.drain()
         finally:
-            self._backend.forget(self.path)
+            for path in self.paths:
+                self._backend.forget(path)
             self._space.remove()
 
-    def _check_open(self, operation: str, offset: int, nbytes: int, tag: str) -> None:
+    def _check_open(self, operation: str, path: str, offset: int, nbytes: int, tag: str) -> None:
         if self._closed:
-            raise StorageError(operation, self.path, offset, nbytes, "the store is closed", tag=tag)
+            raise StorageError(operation, path, offset, nbytes, "the store is closed", tag=tag)
 
     def _check_buffer(self, extent: Extent, buffer: torch.Tensor) -> None:
         check_request(extent.offset, buffer, self._backend.alignment_nbytes)
@@ -242,14 +249,14 @@ class ExtentStore:
             raise ValueError(f"{extent.tag} needs a buffer of {extent.allocated_nbytes} bytes, not {buffer.numel()}")
 
     def _state(self, extent: Extent) -> _ExtentState:
-        state = self._states.get(extent.offset)
+        state = self._states.get((extent.file, extent.offset))
         if state is None or state.freed or state.extent != extent:
-            raise ValueError(f"not an extent of {self.path}, or freed: {extent}")
+            raise ValueError(f"not an extent of {', '.join(self.paths)}, or freed: {extent}")
         return state
 
     def _ticket(self, operation: Operation, extent: Extent) -> Ticket:
         nbytes = extent.allocated_nbytes
-        return Ticket(operation, self.path, extent.offset, nbytes, extent.tag, default_timeout_s=self._timeout_s)
+        return Ticket(operation, extent.file, extent.offset, nbytes, extent.tag, default_timeout_s=self._timeout_s)
 
     def _wait_for(self, operation: Operation | None) -> list[Ticket]:
         """Waits for what is in flight now, whatever its outcome; the tickets it waited for."""
@@ -261,8 +268,8 @@ class ExtentStore:
 
     def _release(self, state: _ExtentState) -> None:
         with self._lock:
-            del self._states[state.extent.offset]
-        self._space.give(state.extent.offset, state.extent.allocated_nbytes)
+            del self._states[state.extent.file, state.extent.offset]
+        self._space.give(state.extent.file, state.extent.offset, state.extent.allocated_nbytes)
 
     # Order
 
@@ -271,10 +278,10 @@ class ExtentStore:
             promote=partial(self._promote, extent, request), cancel=partial(self._cancel, extent, request)
         )
         with self._lock:
-            self._check_open(request.operation.value, extent.offset, extent.nbytes, extent.tag)
+            self._check_open(request.operation.value, extent.file, extent.offset, extent.nbytes, extent.tag)
             state = self._state(extent)
             if request.operation is Operation.READ and state.witness is None and not state.waiting:
-                raise ValueError(f"{extent.tag} at offset {extent.offset} of {self.path} was never written")
+                raise ValueError(f"{extent.tag} at offset {extent.offset} of {extent.file} was never written")
             state.waiting.append(request)
             self._in_flight.add(request.ticket)
             ready = self._take_ready(state)
@@ -311,7 +318,7 @@ class ExtentStore:
                 try:
                     inner = self._backend.submit(
                         request.operation,
-                        self.path,
+                        state.extent.file,
                         state.extent.offset,
                         request.buffer,
                         tag=state.extent.tag,
@@ -351,7 +358,7 @@ class ExtentStore:
 
     def _promote(self, extent: Extent, request: _Request) -> None:
         with self._lock:
-            state = self._states.get(extent.offset)
+            state = self._states.get((extent.file, extent.offset))
             if state is None:
                 return
             if request in state.running:
@@ -370,7 +377,7 @@ class ExtentStore:
         if request.operation is Operation.WRITE:
             return False  # the extent would hold neither value
         with self._lock:
-            state = self._states.get(extent.offset)
+            state = self._states.get((extent.file, extent.offset))
             waits = state is not None and request in state.waiting
             if state is not None and waits:
                 state.waiting.remove(request)
@@ -390,7 +397,7 @@ class ExtentStore:
         # The aio op cannot say what went wrong. Plain descriptors can: this raises the device's errno, if it has one.
         files = PosixFiles()
         try:
-            files.transfer(Operation.READ, self.path, extent.offset, buffer, extent.tag)
+            files.transfer(Operation.READ, extent.file, extent.offset, buffer, extent.tag)
         finally:
             files.close()
         if fingerprint(buffer, witness.generation) == witness.fingerprint:
@@ -400,12 +407,12 @@ class ExtentStore:
                 "%s at offset %d of %s came back changed and was right when read again; watch this device",
                 extent.tag,
                 extent.offset,
-                self.path,
+                extent.file,
             )
             return
         raise CorruptionError(
             "read",
-            self.path,
+            extent.file,
             extent.offset,
             extent.allocated_nbytes,
             f"the bytes are not those of write {witness.generation + 1}: it was lost or torn, or something else "

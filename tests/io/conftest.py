@@ -34,7 +34,7 @@ class MemoryBackend:
     alignment_nbytes = ALIGNMENT_NBYTES
 
     def __init__(self, n_lanes: int = 3, request_nbytes: int = 8192) -> None:
-        self.pages: dict[int, bytes] = {}
+        self.pages: dict[tuple[str, int], bytes] = {}
         self.fail: Callable[[Operation, int, str], bool] = lambda operation, offset, tag: False
         self.lose_writes = False
         self.gate = threading.Event()
@@ -72,9 +72,9 @@ class MemoryBackend:
         for start in range(0, piece.numel(), ALIGNMENT_NBYTES):
             part = piece[start : start + ALIGNMENT_NBYTES]
             if operation is Operation.READ:
-                part.copy_(torch.frombuffer(bytearray(self.pages[offset + start]), dtype=torch.uint8))
-            elif not self.lose_writes or offset + start not in self.pages:
-                self.pages[offset + start] = part.numpy().tobytes()
+                part.copy_(torch.frombuffer(bytearray(self.pages[path, offset + start]), dtype=torch.uint8))
+            elif not self.lose_writes or (path, offset + start) not in self.pages:
+                self.pages[path, offset + start] = part.numpy().tobytes()
 
 
 @pytest.fixture

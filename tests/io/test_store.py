@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import threading
@@ -61,12 +62,12 @@ def test_bytes_come_back(disk, path):
         disk.read(extent, back, priority=Priority.URGENT).wait()
         assert torch.equal(back, buffer)
     assert disk.nbytes_allocated == 78 * PAGE
-    assert disk.nbytes_file == MIB == os.stat(path).st_size
+    assert disk.nbytes_files == MIB == os.stat(path).st_size
 
 
 def test_close_removes_the_file(path, memory_backend):
     store = ExtentStore(path, memory_backend, preallocate_nbytes=10_000)
-    assert os.stat(path).st_size == store.nbytes_file == 3 * PAGE
+    assert os.stat(path).st_size == store.nbytes_files == 3 * PAGE
     assert os.stat(path).st_blocks * 512 >= 3 * PAGE
     extent = store.allocate(PAGE, "t")
     store.close()
@@ -92,14 +93,14 @@ def test_an_existing_file_is_not_taken_over(path, memory_backend):
 
 def test_space_is_reused_and_merged(store):
     extents = [store.allocate(PAGE, f"t{i}") for i in range(16)]
-    assert store.nbytes_file == 16 * PAGE
+    assert store.nbytes_files == 16 * PAGE
     for i in (3, 5, 4):
         store.free(extents[i])
     assert store.allocate(3 * PAGE, "merged").offset == 3 * PAGE
-    assert store.nbytes_file == 16 * PAGE
+    assert store.nbytes_files == 16 * PAGE
     store.free(extents[15])
     assert store.allocate(20 * PAGE, "grown").offset == 15 * PAGE
-    assert store.nbytes_file == 16 * PAGE + 19 * PAGE
+    assert store.nbytes_files == 16 * PAGE + 19 * PAGE
 
 
 def test_a_full_device_says_how_much_is_missing(store, path, monkeypatch):
@@ -112,7 +113,7 @@ def test_a_full_device_says_how_much_is_missing(store, path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", limited)
     store.allocate(4 * PAGE, "fits")  # the usual growth does not fit, what is needed does
-    assert store.nbytes_file == 4 * PAGE
+    assert store.nbytes_files == 4 * PAGE
     with pytest.raises(SpaceError, match="allocate of big failed.*No space left on device: .* bytes are missing") as e:
         store.allocate(8 * PAGE, "big")
     assert e.value.errno == errno.ENOSPC
@@ -345,7 +346,7 @@ def test_a_read_that_went_wrong_once_is_healed_and_counted(disk, monkeypatch, ca
 def test_the_second_read_reports_the_devices_errno(store, path, memory_backend, monkeypatch):
     extent = store.allocate(PAGE, "t")
     store.write(extent, aligned(PAGE, 1)).wait()
-    memory_backend.pages[0] = bytes(PAGE)  # what an op that ignores io_event.res leaves behind
+    memory_backend.pages[store.paths[0], 0] = bytes(PAGE)  # what an op that ignores io_event.res leaves behind
 
     def broken(fd, buffers, offset):
         raise OSError(errno.EIO, "Input/output error")
@@ -379,3 +380,36 @@ def test_many_threads(disk):
         thread.join()
     assert results == [True] * 20
     assert disk.nbytes_allocated == 0
+
+
+def test_several_files_share_the_extents_evenly(path, memory_backend):
+    store = ExtentStore(path, memory_backend, preallocate_nbytes=8 * PAGE, growth_nbytes=PAGE, n_files=4)
+    assert [os.path.basename(name) for name in store.paths] == [f"store-{index}.bin" for index in range(4)]
+    assert not os.path.exists(path)
+    extents = [store.allocate(PAGE, f"t{index}") for index in range(8)]
+    assert sorted(extent.file for extent in extents) == sorted(store.paths * 2)
+    assert store.nbytes_files == store.nbytes_allocated == 8 * PAGE
+    for index, extent in enumerate(extents):
+        buffer = aligned(PAGE)
+        store.write(extent, buffer.fill_(index))
+    for index, extent in enumerate(extents):
+        back = aligned(PAGE)
+        store.read(extent, back).wait()
+        assert back.unique().tolist() == [index]
+    with pytest.raises(ValueError, match="not an extent"):
+        store.free(dataclasses.replace(extents[0], file=extents[1].file))
+    large = store.allocate(3 * PAGE, "fits no share")
+    assert store.nbytes_files == 11 * PAGE
+    store.free(large)
+    store.close()
+    assert sorted(memory_backend.forgotten) == store.paths
+    assert not any(os.path.exists(name) for name in store.paths)
+
+
+def test_of_several_files_none_is_left_when_one_cannot_be_made(path, memory_backend):
+    taken = path.replace("store.bin", "store-2.bin")
+    with open(taken, "w") as file:
+        file.write("somebody's")
+    with pytest.raises(StorageError, match="create failed at .*store-2.bin"):
+        ExtentStore(path, memory_backend, n_files=4)
+    assert os.listdir(os.path.dirname(path)) == [os.path.basename(taken)]

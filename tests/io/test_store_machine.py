@@ -120,7 +120,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._folder = tempfile.TemporaryDirectory()
         self.path = os.path.join(self._folder.name, "store.bin")
         self.backend = self.make_backend(self._folder.name)
-        self.store = ExtentStore(self.path, self.backend, growth_nbytes=4 * PAGE, timeout_s=20)
+        self.store = ExtentStore(self.path, self.backend, growth_nbytes=8 * PAGE, n_files=2, timeout_s=20)
         self.model: dict[Extent, int | None] = {}  # byte that fills the extent, or what is wrong with it
         self.pending: list[tuple[Ticket, torch.Tensor, int | None]] = []
         self.failing: set[str] = set()
@@ -235,21 +235,23 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def extents_are_apart_and_accounted_for(self):
-        ranges = sorted((extent.offset, extent.offset + extent.allocated_nbytes) for extent in self.model)
-        assert all(left[1] <= right[0] for left, right in zip(ranges, ranges[1:], strict=False))
-        assert all(stop <= self.store.nbytes_file for _, stop in ranges)
+        for path in self.store.paths:
+            mine = [extent for extent in self.model if extent.file == path]
+            ranges = sorted((extent.offset, extent.offset + extent.allocated_nbytes) for extent in mine)
+            assert all(left[1] <= right[0] for left, right in zip(ranges, ranges[1:], strict=False))
+            assert all(stop <= os.stat(path).st_size for _, stop in ranges)
         in_use = sum(extent.allocated_nbytes for extent in self.model)
         assert self.store.nbytes_allocated >= in_use
         if not self.pending:
             assert self.store.nbytes_allocated == in_use
-        assert os.stat(self.path).st_size == self.store.nbytes_file
+        assert sum(os.stat(path).st_size for path in self.store.paths) == self.store.nbytes_files
 
     def teardown(self):
         self.settle()
         self.store.drain()
         self.store.close()
         self.backend.close()
-        assert not os.path.exists(self.path)
+        assert not any(os.path.exists(path) for path in self.store.paths)
         self._folder.cleanup()
 
 
