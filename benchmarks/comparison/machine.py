@@ -17,10 +17,11 @@ import psutil
 from tencache_ds.errors import ConfigError
 from tencache_ds.profiling.hardware import Hardware
 
+from . import operators
 from .process import PACKAGE, environment, last_error
 
 PROBE_TIMEOUT_S = 300.0
-"""The probe keeps its own time; DeepSpeed may have to compile CPU Adam first."""
+"""The probe keeps its own time; this is for one that hangs."""
 
 
 class Machine:
@@ -71,6 +72,19 @@ class Machine:
 
             found["cuda"] = str(torch.version.cuda)
         return found
+
+    def build_operators(self) -> None:
+        """Builds what the configurations use, all at the same time. What cannot be built shows where it is used.
+
+        A compiler that was killed leaves a lock behind at which everybody waits: there is no time limit here.
+        """
+        command = [sys.executable, "-m", f"{PACKAGE}.comparison.operators"]
+        builds = [
+            subprocess.Popen([*command, name], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            for name in operators.NAMES + (operators.ON_GPU if self.gpus() else ())
+        ]
+        for build in builds:
+            build.wait()
 
     def probe(self, nvme_path: Path, seconds: float) -> Hardware:
         """Measures the machine, in a process of its own: a CUDA context here would take memory from the runs.

@@ -86,6 +86,7 @@ class Session:
             ConfigError: the output folder holds another benchmark, or one of another machine.
             KeyboardInterrupt: the user stopped it.
         """
+        self._machine.build_operators()
         self._benchmark = self._resume() or self._begin()
         self._save()
         with (

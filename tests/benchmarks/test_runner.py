@@ -38,6 +38,9 @@ class ScriptedMachine:
     def gpus(self) -> int:
         return 0
 
+    def build_operators(self) -> None:
+        pass
+
     def identity(self) -> tuple[str, int, str | None]:
         return HARDWARE.cpu, HARDWARE.cores, None
 
