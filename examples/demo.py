@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tencache_ds import configs
-from tencache_ds.cli.filesystem import file_system_of
+from tencache_ds.profiling.filesystem import file_system_of
 
 TRAINING_SCRIPT = Path(__file__).resolve().parent / "train_bytes.py"
 WARM_UP_STEPS = 2

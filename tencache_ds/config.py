@@ -79,7 +79,11 @@ class Verify(StrEnum):
 
     off = "off"
     sampled = "sampled"
-    """One word of every 4 KiB page is remembered at each write and compared at the next read."""
+    """One word of every 4 KiB page is remembered at each write and compared at the next read: finds every lost, torn or
+    misplaced write."""
+
+    full = "full"
+    """A hash (XXH3) of every byte instead: finds a flipped bit as well, for a pass over memory per write and read."""
 
 
 class TenCacheConfig(DeepSpeedConfigModel):

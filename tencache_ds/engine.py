@@ -16,6 +16,7 @@ import torch
 from tencache_ds.config import IoBackend, TenCacheConfig, Verify
 from tencache_ds.errors import ConfigError, SpaceError
 from tencache_ds.io import ExtentStore, ScratchFolder, StorageBackend, open_backend
+from tencache_ds.io.fingerprint import Fingerprint, sampled_fingerprint, whole_fingerprint
 from tencache_ds.io.scratch import free_nbytes
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
 from tencache_ds.memory.pool import BufferPool
@@ -29,6 +30,11 @@ from tencache_ds.tiers.weights import WeightTier
 logger = logging.getLogger("DeepSpeed.tencache")
 
 STORE_GROWTH_NBYTES = 64 * 2**20
+FINGERPRINTS: dict[Verify, Fingerprint | None] = {
+    Verify.off: None,
+    Verify.sampled: sampled_fingerprint,
+    Verify.full: whole_fingerprint,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +260,7 @@ class TenCacheEngine:
             for store in self._stores:
                 stack.callback(store.close)
             for pool in self._pools:
-                stack.callback(pool.close)
+                stack.callback(pool.close, timeout_s=self.options.io_timeout_s)
             for engine in self._adopted:
                 stack.callback(engine.close)
             stack.callback(self.weights.close)
@@ -298,7 +304,7 @@ class TenCacheEngine:
             preallocate_nbytes=preallocate_nbytes,
             growth_nbytes=STORE_GROWTH_NBYTES,
             n_files=self.options.io_lanes,
-            verify=self.options.verify == Verify.sampled,
+            fingerprint=FINGERPRINTS[Verify(self.options.verify)],
             timeout_s=self.options.io_timeout_s,
         )
         self._stores.append(store)
@@ -319,6 +325,7 @@ class TenCacheEngine:
                 single_submit=aio.single_submit,
                 overlap_events=aio.overlap_events,
                 buffers_are_pinned=self._staging_locking(staging_nbytes) is not Locking.NONE,
+                close_timeout_s=self.options.io_timeout_s,
             )
             faults = os.environ.get("TENCACHE_FAULTS")
             if faults:

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from tencache_ds.cli.filesystem import file_system_of, supports_direct_io
 from tencache_ds.errors import ConfigError, LockedMemoryError, SpaceError
 from tencache_ds.io import ScratchFolder, free_nbytes
 from tencache_ds.memory import HostArena, Locking
+from tencache_ds.profiling.filesystem import file_system_of, supports_direct_io
 
 from .result import MIN_REPEATS, MicroResult, Row, alternate, progress
 from .storage_variants import BACKENDS, BLOCK_NBYTES, QUEUE_DEPTH, VARIANTS, Direction, Session, Work

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from tencache_ds.profiling.filesystem import DiskWrites
+
 from ..record import Measurement, Memory, Step
 from . import instruments
-from .block_device import DiskWrites
 from .device_profile import profile_step
 from .energy import CpuEnergy, GpuEnergy
 from .storage_meter import StorageMeter

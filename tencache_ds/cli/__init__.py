@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from tencache_ds import __version__
-from tencache_ds.cli import bench, doctor
+from tencache_ds.cli import bench, doctor, tune
 
 __all__ = ["main"]
 
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"tencache {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
     doctor.add_command(commands)
+    tune.add_command(commands)
     bench.add_command(commands)
     arguments = parser.parse_args(words)
     return int(arguments.run(arguments))

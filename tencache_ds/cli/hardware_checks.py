@@ -9,10 +9,10 @@ from importlib import metadata
 from pathlib import Path
 
 from tencache_ds.cli.finding import Finding, Level, format_nbytes
+from tencache_ds.profiling.host_memory import container_limit_nbytes
 
 CAP_IPC_LOCK_BIT = 14
 SMALL_LOCKED_MEMORY_NBYTES = 1 << 30
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 VECTOR_FLAGS = ("avx512f", "avx2", "sve", "asimd")
 
 
@@ -33,18 +33,6 @@ def check_cpu() -> Finding:
             "use a machine with AVX2, or let the virtual machine pass the host's CPU flags on",
         )
     return Finding(Level.OK, "cpu", f"{text}, {vector}")
-
-
-def container_limit_nbytes(files: tuple[Path, ...] = CGROUP_LIMITS) -> int | None:
-    """Memory limit of the container this process runs in, in bytes; ``None`` if there is none."""
-    for file in files:
-        try:
-            text = file.read_text().strip()
-        except OSError:
-            continue
-        # cgroup v1 says "no limit" with a number close to 2**63.
-        return int(text) if text.isdigit() and int(text) < 1 << 60 else None
-    return None
 
 
 def check_memory() -> Finding:

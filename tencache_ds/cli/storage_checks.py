@@ -7,8 +7,15 @@ import os
 import shutil
 from pathlib import Path
 
-from tencache_ds.cli.filesystem import existing_parent, file_system_of, supports_direct_io
 from tencache_ds.cli.finding import Finding, Level, format_nbytes
+from tencache_ds.errors import ConfigError
+from tencache_ds.profiling.filesystem import (
+    BlockDevice,
+    block_device_of,
+    existing_parent,
+    file_system_of,
+    supports_direct_io,
+)
 
 BYTES_PER_PARAMETER = 14
 """Master weight, two moments (fp32 each) and the 16-bit weight of a parameter kept on NVMe."""
@@ -28,7 +35,9 @@ def check_nvme_path(path: Path) -> list[Finding]:
             )
         ]
     text = str(folder) if folder == path.expanduser().resolve() else f"{path} will be made in {folder}"
-    return [Finding(Level.OK, "nvme path", text), _kind(folder), _free_space(folder), _direct_io(folder)]
+    findings = [Finding(Level.OK, "nvme path", text), _kind(folder), _free_space(folder), _direct_io(folder)]
+    device = block_device_of(folder)
+    return findings if device is None else [*findings, _blocks(folder, device)]
 
 
 def _kind(folder: Path) -> Finding:
@@ -49,6 +58,15 @@ def _free_space(folder: Path) -> Finding:
     if free < LITTLE_SPACE_NBYTES:
         return Finding(Level.WARNING, "free space", text, "free some, or name a folder on a larger disk")
     return Finding(Level.OK, "free space", text)
+
+
+def _blocks(folder: Path, device: BlockDevice) -> Finding:
+    text = f"{device.logical_block_nbytes} bytes, {device.physical_block_nbytes} physically ({device.name})"
+    try:
+        device.check_alignment(folder)
+    except ConfigError as error:
+        return Finding(Level.PROBLEM, "device blocks", text, str(error))
+    return Finding(Level.OK, "device blocks", text)
 
 
 def _direct_io(folder: Path) -> Finding:

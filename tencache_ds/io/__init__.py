@@ -55,6 +55,7 @@ def open_backend(
     single_submit: bool = False,
     overlap_events: bool = True,
     buffers_are_pinned: bool,
+    close_timeout_s: float = 600.0,
 ) -> tuple[StorageBackend, str]:
     """Opens the backend asked for, or the best one that works here.
 
@@ -68,6 +69,7 @@ def open_backend(
         single_submit: aio only, see DeepSpeed's ``aio.single_submit``.
         overlap_events: aio only, see DeepSpeed's ``aio.overlap_events``.
         buffers_are_pinned: the buffers will be page-locked by torch or by DeepSpeed's pin manager.
+        close_timeout_s: native only, longest time in seconds that closing waits for a device that hangs.
 
     Returns:
         The backend, and in words why it was chosen.
@@ -77,7 +79,7 @@ def open_backend(
     """
 
     def native() -> StorageBackend:
-        return NativeBackend(n_lanes, min(block_nbytes, request_nbytes), queue_depth)
+        return NativeBackend(n_lanes, min(block_nbytes, request_nbytes), queue_depth, close_timeout_s=close_timeout_s)
 
     def aio() -> StorageBackend:
         return AioBackend(n_lanes, request_nbytes, block_nbytes, queue_depth, single_submit, overlap_events)

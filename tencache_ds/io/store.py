@@ -22,7 +22,7 @@ import torch
 from tencache_ds.errors import CorruptionError, StorageError
 from tencache_ds.io.backend import Operation, Priority, StorageBackend, Ticket
 from tencache_ds.io.extents import Extent, round_up
-from tencache_ds.io.fingerprint import fingerprint
+from tencache_ds.io.fingerprint import Fingerprint, sampled_fingerprint
 from tencache_ds.io.lanes import cancelled, check_request
 from tencache_ds.io.posix import PosixFiles
 from tencache_ds.io.space import SpaceFiles
@@ -73,7 +73,7 @@ class ExtentStore:
         preallocate_nbytes: length reserved at once, so that a full disk is found before training starts.
         growth_nbytes: least growth of the file when no free range is long enough.
         n_files: files to spread the extents over, so that writes do not wait for each other in the kernel.
-        verify: compare every read with the fingerprint of the last write.
+        fingerprint: compares every read with the last write; None does not.
         timeout_s: longest time in seconds that a ticket's ``wait()`` without a limit, :meth:`drain` and :meth:`close`
             wait for one request.
 
@@ -90,7 +90,7 @@ class ExtentStore:
         preallocate_nbytes: int = 0,
         n_files: int = 1,
         growth_nbytes: int = 256 << 20,
-        verify: bool = True,
+        fingerprint: Fingerprint | None = sampled_fingerprint,
         timeout_s: float = 600.0,
     ) -> None:
         stem, suffix = os.path.splitext(path)
@@ -99,7 +99,7 @@ class ExtentStore:
         self.n_healed_reads = 0
         """Reads that differed from the last write, and no longer did when read again."""
         self._backend = backend
-        self._verify = verify
+        self._fingerprint = fingerprint
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._states: dict[tuple[str, int], _ExtentState] = {}
@@ -175,8 +175,8 @@ class ExtentStore:
             state = self._state(extent)
             generation = state.n_writes
             state.n_writes += 1
-        # Outside the lock: this reads a page of every 4 KiB, and lanes must be able to end requests meanwhile.
-        witness = _Witness(generation, fingerprint(buffer, generation) if self._verify else None)
+        # Outside the lock: this reads the buffer, and lanes must be able to end requests meanwhile.
+        witness = _Witness(generation, self._fingerprint(buffer, generation) if self._fingerprint else None)
         return self._enqueue(
             extent, _Request(Operation.WRITE, buffer, priority, self._ticket(Operation.WRITE, extent), witness)
         )
@@ -312,7 +312,7 @@ class ExtentStore:
         while work:
             request = work.popleft()
             is_read = request.operation is Operation.READ
-            finish = partial(self._verify_read, state.extent, request) if is_read and self._verify else None
+            finish = partial(self._verify_read, state.extent, request) if is_read and self._fingerprint else None
             error = state.poison if is_read else None
             if error is None:
                 try:
@@ -392,7 +392,8 @@ class ExtentStore:
     def _verify_read(self, extent: Extent, request: _Request) -> None:
         """In a lane thread, after the last byte: raises when the buffer is not what was last written."""
         witness, buffer = request.witness, request.buffer
-        if witness is None or fingerprint(buffer, witness.generation) == witness.fingerprint:
+        hashed = self._fingerprint
+        if witness is None or hashed is None or hashed(buffer, witness.generation) == witness.fingerprint:
             return
         # The aio op cannot say what went wrong. Plain descriptors can: this raises the device's errno, if it has one.
         files = PosixFiles()
@@ -400,7 +401,7 @@ class ExtentStore:
             files.transfer(Operation.READ, extent.file, extent.offset, buffer, extent.tag)
         finally:
             files.close()
-        if fingerprint(buffer, witness.generation) == witness.fingerprint:
+        if hashed(buffer, witness.generation) == witness.fingerprint:
             with self._lock:
                 self.n_healed_reads += 1
             _logger.warning(

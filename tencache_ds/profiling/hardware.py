@@ -48,6 +48,8 @@ class Hardware(BaseModel):
     """Cores this process may use."""
 
     memory_nbytes: int
+    """RAM, or what the container this was measured in may use, if that is less."""
+
     gpu: str | None = None
     gpus: int = 0
     gpu_memory_nbytes: int | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tencache_ds.errors import ConfigError
 from tencache_ds.profiling.hardware import Hardware
+from tencache_ds.profiling.host_memory import memory_nbytes
 from tencache_ds.profiling.probe_storage import area_nbytes_for, measure_storage
 
 REQUEST_NBYTES = 8 << 20
@@ -107,7 +108,7 @@ def probe(
     return Hardware(
         cpu=processor_name(),
         cores=cores,
-        memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_nbytes=memory_nbytes(),
         gpu=gpu.name if gpu is not None else None,
         gpus=torch.cuda.device_count() if gpu is not None else 0,
         gpu_memory_nbytes=gpu.total_memory if gpu is not None else None,

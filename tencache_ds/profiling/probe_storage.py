@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import mmap
 import os
-import stat
 import statistics
 import tempfile
 import threading
@@ -29,6 +27,7 @@ from typing import TypeVar
 import psutil
 
 from tencache_ds.errors import ConfigError, StorageError
+from tencache_ds.profiling.filesystem import PAGE_NBYTES, block_device_of, file_system_of, open_direct
 from tencache_ds.profiling.hardware import StorageRates
 
 _Result = TypeVar("_Result")
@@ -40,7 +39,6 @@ FILL_LANES = 8
 ROUNDS = 3
 """Slices of each kind and number of requests in flight; spread over the whole time, since virtual disks vary."""
 
-PAGE_NBYTES = 4096
 LARGEST_REQUEST_NBYTES = 128 << 20
 """Each of the 16 threads has a buffer of one request."""
 
@@ -56,7 +54,9 @@ FILL_SHARE = 0.2
 """Share of the time for writing the area the first time."""
 
 
-class _Kind(enum.Enum):
+class Kind(enum.Enum):
+    """What a slice of time measures."""
+
     READ = "read"
     WRITE = "write"
     MIXED = "mixed"
@@ -64,8 +64,8 @@ class _Kind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Area:
-    """Open files and how requests lie in them: request ``i`` is in file ``i % len(fds)``."""
+class Area:
+    """Open files without names and how requests lie in them: request ``i`` is in file ``i % len(fds)``."""
 
     fds: tuple[int, ...]
     n_requests: int
@@ -82,9 +82,17 @@ def free_nbytes(folder: Path) -> int:
     """Bytes that this user can still write in ``folder``; on tmpfs no more than there is memory."""
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize
-    if file_system_and_device(folder)[0] == "tmpfs":
+    if file_system_of(folder).kind == "tmpfs":
         free = min(free, psutil.virtual_memory().available)
     return free
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError if ``folder`` is not a folder that this user can write to."""
+    if not folder.is_dir():
+        raise ConfigError(f"nvme_path {folder} is not a folder: make it, or name a folder on a local disk")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"nvme_path {folder} cannot be written to by this user: run `sudo chown $USER {folder}`")
 
 
 def area_nbytes_for(folder: Path, seconds: float, request_nbytes: int) -> int:
@@ -99,10 +107,7 @@ def area_nbytes_for(folder: Path, seconds: float, request_nbytes: int) -> int:
             f"request_nbytes is {request_nbytes}: direct I/O needs a multiple of {PAGE_NBYTES}, up to "
             f"{LARGEST_REQUEST_NBYTES}"
         )
-    if not folder.is_dir():
-        raise ConfigError(f"nvme_path {folder} is not a folder: make it, or name a folder on a local disk")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"nvme_path {folder} cannot be written to by this user: run `sudo chown $USER {folder}`")
+    check_folder(folder)
     free = free_nbytes(folder)
     needed = max(LEAST_FREE_NBYTES, 2 * SHARE_OF_FREE * request_nbytes)
     if free < needed:
@@ -130,33 +135,33 @@ def measure_storage(folder: Path, *, seconds: float, request_nbytes: int) -> Sto
     """
     start = time.perf_counter()
     area_nbytes = area_nbytes_for(folder, seconds, request_nbytes)
-    with _open_area(folder, area_nbytes, request_nbytes) as area, _Threads(area) as threads:
+    with open_area(folder, area_nbytes, request_nbytes) as area, _Threads(area) as threads:
         n_written = threads.fill(start + FILL_SHARE * seconds)
         samples = _sample(threads, n_written, start + seconds)
     best = {
         kind: max((statistics.median(rates), lanes) for (other, lanes), rates in samples.items() if other is kind)
-        for kind in _Kind
+        for kind in Kind
     }
-    filesystem, device = file_system_and_device(folder)
+    device = block_device_of(folder)
     return StorageRates(
-        read_bytes_per_s=best[_Kind.READ][0],
-        write_bytes_per_s=best[_Kind.WRITE][0],
-        mixed_bytes_per_s=best[_Kind.MIXED][0],
+        read_bytes_per_s=best[Kind.READ][0],
+        write_bytes_per_s=best[Kind.WRITE][0],
+        mixed_bytes_per_s=best[Kind.MIXED][0],
         request_nbytes=request_nbytes,
-        lanes=best[_Kind.MIXED][1],
+        lanes=best[Kind.MIXED][1],
         direct=area.direct,
-        filesystem=filesystem,
-        device=device,
+        filesystem=file_system_of(folder).kind,
+        device=device.name if device is not None else "",
     )
 
 
-def _sample(threads: _Threads, n_requests: int, deadline: float) -> dict[tuple[_Kind, int], list[float]]:
+def _sample(threads: _Threads, n_requests: int, deadline: float) -> dict[tuple[Kind, int], list[float]]:
     """Bytes per second of every slice. Few lanes come first: on a slow device those slices overrun the least."""
-    samples: dict[tuple[_Kind, int], list[float]] = {}
-    slices = [(kind, lanes) for _ in range(ROUNDS) for lanes in LANES for kind in _Kind]
+    samples: dict[tuple[Kind, int], list[float]] = {}
+    slices = [(kind, lanes) for _ in range(ROUNDS) for lanes in LANES for kind in Kind]
     for index, (kind, lanes) in enumerate(slices):
         left_s = deadline - time.perf_counter()
-        if left_s <= 0 and len(samples) >= len(_Kind):
+        if left_s <= 0 and len(samples) >= len(Kind):
             break
         rate = threads.rate(kind, lanes, max(0.0, left_s) / (len(slices) - index), n_requests)
         samples.setdefault((kind, lanes), []).append(rate)
@@ -166,7 +171,7 @@ def _sample(threads: _Threads, n_requests: int, deadline: float) -> dict[tuple[_
 class _Threads:
     """The lanes: as many threads as requests are ever in flight, each with a buffer. A context; used by one thread."""
 
-    def __init__(self, area: _Area) -> None:
+    def __init__(self, area: Area) -> None:
         self._area = area
         self._buffers: list[mmap.mmap] = []
         self._lock = threading.Lock()
@@ -192,7 +197,7 @@ class _Threads:
 
         def write(lane: int) -> None:
             while (index := self._take()) < self._area.n_requests:
-                self._move(_Kind.WRITE, index, lane)
+                self._move(Kind.WRITE, index, lane)
                 if time.perf_counter() >= deadline:
                     return
 
@@ -203,7 +208,7 @@ class _Threads:
             os.fsync(fd)
         return n_written
 
-    def rate(self, kind: _Kind, lanes: int, seconds: float, n_requests: int) -> float:
+    def rate(self, kind: Kind, lanes: int, seconds: float, n_requests: int) -> float:
         """Bytes per second with ``lanes`` requests in flight for ``seconds``, over the first ``n_requests``."""
         far = (n_requests // 2) | 1  # odd, so that the two of a pair are in different files
         deadline = time.perf_counter() + seconds
@@ -212,8 +217,8 @@ class _Threads:
             n_moved = 0
             while True:
                 index = self._take() % n_requests
-                if kind is _Kind.MIXED:
-                    pair = [(_Kind.READ, index), (_Kind.WRITE, (index + far) % n_requests)]
+                if kind is Kind.MIXED:
+                    pair = [(Kind.READ, index), (Kind.WRITE, (index + far) % n_requests)]
                     for one, place in pair if lane % 2 == 0 else reversed(pair):
                         self._move(one, place, lane)
                     n_moved += 2
@@ -238,12 +243,12 @@ class _Threads:
             self._next += 1
             return index
 
-    def _move(self, kind: _Kind, index: int, lane: int) -> None:
+    def _move(self, kind: Kind, index: int, lane: int) -> None:
         """One whole request, blocking."""
         area, buffer = self._area, self._buffers[lane]
         fd, offset = area.place(index)
         try:
-            n_moved = (os.preadv if kind is _Kind.READ else os.pwritev)(fd, [buffer], offset)
+            n_moved = (os.preadv if kind is Kind.READ else os.pwritev)(fd, [buffer], offset)
             if not area.direct:
                 os.posix_fadvise(fd, offset, area.request_nbytes, os.POSIX_FADV_DONTNEED)
         except OSError as error:
@@ -256,11 +261,28 @@ class _Threads:
             raise StorageError(kind.value, area.name, offset, area.request_nbytes, cause, tag="the storage probe")
 
 
+def fill_area(area: Area, deadline: float) -> int:
+    """Writes random bytes from the start of the area until ``time.perf_counter()`` is at the deadline.
+
+    Returns:
+        How many requests were written: at least 8, or all there are.
+
+    Raises:
+        StorageError: a write failed.
+    """
+    with _Threads(area) as threads:
+        return threads.fill(deadline)
+
+
 @contextlib.contextmanager
-def _open_area(folder: Path, nbytes: int, request_nbytes: int) -> Iterator[_Area]:
-    """Reserves ``nbytes`` in files of a new folder, which are gone afterwards, whatever happens."""
+def open_area(folder: Path, nbytes: int, request_nbytes: int, most_files: int = max(LANES)) -> Iterator[Area]:
+    """Reserves ``nbytes`` in files of a new folder, which are gone afterwards, whatever happens.
+
+    Raises:
+        ConfigError: the space is not there, or the files cannot be made.
+    """
     n_requests = nbytes // request_nbytes
-    n_files = min(max(LANES), n_requests)
+    n_files = min(most_files, n_requests)
     with contextlib.ExitStack() as stack:
         try:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".tencache-probe-", dir=folder)))
@@ -276,62 +298,11 @@ def _open_area(folder: Path, nbytes: int, request_nbytes: int) -> Iterator[_Area
                 f"nvme_path {folder} cannot be measured: {error.strerror or error}; it needs {nbytes} bytes in files "
                 "of this user: free some space or name another folder"
             ) from error
-        yield _Area(tuple(fds), n_requests, request_nbytes, direct, str(folder))
+        yield Area(tuple(fds), n_requests, request_nbytes, direct, str(folder))
 
 
 def _open_file(path: Path, direct: bool) -> tuple[int, bool]:
     """A new file with O_DIRECT if that is wanted and works, else one whose writes wait for the device."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    if direct:
-        try:
-            fd = os.open(path, flags | os.O_DIRECT, 0o600)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-        else:
-            try:  # some file systems take the flag and refuse the transfer
-                with mmap.mmap(-1, PAGE_NBYTES) as page:
-                    os.pwritev(fd, [page], 0)
-                    os.preadv(fd, [page], 0)
-                return fd, True
-            except OSError as error:
-                os.close(fd)
-                if error.errno != errno.EINVAL:
-                    raise
-    return os.open(path, flags | os.O_DSYNC, 0o600), False
-
-
-def file_system_and_device(folder: Path) -> tuple[str, str]:
-    """Type of the file system that holds ``folder``, and the model of its block device ("" where there is none)."""
-    resolved = folder.resolve()
-    kind, source, mount_point = "unknown", "", "/"
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        device, point, name = line.split()[:3]
-        point = point.replace("\\040", " ")
-        if resolved.is_relative_to(point) and len(point) >= len(mount_point):  # >=: a later mount hides an earlier one
-            kind, source, mount_point = name, device, point
-    number = os.stat(resolved).st_dev
-    if os.major(number) == 0:  # btrfs and overlays have numbers of their own
-        try:
-            status = os.stat(source)
-        except OSError:
-            return kind, ""
-        if not (source.startswith("/dev/") and stat.S_ISBLK(status.st_mode)):
-            return kind, ""
-        number = status.st_rdev
-    block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    return kind, ", ".join(sorted(_models(block.resolve()))) if block.exists() else ""
-
-
-def _models(block: Path) -> set[str]:
-    """Models of the disks that a block device consists of; a disk without a model is called by its driver or name."""
-    if (block / "partition").exists():
-        block = block.parent
-    below = list((block / "slaves").glob("*"))
-    if below:  # LVM, RAID, encryption
-        return set().union(*(_models(disk.resolve()) for disk in below))
-    try:
-        return {(block / "device" / "model").read_text().strip()}
-    except OSError:
-        driver = block / "device" / "driver"
-        return {driver.resolve().name if driver.exists() else block.name}
+    fd = open_direct(path, flags) if direct else None
+    return (fd, True) if fd is not None else (os.open(path, flags | os.O_DSYNC, 0o600), False)

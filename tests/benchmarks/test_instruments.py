@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.training import block_device, instruments
+from benchmarks.training import instruments
 from benchmarks.training.device_profile import busy_s, parse_trace
 from benchmarks.training.energy import CpuEnergy, counter_delta
 from benchmarks.training.storage_meter import StorageMeter, on_training_thread
@@ -221,40 +221,6 @@ def test_resident_memory() -> None:
     assert instruments.process_nbytes("VmHWM") > held.nbytes
     assert instruments.process_nbytes("NoSuchKey") == 0
     assert instruments.host_used_nbytes() > held.nbytes
-
-
-def test_blocks_written() -> None:
-    text = "  153  51  21120  104   44   1   3552   176    0   180   281    0   0   0   0   9   0\n"
-    assert block_device.parse_written(text) == 3552 * 512
-
-
-MOUNTS = """\
-22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
-30 22 0:26 / /dev/shm rw - tmpfs tmpfs rw
-31 22 0:40 /vol /mnt/fast\\040disk rw shared:1 - btrfs /dev/nvme0n1p2 rw
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [("/mnt/fast disk/a", "/dev/nvme0n1p2"), ("/mnt/fast", "/dev/vda"), ("/dev/shm", "tmpfs"),
-     ("/dev/shmoo", "/dev/vda")],
-)  # fmt: skip
-def test_mount_source(path: str, source: str) -> None:
-    assert block_device.parse_mount_source(MOUNTS, path) == source
-
-
-def test_without_a_device_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stat = tmp_path / "254:0" / "stat"
-    stat.parent.mkdir()
-    stat.write_text("1 1 1 1 1 1 100 1 1 1 1\n")
-    monkeypatch.setattr(block_device, "SYS", tmp_path)
-    monkeypatch.setattr(block_device, "device_of", lambda path: None if path.name == "ram" else (254, 0))
-    writes = block_device.DiskWrites(["/disk", "/disk/too"])
-    stat.write_text("1 1 1 1 1 1 108 1 1 1 1\n")
-    assert writes.nbytes() == 8 * 512
-    assert block_device.DiskWrites(["/disk", "/ram"]).nbytes() is None
-    assert block_device.DiskWrites([]).nbytes() is None
 
 
 def test_a_counter_that_starts_again() -> None:

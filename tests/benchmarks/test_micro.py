@@ -13,9 +13,9 @@ from benchmarks.micro import __main__ as command
 from benchmarks.micro import cpu_update, pool, storage
 from benchmarks.micro.result import MicroReport, MicroResult, Row, alternate
 from benchmarks.micro.storage_variants import BACKENDS, VARIANTS, Direction, RawThreads, StockHandle, Work
-from tencache_ds.cli.filesystem import supports_direct_io
 from tencache_ds.errors import ConfigError, LockedMemoryError, SpaceError
 from tencache_ds.memory.pages import Locking, PlainPages
+from tencache_ds.profiling.filesystem import supports_direct_io
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds DeepSpeed's ops
 

@@ -14,15 +14,8 @@ import pytest
 
 from tencache_ds import __version__
 from tencache_ds.cli import doctor, hardware_checks, main, software_checks, storage_checks
-from tencache_ds.cli.filesystem import existing_parent, file_system_of, supports_direct_io
 from tencache_ds.cli.finding import Finding, Level, format_nbytes
 
-MOUNTS = """\
-/dev/vda1 / ext4 rw,relatime 0 0
-tmpfs /dev/shm tmpfs rw 0 0
-server:/home /mnt/my\\040share nfs4 rw 0 0
-/dev/nvme0n1 /mnt xfs rw 0 0
-"""
 REQUIREMENTS = ["deepspeed<0.20,>=0.19.8", "torch>=2.5", 'pytest; extra == "test"']
 
 
@@ -137,14 +130,6 @@ class TestHardware:
         assert finding.level is level
         assert bool(finding.remedy) is (level is not Level.OK)
 
-    @pytest.mark.parametrize(
-        ("text", "limit"), [("max\n", None), ("1073741824\n", 1 << 30), ("9223372036854771712\n", None)]
-    )
-    def test_container_limit(self, tmp_path: Path, text: str, limit: int | None) -> None:
-        file = tmp_path / "memory.max"
-        file.write_text(text)
-        assert hardware_checks.container_limit_nbytes((tmp_path / "absent", file)) == limit
-
     def test_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import pynvml
 
@@ -177,27 +162,6 @@ class TestHardware:
 
 
 class TestStorage:
-    @pytest.mark.parametrize(
-        ("path", "kind"),
-        [
-            ("/", "ext4"),
-            ("/dev/shm", "tmpfs"),
-            ("/dev/shmother", "ext4"),
-            ("/mnt", "xfs"),
-            ("/mnt/my share", "nfs4"),
-        ],
-    )
-    def test_longest_mount_point_wins(self, monkeypatch: pytest.MonkeyPatch, path: str, kind: str) -> None:
-        monkeypatch.setattr("tencache_ds.cli.filesystem.existing_parent", lambda path: path)
-        assert file_system_of(Path(path), MOUNTS).kind == kind
-
-    def test_existing_parent(self, tmp_path: Path) -> None:
-        assert existing_parent(tmp_path / "a" / "b") == tmp_path.resolve()
-
-    def test_direct_io_probe_leaves_nothing(self, tmp_path: Path) -> None:
-        supports_direct_io(tmp_path)
-        assert list(tmp_path.iterdir()) == []
-
     def test_direct_io_refused_by_the_file_system(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         real_open = os.open
 

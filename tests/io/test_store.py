@@ -308,7 +308,7 @@ def test_one_torn_page_is_found(disk, path):
 
 def test_without_verification_changes_go_unseen(path):
     backend = PosixBackend(n_lanes=1)
-    store = ExtentStore(path, backend, verify=False)
+    store = ExtentStore(path, backend, fingerprint=None)
     extent = store.allocate(PAGE, "t")
     store.write(extent, aligned(PAGE, 1)).wait()
     with open(path, "r+b") as file:

@@ -16,9 +16,10 @@ from threadpoolctl import threadpool_info
 
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.profiling import probe_compute, probe_storage
+from tencache_ds.profiling.filesystem import file_system_of
 from tencache_ds.profiling.hardware import Hardware
 from tencache_ds.profiling.probe import probe, processor_name
-from tencache_ds.profiling.probe_storage import LANES, area_nbytes_for, file_system_and_device, measure_storage
+from tencache_ds.profiling.probe_storage import LANES, area_nbytes_for, measure_storage
 
 MIB = 1 << 20
 RATES = ("memory_copy_bytes_per_s", "cpu_adam_params_per_s", "matmul_flops_per_s")
@@ -35,7 +36,7 @@ def test_probe_measures_this_machine_and_leaves_nothing_behind(tmp_path, monkeyp
     assert found.storage is not None
     assert found.storage.request_nbytes == MIB
     assert found.storage.lanes in LANES
-    assert found.storage.filesystem == file_system_and_device(tmp_path)[0] != "unknown"
+    assert found.storage.filesystem == file_system_of(tmp_path).kind != "unknown"
     assert all(getattr(found, name) > 0 for name in RATES)
     assert [getattr(found, name) for name in (*GPU_RATES, "gpu", "gpu_memory_nbytes")] == [None] * 5
     assert found.gpus == 0
@@ -184,35 +185,10 @@ def test_a_folder_of_somebody_else_is_an_error(tmp_path, monkeypatch):
 
 def test_tmpfs_is_known_as_memory(monkeypatch):
     shared = Path("/dev/shm")
-    if file_system_and_device(shared)[0] != "tmpfs":
+    if file_system_of(shared).kind != "tmpfs":
         pytest.skip("/dev/shm is not a tmpfs here")
-    assert file_system_and_device(shared) == ("tmpfs", "")
     monkeypatch.setattr(probe_storage.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 5}))
     assert probe_storage.free_nbytes(shared) == 5
-
-
-def test_models_of_the_disks_below_a_device(tmp_path):
-    def disk(name: str, model: str | None = None) -> Path:
-        (tmp_path / name / "device").mkdir(parents=True)
-        if model is not None:
-            (tmp_path / name / "device" / "model").write_text(f"{model}   \n")
-        return tmp_path / name
-
-    drive, other, virtual = disk("nvme0n1", "Fast 1"), disk("nvme1n1", "Fast 2"), disk("vda")
-    (tmp_path / "virtio_blk").mkdir()
-    (virtual / "device" / "driver").symlink_to(tmp_path / "virtio_blk")
-    partition = drive / "nvme0n1p1"
-    partition.mkdir()
-    (partition / "partition").write_text("1")
-    raid = tmp_path / "md0"
-    (raid / "slaves").mkdir(parents=True)
-    for below in (partition, other):
-        (raid / "slaves" / below.name).symlink_to(below)
-    (tmp_path / "loop0").mkdir()
-    assert probe_storage._models(partition) == {"Fast 1"}
-    assert probe_storage._models(raid) == {"Fast 1", "Fast 2"}
-    assert probe_storage._models(virtual) == {"virtio_blk"}
-    assert probe_storage._models(tmp_path / "loop0") == {"loop0"}
 
 
 def test_threads_are_what_they_were_afterwards():

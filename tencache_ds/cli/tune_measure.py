@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures one path with TenCache's backend and with DeepSpeed's handle: a first look at many settings, then finals.
+
+[Note: noise] Disks, virtual ones above all, change their speed by the second. Slices of all settings therefore take
+turns, and a setting beats the default only if it does so in every round (see :class:`~.tune_result.Choice`).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from tencache_ds.cli.tune_result import LEAST_ROUNDS, Choice, Measured, PathResult
+from tencache_ds.cli.tune_sessions import (
+    Session,
+    Settings,
+    StockSession,
+    TenCacheSession,
+    Work,
+    stock_grid,
+    tencache_grid,
+)
+from tencache_ds.errors import ConfigError, LockedMemoryError
+from tencache_ds.memory import HostArena, Locking
+from tencache_ds.profiling.filesystem import block_device_of, file_system_of
+from tencache_ds.profiling.probe_storage import Kind, area_nbytes_for, fill_area, open_area
+
+REQUEST_NBYTES = 8 << 20
+"""What is submitted at once; settings decide how it is cut."""
+
+MOST_IN_FLIGHT = 16
+LEAST_IN_FLIGHT = 4
+N_FILES = 8
+FILL_SHARE = 0.15
+SCREENING_SHARE = 0.35
+SCREENING_ROUNDS = 2
+N_CHALLENGERS = 2
+"""Of each side: they meet the default in the finals."""
+
+_Key = tuple[str, int]
+"""Side (``"tencache"`` or ``"stock"``) and index in its grid; 0 is the default."""
+
+
+def measure_path(folder: Path, seconds: float, advance: Callable[[float], None] = lambda done: None) -> PathResult:
+    """Measures the storage under ``folder`` in about ``seconds``, longer only where the device needs it for a few
+    requests, or where an operator is compiled for the first time.
+
+    Its files have no names once they are open, so that nothing is left behind, even if the process is killed. Takes 256
+    MiB of memory. Call it from one thread, while nothing else uses the device.
+
+    Args:
+        folder: existing folder.
+        seconds: time for it.
+        advance: is called now and then with the fraction that is done.
+
+    Raises:
+        ConfigError: the folder cannot be measured, or its device needs a larger alignment than 4096; says what to do.
+        StorageError: an I/O request failed.
+    """
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"--seconds must be a positive number, not {seconds}")
+    area_nbytes = area_nbytes_for(folder, seconds, REQUEST_NBYTES)
+    device = block_device_of(folder)
+    if device is not None:
+        device.check_alignment(folder)
+    with ExitStack() as stack:
+        area = stack.enter_context(open_area(folder, area_nbytes, REQUEST_NBYTES, N_FILES))
+        slab, unlocked = _buffers(stack, MOST_IN_FLIGHT * REQUEST_NBYTES)
+        slab.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))  # nothing that can be compressed
+        buffers = slab.split(REQUEST_NBYTES)
+        # Compiles what has to be compiled before the clock starts, and says which backend it will be.
+        first = TenCacheSession("auto", tencache_grid("native")[0], Work(area, buffers, MOST_IN_FLIGHT), not unlocked)
+        backend, reason = first.backend.name, first.reason
+        first.close()
+        stock_absent = _why_no_stock(area.direct, unlocked)
+
+        start = time.perf_counter()
+        n_written = fill_area(area, start + FILL_SHARE * seconds)
+        filled_bytes_per_s = n_written * REQUEST_NBYTES / (time.perf_counter() - start)
+        in_flight = _in_flight(filled_bytes_per_s, SCREENING_SHARE * seconds / 36, n_written)
+        work = Work(area, buffers[:in_flight], n_written // in_flight * in_flight)
+        sides: dict[str, tuple[list[dict[str, bool | int]], Callable[[Settings], Session]]] = {
+            "tencache": (
+                tencache_grid(backend),
+                lambda settings: TenCacheSession(backend, settings, work, not unlocked),
+            )
+        }
+        if not stock_absent:
+            sides["stock"] = (stock_grid(len(os.sched_getaffinity(0))), lambda settings: StockSession(settings, work))
+        sessions, notes = _open(stack, sides)
+        mixed = _screen(sessions, start, seconds, advance)
+        finalists = _finalists(mixed)
+        finals = _play({key: sessions[key] for key in finalists}, start, seconds, advance)
+        choices = {side: _choice(side, grid, mixed, finals) for side, (grid, _) in sides.items()}
+    system = file_system_of(folder)
+    warnings = []
+    if system.in_memory:
+        warnings.append(f"{folder} is on {system.kind}: RAM, not a disk. At best it stands in for a fast array.")
+    if system.over_network:
+        warnings.append(f"{folder} is on {system.kind}, over a network: every rank and user of it shares these rates.")
+    if not area.direct:
+        warnings.append(
+            f"{folder} refuses O_DIRECT: data goes through the page cache, which takes RAM and time, and these figures "
+            "are a guess. Name a folder on ext4 or xfs."
+        )
+    if backend != "native":
+        warnings.append(f'"io_backend": "auto" takes {backend} here: {reason}')
+    return PathResult(
+        path=str(folder),
+        measured_at=datetime.now(UTC).replace(microsecond=0),
+        seconds=seconds,
+        filesystem=system.kind,
+        device=device.name if device is not None else "",
+        disks_nbytes=device.disks_nbytes if device is not None else 0,
+        logical_block_nbytes=device.logical_block_nbytes if device is not None else None,
+        physical_block_nbytes=device.physical_block_nbytes if device is not None else None,
+        direct=area.direct,
+        request_nbytes=REQUEST_NBYTES,
+        in_flight=in_flight,
+        backend=backend,
+        backend_reason=reason,
+        tencache=choices["tencache"],
+        stock=choices.get("stock"),
+        notes=tuple([*notes, f"stock was not measured: {stock_absent}"] if stock_absent else notes),
+        warnings=tuple(warnings),
+    )
+
+
+def _buffers(stack: ExitStack, nbytes: int) -> tuple[torch.Tensor, str]:
+    """Aligned memory, locked if that is possible, as in training; why it is not, or an empty string."""
+    why = ""
+    for locking in (Locking.CUDA if torch.cuda.is_available() else Locking.MLOCK, Locking.NONE):
+        with ExitStack() as attempt:
+            try:
+                arena = HostArena(None, locking)
+                attempt.callback(arena.close)
+                slab = arena.allocate(nbytes, "tencache tune")
+            except (LockedMemoryError, ConfigError) as error:
+                if locking is Locking.NONE:
+                    raise
+                why = str(error)
+                continue
+            stack.push(attempt.pop_all())
+            return slab, why
+    raise RuntimeError("neither locked nor plain memory was tried")
+
+
+def _why_no_stock(direct: bool, unlocked: str) -> str:
+    """Why DeepSpeed's handle cannot be measured here; empty if it can."""
+    if not direct:
+        return "DeepSpeed's aio_handle needs O_DIRECT"
+    if unlocked:
+        return f"its buffers have to be locked, and cannot be: {unlocked}"
+    from tencache_ds.ops.async_io import load_async_io
+
+    try:
+        load_async_io()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _in_flight(bytes_per_s: float, slice_s: float, n_written: int) -> int:
+    """Buffers, as many as move in half a slice, so that waiting for the last does not take most of the time."""
+    wanted = int(bytes_per_s * slice_s / 2 / REQUEST_NBYTES)
+    return max(2, min(MOST_IN_FLIGHT, max(LEAST_IN_FLIGHT, wanted), n_written) // 2 * 2)
+
+
+def _open(
+    stack: ExitStack, sides: dict[str, tuple[list[dict[str, bool | int]], Callable[[Settings], Session]]]
+) -> tuple[dict[_Key, Session], list[str]]:
+    """Every setting made ready, the defaults first; and what cannot be, in words."""
+    sessions: dict[_Key, Session] = {}
+    notes: list[str] = []
+    keys = [(side, index) for side, (grid, _) in sides.items() for index in range(len(grid))]
+    for side, index in sorted(keys, key=lambda key: key[1]):
+        grid, opened = sides[side]
+        try:
+            session = opened(grid[index])
+        except ConfigError as error:
+            if index == 0:
+                raise
+            notes.append(f"{side} with {grid[index]} was not tried: {error}")
+            continue
+        stack.callback(session.close)
+        sessions[side, index] = session
+    return sessions, notes
+
+
+def _screen(
+    sessions: dict[_Key, Session], start: float, seconds: float, advance: Callable[[float], None]
+) -> dict[_Key, float]:
+    """Mixed rate of each setting, as far as the time goes: the defaults always."""
+    deadline = start + (FILL_SHARE + SCREENING_SHARE) * seconds
+    slices = [key for number in range(SCREENING_ROUNDS) for key in _in_turn(sessions, number)]
+    samples: dict[_Key, list[float]] = {}
+    for index, key in enumerate(slices):
+        left_s = deadline - time.perf_counter()
+        if left_s <= 0 and all(default in samples for default in sessions if default[1] == 0):
+            break
+        samples.setdefault(key, []).append(_rate(sessions[key], Kind.MIXED, max(0.0, left_s) / (len(slices) - index)))
+        advance(min(1.0, (time.perf_counter() - start) / seconds))
+    return {key: statistics.median(rates) for key, rates in samples.items()}
+
+
+def _finalists(mixed: dict[_Key, float]) -> list[_Key]:
+    """The default of each side and its fastest challengers."""
+    found: list[_Key] = []
+    for side in dict.fromkeys(key[0] for key in mixed):
+        others = sorted((key for key in mixed if key[0] == side and key[1]), key=lambda key: -mixed[key])
+        found += [(side, 0), *others[:N_CHALLENGERS]]
+    return found
+
+
+def _play(
+    sessions: dict[_Key, Session], start: float, seconds: float, advance: Callable[[float], None]
+) -> list[dict[tuple[_Key, Kind], float]]:
+    """Rates of each round. One round always, then as many as the time allows."""
+    deadline = start + seconds
+    n_slices = len(Kind) * len(sessions)
+    rounds: list[dict[tuple[_Key, Kind], float]] = []
+    for number in range(LEAST_ROUNDS):
+        t_round = time.perf_counter()
+        found: dict[tuple[_Key, Kind], float] = {}
+        for kind, key in product(Kind, _in_turn(sessions, number)):
+            n_left = n_slices * (LEAST_ROUNDS - number) - len(found)
+            slice_s = max(0.0, deadline - time.perf_counter()) / n_left
+            found[key, kind] = _rate(sessions[key], kind, slice_s)
+            advance(min(1.0, (time.perf_counter() - start) / seconds))
+        rounds.append(found)
+        took_s = time.perf_counter() - t_round
+        if time.perf_counter() + took_s > deadline + 0.2 * seconds:
+            break
+    return rounds
+
+
+def _in_turn(sessions: dict[_Key, Session], number: int) -> list[_Key]:
+    """All settings, beginning with another one each round: after a slice of another kind the first is at a loss."""
+    keys = list(sessions)
+    return keys[number % len(keys) :] + keys[: number % len(keys)]
+
+
+def _rate(session: Session, kind: Kind, seconds: float) -> float:
+    start = time.perf_counter()
+    n_moved = session.transfer(kind, seconds)
+    return n_moved / (time.perf_counter() - start)
+
+
+def _choice(
+    side: str,
+    grid: list[dict[str, bool | int]],
+    mixed: dict[_Key, float],
+    finals: list[dict[tuple[_Key, Kind], float]],
+) -> Choice:
+    tried = []
+    for index, settings in enumerate(grid):
+        key = (side, index)
+        if key not in mixed:
+            continue
+        if (key, Kind.READ) not in finals[0]:
+            tried.append(Measured(settings=settings, mixed_bytes_per_s=mixed[key]))
+            continue
+        medians = {kind: statistics.median(found[key, kind] for found in finals) for kind in Kind}
+        tried.append(
+            Measured(
+                settings=settings,
+                read_bytes_per_s=medians[Kind.READ],
+                write_bytes_per_s=medians[Kind.WRITE],
+                mixed_bytes_per_s=medians[Kind.MIXED],
+                rounds=tuple(statistics.harmonic_mean([found[key, kind] for kind in Kind]) for found in finals),
+            )
+        )
+    return Choice(tried=tuple(tried))

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage that goes wrong in the middle of training: the run stops at once with an error that says what and where, or
+it goes on with the right numbers. It never goes on with wrong ones.
+
+The table in ``docs/failures.md`` says what was seen here.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+PROGRAM = "fault_cases.py"
+STOP_WITHIN_S = 10.0
+IO_TIMEOUT_S = 1.0
+"""Of the cases that hang; closing an engine takes a few times as long."""
+N_STEPS = 5
+
+
+def inject(rule: str, **more: Any) -> dict[str, Any]:
+    return {"act": "inject", "rule": rule, **more}
+
+
+HANG = {"tencache": {"io_timeout_s": IO_TIMEOUT_S}}
+KINDS = {"weights": "weight id", "optimizer": "optimizer chunk"}
+STOPS: dict[str, tuple[dict[str, Any], str, int | None]] = {
+    "eio_read": (inject("kind=eio,op=read"), "Input/output error", 5),
+    "eio_write": (inject("kind=eio,op=write"), "Input/output error", 5),
+    "enospc": (inject("kind=enospc,op=write"), "No space left on device", 28),
+    "short_read": (inject("kind=short,op=read"), "file ends after", None),
+    "short_write": (inject("kind=short,op=write"), "the device took", 5),
+    "torn": (inject("kind=torn,op=write,times=1"), "it was lost or torn", None),
+    "lost": (inject("kind=lost"), "No such device", 19),
+    "truncated": ({"act": "truncate"}, "file ends after 8192 bytes", None),
+    "removed": ({"act": "remove", "reopen": True}, "No such file or directory", 2),
+    "forbidden": ({"act": "forbid", "reopen": True}, "Permission denied", 13),
+    "read_only": (inject("kind=erofs,op=write"), "Read-only file system", 30),
+    "hang_read": (inject("kind=hang,op=read", **HANG), f"not finished after {IO_TIMEOUT_S} s", 110),
+}
+"""What stops the run: the fault, a part of the cause and the errno."""
+
+GOES_ON: dict[str, dict[str, Any]] = {
+    "delayed": inject("kind=delay,seconds=0.01"),
+    "removed_while_open": {"act": "remove"},
+    "forbidden_while_open": {"act": "forbid"},
+}
+"""What does not harm a run: its files are open and stay so."""
+
+FLIPS = {
+    "bitflip_read": inject("kind=bitflip,op=read,times=3"),  # a second reading is right
+    "bitflip_write": inject("kind=bitflip,op=write,times=1"),
+}
+
+TWO_RANKS = [
+    ("eio_read", "weights"),
+    ("eio_write", "optimizer"),
+    ("torn", "weights"),
+    ("truncated", "optimizer"),
+    ("forbidden", "weights"),
+    ("hang_read", "optimizer"),
+    ("removed_while_open", "weights"),
+]
+
+
+def case_of(name: str, kind: str) -> dict[str, Any]:
+    case = dict(STOPS[name][0] if name in STOPS else GOES_ON[name] if name in GOES_ON else FLIPS[name])
+    case["what"] = kind
+    if "rule" in case:
+        case["rule"] += f",match={kind}-" if kind == "optimizer" else f",match={kind}"
+    if name in FLIPS:
+        case["tencache"] = {"verify": "full"}
+    return case
+
+
+def cases_of(pairs: list[tuple[str, str]]) -> list[tuple[str, dict[str, Any], str]]:
+    cases = [(f"{name}_{kind}", case_of(name, kind), "tencache") for name, kind in pairs]
+    return [("none", inject("none"), "tencache"), *cases]
+
+
+@pytest.fixture(scope="module")
+def alone(harness: Any) -> Any:
+    pairs = [(name, kind) for kind in KINDS for name in (*STOPS, *GOES_ON, *FLIPS)]
+    small = ("small_device", {"act": "small_device", "size": "8m"}, "tencache")
+    return harness.run([*cases_of(pairs), small], program=PROGRAM, timeout_s=200)
+
+
+@pytest.fixture(scope="module")
+def together(harness: Any) -> Any:
+    """Every rank meets the fault at the same point, so that the processes survive it."""
+    return harness.run(cases_of(TWO_RANKS), ranks=2, program=PROGRAM, timeout_s=200)
+
+
+def check_it_stopped(outcome: Any, name: str, kind: str, rank: int) -> None:
+    result = outcome.result(f"{name}_{kind}", "tencache", rank)
+    _, cause, number = STOPS[name]
+    assert cause in result["failure"]
+    assert result["tag"].startswith(KINDS[kind])
+    for part in (result["tag"], result["path"], f"offset {result['offset']}"):
+        assert part in result["failure"]
+    assert f"/rank{rank}/{kind}" in result["path"]
+    assert result["errno"] == number
+    assert result["seconds"] < STOP_WITHIN_S
+    assert result["seconds_to_destroy"] < STOP_WITHIN_S
+    assert result["threads"] == []
+    # The steps that were completed are the right ones.
+    assert result["losses"] == outcome.result("none", "tencache", rank)["losses"][: len(result["losses"])]
+
+
+def check_it_went_on(outcome: Any, name: str, kind: str, rank: int) -> None:
+    result, reference = (outcome.result(n, "tencache", rank) for n in (f"{name}_{kind}", "none"))
+    assert result["failure"] == ""
+    assert len(result["losses"]) == N_STEPS
+    assert (result["losses"], result["weights"]) == (reference["losses"], reference["weights"])
+    assert result["threads"] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", STOPS)
+def test_the_run_stops_with_the_reason(alone: Any, name: str, kind: str) -> None:
+    check_it_stopped(alone, name, kind, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", GOES_ON)
+def test_the_run_goes_on_with_the_right_numbers(alone: Any, name: str, kind: str) -> None:
+    check_it_went_on(alone, name, kind, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bit_that_flips_on_the_way_in_is_read_again(alone: Any, kind: str) -> None:
+    check_it_went_on(alone, "bitflip_read", kind, 0)
+    assert alone.result(f"bitflip_read_{kind}", "tencache")["healed"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bit_that_flips_on_the_way_out_stops_the_run(alone: Any, kind: str) -> None:
+    result = alone.result(f"bitflip_write_{kind}", "tencache")
+    assert result["failure"].startswith("CorruptionError")
+    assert result["tag"].startswith(KINDS[kind])
+
+
+def test_a_small_device_is_found_before_training(alone: Any) -> None:
+    result = alone.result("small_device", "tencache")
+    if "skipped" in result:
+        pytest.skip(f"no file system can be mounted here: {result['skipped']}")
+    assert result["failure"].startswith("SpaceError")
+    assert result["errno"] == 28
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("name", "kind"), TWO_RANKS)
+def test_every_rank_says_what_happened_to_it(together: Any, name: str, kind: str, rank: int) -> None:
+    (check_it_went_on if name in GOES_ON else check_it_stopped)(together, name, kind, rank)
+
+
+@pytest.mark.parametrize(
+    ("rule", "rank", "named"),
+    [
+        ("kind=eio,op=write,match=optimizer-,rank=1", 1, "Input/output error"),
+        ("kind=hang,op=read,match=weights,rank=0", 0, f"not finished after {IO_TIMEOUT_S} s"),
+    ],
+)
+def test_a_fault_on_one_rank_ends_the_job(harness: Any, rule: str, rank: int, named: str) -> None:
+    """The other one waits in a collective, which nobody will complete: the launcher ends it."""
+    outcome = harness.run(
+        [("fault", inject(rule, dies=True, **HANG), "tencache")], ranks=2, program=PROGRAM, timeout_s=120
+    )
+    seconds = time.time() - float((outcome.finished.folder / "inject-began").read_text())
+    print(f"the job ended {seconds:.1f} s after the fault began")
+    assert outcome.finished.code not in (0, None)
+    assert seconds < STOP_WITHIN_S + (5 * IO_TIMEOUT_S if "hang" in rule else 0)
+    assert f"[rank {rank}] Storage" in outcome.finished.log
+    assert f"/rank{rank}/" in outcome.per_rank[rank]["fault/tencache"]["error"]
+    assert named in outcome.finished.log
