@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -329,10 +330,11 @@ class WeightTier:
         """Gives every buffer back. Idempotent; the store is closed by its owner."""
         with self._lock:
             self._settle_first_writes(0, check=False)
+            deadline_s = time.monotonic() + self._timeout_s  # one for all: a device that hangs does so for each of them
             for weight in self._weights.values():
                 if weight.buffer is not None:
                     if weight.ticket is not None and not weight.ticket.done:
-                        _wait_quietly(weight.ticket, self._timeout_s)
+                        _wait_quietly(weight.ticket, max(0.0, deadline_s - time.monotonic()))
                     weight.buffer.release(self._transient_arena)
                     weight.buffer = None
             self._weights.clear()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = pytest.mark.timeout(840)
 
 MODELS: dict[str, dict[str, Any]] = {
     name: {"model": name, "weights": True}
@@ -97,18 +97,22 @@ def both(cases: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[st
 
 @pytest.fixture(scope="module")
 def one_rank(harness: Any) -> Any:
-    cases = both((MODELS | TRAINING).items())
-    cases.append(("settings", SETTINGS_CASE, "stock"))
+    return harness.run(both((MODELS | TRAINING).items()), timeout_s=800)
+
+
+@pytest.fixture(scope="module")
+def settings(harness: Any) -> Any:
+    cases: list[tuple[str, dict[str, Any], str]] = [("settings", SETTINGS_CASE, "stock")]
     cases += [(f"settings_{name}", SETTINGS_CASE | case, "tencache") for name, case in SETTINGS.items()]
     cases += [(f"traffic_{name}", case, "tencache") for name, case in TRAFFIC.items()]
-    return harness.run(cases, timeout_s=400)
+    return harness.run(cases, timeout_s=800)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
     chosen = {name: TRAINING[name] for name in TWO_RANK_TRAINING}
     cases = both((MODELS | chosen).items())
-    return harness.run(cases, ranks=2, timeout_s=400)
+    return harness.run(cases, ranks=2, timeout_s=800)
 
 
 @pytest.fixture(scope="module")
@@ -152,15 +156,15 @@ def test_a_weight_without_gradient_does_not_move(ranks: str, request: pytest.Fix
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_no_setting_changes_the_losses(one_rank: Any, name: str) -> None:
-    ours = one_rank.result(f"settings_{name}", "tencache")
-    assert ours["losses"] == one_rank.result("settings", "stock")["losses"]
+def test_no_setting_changes_the_losses(settings: Any, name: str) -> None:
+    ours = settings.result(f"settings_{name}", "tencache")
+    assert ours["losses"] == settings.result("settings", "stock")["losses"]
 
 
-def test_resident_weights_are_not_read(one_rank: Any) -> None:
-    everything = one_rank.result("settings_host_memory_large", "tencache")["stats"]
-    part = one_rank.result("settings_host_memory_partial", "tencache")["stats"]
-    nothing = one_rank.result("settings_posix", "tencache")["stats"]
+def test_resident_weights_are_not_read(settings: Any) -> None:
+    everything = settings.result("settings_host_memory_large", "tencache")["stats"]
+    part = settings.result("settings_host_memory_partial", "tencache")["stats"]
+    nothing = settings.result("settings_posix", "tencache")["stats"]
     assert everything["resident_weight_nbytes"] > part["resident_weight_nbytes"] > nothing["resident_weight_nbytes"]
     reads = [stats["last_step"]["nbytes"]["nvme_read"] for stats in (everything, part, nothing)]
     assert reads == sorted(reads)
@@ -169,8 +173,8 @@ def test_resident_weights_are_not_read(one_rank: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", TRAFFIC)
-def test_nvme_bytes_per_parameter_and_step(one_rank: Any, backend: str) -> None:
-    result = one_rank.result(f"traffic_{backend}", "tencache")
+def test_nvme_bytes_per_parameter_and_step(settings: Any, backend: str) -> None:
+    result = settings.result(f"traffic_{backend}", "tencache")
     assert result["stats"]["io_backend"] == backend
     traffic = result["traffic"]
     per_parameter = traffic["counted_nbytes"] / traffic["steps"] / result["numel"]
