@@ -17,7 +17,7 @@ from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
 
 from tencache_ds.cli import main, tune, tune_cache, tune_measure
 from tencache_ds.cli.tune_cache import cache_folder
-from tencache_ds.cli.tune_result import Choice, Measured, PathResult, endurance
+from tencache_ds.cli.tune_result import LEAST_ROUNDS, Choice, Measured, PathResult, endurance
 from tencache_ds.cli.tune_sessions import stock_grid, tencache_grid
 from tencache_ds.config import options_from
 from tencache_ds.errors import ConfigError, StorageError
@@ -184,11 +184,11 @@ class TestErrors:
 
 class TestAdvice:
     def test_the_default_stays_without_a_clear_winner(self) -> None:
-        default = measured(rounds=(1.0, 1.0, 1.0), io_lanes=8)
+        default = measured(rounds=(1.0,) * LEAST_ROUNDS, io_lanes=8)
         others = (
-            measured(rounds=(1.04, 1.04, 1.04), io_lanes=4),  # too little
-            measured(rounds=(2.0, 2.0, 0.9), io_lanes=2),  # not in every round
-            measured(rounds=(2.0, 2.0), io_lanes=16),  # too few rounds
+            measured(rounds=(1.04,) * LEAST_ROUNDS, io_lanes=4),  # too little
+            measured(rounds=(*(2.0,) * (LEAST_ROUNDS - 1), 0.9), io_lanes=2),  # not in every round
+            measured(rounds=(2.0,) * (LEAST_ROUNDS - 1), io_lanes=16),  # too few rounds
             measured(mixed=9.0, io_lanes=32),  # not in the finals
         )
         choice = Choice(tried=(default, *others))
@@ -196,10 +196,10 @@ class TestAdvice:
         assert choice.gain == 0
 
     def test_of_equals_the_one_closest_to_the_default_wins(self) -> None:
-        default = measured(rounds=(1.0, 1.0, 1.0), io_lanes=8, queue_depth=8)
-        near = measured(rounds=(1.5, 1.5, 1.5), io_lanes=8, queue_depth=32)
-        far = measured(rounds=(1.55, 1.55, 1.55), io_lanes=2, queue_depth=32)
-        much_faster = measured(rounds=(2.0, 2.0, 2.0), io_lanes=2, queue_depth=32)
+        default = measured(rounds=(1.0,) * LEAST_ROUNDS, io_lanes=8, queue_depth=8)
+        near = measured(rounds=(1.5,) * LEAST_ROUNDS, io_lanes=8, queue_depth=32)
+        far = measured(rounds=(1.55,) * LEAST_ROUNDS, io_lanes=2, queue_depth=32)
+        much_faster = measured(rounds=(2.0,) * LEAST_ROUNDS, io_lanes=2, queue_depth=32)
         assert Choice(tried=(default, far, near)).best == near
         assert Choice(tried=(default, near, far)).gain == pytest.approx(0.5)
         assert Choice(tried=(default, near, much_faster)).best == much_faster
