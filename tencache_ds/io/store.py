@@ -26,16 +26,9 @@ from tencache_ds.io.fingerprint import Fingerprint, sampled_fingerprint
 from tencache_ds.io.lanes import cancelled, check_request
 from tencache_ds.io.posix import PosixFiles
 from tencache_ds.io.space import SpaceFiles
+from tencache_ds.io.witness import Witness, Witnesses
 
 _logger = logging.getLogger("DeepSpeed.tencache.io")
-
-
-@dataclass(frozen=True, slots=True)
-class _Witness:
-    """What a write left in RAM: number of the write, fingerprint of its buffer (None when not verifying)."""
-
-    generation: int
-    fingerprint: int | None
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +39,7 @@ class _Request:
     buffer: torch.Tensor
     priority: Priority
     ticket: Ticket
-    witness: _Witness | None = None
+    witness: Witness | None = None  # of this write, or of the one that is read
     inner: Ticket | None = None
 
 
@@ -58,7 +51,7 @@ class _ExtentState:
     waiting: deque[_Request] = field(default_factory=deque)
     running: list[_Request] = field(default_factory=list)
     n_writes: int = 0  # accepted so far, the next write's generation
-    witness: _Witness | None = None  # of the last write that started
+    witness: Witness | None = None  # of the last write that started
     poison: BaseException | None = None  # why that write failed
     freed: bool = False
 
@@ -99,7 +92,7 @@ class ExtentStore:
         self.n_healed_reads = 0
         """Reads that differed from the last write, and no longer did when read again."""
         self._backend = backend
-        self._fingerprint = fingerprint
+        self._witnesses = Witnesses(fingerprint)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._states: dict[tuple[str, int], _ExtentState] = {}
@@ -173,10 +166,8 @@ class ExtentStore:
         self._check_buffer(extent, buffer)
         with self._lock:
             state = self._state(extent)
-            generation = state.n_writes
+            witness = Witness(state.n_writes)
             state.n_writes += 1
-        # Outside the lock: this reads the buffer, and lanes must be able to end requests meanwhile.
-        witness = _Witness(generation, self._fingerprint(buffer, generation) if self._fingerprint else None)
         return self._enqueue(
             extent, _Request(Operation.WRITE, buffer, priority, self._ticket(Operation.WRITE, extent), witness)
         )
@@ -237,6 +228,7 @@ class ExtentStore:
         finally:
             for path in self.paths:
                 self._backend.forget(path)
+            self._witnesses.close()
             self._space.remove()
 
     def _check_open(self, operation: str, path: str, offset: int, nbytes: int, tag: str) -> None:
@@ -312,7 +304,7 @@ class ExtentStore:
         while work:
             request = work.popleft()
             is_read = request.operation is Operation.READ
-            finish = partial(self._verify_read, state.extent, request) if is_read and self._fingerprint else None
+            finish = partial(self._verify_read, state.extent, request) if is_read and self._witnesses.active else None
             error = state.poison if is_read else None
             if error is None:
                 try:
@@ -329,12 +321,23 @@ class ExtentStore:
                     error = raised
                 else:
                     request.inner = inner
+                    if not is_read and request.witness is not None:
+                        self._witnesses.take(request.witness, request.buffer)
                     inner.add_done_callback(partial(self._on_done, state, request))
                     continue
             work.extend(self._end(state, request, error))
 
     def _on_done(self, state: _ExtentState, request: _Request, inner: Ticket) -> None:
-        self._run(state, self._end(state, request, inner.error))
+        if request.operation is Operation.WRITE and request.witness is not None:
+            request.witness.when_taken(partial(self._on_taken, state, request, inner.error))
+        else:
+            self._run(state, self._end(state, request, inner.error))
+
+    def _on_taken(
+        self, state: _ExtentState, request: _Request, error: BaseException | None, hashing_error: BaseException | None
+    ) -> None:
+        """After both the transfer and its fingerprint: only then may the buffer's owner have it back."""
+        self._run(state, self._end(state, request, hashing_error if error is None else error))
 
     def _end(self, state: _ExtentState, request: _Request, error: BaseException | None) -> list[_Request]:
         """Ends a request; returns those that may start now."""
@@ -392,8 +395,7 @@ class ExtentStore:
     def _verify_read(self, extent: Extent, request: _Request) -> None:
         """In a lane thread, after the last byte: raises when the buffer is not what was last written."""
         witness, buffer = request.witness, request.buffer
-        hashed = self._fingerprint
-        if witness is None or hashed is None or hashed(buffer, witness.generation) == witness.fingerprint:
+        if witness is None or not self._witnesses.differ(witness, buffer):
             return
         # The aio op cannot say what went wrong. Plain descriptors can: this raises the device's errno, if it has one.
         files = PosixFiles()
@@ -401,7 +403,7 @@ class ExtentStore:
             files.transfer(Operation.READ, extent.file, extent.offset, buffer, extent.tag)
         finally:
             files.close()
-        if hashed(buffer, witness.generation) == witness.fingerprint:
+        if not self._witnesses.differ(witness, buffer):
             with self._lock:
                 self.n_healed_reads += 1
             _logger.warning(

@@ -222,9 +222,11 @@ def test_an_error_nobody_waited_for_is_raised_once(store, memory_backend):
     assert all(ticket.done for ticket in tickets)
 
 
-def test_a_failing_callback_of_a_write_is_an_error_of_drain(store):
+def test_a_failing_callback_of_a_write_is_an_error_of_drain(store, memory_backend):
     extent = store.allocate(PAGE, "t")
+    memory_backend.gate.clear()
     store.write(extent, aligned(PAGE)).add_done_callback(lambda ticket: 1 // 0)
+    memory_backend.gate.set()
     with pytest.raises(ZeroDivisionError):
         store.drain()
 

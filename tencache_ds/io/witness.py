@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fingerprints of what was written, taken while it is being written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from tencache_ds.io.fingerprint import Fingerprint
+
+_N_THREADS = 2
+
+
+class Witness:
+    """What one write leaves in RAM: its number among the writes of its extent, and the fingerprint of its buffer."""
+
+    __slots__ = ("_taking", "generation")
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self._taking: Future[int] | None = None
+
+    def when_taken(self, callback: Callable[[BaseException | None], None]) -> None:
+        """Calls ``callback(error)`` once nothing reads the buffer any more: in the thread that took the fingerprint, or
+        here and now if that is over. The error is why there is no fingerprint."""
+        if self._taking is None:
+            callback(None)
+        else:
+            self._taking.add_done_callback(lambda taking: callback(taking.exception()))
+
+
+class Witnesses:
+    """Takes and compares fingerprints. Any thread.
+
+    A write's fingerprint is taken by a thread of its own while the device takes the bytes, so that neither the thread
+    that writes nor the transfer waits for it.
+
+    Args:
+        fingerprint: hash of a buffer and of the number of its write; None takes and compares nothing.
+    """
+
+    def __init__(self, fingerprint: Fingerprint | None) -> None:
+        self._fingerprint = fingerprint
+        self._threads = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="tencache-fingerprint")
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is compared."""
+        return self._fingerprint is not None
+
+    def take(self, witness: Witness, buffer: torch.Tensor) -> None:
+        """Starts; the buffer must stay as it is until :meth:`Witness.when_taken` calls back."""
+        if self._fingerprint is not None:
+            witness._taking = self._threads.submit(self._fingerprint, buffer, witness.generation)
+
+    def differ(self, witness: Witness, buffer: torch.Tensor) -> bool:
+        """Whether the buffer is not what the write wrote, here and now in the caller's thread."""
+        if self._fingerprint is None or witness._taking is None:
+            return False
+        return self._fingerprint(buffer, witness.generation) != witness._taking.result()
+
+    def close(self) -> None:
+        """Ends the threads. Nothing is taken afterwards."""
+        self._threads.shutdown()
