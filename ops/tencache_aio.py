@@ -37,9 +37,17 @@ class TenCacheAioBuilder(AsyncIOBuilder):
         """Where the op's own header is."""
         return [str(_SOURCES)]
 
+    def cpu_arch(self) -> str:
+        """No flag: there is nothing to vectorise, and DeepSpeed's answer takes py-cpuinfo a second at every start."""
+        return ""
+
+    def simd_width(self) -> str:
+        """No flag, for the same reason."""
+        return ""
+
     def cxx_args(self) -> list[str]:
         """DeepSpeed's flags for async_io, with its -O0 replaced."""
-        return [argument for argument in super().cxx_args() if argument != "-O0"] + ["-O3"]
+        return [argument for argument in super().cxx_args() if argument not in ("", "-O0")] + ["-O3"]
 
     def load(self, verbose: bool = False) -> ModuleType:
         """Builds the op if needed and imports it. Unlike async_io it needs no pin_memory op.

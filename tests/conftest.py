@@ -3,7 +3,24 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 import pytest
+
+ASKED_ONCE = Path(__file__).parent / "asked_once"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives this process and all that it starts py-cpuinfo's answer: see ``asked_once/cpuinfo.py``."""
+    import cpuinfo
+
+    if "CPUINFO_ANSWER" in os.environ:
+        return  # a worker of pytest-xdist, whose parent has asked
+    os.environ["CPUINFO_ANSWER"] = json.dumps(cpuinfo.get_cpu_info())
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ASKED_ONCE), os.environ.get("PYTHONPATH", "")]))
+    cpuinfo.get_cpu_info = lambda: json.loads(os.environ["CPUINFO_ANSWER"])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,18 +10,22 @@ ruff check .
 ruff format --check .
 python .ci/build_ops.py
 
-# Quick rooms first, training last: a mistake in the planner should not wait for all the training to show.
+# Quick rooms first, training last: a mistake in the planner should not wait for all the training to show. Of the rest
+# the longest first, so that at the end no worker is left alone with minutes of work.
 ordered=()
-for room in planning profiling memory io observability tiers cli; do
-    if [ -d "tests/$room" ]; then ordered+=("tests/$room"); fi
-done
+add() { # what exists and is not there yet
+    local entry
+    for entry in "$@"; do
+        if [ -e "$entry" ] && [[ " ${ordered[*]} " != *" $entry "* ]]; then ordered+=("$entry"); fi
+    done
+}
+add tests/{planning,profiling,memory,io,observability,tiers,cli}
 for entry in tests/*; do
-    case "$entry" in *__pycache__ | tests/integration) continue ;; esac
-    if [ -d "$entry" ] || [[ "$entry" == */test_*.py ]]; then
-        [[ " ${ordered[*]} " == *" $entry "* ]] || ordered+=("$entry")
-    fi
+    case "$entry" in tests/integration | tests/benchmarks) continue ;; esac
+    if [[ "$entry" == */test_*.py ]] || compgen -G "$entry/test_*.py" >/dev/null; then add "$entry"; fi
 done
-if [ -d tests/integration ]; then ordered+=(tests/integration); fi
+add tests/integration/test_exactness.py tests/benchmarks/test_smoke.py tests/integration/test_*.py
+add tests/benchmarks/test_*.py
 for argument in "$@"; do
     if [ -e "${argument%%::*}" ]; then ordered=(); fi # the caller says which tests
 done
@@ -33,4 +37,5 @@ if [ "${DS_ACCELERATOR:-}" = cpu ]; then
 else
     workers="${TENCACHE_TEST_WORKERS:-0}" # tests on one GPU measure and fill its memory: one at a time
 fi
-exec python -m pytest -n "$workers" --dist loadfile "${ordered[@]}" "$@"
+# Without the option pytest-xdist begins with the files of most tests, and a few long ones come last.
+exec python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "${ordered[@]}" "$@"

@@ -17,11 +17,14 @@ import psutil
 from tencache_ds.errors import ConfigError
 from tencache_ds.profiling.hardware import Hardware
 
-from . import operators
 from .process import PACKAGE, environment, last_error
 
 PROBE_TIMEOUT_S = 300.0
 """The probe keeps its own time; this is for one that hangs."""
+
+OPERATORS = ("AsyncIOBuilder", "CPUAdamBuilder", "tencache_ds.ops.tencache_aio:TenCacheAioBuilder")
+OPERATORS_ON_GPU = ("FusedAdamBuilder",)
+"""What the configurations and the probe use."""
 
 
 class Machine:
@@ -76,12 +79,14 @@ class Machine:
     def build_operators(self) -> None:
         """Builds what the configurations use, all at the same time. What cannot be built shows where it is used.
 
+        Otherwise the run that comes first would build it, and its start would be that of a compiler.
+
         A compiler that was killed leaves a lock behind at which everybody waits: there is no time limit here.
         """
-        command = [sys.executable, "-m", f"{PACKAGE}.comparison.operators"]
+        command = [sys.executable, "-m", "tencache_ds.ops.build"]
         builds = [
             subprocess.Popen([*command, name], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            for name in operators.NAMES + (operators.ON_GPU if self.gpus() else ())
+            for name in OPERATORS + (OPERATORS_ON_GPU if self.gpus() else ())
         ]
         for build in builds:
             build.wait()

@@ -74,7 +74,7 @@ def execute(
 
     Returns:
         The measured run, or one that says why there is no measurement. Finished steps of a run that was stopped are
-        in it.
+        in it. Knobs and config are left to the caller, who knows what they stand for and which paths are in them.
 
     Raises:
         KeyboardInterrupt: the user stopped the benchmark; the run's processes are gone by then.
@@ -100,7 +100,6 @@ def execute(
         "round": request.round,
         "started_at": started_at,
         "wall_s": wall_s,
-        "deepspeed_config": request.config,
         "caps": Caps(
             host_nbytes=host_limit.nbytes, host_enforced_by=host_limit.enforced_by, gpu_nbytes=request.gpu_nbytes
         ),

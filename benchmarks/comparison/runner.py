@@ -86,7 +86,6 @@ class Session:
             ConfigError: the output folder holds another benchmark, or one of another machine.
             KeyboardInterrupt: the user stopped it.
         """
-        self._machine.build_operators()
         self._benchmark = self._resume() or self._begin()
         self._save()
         with (
@@ -108,6 +107,7 @@ class Session:
     # What is on record
 
     def _begin(self) -> Benchmark:
+        self._machine.build_operators()  # a benchmark that goes on has built them, of the same versions
         hardware = self._machine.probe(self._options.nvme_path, self._plan.probe_s)
         on_tmpfs = hardware.storage is not None and hardware.storage.filesystem in ("tmpfs", "ramfs")
         return Benchmark(
@@ -171,8 +171,7 @@ class Session:
             knobs = tuning.next_trial(peer.space, trials, entry.fixed)
             if knobs is None:
                 break
-            run = self._execute(entry, peer, knobs, -1 - len(trials), setting, limit)
-            self._add(run.model_copy(update={"knobs": knobs}))
+            self._add(self._execute(entry, peer, knobs, -1 - len(trials), setting, limit))
         self._describe(entry, peer)
 
     def _max_trials(self, entry: Entry) -> int:
@@ -213,8 +212,7 @@ class Session:
         if any(run.round == index or run.outcome is not Outcome.ok for run in done):
             return
         peer = PEERS[entry.peer]
-        run = self._execute(entry, peer, self._knobs(entry, peer), index, setting, limit)
-        self._add(run)
+        self._add(self._execute(entry, peer, self._knobs(entry, peer), index, setting, limit))
 
     def _execute(
         self, entry: Entry, peer: Peer, knobs: dict[str, Any], index: int, setting: Setting, limit: HostLimit

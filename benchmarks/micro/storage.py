@@ -20,13 +20,15 @@ from pathlib import Path
 
 import torch
 
+from tencache_ds.cli.storage_loops import Session
 from tencache_ds.errors import ConfigError, LockedMemoryError, SpaceError
 from tencache_ds.io import ScratchFolder, free_nbytes
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.profiling.filesystem import file_system_of, supports_direct_io
+from tencache_ds.profiling.probe_storage import Kind
 
 from .result import MIN_REPEATS, MicroResult, Row, alternate, progress
-from .storage_variants import BACKENDS, BLOCK_NBYTES, QUEUE_DEPTH, VARIANTS, Direction, Session, Work
+from .storage_variants import BACKENDS, BLOCK_NBYTES, QUEUE_DEPTH, VARIANTS, Work
 
 MIB = 1 << 20
 LANES = (1, 4, 8)
@@ -93,7 +95,7 @@ def run(
             )  # fmt: skip
         buffers, locked, lock_note = _buffers(stack, max(_n_buffers(*case, file_nbytes) * case[1] for case in cases))
         path = _write_file(folder / "shared.bin", file_nbytes, buffers)
-        n_samples = len(cases) * len(VARIANTS) * len(Direction) * (repeats + 1)
+        n_samples = len(cases) * len(VARIANTS) * len(Kind) * (repeats + 1)
         rows: list[Row] = []
         t_start_s = time.perf_counter()
         with progress(n_samples, "storage") as bar:
@@ -216,13 +218,13 @@ def _measure(
                 sessions[variant.name] = stack.enter_context(closing(variant.open(work)))
             except ConfigError as error:
                 rows += _absent(variant.name, case, str(error))
-        for direction in Direction:
+        for kind in Kind:
             samples = alternate(
-                {name: partial(_sample, session, direction, duration_s) for name, session in sessions.items()},
+                {name: partial(_sample, session, kind, duration_s) for name, session in sessions.items()},
                 repeats,
                 advance,
             )
-            whole = {"operation": direction.value, **case}
+            whole = {"operation": kind.value, **case}
             for name, taken in samples.items():
                 rates = [sample.bytes_per_s / 1e9 for sample in taken]
                 costs = [sample.cpu_s_per_byte * 1e9 for sample in taken]
@@ -231,9 +233,9 @@ def _measure(
     return rows
 
 
-def _sample(session: Session, direction: Direction, duration_s: float) -> _Sample:
+def _sample(session: Session, kind: Kind, duration_s: float) -> _Sample:
     cpu_before_s, t_start_s = _cpu_s(), time.perf_counter()
-    nbytes = session.transfer(direction, duration_s)
+    nbytes = session.transfer(kind, duration_s)
     elapsed_s, cpu_s = time.perf_counter() - t_start_s, _cpu_s() - cpu_before_s
     return _Sample(nbytes / elapsed_s, cpu_s / nbytes)
 
@@ -245,7 +247,7 @@ def _cpu_s() -> float:
 
 def _absent(name: str, case: dict[str, str | int], reason: str) -> list[Row]:
     return [
-        Row.absent(name, quantity, unit, {"operation": direction.value, **case}, reason)
-        for direction in Direction
+        Row.absent(name, quantity, unit, {"operation": kind.value, **case}, reason)
+        for kind in Kind
         for quantity, unit in (("rate", "GB/s"), ("CPU time", "s/GB"))
     ]

@@ -18,19 +18,12 @@ from pathlib import Path
 
 import torch
 
+from tencache_ds.cli.storage_loops import Session, StockSession
 from tencache_ds.cli.tune_result import LEAST_ROUNDS, Choice, Measured, PathResult
-from tencache_ds.cli.tune_sessions import (
-    Session,
-    Settings,
-    StockSession,
-    TenCacheSession,
-    Work,
-    stock_grid,
-    tencache_grid,
-)
+from tencache_ds.cli.tune_sessions import Settings, TenCacheSession, requests_on, stock_grid, tencache_grid
 from tencache_ds.errors import ConfigError, LockedMemoryError
 from tencache_ds.memory import HostArena, Locking
-from tencache_ds.profiling.filesystem import block_device_of, file_system_of
+from tencache_ds.profiling.filesystem import FileSystem, block_device_of, file_system_of
 from tencache_ds.profiling.probe_storage import Kind, area_nbytes_for, fill_area, open_area
 
 REQUEST_NBYTES = 8 << 20
@@ -77,7 +70,8 @@ def measure_path(folder: Path, seconds: float, advance: Callable[[float], None] 
         slab.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))  # nothing that can be compressed
         buffers = slab.split(REQUEST_NBYTES)
         # Compiles what has to be compiled before the clock starts, and says which backend it will be.
-        first = TenCacheSession("auto", tencache_grid("native")[0], Work(area, buffers, MOST_IN_FLIGHT), not unlocked)
+        everything = requests_on(area, buffers, MOST_IN_FLIGHT)
+        first = TenCacheSession("auto", tencache_grid("native")[0], everything, not unlocked)
         backend, reason = first.backend.name, first.reason
         first.close()
         stock_absent = _why_no_stock(area.direct, unlocked)
@@ -86,31 +80,23 @@ def measure_path(folder: Path, seconds: float, advance: Callable[[float], None] 
         n_written = fill_area(area, start + FILL_SHARE * seconds)
         filled_bytes_per_s = n_written * REQUEST_NBYTES / (time.perf_counter() - start)
         in_flight = _in_flight(filled_bytes_per_s, SCREENING_SHARE * seconds / 36, n_written)
-        work = Work(area, buffers[:in_flight], n_written // in_flight * in_flight)
+        requests = requests_on(area, buffers[:in_flight], n_written)
         sides: dict[str, tuple[list[dict[str, bool | int]], Callable[[Settings], Session]]] = {
             "tencache": (
                 tencache_grid(backend),
-                lambda settings: TenCacheSession(backend, settings, work, not unlocked),
+                lambda settings: TenCacheSession(backend, settings, requests, not unlocked),
             )
         }
         if not stock_absent:
-            sides["stock"] = (stock_grid(len(os.sched_getaffinity(0))), lambda settings: StockSession(settings, work))
+            cores = len(os.sched_getaffinity(0))
+            sides["stock"] = (stock_grid(cores), lambda settings: StockSession(settings, requests))
         sessions, notes = _open(stack, sides)
         mixed = _screen(sessions, start, seconds, advance)
         finalists = _finalists(mixed)
         finals = _play({key: sessions[key] for key in finalists}, start, seconds, advance)
         choices = {side: _choice(side, grid, mixed, finals) for side, (grid, _) in sides.items()}
     system = file_system_of(folder)
-    warnings = []
-    if system.in_memory:
-        warnings.append(f"{folder} is on {system.kind}: RAM, not a disk. At best it stands in for a fast array.")
-    if system.over_network:
-        warnings.append(f"{folder} is on {system.kind}, over a network: every rank and user of it shares these rates.")
-    if not area.direct:
-        warnings.append(
-            f"{folder} refuses O_DIRECT: data goes through the page cache, which takes RAM and time, and these figures "
-            "are a guess. Name a folder on ext4 or xfs."
-        )
+    warnings = warnings_of(folder, system, area.direct)
     if backend != "native":
         warnings.append(f'"io_backend": "auto" takes {backend} here: {reason}')
     return PathResult(
@@ -132,6 +118,21 @@ def measure_path(folder: Path, seconds: float, advance: Callable[[float], None] 
         notes=tuple([*notes, f"stock was not measured: {stock_absent}"] if stock_absent else notes),
         warnings=tuple(warnings),
     )
+
+
+def warnings_of(folder: Path, system: FileSystem, direct: bool) -> list[str]:
+    """What makes this storage a doubtful choice, in words."""
+    warnings = []
+    if system.in_memory:
+        warnings.append(f"{folder} is on {system.kind}: RAM, not a disk. At best it stands in for a fast array.")
+    if system.over_network:
+        warnings.append(f"{folder} is on {system.kind}, over a network: every rank and user of it shares these rates.")
+    if not direct:
+        warnings.append(
+            f"{folder} refuses O_DIRECT: data goes through the page cache, which takes RAM and time, and these figures "
+            "are a guess. Name a folder on ext4 or xfs."
+        )
+    return warnings
 
 
 def _buffers(stack: ExitStack, nbytes: int) -> tuple[torch.Tensor, str]:

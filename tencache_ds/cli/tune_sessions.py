@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tencache tune`` compares: TenCache's backend and DeepSpeed's ``aio_handle``, with one set of knobs each."""
+"""What ``tencache tune`` compares: settings of TenCache's backend and of DeepSpeed's ``aio_handle``."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Literal, cast
 
 import torch
-from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
 
+from tencache_ds.cli.storage_loops import Requests, keep_in_flight
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import StorageError
+from tencache_ds.integration.aio_section import read_aio_section
 from tencache_ds.io import Operation, StorageBackend, Ticket, open_backend
 from tencache_ds.profiling.probe_storage import Area, Kind
 
 Settings = Mapping[str, "bool | int"]
 
-TIMEOUT_S = 120.0
 STOCK_KNOBS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events")
 _MIB = 1 << 20
 
@@ -30,7 +27,7 @@ def tencache_grid(backend: str) -> list[dict[str, bool | int]]:
 
     ``native`` cuts requests into blocks, so their size is what counts; ``posix`` knows no blocks.
     """
-    aio = get_aio_config({})
+    aio = read_aio_section({})
     fields = TenCacheConfig.model_fields
     default: dict[str, bool | int] = {
         "io_lanes": fields["io_lanes"].default,
@@ -56,7 +53,8 @@ def tencache_grid(backend: str) -> list[dict[str, bool | int]]:
 
 def stock_grid(cores: int) -> list[dict[str, bool | int]]:
     """Settings worth trying with DeepSpeed's handle, its defaults first."""
-    default = {key: get_aio_config({})[key] for key in STOCK_KNOBS}
+    aio = read_aio_section({})
+    default = {key: aio[key] for key in STOCK_KNOBS}
     changes: list[dict[str, bool | int]] = [
         {"intra_op_parallelism": 4},
         {"intra_op_parallelism": 8, "queue_depth": 32},
@@ -74,49 +72,21 @@ def _distinct(grid: list[dict[str, bool | int]]) -> list[dict[str, bool | int]]:
     return [settings for index, settings in enumerate(grid) if settings not in grid[:index]]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The same for everything that is compared.
+def requests_on(area: Area, buffers: tuple[torch.Tensor, ...], n_written: int) -> Requests:
+    """What every setting moves.
 
-    Attributes:
-        area: written throughout, at least as far as ``n_extents`` requests.
+    Args:
+        area: written as far as ``n_written`` requests.
         buffers: one aligned uint8 tensor of ``area.request_nbytes`` per request in flight, an even number.
-        n_extents: a multiple of the number of buffers: buffer ``i`` only ever goes to extents ``i`` modulo that number,
-            so that no two requests in flight meet.
+        n_written: at least as many as there are buffers.
     """
 
-    area: Area
-    buffers: tuple[torch.Tensor, ...]
-    n_extents: int
-
-    def place(self, slot: int, turn: int) -> tuple[str, int]:
-        """Path and offset that buffer ``slot`` goes to at its ``turn``-th request."""
-        fd, offset = self.area.place((turn * len(self.buffers) + slot) % self.n_extents)
+    def place(extent: int) -> tuple[str, int]:
+        fd, offset = area.place(extent)
         # The files have no names any more; this opens them again, for this process only.
         return f"/proc/self/fd/{fd}", offset
 
-
-def operation_of(kind: Kind, slot: int) -> Operation:
-    """What the buffer at index ``slot`` is used for: when mixed, every other one writes."""
-    if kind is Kind.MIXED:
-        return Operation.WRITE if slot % 2 else Operation.READ
-    return Operation(kind.value)
-
-
-class Session(Protocol):
-    """One set of knobs, ready to be measured. Used by one thread."""
-
-    def transfer(self, kind: Kind, seconds: float) -> int:
-        """Starts requests for ``seconds``, waits for all of them, and returns the bytes they moved.
-
-        Raises:
-            StorageError: a request failed; names the folder.
-        """
-        ...
-
-    def close(self) -> None:
-        """Waits for what is in flight and frees everything."""
-        ...
+    return Requests(area.name, buffers, n_written // len(buffers) * len(buffers), place)
 
 
 class TenCacheSession:
@@ -125,15 +95,15 @@ class TenCacheSession:
     Args:
         kind: of ``open_backend``.
         settings: keys of :func:`tencache_grid`.
-        work: files and buffers.
+        requests: files and buffers.
         buffers_are_pinned: whether they are page-locked.
 
     Raises:
         ConfigError: this backend cannot work here with these settings.
     """
 
-    def __init__(self, kind: str, settings: Settings, work: Work, buffers_are_pinned: bool) -> None:
-        self._work = work
+    def __init__(self, kind: str, settings: Settings, requests: Requests, buffers_are_pinned: bool) -> None:
+        self._requests = requests
         self._backend, self.reason = open_backend(
             cast(Literal["auto", "native", "aio", "posix"], kind),
             n_lanes=settings["io_lanes"],
@@ -148,73 +118,19 @@ class TenCacheSession:
         return self._backend
 
     def transfer(self, kind: Kind, seconds: float) -> int:
-        """See :meth:`Session.transfer`."""
-        end_s = time.perf_counter() + seconds
-        n_moved = 0
+        """See :meth:`~.storage_loops.Session.transfer`."""
         try:
-            pending = deque((slot, 0, self._start(kind, slot, 0)) for slot in range(len(self._work.buffers)))
-            while pending:
-                slot, turn, ticket = pending.popleft()
-                ticket.wait(TIMEOUT_S)
-                n_moved += ticket.nbytes
-                if time.perf_counter() < end_s:
-                    pending.append((slot, turn + 1, self._start(kind, slot, turn + 1)))
+            return keep_in_flight(self._requests, kind, seconds, self._start)
         except StorageError as error:
             cause = os.strerror(error.errno) if error.errno else str(error)
             raise StorageError(
-                error.operation, self._work.area.name, error.offset, error.nbytes, cause,
+                error.operation, self._requests.name, error.offset, error.nbytes, cause,
                 errno=error.errno, tag="tencache tune",
             ) from error  # fmt: skip
-        return n_moved
 
     def close(self) -> None:
-        """See :meth:`Session.close`."""
+        """See :meth:`~.storage_loops.Session.close`."""
         self._backend.close()
 
-    def _start(self, kind: Kind, slot: int, turn: int) -> Ticket:
-        path, offset = self._work.place(slot, turn)
-        return self._backend.submit(operation_of(kind, slot), path, offset, self._work.buffers[slot])
-
-
-class StockSession:
-    """One ``aio_handle`` the way DeepSpeed's swappers use it: a batch of asynchronous requests, then ``wait()``.
-
-    Args:
-        settings: keys of DeepSpeed's ``aio`` section.
-        work: files and page-locked buffers; the handle would copy others.
-
-    Raises:
-        ConfigError: DeepSpeed's op cannot be built or loaded.
-    """
-
-    def __init__(self, settings: Settings, work: Work) -> None:
-        from tencache_ds.ops.async_io import load_async_io
-
-        self._work = work
-        self._handle: Any = load_async_io().aio_handle(*(settings[key] for key in _HANDLE_ARGUMENTS))
-
-    def transfer(self, kind: Kind, seconds: float) -> int:
-        """See :meth:`Session.transfer`."""
-        work = self._work
-        end_s = time.perf_counter() + seconds
-        n_moved, turn = 0, 0
-        while True:
-            for slot, buffer in enumerate(work.buffers):
-                is_read = operation_of(kind, slot) is Operation.READ
-                start = self._handle.async_pread if is_read else self._handle.async_pwrite
-                start(buffer, *work.place(slot, turn))
-            n_done = self._handle.wait()
-            if n_done != len(work.buffers):
-                cause = f"aio_handle.wait() says that {n_done} of {len(work.buffers)} requests were done"
-                raise StorageError(kind.value, work.area.name, 0, work.area.request_nbytes, cause, tag="tencache tune")
-            n_moved += n_done * work.area.request_nbytes
-            turn += 1
-            if time.perf_counter() >= end_s:
-                return n_moved
-
-    def close(self) -> None:
-        """See :meth:`Session.close`."""
-        self._handle = None
-
-
-_HANDLE_ARGUMENTS = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
+    def _start(self, operation: Operation, slot: int, extent: int) -> Ticket:
+        return self._backend.submit(operation, *self._requests.place(extent), self._requests.buffers[slot])

@@ -191,6 +191,26 @@ def benchmark(configurations: Sequence[Configuration], runs: Sequence[Run], **ch
     return Benchmark(**(known | changes))
 
 
+def pair(theirs: Sequence[float] | Run, ours: Sequence[float] | Run, **changes: Any) -> Benchmark:
+    """Stock on NVMe against TenCache in one round, from the runs or from the seconds of their steps."""
+    runs = [
+        one if isinstance(one, Run) else run(name, one) for name, one in (("nvme-nvme", theirs), ("tencache", ours))
+    ]
+    return benchmark([stock(), tencache()], runs, **changes)
+
+
+def with_failures(error: str = "RuntimeError: lost") -> Benchmark:
+    """TenCache at 10 s, stock that failed with ``error``, a peer that cannot run and one whose turn did not come."""
+    return benchmark(
+        [stock(), stock("gpu-gpu", "GPU only"), tencache(), stock("none", "left out")],
+        [
+            failed("nvme-nvme", error),
+            failed("gpu-gpu", "it needs 300 GiB of GPU memory", outcome=Outcome.cannot_run),
+            run("tencache", [10.0]),
+        ],
+    )
+
+
 def small() -> Benchmark:
     """Stock on NVMe against TenCache, two rounds of two steps each: 20 s against 10 s, at 0.8 of the bound."""
     lean: dict[str, Any] = {"nvme_read_nbytes": 12 * NUMEL, "nvme_write_nbytes": 12 * NUMEL}

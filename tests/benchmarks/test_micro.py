@@ -12,10 +12,11 @@ from rich.console import Console
 from benchmarks.micro import __main__ as command
 from benchmarks.micro import cpu_update, pool, storage
 from benchmarks.micro.result import MicroReport, MicroResult, Row, alternate
-from benchmarks.micro.storage_variants import BACKENDS, VARIANTS, Direction, RawThreads, StockHandle, Work
+from benchmarks.micro.storage_variants import BACKENDS, VARIANTS, RawThreads, Work
 from tencache_ds.errors import ConfigError, LockedMemoryError, SpaceError
 from tencache_ds.memory.pages import Locking, PlainPages
 from tencache_ds.profiling.filesystem import supports_direct_io
+from tencache_ds.profiling.probe_storage import Kind
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds DeepSpeed's ops
 
@@ -111,7 +112,7 @@ def _refuse_locking(locking):
 
 
 def test_a_failing_variant_leaves_no_files(folder, monkeypatch):
-    def fail(self: object, direction: Direction, duration_s: float) -> int:
+    def fail(self: object, kind: Kind, seconds: float) -> int:
         raise OSError(5, "injected")
 
     monkeypatch.setattr(RawThreads, "transfer", fail)
@@ -151,32 +152,17 @@ def test_a_variant_moves_what_it_says(folder, variant):
         contents = [buffer.clone() for buffer in buffers]
         session = stack.enter_context(closing(variant.open(work)))
         slab.zero_()
-        moved = session.transfer(Direction.READ, 0.0)
+        moved = session.transfer(Kind.READ, 0.0)
         assert moved >= nbytes
         if not isinstance(session, RawThreads):  # which stops in the middle of a turn
             assert all(torch.equal(a, b) for a, b in zip(buffers, contents, strict=True))
         slab.fill_(7)
-        assert session.transfer(Direction.WRITE, 0.0) >= nbytes
+        assert session.transfer(Kind.WRITE, 0.0) >= nbytes
         slab.zero_()
-        session.transfer(Direction.READ, 0.0)
+        session.transfer(Kind.READ, 0.0)
         assert int(buffers[0][0]) == 7
-        assert session.transfer(Direction.MIXED, 0.0) >= nbytes
+        assert session.transfer(Kind.MIXED, 0.0) >= nbytes
     assert os.listdir(folder) == ["shared.bin"]
-
-
-def test_a_stock_handle_that_loses_a_request_is_an_error(folder, monkeypatch):
-    class Handle:
-        def async_pread(self, buffer, path, offset):
-            return 0
-
-        def wait(self):
-            return 1
-
-    session = StockHandle.__new__(StockHandle)
-    session._handle = Handle()
-    session._work = Work(str(folder), "f", 4096, 1, tuple(torch.empty(8192, dtype=torch.uint8).split(4096)), 2)
-    with pytest.raises(OSError, match="1 of 2 requests were done"):
-        session.transfer(Direction.READ, 0.0)
 
 
 def test_cpu_update():

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.record import Outcome, Sample
+from benchmarks.record import Sample
 from benchmarks.reporting import plots
 from benchmarks.reporting.plot_style import OURS, PEERS
 from tests.benchmarks.examples import (
@@ -19,11 +19,13 @@ from tests.benchmarks.examples import (
     failed,
     hardware,
     memory,
+    pair,
     run,
     small,
     stock,
     tencache,
     timeline,
+    with_failures,
 )
 
 pytestmark = pytest.mark.timeout(120)
@@ -52,16 +54,12 @@ def test_phases_are_stacked_and_the_bound_is_marked():
 
 
 def test_what_did_not_run_has_its_line_in_the_step_times():
-    example = benchmark(
-        [tencache(), stock(), stock("gpu-gpu", "GPU only")],
-        [run("tencache", [1.0]), failed("nvme-nvme", "x"), failed("gpu-gpu", "y", outcome=Outcome.cannot_run)],
-    )
-    axes = plots.step_time(example).axes[0]
-    assert texts(axes) == ["1.00 s", "failed", "cannot run"]
+    axes = plots.step_time(with_failures()).axes[0]
+    assert texts(axes) == ["failed", "cannot run", "10.0 s"]
     assert [tick.get_text() for tick in axes.get_yticklabels()] == [
-        "TenCache (defaults)",
         "stock NVMe + NVMe",
         "GPU only",
+        "TenCache (defaults)",
     ]
 
 
@@ -85,8 +83,7 @@ def test_frontier_takes_the_larger_memory_and_sorts_tencache_by_it():
 
 
 def test_frontier_is_logarithmic_over_more_than_a_factor_of_ten():
-    example = benchmark([tencache(), stock()], [run("tencache", [1.0]), run("nvme-nvme", [11.0])])
-    assert plots.frontier(example).axes[0].get_yscale() == "log"
+    assert plots.frontier(pair([11.0], [1.0])).axes[0].get_yscale() == "log"
 
 
 def test_names_on_the_frontier_do_not_lie_on_each_other():
@@ -154,10 +151,7 @@ def test_files_are_small(tmp_path: Path):
 
 
 def test_the_caption_says_which_memory_is_shown():
-    example = benchmark(
-        [stock(), tencache()],
-        [run("nvme-nvme", [1.0]), run("tencache", [1.0], step={"host_used_nbytes": 25 * GIB})],
-    )
+    example = pair([1.0], run("tencache", [1.0], step={"host_used_nbytes": 25 * GIB}))
     assert plots._memory_sources(example).endswith(
         "host memory in use for TenCache (defaults), peak RSS for the others."
     )

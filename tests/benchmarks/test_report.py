@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record import Benchmark, Caps, Outcome, Placement
+from benchmarks.record import Benchmark, Caps, Placement
 from benchmarks.reporting.losses import compare_losses
 from benchmarks.reporting.markdown import gist, joined, number, plain, table, without_paths
 from benchmarks.reporting.report import render, write_report
@@ -20,12 +20,14 @@ from tests.benchmarks.examples import (
     failed,
     hardware,
     memory,
+    pair,
     run,
     small,
     step,
     stock,
     storage,
     tencache,
+    with_failures,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -66,8 +68,7 @@ def test_rounds_that_only_one_side_has_make_no_ratio_of_their_own():
 
 
 def test_ratios_of_two_measurements():
-    again = benchmark([stock(), tencache()], [run("nvme-nvme", [21.0]), run("tencache", [10.0])])
-    comparison = compare_ratios(small(), again, "nvme-nvme", "tencache")
+    comparison = compare_ratios(small(), pair([21.0], [10.0]), "nvme-nvme", "tencache")
     assert (comparison.first, comparison.second) == (2.0, 2.1)
     assert comparison.relative_difference == pytest.approx(0.05)
     assert compare_ratios(small(), benchmark([], []), "nvme-nvme", "tencache") is None
@@ -190,15 +191,7 @@ def test_the_best_peer_is_the_baseline_and_other_semantics_never_are():
 
 def test_failure_rows_say_why():
     error = 'Traceback:\n  File "/home/someone/x.py", line 3\nRuntimeError: no | buffers in /home/someone/scratch/w.bin'
-    example = benchmark(
-        [stock(), stock("gpu-gpu", "GPU only"), tencache(), stock("none", "left out")],
-        [
-            failed("nvme-nvme", error),
-            failed("gpu-gpu", "it needs 300 GiB of GPU memory", outcome=Outcome.cannot_run),
-            run("tencache", [10.0]),
-        ],
-    )
-    page = render(example)
+    page = render(with_failures(error))
     results = section(page, "Results")
     assert cells(results, "stock")[1] == "failed: RuntimeError: no \0 buffers in .../w.bin"
     assert cells(results, "GPU only")[1] == "could not run: it needs 300 GiB of GPU memory"
@@ -227,9 +220,7 @@ def test_a_failure_of_tencache_is_at_the_top_and_a_lost_round_in_a_footnote():
 
 
 def test_one_round_without_a_measured_step_and_without_memory():
-    nothing = run("nvme-nvme", [], memory=None)
-    example = benchmark([stock(), tencache()], [nothing, run("tencache", [10.0], memory=None)])
-    page = render(example)
+    page = render(pair(run("nvme-nvme", [], memory=None), run("tencache", [10.0], memory=None)))
     results = section(page, "Results")
     assert cells(results, "stock")[1:] == [
         "no measured step", "-", "-", "-", "-", "-", "-", "-", "3.00 + 12.0", "-", "-",
@@ -277,19 +268,15 @@ def test_different_losses_are_grouped_and_located():
 
 
 def test_a_loss_that_is_not_finite_has_no_relative_size():
-    example = benchmark([stock(), tencache()], [run("nvme-nvme", [1.0]), run("tencache", [1.0])])
-    lost = example.runs[1].model_copy(update={"steps": [step(99.0, 9.0), step(1.0, float("nan"))]})
-    losses = section(render(example.model_copy(update={"runs": [example.runs[0], lost]})), "Losses")
+    lost = run("tencache", [], steps=[step(99.0, 9.0), step(1.0, float("nan"))])
+    losses = section(render(pair([1.0], lost)), "Losses")
     assert cells(losses, "B:")[1:] == ["step 2, micro-step 1", "a loss is not finite", "a loss is not finite"]
 
 
 def test_skipped_steps_and_loss_scales():
     skipping = [step(99.0, 9.0, loss_scale=8192.0, skipped=True), step(1.0, 8.0, loss_scale=4096.0, skipped=True)]
     plain_steps = [step(99.0, 9.0, loss_scale=4096.0), step(1.0, 8.0, loss_scale=4096.0)]
-    example = benchmark(
-        [stock(), tencache()], [run("nvme-nvme", [], steps=skipping), run("tencache", [], steps=plain_steps)]
-    )
-    page = render(example)
+    page = render(pair(run("nvme-nvme", [], steps=skipping), run("tencache", [], steps=plain_steps)))
     losses = section(page, "Losses")
     assert cells(losses, "stock") == ["stock NVMe + NVMe, round 1", "1, 2", "8192 then 4096"]
     assert cells(losses, "TenCache") == ["TenCache (defaults), round 1", "none", "4096"]
@@ -355,13 +342,7 @@ def test_rare_events_are_named():
 
 
 def test_repeatability():
-    again = benchmark(
-        [stock(), tencache()],
-        [run("nvme-nvme", [22.0]), run("tencache", [10.0])],
-        storage="another",
-        started_at="later",
-    )
-    page = render(small(), repeat=again)
+    page = render(small(), repeat=pair([22.0], [10.0], storage="another", started_at="later"))
     repeated = section(page, "Repeatability")
     assert cells(repeated, "TenCache") == [
         "TenCache (defaults) against stock NVMe + NVMe", "10.0 / 10.0", "2.00x", "2.20x", "**10.0 %**",

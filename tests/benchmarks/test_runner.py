@@ -29,6 +29,9 @@ class ScriptedMachine:
 
     versions_now = "1"
 
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
     def now(self) -> str:
         return "2026-01-01T00:00:00+00:00"
 
@@ -39,7 +42,7 @@ class ScriptedMachine:
         return 0
 
     def build_operators(self) -> None:
-        pass
+        self.done.append("operators")
 
     def identity(self) -> tuple[str, int, str | None]:
         return HARDWARE.cpu, HARDWARE.cores, None
@@ -48,6 +51,7 @@ class ScriptedMachine:
         return {"torch": self.versions_now}
 
     def probe(self, nvme_path: Path, seconds: float) -> Hardware:
+        self.done.append("probe")
         return HARDWARE
 
 
@@ -165,6 +169,23 @@ def test_what_cannot_run_is_a_row_with_its_reason(options: Options, scripted: An
     assert "GPU" in failure.error
     Session(plan("gpu-gpu", "tencache", rounds=2), options, ScriptedMachine()).run()
     assert len(Benchmark.read(options.out / RESULT_FILE).runs) == 3  # said once
+
+
+def test_operators_are_built_before_the_probe_and_once_per_benchmark(options: Options, scripted: Any) -> None:
+    scripted(lambda request: 1.0)
+    begun, resumed = ScriptedMachine(), ScriptedMachine()
+    Session(plan(rounds=1), options, begun).run()
+    Session(plan(rounds=2), options, resumed).run()
+    assert begun.done == ["operators", "probe"]
+    assert resumed.done == []
+
+
+def test_the_record_has_every_config_without_paths(options: Options, scripted: Any) -> None:
+    scripted(lambda request: 1.0)
+    benchmark = Session(plan(max_trials=2), options, ScriptedMachine()).run()
+    for run in benchmark.tuning + benchmark.runs:
+        assert run.deepspeed_config["zero_optimization"]["offload_optimizer"]["nvme_path"] == "FOLDER"
+    assert all(run.knobs for run in benchmark.tuning)
 
 
 @pytest.mark.parametrize("cut", range(1, 9))

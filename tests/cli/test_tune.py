@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
 
 from tencache_ds.cli import main, tune, tune_cache, tune_measure
 from tencache_ds.cli.tune_cache import cache_folder
@@ -21,6 +20,7 @@ from tencache_ds.cli.tune_result import LEAST_ROUNDS, Choice, Measured, PathResu
 from tencache_ds.cli.tune_sessions import stock_grid, tencache_grid
 from tencache_ds.config import options_from
 from tencache_ds.errors import ConfigError, StorageError
+from tencache_ds.integration.aio_section import read_aio_section
 from tencache_ds.profiling import filesystem, probe_storage
 
 pytestmark = pytest.mark.timeout(300)  # DeepSpeed may compile its operators
@@ -91,13 +91,13 @@ class TestRealRun:
             # What is printed is JSON once it is between the braces of a config, and DeepSpeed takes it as it is.
             printed = output[output.index("Stock DeepSpeed") :].split("\n", 1)[1].split("Endurance")[0]
             assert json.loads("{" + printed + "}") == section
-            parsed = get_aio_config(section)
+            parsed = read_aio_section(section)
             assert parsed | section["aio"] == parsed
             assert type(parsed["single_submit"]) is type(parsed["overlap_events"]) is bool
             assert parsed["intra_op_parallelism"] >= 1
         settings = found["tencache_config"]
         assert options_from(settings["tencache"]).io_lanes >= 1
-        assert get_aio_config(settings)["block_size"] % 4096 == 0
+        assert read_aio_section(settings)["block_size"] % 4096 == 0
         assert [one["drive_writes_per_day"] for one in content["endurance"]] == pytest.approx(
             [per_parameter * 1e9 * 8640 / 1e12 for per_parameter in (12, 14, 18)]
         )
@@ -121,19 +121,22 @@ class TestRealRun:
         assert any("needs O_DIRECT" in note for note in found.notes)
         assert list(tmp_path.iterdir()) == []
 
-    def test_memory_and_networks_are_warned_of(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for kind, words in (("tmpfs", "RAM, not a disk"), ("nfs4", "over a network")):
-            system = filesystem.FileSystem(kind, "/", "none")
-            monkeypatch.setattr(tune_measure, "file_system_of", lambda folder, system=system: system)
-            monkeypatch.setattr(tune_measure, "block_device_of", lambda folder: None)
-            found = tune_measure.measure_path(tmp_path, 0.2)
-            assert any(words in line for line in found.warnings)
-            assert (found.device, found.logical_block_nbytes) == ("", None)
+    def test_memory_and_networks_are_warned_of(self, tmp_path: Path) -> None:
+        for kind, words in (("tmpfs", "RAM, not a disk"), ("nfs4", "over a network"), ("ext4", "")):
+            warnings = tune_measure.warnings_of(tmp_path, filesystem.FileSystem(kind, "/", "none"), True)
+            assert len(warnings) == bool(words)
+            assert all(words in line and str(tmp_path) in line for line in warnings)
 
-    def test_the_slowest_case_still_has_a_figure_for_each_direction(self, tmp_path: Path) -> None:
+    def test_the_slowest_case_still_has_a_figure_for_each_direction(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tune_measure, "file_system_of", lambda folder: filesystem.FileSystem("tmpfs", "/", "none"))
+        monkeypatch.setattr(tune_measure, "block_device_of", lambda folder: None)
         found = tune_measure.measure_path(tmp_path, 0.01)
         assert found.tencache.default.read_bytes_per_s is not None
         assert found.tencache.best is found.tencache.default  # one round decides nothing
+        assert "RAM, not a disk" in found.warnings[0]
+        assert (found.device, found.logical_block_nbytes) == ("", None)
 
     def test_a_failing_device_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(self: Any, kind: Any, slot: int, turn: int) -> Any:
@@ -212,7 +215,7 @@ class TestAdvice:
         assert all(grid.count(one) == 1 for one in grid)
         for settings in grid:
             options_from({name: settings[name] for name in ("io_lanes", "io_request_size")})
-        assert get_aio_config({}) | stock_grid(2)[0] == get_aio_config({})
+        assert read_aio_section({}) | stock_grid(2)[0] == read_aio_section({})
         assert len(stock_grid(16)) == len(stock_grid(2)) + 1
 
     def test_endurance(self) -> None:

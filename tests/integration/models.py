@@ -163,7 +163,8 @@ class HuggingFace(nn.Module):
         self.model = peft.get_peft_model(self.model, adapter)
 
     def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        tokens = torch.randint(0, self.vocabulary, (2, 32), generator=generator)
+        # Few: every weight gets a gradient all the same, and matrix products in bf16 take most of a step on a CPU.
+        tokens = torch.randint(0, self.vocabulary, (2, 8), generator=generator)
         return (tokens,)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["unused"]["weight_decay"] = 0.0  # so that a weight without a gradient should not change at all
 
 TRAINING: dict[str, dict[str, Any]] = {
-    "accumulation_clipping": {"model": "llama", "accumulation": 3, "clipping": 0.1, "steps": 8},
+    "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1},
     "accumulation_random_skip": {"model": "random_skip", "accumulation": 2, "steps": 8},
     "fp32": {"model": "mlp", "precision": "fp32"},
     "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2},

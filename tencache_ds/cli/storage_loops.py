@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loops that keep storage busy for a while: of ``tencache tune`` and of the storage micro-benchmark.
+
+Requests go to extents of equal length that were written before. A buffer that may start again does so until the time is
+over; then what is in flight is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tencache_ds.errors import StorageError
+from tencache_ds.io import Operation, Ticket
+from tencache_ds.profiling.probe_storage import Kind
+
+TIMEOUT_S = 120.0
+"""A request that takes longer is an error."""
+
+_HANDLE_ARGUMENTS = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What is moved, the same for everything that is compared.
+
+    Attributes:
+        name: the folder or file, for messages.
+        buffers: one aligned uint8 tensor per request in flight, all of one length.
+        n_extents: a multiple of the number of buffers: buffer ``i`` only ever goes to extents ``i`` modulo that number,
+            so that no two requests in flight meet.
+        place: path and offset of an extent.
+    """
+
+    name: str
+    buffers: tuple[torch.Tensor, ...]
+    n_extents: int
+    place: Callable[[int], tuple[str, int]]
+
+    @property
+    def request_nbytes(self) -> int:
+        """Length of a request."""
+        return self.buffers[0].numel()
+
+    def extent(self, slot: int, turn: int) -> int:
+        """The extent that buffer ``slot`` goes to at its ``turn``-th request: together they walk through all."""
+        return (turn * len(self.buffers) + slot) % self.n_extents
+
+
+def operation_of(kind: Kind, slot: int) -> Operation:
+    """What the buffer at index ``slot`` is used for: when mixed, every other one writes."""
+    if kind is Kind.MIXED:
+        return Operation.WRITE if slot % 2 else Operation.READ
+    return Operation(kind.value)
+
+
+class Session(Protocol):
+    """One of the things compared, made ready. Used by one thread."""
+
+    def transfer(self, kind: Kind, seconds: float) -> int:
+        """Starts requests for ``seconds``, waits for all of them, and returns the bytes they moved.
+
+        Raises:
+            StorageError: a request failed or came back short; names the folder or file.
+        """
+        ...
+
+    def close(self) -> None:
+        """Waits for what is in flight and frees everything, files of its own included."""
+        ...
+
+
+Issue = Callable[[Operation, int, int], Ticket]
+"""``issue(operation, slot, extent)``: starts one request."""
+
+
+def keep_in_flight(requests: Requests, kind: Kind, seconds: float, issue: Issue) -> int:
+    """A request for each buffer, and the next one as soon as the oldest has ended, for ``seconds``; one thread.
+
+    Returns:
+        The bytes that were moved.
+
+    Raises:
+        StorageError: a request failed, or took longer than ``TIMEOUT_S``.
+    """
+
+    def start(slot: int, turn: int) -> tuple[int, int, Ticket]:
+        return slot, turn, issue(operation_of(kind, slot), slot, requests.extent(slot, turn))
+
+    end_s = time.perf_counter() + seconds
+    n_moved = 0
+    pending = deque(start(slot, 0) for slot in range(len(requests.buffers)))
+    while pending:
+        slot, turn, ticket = pending.popleft()
+        ticket.wait(TIMEOUT_S)
+        n_moved += ticket.nbytes
+        if time.perf_counter() < end_s:
+            pending.append(start(slot, turn + 1))
+    return n_moved
+
+
+class StockSession:
+    """One ``aio_handle`` the way DeepSpeed's swappers use it: a batch of asynchronous requests, then ``wait()``.
+
+    Args:
+        settings: of DeepSpeed's ``aio`` section: all but ``use_gds``.
+        requests: with page-locked buffers; the handle would copy others.
+
+    Raises:
+        ConfigError: DeepSpeed's op cannot be built or loaded.
+    """
+
+    def __init__(self, settings: Mapping[str, bool | int], requests: Requests) -> None:
+        from tencache_ds.ops.async_io import load_async_io
+
+        self._requests = requests
+        self._handle: Any = load_async_io().aio_handle(*(settings[key] for key in _HANDLE_ARGUMENTS))
+
+    def transfer(self, kind: Kind, seconds: float) -> int:
+        """See :meth:`Session.transfer`."""
+        requests = self._requests
+        end_s = time.perf_counter() + seconds
+        n_moved, turn = 0, 0
+        while True:
+            for slot, buffer in enumerate(requests.buffers):
+                is_read = operation_of(kind, slot) is Operation.READ
+                start = self._handle.async_pread if is_read else self._handle.async_pwrite
+                start(buffer, *requests.place(requests.extent(slot, turn)))
+            n_done = self._handle.wait()
+            if n_done != len(requests.buffers):
+                cause = f"aio_handle.wait() says that {n_done} of {len(requests.buffers)} requests were done"
+                raise StorageError(kind.value, requests.name, 0, requests.request_nbytes, cause)
+            n_moved += n_done * requests.request_nbytes
+            turn += 1
+            if time.perf_counter() >= end_s:
+                return n_moved
+
+    def close(self) -> None:
+        """See :meth:`Session.close`."""
+        self._handle = None
