@@ -101,11 +101,15 @@ class TenCacheConfig(DeepSpeedConfigModel):
     chunk_size: Size = Field(32 * 2**20, ge=2**16, le=2**30)
     """Bytes of optimizer state (master weight and moments together) that are read, updated and written as one."""
 
+    nvme_paths: list[str] = Field(default_factory=list)
+    """Further folders on other NVMe drives, besides ``nvme_path``. Both weights and optimizer state are spread over all
+    of them by the bandwidth that training itself measures."""
+
     io_backend: IoBackend = IoBackend.auto
     """Mechanism for NVMe I/O; automatic picks one and logs why."""
 
     io_lanes: int = Field(8, ge=1, le=64)
-    """Requests moved at the same time per store. 4 to 8 reach the limit of the devices measured."""
+    """Requests moved at the same time per NVMe path. 4 to 8 reach the limit of the devices measured."""
 
     io_request_size: Size = Field(8 * 2**20, ge=2**12, multiple_of=2**12)
     """Larger transfers are cut into requests of this size, which several lanes move at the same time. A multiple of 4

@@ -15,15 +15,17 @@ import torch
 
 from tencache_ds.config import IoBackend, TenCacheConfig, Verify
 from tencache_ds.errors import ConfigError, SpaceError
-from tencache_ds.io import ExtentStore, ScratchFolder, StorageBackend, open_backend
+from tencache_ds.io import ExtentStore, NvmePaths, StorageBackend, open_backend
 from tencache_ds.io.fingerprint import Fingerprint, sampled_fingerprint, whole_fingerprint
-from tencache_ds.io.scratch import free_nbytes
+from tencache_ds.io.scratch import device_of, free_nbytes
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
 from tencache_ds.memory.pool import BufferPool
-from tencache_ds.observability.counters import Counters, Stats
+from tencache_ds.observability.counters import Counters, Stats, StepRecord
+from tencache_ds.observability.paths import summed
 from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES, StagingPlan, plan_staging, resident_budget
 from tencache_ds.planning.chunks import align
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
+from tencache_ds.planning.striping import Striping
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier, SubGroupSpec
 from tencache_ds.tiers.weights import WeightTier
 
@@ -55,8 +57,8 @@ class Surroundings:
         rank: global rank.
         local_ranks: ranks on this host, which share its memory and disks.
         on_cuda: whether the compute device copies over PCIe from registered host memory.
-        weights_path: NVMe folder for weights, or None when weights are not offloaded to NVMe.
-        optimizer_path: NVMe folder for optimizer state, or None when it stays in host memory.
+        weights_paths: NVMe folders for weights; none when weights are not offloaded to NVMe.
+        optimizer_paths: NVMe folders for optimizer state; none when it stays in host memory.
         pin_memory: DeepSpeed's ``pin_memory`` option.
         aio: DeepSpeed's ``aio`` section.
         available_nbytes: host memory free for this job when the model is built, the same figure on every rank.
@@ -65,8 +67,8 @@ class Surroundings:
     rank: int
     local_ranks: int
     on_cuda: bool
-    weights_path: str | None
-    optimizer_path: str | None
+    weights_paths: tuple[str, ...]
+    optimizer_paths: tuple[str, ...]
     pin_memory: bool
     aio: AioSettings
     available_nbytes: int
@@ -81,9 +83,7 @@ class TenCacheEngine:
         self.counters = Counters()
         self._lock = threading.Lock()
         self._closed = False
-        self._scratch: dict[str, ScratchFolder] = {}
-        self._io: tuple[StorageBackend, str] | None = None
-        self._stores: list[ExtentStore] = []
+        self.nvme = NvmePaths(surroundings.rank, self._open_backend, Striping)
         self._adopted: list[TenCacheEngine] = []
         self._pools: list[BufferPool] = []
         self._chunk_pool: BufferPool | None = None
@@ -91,7 +91,7 @@ class TenCacheEngine:
         self._transient_arena = HostArena(None, Locking.NONE)
         self._resident_arena = HostArena(None, Locking.CUDA if self._pins_for_copies else Locking.NONE)
         self.weights = WeightTier(
-            store=lambda: self._open_store("weights", surroundings.weights_path),
+            store=lambda: self._open_store("weights", surroundings.weights_paths),
             resident_arena=self._resident_arena,
             transient_arena=self._transient_arena,
             resident_budget_nbytes=self._resident_budget,
@@ -127,19 +127,20 @@ class TenCacheEngine:
         Raises:
             SpaceError: too little space; says how much is missing.
         """
-        path = self.surroundings.optimizer_path
-        if path is None or not needed_nbytes:
+        paths = self.surroundings.optimizer_paths
+        if not paths or not needed_nbytes:
             return
-        needed, free = needed_nbytes * self.surroundings.local_ranks, free_nbytes(path)
+        ranks = self.surroundings.local_ranks
+        needed, free = needed_nbytes * ranks, _free_together(paths)
         if free < needed:
             raise SpaceError(
                 "allocate",
-                path,
+                paths[0],
                 0,
                 needed,
-                f"optimizer state of {self.surroundings.local_ranks} rank(s) needs {_gib(needed)}, but only "
-                f"{_gib(free)} are free: {_gib(needed - free)} are missing. Free some space, or name another folder as "
-                '"zero_optimization.offload_optimizer.nvme_path"',
+                f"optimizer state of {ranks} rank(s) needs {_gib(needed)}, but only {_gib(free)} are free"
+                f"{_together(paths)}: {_gib(needed - free)} are missing. Free some space, name another folder as "
+                '"zero_optimization.offload_optimizer.nvme_path", or more of them as "tencache.nvme_paths"',
                 errno=errno.ENOSPC,
             )
 
@@ -153,10 +154,9 @@ class TenCacheEngine:
         Raises:
             SpaceError: too little space; says how much is missing.
         """
-        path = self.surroundings.optimizer_path
         store = None
-        if path is not None and needed_nbytes:
-            store = self._open_store("optimizer", path, preallocate_nbytes=needed_nbytes)
+        if self.surroundings.optimizer_paths and needed_nbytes:
+            store = self._open_store("optimizer", self.surroundings.optimizer_paths, preallocate_nbytes=needed_nbytes)
         self.optimizer_state = OptimizerStateTier(
             specs,
             store=store,
@@ -205,6 +205,8 @@ class TenCacheEngine:
         """Snapshot of the counters and of what is held now."""
         arenas = [self._resident_arena] + ([self._staging_arena] if self._staging_arena is not None else [])
         pools = [pool.stats() for pool in self._pools]
+        stores = [store for engine in self.all() for store in engine.nvme.stores]
+        paths = summed(path.stats() for engine in self.all() for path in engine.nvme.paths)
         return Stats(
             total=self.counters.total(),
             last_step=self.counters.last_step,
@@ -213,10 +215,12 @@ class TenCacheEngine:
             staging_nbytes=sum(pool.nbytes_total for pool in pools),
             staging_peak_nbytes=sum(pool.nbytes_leased_peak for pool in pools),
             pool_waits=sum(pool.n_waits for pool in pools),
-            stored_nbytes=sum(store.nbytes_allocated for engine in self.all() for store in engine._stores),
+            stored_nbytes=sum(store.nbytes_allocated for store in stores),
             resident_weight_nbytes=sum(engine.weights.resident_nbytes for engine in self.all()),
-            healed_reads=sum(store.n_healed_reads for engine in self.all() for store in engine._stores),
-            io_backend=next((engine._io[0].name for engine in self.all() if engine._io is not None), ""),
+            healed_reads=sum(store.n_healed_reads for store in stores),
+            relocated_extents=sum(store.n_relocated for store in stores),
+            io_backend=paths[0].backend if paths else "",
+            paths=paths,
         )
 
     def describe(self) -> str:
@@ -225,10 +229,20 @@ class TenCacheEngine:
         parts = [f"weights in RAM {_gib(stats.resident_weight_nbytes)}", f"on NVMe {_gib(stats.stored_nbytes)}"]
         parts.append(f"staging {_gib(stats.staging_nbytes)}")
         parts.append(f"pinned {_gib(stats.pinned_nbytes)}")
-        reasons = {f"{e._io[0].name} ({e._io[1]})" for e in self.all() if e._io is not None}
+        reasons = {f"{path.backend.name} ({path.reason})" for engine in self.all() for path in engine.nvme.paths}
         if reasons:
             parts.append(f"I/O {', '.join(sorted(reasons))} on {self.options.io_lanes} lanes")
+        if len(stats.paths) > 1:
+            held = ", ".join(f"{path.path} {_gib(path.stored_nbytes)}" for path in stats.paths)
+            parts[-1] += f" per path, over {len(stats.paths)} paths ({held})"
         return "; ".join(parts)
+
+    def step_done(self, update_ns: int) -> StepRecord:
+        """Closes an optimizer step that spent ``update_ns`` in the update, and weighs the NVMe paths by what they gave
+        in it."""
+        for engine in self.all():
+            engine.nvme.reweigh()
+        return self.counters.step_done(update_ns)
 
     def check(self) -> None:
         """Raises the error of an earlier asynchronous write, if one failed. Cheap: called every step."""
@@ -253,12 +267,7 @@ class TenCacheEngine:
             stack.callback(self._transient_arena.close)
             if self._staging_arena is not None:
                 stack.callback(self._staging_arena.close)
-            for scratch in self._scratch.values():
-                stack.callback(scratch.close)
-            if self._io is not None:
-                stack.callback(self._io[0].close)
-            for store in self._stores:
-                stack.callback(store.close)
+            stack.callback(self.nvme.close)
             for pool in self._pools:
                 stack.callback(pool.close, timeout_s=self.options.io_timeout_s)
             for engine in self._adopted:
@@ -293,44 +302,37 @@ class TenCacheEngine:
             return Locking.NONE
         return Locking.MLOCK
 
-    def _open_store(self, kind: str, path: str | None, *, preallocate_nbytes: int = 0) -> ExtentStore:
-        if path is None:
+    def _open_store(self, kind: str, paths: tuple[str, ...], *, preallocate_nbytes: int = 0) -> ExtentStore:
+        if not paths:
             raise RuntimeError(f"{kind} are to be stored on NVMe, but no nvme_path is configured")
-        if path not in self._scratch:
-            self._scratch[path] = ScratchFolder(path, self.surroundings.rank, "engine")
-        store = ExtentStore(
-            self._scratch[path].path(f"{kind}.bin"),
-            self._backend(),
+        return self.nvme.open_store(
+            kind,
+            paths,
             preallocate_nbytes=preallocate_nbytes,
             growth_nbytes=STORE_GROWTH_NBYTES,
             n_files=self.options.io_lanes,
             fingerprint=FINGERPRINTS[Verify(self.options.verify)],
             timeout_s=self.options.io_timeout_s,
         )
-        self._stores.append(store)
-        return store
 
-    def _backend(self) -> StorageBackend:
-        if self._io is None:
-            aio = self.surroundings.aio
-            # The first weights are stored before the staging pool is planned: its usual size tells whether it will be
-            # locked, without which aio would have nothing to do.
-            staging_nbytes = self.options.staging_memory or AUTO_WEIGHT_STAGING_NBYTES
-            self._io = open_backend(
-                IoBackend(self.options.io_backend).value,
-                n_lanes=self.options.io_lanes,
-                request_nbytes=self.options.io_request_size,
-                block_nbytes=aio.block_nbytes,
-                queue_depth=aio.queue_depth,
-                single_submit=aio.single_submit,
-                overlap_events=aio.overlap_events,
-                buffers_are_pinned=self._staging_locking(staging_nbytes) is not Locking.NONE,
-                close_timeout_s=self.options.io_timeout_s,
-            )
-            faults = os.environ.get("TENCACHE_FAULTS")
-            if faults:
-                self._io = self._with_faults(*self._io, faults)
-        return self._io[0]
+    def _open_backend(self) -> tuple[StorageBackend, str]:
+        aio = self.surroundings.aio
+        # The first weights are stored before the staging pool is planned: its usual size tells whether it will be
+        # locked, without which aio would have nothing to do.
+        staging_nbytes = self.options.staging_memory or AUTO_WEIGHT_STAGING_NBYTES
+        backend, reason = open_backend(
+            IoBackend(self.options.io_backend).value,
+            n_lanes=self.options.io_lanes,
+            request_nbytes=self.options.io_request_size,
+            block_nbytes=aio.block_nbytes,
+            queue_depth=aio.queue_depth,
+            single_submit=aio.single_submit,
+            overlap_events=aio.overlap_events,
+            buffers_are_pinned=self._staging_locking(staging_nbytes) is not Locking.NONE,
+            close_timeout_s=self.options.io_timeout_s,
+        )
+        faults = os.environ.get("TENCACHE_FAULTS")
+        return self._with_faults(backend, reason, faults) if faults else (backend, reason)
 
     def _with_faults(self, backend: StorageBackend, reason: str, faults: str) -> tuple[StorageBackend, str]:
         """For a drill: storage that goes wrong on purpose, which nobody must take for the real thing."""
@@ -341,9 +343,19 @@ class TenCacheEngine:
         except ConfigError:
             backend.close()
             raise
-        if self.surroundings.rank == 0:
+        if self.surroundings.rank == 0 and not self.nvme.paths:
             logger.warning("TENCACHE_FAULTS is set: faults are INJECTED into the storage of this run: %s", faults)
         return FaultBackend(backend, rules, self.surroundings.rank), f"{reason}; WITH INJECTED FAULTS: {faults}"
+
+
+def _free_together(paths: Sequence[str]) -> int:
+    """Free bytes of all file systems that the paths lie on, each counted once."""
+    free = {device_of(path): free_nbytes(path) for path in paths}
+    return sum(free.values())
+
+
+def _together(paths: Sequence[str]) -> str:
+    return f" on {len(paths)} paths together" if len(paths) > 1 else ""
 
 
 def _gib(nbytes: int) -> str:

@@ -84,6 +84,7 @@ def test_every_option_takes_effect():
         "host_memory": "4GiB",
         "staging_memory": "1 GB",
         "chunk_size": "1MiB",
+        "nvme_paths": ["/b", "/c"],
         "io_backend": "posix",
         "io_lanes": 3,
         "io_request_size": 2**16,
@@ -96,6 +97,7 @@ def test_every_option_takes_effect():
     assert options.host_memory == 2**32
     assert options.staging_memory == 10**9
     assert options.chunk_size == 2**20
+    assert options.nvme_paths == ["/b", "/c"]
     assert options.io_backend == IoBackend.posix
     assert options.io_lanes == 3
     assert options.io_request_size == 2**16
@@ -112,6 +114,7 @@ def test_every_option_takes_effect():
         ("staging_memory", True, "number of bytes"),
         ("chunk_size", 2**16 - 1, str(2**16)),
         ("chunk_size", 2**30 + 1, str(2**30)),
+        ("nvme_paths", "/b", "valid list"),
         ("io_backend", "gds", "'native'"),
         ("io_backend", "gds", "'aio'"),
         ("io_backend", "gds", "'posix'"),

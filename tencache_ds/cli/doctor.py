@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,15 @@ def add_command(commands: Any) -> None:
         help="check this machine and say how to fix what is wrong",
         description="Checks this machine for what TenCache needs. Exit status 1 if there is a problem.",
     )
-    parser.add_argument("--nvme-path", type=Path, metavar="FOLDER", help="also check this folder as nvme_path")
+    parser.add_argument(
+        "--nvme-path",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FOLDER",
+        help="also check these folders as nvme_path and nvme_paths",
+    )
     parser.set_defaults(run=run)
 
 
@@ -49,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def examine(nvme_path: Path | None = None) -> list[Finding]:
+def examine(nvme_paths: Sequence[Path] = ()) -> list[Finding]:
     """Every check of this machine, in the order shown. Takes about two seconds; imports neither torch nor DeepSpeed."""
     findings = [
         *software_checks.check_versions(),
@@ -60,8 +68,8 @@ def examine(nvme_path: Path | None = None) -> list[Finding]:
         hardware_checks.check_locked_memory(),
         *hardware_checks.check_gpus(),
     ]
-    if nvme_path is not None:
-        findings.extend(check_nvme_path(nvme_path))
+    for path in nvme_paths:
+        findings.extend(check_nvme_path(path))
     return findings
 
 

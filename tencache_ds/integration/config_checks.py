@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from tencache_ds.config import ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, TenCacheConfig, options_from
@@ -57,17 +57,19 @@ def check_config(ds_config: Any, param_dict: Mapping[str, Any]) -> TenCacheConfi
             "Set it to 3."
         )
     _refuse_combinations(ds_config)
-    devices = {}
+    devices, nvme_paths = {}, {}
     for section in ("offload_param", "offload_optimizer"):
         config = getattr(zero, section)
         devices[section] = "none" if config is None else str(getattr(config.device, "value", config.device))
         if devices[section] == "nvme":
+            nvme_paths[f"{ZERO_KEY}.{section}.nvme_path"] = config.nvme_path
             check_nvme_path(f"{ZERO_KEY}.{section}.nvme_path", config.nvme_path)
     if set(devices.values()) == {"none"}:
         raise ConfigError(
             f'"{ENGINE_KEY}": "{ENGINE_NAME}" has nothing to offload: set "{ZERO_KEY}.offload_param.device" and/or '
             f'"{ZERO_KEY}.offload_optimizer.device" to "cpu" or "nvme".'
         )
+    _check_further_paths(options.nvme_paths, nvme_paths, devices)
     return options
 
 
@@ -112,6 +114,27 @@ def _refuse_combinations(ds_config: Any) -> None:
             raise ConfigError(
                 f'"{key}" cannot be combined with "{ENGINE_KEY}": "{ENGINE_NAME}": {reason}. Remove one of the two.'
             )
+
+
+def _check_further_paths(paths: Sequence[str], nvme_paths: Mapping[str, object], devices: Mapping[str, str]) -> None:
+    """Checks ``nvme_paths`` of the options against DeepSpeed's own, which are given by key."""
+    if paths and not nvme_paths:
+        given = " and ".join(f'"{ZERO_KEY}.{section}.device" is "{device}"' for section, device in devices.items())
+        raise ConfigError(
+            f'"{OPTIONS_KEY}.nvme_paths" is given, but {given}: nothing would be stored there. Set one of them to '
+            f'"nvme" with a "nvme_path", or remove "{OPTIONS_KEY}.nvme_paths".'
+        )
+    known = {os.path.realpath(str(path)): key for key, path in nvme_paths.items()}
+    for index, path in enumerate(paths):
+        key = f"{OPTIONS_KEY}.nvme_paths[{index}]"
+        check_nvme_path(key, path or None)
+        folder = os.path.realpath(path)
+        if folder in known:
+            raise ConfigError(
+                f'"{key}" is {path!r}, the folder that "{known[folder]}" names already. List only further folders, '
+                "on other drives."
+            )
+        known[folder] = key
 
 
 def check_nvme_path(key: str, path: object) -> None:

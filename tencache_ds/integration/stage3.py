@@ -223,7 +223,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             self._gradients.end_step()
         coordinator = self._get_param_coordinator()
         coordinator.read_ahead()
-        record = engine.counters.step_done(time.perf_counter_ns() - t_start_ns)
+        record = engine.step_done(time.perf_counter_ns() - t_start_ns)
         deepspeed_engine = self._deepspeed_engine()
         if deepspeed_engine is not None and deepspeed_engine.monitor.enabled and dist.get_rank() == 0:
             deepspeed_engine.monitor.write_events(monitor_events(record, deepspeed_engine.global_samples))

@@ -20,6 +20,7 @@ from tencache_ds.io.backend import (
 )
 from tencache_ds.io.extents import Extent
 from tencache_ds.io.native import NativeBackend
+from tencache_ds.io.paths import NvmePath, NvmePaths
 from tencache_ds.io.posix import PosixBackend
 from tencache_ds.io.scratch import ScratchFolder, free_nbytes
 from tencache_ds.io.store import ExtentStore
@@ -32,6 +33,8 @@ __all__ = [
     "IoCounters",
     "IoTotals",
     "NativeBackend",
+    "NvmePath",
+    "NvmePaths",
     "Operation",
     "PosixBackend",
     "Priority",
@@ -69,7 +72,7 @@ def open_backend(
         single_submit: aio only, see DeepSpeed's ``aio.single_submit``.
         overlap_events: aio only, see DeepSpeed's ``aio.overlap_events``.
         buffers_are_pinned: the buffers will be page-locked by torch or by DeepSpeed's pin manager.
-        close_timeout_s: native only, longest time in seconds that closing waits for a device that hangs.
+        close_timeout_s: longest time in seconds that closing waits for a device that hangs.
 
     Returns:
         The backend, and in words why it was chosen.
@@ -82,10 +85,11 @@ def open_backend(
         return NativeBackend(n_lanes, min(block_nbytes, request_nbytes), queue_depth, close_timeout_s=close_timeout_s)
 
     def aio() -> StorageBackend:
-        return AioBackend(n_lanes, request_nbytes, block_nbytes, queue_depth, single_submit, overlap_events)
+        return AioBackend(n_lanes, request_nbytes, block_nbytes, queue_depth, single_submit, overlap_events,
+                          close_timeout_s=close_timeout_s)  # fmt: skip
 
     def posix() -> StorageBackend:
-        return PosixBackend(n_lanes, request_nbytes)
+        return PosixBackend(n_lanes, request_nbytes, close_timeout_s=close_timeout_s)
 
     makers = {"native": native, "aio": aio, "posix": posix}
     if kind in makers:

@@ -4,7 +4,8 @@
 ``sync_pread``/``sync_pwrite`` release the GIL, the ``async_*`` variants do not, so every lane has a thread and a handle
 of its own. What the op does not do is done here or one level up:
 
-- a file that is missing or too short makes the op abort the process (a C++ ``assert``): checked before each read;
+- a file that is missing or too short makes the op abort the process (a C++ ``assert``) when it reads, and it makes a
+  missing one when it writes: checked before each request;
 - it never looks at ``io_event.res``, so a failed or short transfer counts as done: the extent store's fingerprints
   find that and re-read through plain descriptors to learn the errno;
 - it needs O_DIRECT: files on a file system without it go through :class:`tencache_ds.io.posix.PosixFiles`;
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import ConfigError, StorageError
-from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation
+from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, StorageTimeoutError
 from tencache_ds.io.posix import PosixBackend
 
 _first_write_lock = threading.Lock()
@@ -48,6 +49,7 @@ class AioBackend(PosixBackend):
         queue_depth: kernel requests in flight per handle (``aio.queue_depth``).
         single_submit: one ``io_submit`` per block instead of one for all (``aio.single_submit``).
         overlap_events: submit while completions arrive (``aio.overlap_events``).
+        close_timeout_s: longest time in seconds that :meth:`close` waits for the device.
 
     Raises:
         ConfigError: the op cannot be built or loaded, a block size is not a multiple of 4096 bytes, or the kernel's
@@ -65,6 +67,8 @@ class AioBackend(PosixBackend):
         queue_depth: int = 32,
         single_submit: bool = False,
         overlap_events: bool = True,
+        *,
+        close_timeout_s: float = 600.0,
     ) -> None:
         from tencache_ds.ops.async_io import load_async_io
 
@@ -77,17 +81,24 @@ class AioBackend(PosixBackend):
         self._handles: list[Any] = [
             op.aio_handle(block_nbytes, queue_depth, single_submit, overlap_events, 1) for _ in range(n_lanes)
         ]
-        super().__init__(n_lanes, request_nbytes)
+        super().__init__(n_lanes, request_nbytes, close_timeout_s=close_timeout_s)
 
     def close(self) -> None:
-        """Waits for everything submitted, joins the lanes, frees the handles, closes the files. Idempotent."""
-        super().close()
+        """Waits for everything submitted, joins the lanes, frees the handles, closes the files. Idempotent.
+
+        Raises: see :meth:`tencache_ds.io.posix.PosixBackend.close`.
+        """
+        try:
+            super().close()
+        except StorageTimeoutError:
+            self._handles.clear()  # a lane that hangs keeps its own: with a request in flight it cannot be freed
+            raise
         self._handles.clear()
 
     def _transfer(self, lane: int, operation: Operation, path: str, offset: int, piece: torch.Tensor, tag: str) -> None:
         nbytes = piece.numel()
         try:
-            size_nbytes = os.stat(path).st_size if operation is Operation.READ else 0
+            size_nbytes = os.stat(path).st_size
             direct = self._files.is_direct(operation, path)
         except OSError as error:
             cause = error.strerror or str(error)

@@ -150,15 +150,19 @@ class Ticket:
             if os.getpid() != self._pid:
                 raise self._failure("submitted by the parent process: its lanes do not exist in a forked child")
             if not self._settled.wait(limit_s):
-                raise StorageTimeoutError(
-                    self.operation.value,
-                    self.path,
-                    self.offset,
-                    self.nbytes,
-                    f"not finished after {limit_s} s; the device may hang or be overloaded",
-                    errno=errno.ETIMEDOUT,
-                    tag=self.tag,
-                )
+                raise self.overdue(limit_s)
+
+    def overdue(self, limit_s: float | None) -> StorageTimeoutError:
+        """The error that says that this request has not ended within ``limit_s`` seconds."""
+        return StorageTimeoutError(
+            self.operation.value,
+            self.path,
+            self.offset,
+            self.nbytes,
+            f"not finished after {limit_s} s; the device may hang or be overloaded",
+            errno=errno.ETIMEDOUT,
+            tag=self.tag,
+        )
 
     def add_done_callback(self, callback: Callable[[Ticket], None]) -> None:
         """Calls ``callback(ticket)`` once when the request ends: in the lane thread, or here and now if it has ended.
@@ -350,7 +354,7 @@ class StorageBackend(Protocol):
 
         Args:
             operation: direction.
-            path: the file; a write creates it if it is missing.
+            path: the file, which exists: a write to one that does not fails with ENOENT, as a read does.
             offset: first byte in the file, a multiple of the alignment.
             buffer: 1-D contiguous CPU uint8 tensor; the caller keeps its bytes untouched until the ticket is done.
             tag: what the bytes are, for messages.

@@ -15,13 +15,21 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io.backend import ALIGNMENT_NBYTES, IoCounters, Operation, Priority, StorageCancelledError, Ticket
+from tencache_ds.io.backend import (
+    ALIGNMENT_NBYTES,
+    IoCounters,
+    Operation,
+    Priority,
+    StorageCancelledError,
+    StorageTimeoutError,
+    Ticket,
+)
 
 Transfer = Callable[[int, Operation, str, int, torch.Tensor, str], None]
 """``transfer(lane, operation, path, offset, piece, tag)``: moves one piece, blocking, and raises what went wrong."""
@@ -33,10 +41,13 @@ _EXIT_GRACE_S = 10.0
 """Longest time the interpreter's exit waits for running transfers; a device that hangs must not hang it too."""
 
 
+_in_use_by_device: list[torch.Tensor] = []
+
+
 class _Request:
     """A submitted request. Its priority, error and progress are guarded by the pool's lock."""
 
-    __slots__ = ("buffer", "error", "finish", "n_running", "next_offset", "priority", "ticket")
+    __slots__ = ("buffer", "error", "finish", "given_up", "n_running", "next_offset", "priority", "ticket")
 
     def __init__(
         self, ticket: Ticket, buffer: torch.Tensor, priority: Priority, finish: Callable[[], None] | None
@@ -47,6 +58,7 @@ class _Request:
         self.priority = priority
         self.next_offset = 0  # first byte of the buffer not handed to a lane yet
         self.n_running = 0
+        self.given_up = False  # its ticket has ended although the device has a part of it
         self.error: BaseException | None = None
 
     @property
@@ -62,6 +74,7 @@ class LanePool:
         transfer: moves one piece; called in lane threads, at most ``n_lanes`` at a time and one at a time per lane.
         request_nbytes: longest piece in bytes, a multiple of the alignment.
         alignment_nbytes: what buffer addresses, lengths and offsets must be multiples of.
+        close_timeout_s: longest time in seconds that :meth:`close` waits for a device.
 
     Raises:
         ValueError: a size that makes no sense.
@@ -74,6 +87,7 @@ class LanePool:
         request_nbytes: int = 8 << 20,
         *,
         alignment_nbytes: int = ALIGNMENT_NBYTES,
+        close_timeout_s: float = 600.0,
     ) -> None:
         if n_lanes < 1:
             raise ValueError(f"n_lanes must be at least 1, not {n_lanes}")
@@ -83,11 +97,14 @@ class LanePool:
         self._transfer = transfer
         self._request_nbytes = request_nbytes
         self._alignment_nbytes = alignment_nbytes
+        self._close_timeout_s = close_timeout_s
         self._pid = os.getpid()
         self._changed = threading.Condition(threading.Lock())
         self._queues: dict[Priority, deque[_Request]] = {priority: deque() for priority in Priority}
+        self._running: set[_Request] = set()
         self._n_urgent_in_a_row = 0
         self._closing = False
+        self._closed = False
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=f"tencache-lane-{lane}", daemon=True)
             for lane in range(n_lanes)
@@ -128,17 +145,42 @@ class LanePool:
 
         Raises:
             RuntimeError: called in a lane thread (from a callback), which cannot wait for itself.
+            StorageTimeoutError: the device still had requests after ``close_timeout_s``. Their tickets have ended with
+                an error, their buffers are kept for the life of the process.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._closed:
             return
         if threading.current_thread() in self._threads:
             raise RuntimeError("a storage backend cannot be closed from a callback of its own requests")
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        t_end_s = time.monotonic() + self._close_timeout_s
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, t_end_s - time.monotonic()))
+        self._closed = True
         atexit.unregister(self._at_exit)
+        stuck = self._give_up()
+        if stuck:
+            raise never_finished(stuck, self._close_timeout_s)
+
+    def _give_up(self) -> list[Ticket]:
+        """Ends what has not ended; returns what the device has of it."""
+        with self._changed:
+            waiting = [request for queue in self._queues.values() for request in queue if not request.n_running]
+            stuck = list(self._running)
+            for queue in self._queues.values():
+                queue.clear()
+            for request in (*waiting, *stuck):
+                request.next_offset = request.nbytes
+            for request in stuck:
+                request.given_up = True
+                keep_for_the_device(request.buffer)
+        for request in waiting:
+            self._end(request, cancelled(request.ticket))
+        for request in stuck:
+            self._end(request, given_up(request.ticket))
+        return [request.ticket for request in stuck]
 
     def _promote(self, request: _Request) -> None:
         with self._changed:
@@ -170,6 +212,7 @@ class LanePool:
                 stop = min(start + self._request_nbytes, request.nbytes)
                 request.next_offset = stop
                 request.n_running += 1
+                self._running.add(request)
                 if stop == request.nbytes:
                     self._queues[request.priority].popleft()
             self._move(lane, request, start, stop)
@@ -197,6 +240,10 @@ class LanePool:
         self.counters.transfer_ended(ticket.operation, 0 if error is not None else stop - start)
         with self._changed:
             request.n_running -= 1
+            if request.given_up:
+                return
+            if not request.n_running:
+                self._running.discard(request)
             if error is not None and request.error is None:
                 request.error = error
                 if request.next_offset < request.nbytes:  # the pieces not started are dropped
@@ -284,6 +331,39 @@ def cancelled(ticket: Ticket) -> StorageCancelledError:
         "cancelled",
         errno=errno.ECANCELED,
         tag=ticket.tag,
+    )
+
+
+def keep_for_the_device(buffer: torch.Tensor) -> None:
+    """Never frees this buffer: a device that hangs may still write to it."""
+    _in_use_by_device.append(buffer)
+
+
+def given_up(ticket: Ticket) -> StorageTimeoutError:
+    """The error of a request that the device had not finished when its backend had to close."""
+    return StorageTimeoutError(
+        ticket.operation.value,
+        ticket.path,
+        ticket.offset,
+        ticket.nbytes,
+        "given up: the device had not finished it when the backend had to close",
+        errno=errno.ETIMEDOUT,
+        tag=ticket.tag,
+    )
+
+
+def never_finished(stuck: Sequence[Ticket], timeout_s: float) -> StorageTimeoutError:
+    """The error of a backend that closed without these."""
+    first = stuck[0]
+    return StorageTimeoutError(
+        first.operation.value,
+        first.path,
+        first.offset,
+        first.nbytes,
+        f"the device had not finished it and {len(stuck) - 1} other requests {timeout_s} s after the backend was "
+        "closed; it hangs or is gone (dmesg says why)",
+        errno=errno.ETIMEDOUT,
+        tag=first.tag,
     )
 
 

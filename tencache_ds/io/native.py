@@ -28,10 +28,18 @@ from tencache_ds.io.backend import (
     IoTotals,
     Operation,
     Priority,
-    StorageTimeoutError,
     Ticket,
 )
-from tencache_ds.io.lanes import cancelled, check_request, refusal, refusal_in_child, stop_at_exit
+from tencache_ds.io.lanes import (
+    cancelled,
+    check_request,
+    given_up,
+    keep_for_the_device,
+    never_finished,
+    refusal,
+    refusal_in_child,
+    stop_at_exit,
+)
 from tencache_ds.io.posix import Descriptor, PosixFiles, give_back_pages, storage_error
 
 BACKGROUND_NBYTES = 6 << 20
@@ -41,9 +49,6 @@ less than three times as long as on an idle device (see "latency of urgent reque
 _N_FINISHERS = 2
 _N_COLLECTED_AT_ONCE = 8  # few, so that the other finisher gets some as well
 _FOR_EVER_S = -1.0
-
-_in_use_by_device: list[torch.Tensor] = []
-"""Buffers of requests that were given up while the device had them: never freed, it may still write to them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -175,17 +180,7 @@ class NativeBackend:
         atexit.unregister(self._at_exit)
         stuck, self._stuck = self._stuck, []
         if stuck:
-            first = stuck[0]
-            raise StorageTimeoutError(
-                first.operation.value,
-                first.path,
-                first.offset,
-                first.nbytes,
-                f"the device had not finished it and {len(stuck) - 1} other requests {self._close_timeout_s} s after "
-                "the backend was closed; it hangs or is gone (dmesg says why)",
-                errno=errno.ETIMEDOUT,
-                tag=first.tag,
-            )
+            raise never_finished(stuck, self._close_timeout_s)
 
     def abandon(self, grace_s: float) -> None:
         """At interpreter exit: fails what has not started, waits up to ``grace_s`` seconds for what has."""
@@ -303,17 +298,9 @@ class NativeBackend:
         if completion.error == 0:
             return None
         if completion.in_flight:
-            _in_use_by_device.append(request.buffer)
+            keep_for_the_device(request.buffer)
             self._stuck.append(ticket)
-            return StorageTimeoutError(
-                ticket.operation.value,
-                ticket.path,
-                ticket.offset,
-                ticket.nbytes,
-                "given up: the device had not finished it when the backend had to close",
-                errno=errno.ETIMEDOUT,
-                tag=ticket.tag,
-            )
+            return given_up(ticket)
         if completion.error == errno.ECANCELED:
             return refusal(ticket, "dropped, the interpreter exits") if self._exiting else cancelled(ticket)
         return storage_error(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from tencache_ds.errors import SpaceError, StorageError
-from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, Priority, Ticket
+from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, Priority, StorageTimeoutError, Ticket
 from tencache_ds.io.lanes import LanePool
 
 _logger = logging.getLogger("DeepSpeed.tencache.io")
@@ -145,16 +145,16 @@ class PosixFiles:
             self.release(descriptor)
 
     def _new_descriptor(self, operation: Operation, path: str) -> Descriptor:
-        flags = os.O_RDONLY if operation is Operation.READ else os.O_WRONLY | os.O_CREAT
-        flags |= os.O_CLOEXEC
+        # Never O_CREAT: a file that has vanished must not come back empty.
+        flags = (os.O_RDONLY if operation is Operation.READ else os.O_WRONLY) | os.O_CLOEXEC
         if self._direct and path not in self._buffered_paths:
             try:
-                return Descriptor(os.open(path, flags | _O_DIRECT, 0o600), direct=True)
+                return Descriptor(os.open(path, flags | _O_DIRECT), direct=True)
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 self._note_buffered(path, "its file system has no O_DIRECT")
-        return Descriptor(os.open(path, flags, 0o600), direct=False)
+        return Descriptor(os.open(path, flags), direct=False)
 
     def _note_buffered(self, path: str, reason: str) -> None:
         if path not in self._buffered_paths:
@@ -236,14 +236,22 @@ class PosixBackend:
         n_lanes: threads; 4 to 8 reach the limit of one device.
         request_nbytes: longest single system call in bytes.
         direct: bypass the page cache where possible.
+        close_timeout_s: longest time in seconds that :meth:`close` waits for the device.
     """
 
     name = "posix"
     alignment_nbytes = ALIGNMENT_NBYTES
 
-    def __init__(self, n_lanes: int = 8, request_nbytes: int = 8 << 20, direct: bool = True) -> None:
+    def __init__(
+        self,
+        n_lanes: int = 8,
+        request_nbytes: int = 8 << 20,
+        direct: bool = True,
+        *,
+        close_timeout_s: float = 600.0,
+    ) -> None:
         self._files = PosixFiles(direct)
-        self._pool = LanePool(n_lanes, self._transfer, request_nbytes)
+        self._pool = LanePool(n_lanes, self._transfer, request_nbytes, close_timeout_s=close_timeout_s)
         self.counters = self._pool.counters
 
     def submit(
@@ -265,8 +273,17 @@ class PosixBackend:
         self._files.forget(path)
 
     def close(self) -> None:
-        """Waits for everything submitted, joins the lanes, closes the files. Idempotent."""
-        self._pool.close()
+        """Waits for everything submitted, joins the lanes, closes the files. Idempotent.
+
+        Raises:
+            RuntimeError: called from a callback of one of its requests.
+            StorageTimeoutError: the device still had requests after ``close_timeout_s``; they are given up.
+        """
+        try:
+            self._pool.close()
+        except StorageTimeoutError:
+            self._files.close()
+            raise
         self._files.close()
 
     def _transfer(self, lane: int, operation: Operation, path: str, offset: int, piece: torch.Tensor, tag: str) -> None:

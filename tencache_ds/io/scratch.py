@@ -157,11 +157,24 @@ def free_nbytes(root: str) -> int:
     Raises:
         OSError: the file system cannot be asked.
     """
+    status = os.statvfs(_existing_parent(root))
+    return status.f_bavail * status.f_frsize
+
+
+def device_of(root: str) -> int:
+    """Number of the file system that ``root`` (or its nearest existing parent) is on: equal ones share their space.
+
+    Raises:
+        OSError: the file system cannot be asked.
+    """
+    return os.stat(_existing_parent(root)).st_dev
+
+
+def _existing_parent(root: str) -> str:
     folder = os.path.abspath(root)
     while not os.path.exists(folder) and os.path.dirname(folder) != folder:
         folder = os.path.dirname(folder)
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
+    return folder
 
 
 def _remove_if_dead(folder: str, age_s: float) -> int:

@@ -33,6 +33,7 @@ class SpaceFile:
         self._growth_nbytes = round_up(max(1, growth_nbytes))
         self._lock = threading.Lock()
         self._free = FreeList()
+        self._n_taken = 0
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -56,6 +57,21 @@ class SpaceFile:
         with self._lock:
             return self._free.end - self._free.free_nbytes
 
+    @property
+    def n_taken(self) -> int:
+        """Ranges handed out and not returned."""
+        with self._lock:
+            return self._n_taken
+
+    def device_nbytes(self) -> tuple[int, int]:
+        """Bytes that are free for a normal user on the file system, and its size.
+
+        Raises:
+            OSError: the file system cannot be asked.
+        """
+        status = os.fstatvfs(self._fd)
+        return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+
     def take(self, nbytes: int, tag: str) -> int:
         """Offset of a reserved range of ``nbytes`` (a multiple of 4096) bytes, first fit, growing the file if need be.
 
@@ -70,17 +86,31 @@ class SpaceFile:
                 offset = self._free.take(nbytes)
             if offset is None:
                 raise RuntimeError(f"{self._path} has grown, yet has no free range of {nbytes} bytes")
+            self._n_taken += 1
             return offset
 
     def take_free(self, nbytes: int) -> int | None:
         """Like :meth:`take`, without growing the file: None when there is no such range."""
         with self._lock:
-            return self._free.take(nbytes)
+            offset = self._free.take(nbytes)
+            self._n_taken += offset is not None
+            return offset
 
     def give(self, offset: int, nbytes: int) -> None:
         """Returns a range."""
         with self._lock:
             self._free.give(offset, nbytes)
+            self._n_taken -= 1
+
+    def reserve(self, nbytes: int, tag: str) -> None:
+        """Makes the file longer by ``nbytes`` (rounded up to 4096), to be handed out later.
+
+        Raises:
+            SpaceError: the device is full; says how much is missing.
+            StorageError: the file cannot grow for another reason.
+        """
+        with self._lock:
+            self._reserve(round_up(nbytes), tag)
 
     def remove(self) -> None:
         """Closes and removes the file. Called once."""
@@ -105,8 +135,7 @@ class SpaceFile:
             cause = error.strerror or str(error)
             if error.errno not in _FULL:
                 raise StorageError("allocate", self._path, start, nbytes, cause, errno=error.errno, tag=tag) from error
-            status = os.fstatvfs(self._fd)
-            free_nbytes = status.f_bavail * status.f_frsize
+            free_nbytes, _ = self.device_nbytes()
             raise SpaceError(
                 "allocate",
                 self._path,
@@ -160,6 +189,19 @@ class SpaceFiles:
         """Bytes handed out and not returned."""
         return sum(file.nbytes_taken for file in self._files.values())
 
+    @property
+    def n_taken(self) -> int:
+        """Ranges handed out and not returned."""
+        return sum(file.n_taken for file in self._files.values())
+
+    def held(self) -> list[tuple[int, int]]:
+        """Ranges handed out and not returned on this one device: how many, and their bytes."""
+        return [(self.n_taken, self.nbytes_taken)]
+
+    def device_nbytes(self) -> tuple[int, int]:
+        """See :meth:`SpaceFile.device_nbytes`."""
+        return next(iter(self._files.values())).device_nbytes()
+
     def take(self, nbytes: int, tag: str) -> tuple[str, int]:
         """File and offset of a reserved range of ``nbytes`` (a multiple of 4096), in the emptiest file that has one.
 
@@ -168,12 +210,24 @@ class SpaceFiles:
             StorageError: a file cannot grow for another reason.
         """
         with self._lock:
-            emptiest_first = sorted(self._files, key=lambda path: self._files[path].nbytes_taken)
-            for path in emptiest_first:
-                offset = self._files[path].take_free(nbytes)
-                if offset is not None:
-                    return path, offset
-            return emptiest_first[0], self._files[emptiest_first[0]].take(nbytes, tag)
+            emptiest_first = self._emptiest_first()
+            free = self._take_free(emptiest_first, nbytes)
+            return free or (emptiest_first[0], self._files[emptiest_first[0]].take(nbytes, tag))
+
+    def take_free(self, nbytes: int) -> tuple[str, int] | None:
+        """Like :meth:`take`, without growing a file: None when there is no such range."""
+        with self._lock:
+            return self._take_free(self._emptiest_first(), nbytes)
+
+    def reserve(self, nbytes: int, tag: str) -> None:
+        """Makes the files longer by ``nbytes`` together, to be handed out later.
+
+        Raises:
+            SpaceError: the device is full; says how much is missing.
+            StorageError: a file cannot grow for another reason.
+        """
+        for file in self._files.values():
+            file.reserve(-(-nbytes // len(self._files)), tag)
 
     def give(self, path: str, offset: int, nbytes: int) -> None:
         """Returns a range."""
@@ -183,3 +237,13 @@ class SpaceFiles:
         """Closes and removes the files. Called once."""
         for file in self._files.values():
             file.remove()
+
+    def _emptiest_first(self) -> list[str]:
+        return sorted(self._files, key=lambda path: self._files[path].nbytes_taken)
+
+    def _take_free(self, paths: Sequence[str], nbytes: int) -> tuple[str, int] | None:
+        for path in paths:
+            offset = self._files[path].take_free(nbytes)
+            if offset is not None:
+                return path, offset
+        return None

@@ -10,50 +10,25 @@ One lock guards the extents' queues and results. No request is submitted or ende
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
+import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from tencache_ds.errors import CorruptionError, StorageError
+from tencache_ds.errors import StorageError
 from tencache_ds.io.backend import Operation, Priority, StorageBackend, Ticket
+from tencache_ds.io.extent_queue import ExtentQueue, ExtentTicket, Request
 from tencache_ds.io.extents import Extent, round_up
 from tencache_ds.io.fingerprint import Fingerprint, sampled_fingerprint
-from tencache_ds.io.lanes import cancelled, check_request
-from tencache_ds.io.posix import PosixFiles
+from tencache_ds.io.lanes import cancelled, check_request, refusal
 from tencache_ds.io.space import SpaceFiles
+from tencache_ds.io.stripes import Placement, StripedSpace
+from tencache_ds.io.verification import verify_read
 from tencache_ds.io.witness import Witness, Witnesses
-
-_logger = logging.getLogger("DeepSpeed.tencache.io")
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """One read or write of an extent, before and while the backend has it."""
-
-    operation: Operation
-    buffer: torch.Tensor
-    priority: Priority
-    ticket: Ticket
-    witness: Witness | None = None  # of this write, or of the one that is read
-    inner: Ticket | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _ExtentState:
-    """Everything the store knows about an extent. Guarded by the store's ``_lock``."""
-
-    extent: Extent
-    waiting: deque[_Request] = field(default_factory=deque)
-    running: list[_Request] = field(default_factory=list)
-    n_writes: int = 0  # accepted so far, the next write's generation
-    witness: Witness | None = None  # of the last write that started
-    poison: BaseException | None = None  # why that write failed
-    freed: bool = False
 
 
 class ExtentStore:
@@ -63,15 +38,18 @@ class ExtentStore:
         path: the file; must not exist, is made here and removed by :meth:`close`. Of several files, each gets a number
             before its suffix.
         backend: moves the bytes; not owned, close it after the store.
+        others: the same, path and backend, on each further device the store lies on.
+        placement: with ``others``, chooses which device an extent goes to; used by this store alone.
         preallocate_nbytes: length reserved at once, so that a full disk is found before training starts.
-        growth_nbytes: least growth of the file when no free range is long enough.
-        n_files: files to spread the extents over, so that writes do not wait for each other in the kernel.
+        growth_nbytes: least growth of a device's files when no free range is long enough.
+        n_files: files to spread a device's extents over, so that writes do not wait for each other in the kernel.
         fingerprint: compares every read with the last write; None does not.
         timeout_s: longest time in seconds that a ticket's ``wait()`` without a limit, :meth:`drain` and :meth:`close`
             wait for one request.
+        explain: sees each error before the waiter of a ticket does, in the waiter's thread; may add a note.
 
     Raises:
-        SpaceError: the device cannot hold ``preallocate_nbytes``.
+        SpaceError: the devices cannot hold ``preallocate_nbytes``.
         StorageError: the file exists or cannot be made.
     """
 
@@ -80,26 +58,40 @@ class ExtentStore:
         path: str,
         backend: StorageBackend,
         *,
+        others: Sequence[tuple[str, StorageBackend]] = (),
+        placement: Placement | None = None,
         preallocate_nbytes: int = 0,
         n_files: int = 1,
         growth_nbytes: int = 256 << 20,
         fingerprint: Fingerprint | None = sampled_fingerprint,
         timeout_s: float = 600.0,
+        explain: Callable[[StorageError], None] | None = None,
     ) -> None:
-        stem, suffix = os.path.splitext(path)
-        self.paths = [path] if n_files == 1 else [f"{stem}-{index}{suffix}" for index in range(n_files)]
+        files = [_file_names(name, n_files) for name in (path, *(name for name, _ in others))]
+        backends = [backend, *(other for _, other in others)]
+        self.paths = [name for names in files for name in names]
         """The files."""
         self.n_healed_reads = 0
         """Reads that differed from the last write, and no longer did when read again."""
-        self._backend = backend
+        self._backends = {name: b for names, b in zip(files, backends, strict=True) for name in names}
+        self._alignment_nbytes = max(b.alignment_nbytes for b in backends)
+        self._explain = explain
         self._witnesses = Witnesses(fingerprint)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._states: dict[tuple[str, int], _ExtentState] = {}
+        self._states: dict[tuple[str, int], ExtentQueue] = {}
         self._in_flight: set[Ticket] = set()
         self._failed_writes: list[Ticket] = []
         self._closed = False
-        self._space = SpaceFiles(self.paths, preallocate_nbytes=preallocate_nbytes, growth_nbytes=growth_nbytes)
+        self._given_up = False  # close() has stopped waiting: what has not started never may, its file goes away
+        self._stripes: StripedSpace | None = None
+        if placement is not None:
+            self._stripes = StripedSpace(
+                files, placement, preallocate_nbytes=preallocate_nbytes, growth_nbytes=growth_nbytes
+            )
+        self._space = self._stripes or SpaceFiles(
+            self.paths, preallocate_nbytes=preallocate_nbytes, growth_nbytes=growth_nbytes
+        )
 
     @property
     def nbytes_allocated(self) -> int:
@@ -110,6 +102,15 @@ class ExtentStore:
     def nbytes_files(self) -> int:
         """Length of the files in bytes."""
         return self._space.nbytes
+
+    @property
+    def n_relocated(self) -> int:
+        """How often an extent was given another device."""
+        return self._stripes.n_moved if self._stripes is not None else 0
+
+    def held(self) -> list[tuple[int, int]]:
+        """Extents on each device, in the order of the constructor's arguments: how many, and their bytes."""
+        return self._space.held()
 
     def allocate(self, nbytes: int, tag: str) -> Extent:
         """Reserves space, on the device too: later writes cannot fail for lack of it.
@@ -130,7 +131,7 @@ class ExtentStore:
         file, offset = self._space.take(allocated_nbytes, tag)
         extent = Extent(file, offset, nbytes, allocated_nbytes, tag)
         with self._lock:
-            self._states[file, offset] = _ExtentState(extent)
+            self._states[file, offset] = ExtentQueue(extent)
         return extent
 
     def free(self, extent: Extent) -> None:
@@ -142,9 +143,40 @@ class ExtentStore:
         with self._lock:
             state = self._state(extent)
             state.freed = True
-            idle = not state.running and not state.waiting
+            idle = state.idle
         if idle:
             self._release(state)
+
+    def relocate(self, extent: Extent) -> Extent:
+        """Where the write that is about to replace all of ``extent`` goes best: call it right before that write.
+
+        Returns:
+            The extent itself; or, where another device has bandwidth to spare, a new one in its place. The old one is
+            then freed, once the reads of it that are in flight have ended, and its bytes are given up.
+
+        Raises:
+            ValueError: not an extent of this store.
+            StorageError: the store is closed, or a file cannot grow for another reason than a full device.
+        """
+        if self._stripes is None:
+            return extent
+        self._check_open("relocate", extent.file, extent.offset, extent.nbytes, extent.tag)
+        with self._lock:
+            n_writes = self._state(extent).n_writes
+        place = self._stripes.take_elsewhere(extent.file, extent.allocated_nbytes, extent.tag)
+        if place is None:
+            return extent
+        moved = Extent(*place, extent.nbytes, extent.allocated_nbytes, extent.tag)
+        with self._lock:
+            # Writes are numbered on, so that an old page of the new place is as unlikely to pass as one of the old.
+            self._states[place] = ExtentQueue(moved, n_writes=n_writes)
+        self.free(extent)
+        return moved
+
+    def reweigh(self, bytes_per_s: Sequence[float | None]) -> None:
+        """Says what each device gives (None: unknown), which decides where extents go from now on. Between steps."""
+        if self._stripes is not None:
+            self._stripes.reweigh(bytes_per_s)
 
     def write(self, extent: Extent, buffer: torch.Tensor, *, priority: Priority = Priority.BACKGROUND) -> Ticket:
         """Writes the whole extent.
@@ -169,7 +201,7 @@ class ExtentStore:
             witness = Witness(state.n_writes)
             state.n_writes += 1
         return self._enqueue(
-            extent, _Request(Operation.WRITE, buffer, priority, self._ticket(Operation.WRITE, extent), witness)
+            extent, Request(Operation.WRITE, buffer, priority, self._ticket(Operation.WRITE, extent), witness)
         )
 
     def read(self, extent: Extent, buffer: torch.Tensor, *, priority: Priority = Priority.BACKGROUND) -> Ticket:
@@ -184,7 +216,7 @@ class ExtentStore:
             StorageError: the store is closed.
         """
         self._check_buffer(extent, buffer)
-        return self._enqueue(extent, _Request(Operation.READ, buffer, priority, self._ticket(Operation.READ, extent)))
+        return self._enqueue(extent, Request(Operation.READ, buffer, priority, self._ticket(Operation.READ, extent)))
 
     def drain(self) -> None:
         """Waits for every write made so far.
@@ -212,6 +244,22 @@ class ExtentStore:
             if ticket.done:  # if its callbacks still run, the next check has it
                 ticket.wait()
 
+    def raise_overdue(self, age_s: float) -> None:
+        """Raises for the oldest request in flight, if it was made at least ``age_s`` seconds ago; else does nothing.
+
+        For a waiter who got no buffer and wants to say why: it was waiting for such a request to give one back.
+
+        Raises:
+            StorageTimeoutError: that request's path, offset and tag.
+        """
+        with self._lock:
+            oldest = min(self._in_flight, key=lambda ticket: ticket.t_submit_ns, default=None)
+        if oldest is not None and time.perf_counter_ns() - oldest.t_submit_ns >= age_s * 1e9:
+            error = oldest.overdue(age_s)
+            if self._explain is not None:
+                self._explain(error)
+            raise error
+
     def close(self) -> None:
         """Waits for what is in flight, then closes and removes the files. Idempotent.
 
@@ -226,8 +274,9 @@ class ExtentStore:
             self._wait_for(None)
             self.drain()
         finally:
-            for path in self.paths:
-                self._backend.forget(path)
+            self._given_up = True
+            for path, backend in self._backends.items():
+                backend.forget(path)
             self._witnesses.close()
             self._space.remove()
 
@@ -236,19 +285,18 @@ class ExtentStore:
             raise StorageError(operation, path, offset, nbytes, "the store is closed", tag=tag)
 
     def _check_buffer(self, extent: Extent, buffer: torch.Tensor) -> None:
-        check_request(extent.offset, buffer, self._backend.alignment_nbytes)
+        check_request(extent.offset, buffer, self._alignment_nbytes)
         if buffer.numel() != extent.allocated_nbytes:
             raise ValueError(f"{extent.tag} needs a buffer of {extent.allocated_nbytes} bytes, not {buffer.numel()}")
 
-    def _state(self, extent: Extent) -> _ExtentState:
+    def _state(self, extent: Extent) -> ExtentQueue:
         state = self._states.get((extent.file, extent.offset))
         if state is None or state.freed or state.extent != extent:
             raise ValueError(f"not an extent of {', '.join(self.paths)}, or freed: {extent}")
         return state
 
     def _ticket(self, operation: Operation, extent: Extent) -> Ticket:
-        nbytes = extent.allocated_nbytes
-        return Ticket(operation, extent.file, extent.offset, nbytes, extent.tag, default_timeout_s=self._timeout_s)
+        return ExtentTicket(operation, extent, self._timeout_s, self._explain)
 
     def _wait_for(self, operation: Operation | None) -> list[Ticket]:
         """Waits for what is in flight now, whatever its outcome; the tickets it waited for."""
@@ -258,14 +306,14 @@ class ExtentStore:
             ticket.wait_ended()
         return tickets
 
-    def _release(self, state: _ExtentState) -> None:
+    def _release(self, state: ExtentQueue) -> None:
         with self._lock:
             del self._states[state.extent.file, state.extent.offset]
         self._space.give(state.extent.file, state.extent.offset, state.extent.allocated_nbytes)
 
     # Order
 
-    def _enqueue(self, extent: Extent, request: _Request) -> Ticket:
+    def _enqueue(self, extent: Extent, request: Request) -> Ticket:
         request.ticket.bind(
             promote=partial(self._promote, extent, request), cancel=partial(self._cancel, extent, request)
         )
@@ -276,29 +324,11 @@ class ExtentStore:
                 raise ValueError(f"{extent.tag} at offset {extent.offset} of {extent.file} was never written")
             state.waiting.append(request)
             self._in_flight.add(request.ticket)
-            ready = self._take_ready(state)
+            ready = state.take_ready()
         self._run(state, ready)
         return request.ticket
 
-    def _take_ready(self, state: _ExtentState) -> list[_Request]:
-        """Moves what may start now from waiting to running. Called with the lock held."""
-        ready: list[_Request] = []
-        while state.waiting:
-            request = state.waiting[0]
-            if request.operation is Operation.WRITE:
-                if state.running:
-                    break
-                state.witness = request.witness
-                state.poison = None
-            else:
-                if state.running and state.running[0].operation is Operation.WRITE:
-                    break
-                request.witness = state.witness
-            state.running.append(state.waiting.popleft())
-            ready.append(request)
-        return ready
-
-    def _run(self, state: _ExtentState, ready: list[_Request]) -> None:
+    def _run(self, state: ExtentQueue, ready: list[Request]) -> None:
         """Submits requests. What cannot be submitted ends here, which may make others ready: a loop, no recursion."""
         work = deque(ready)
         while work:
@@ -306,9 +336,11 @@ class ExtentStore:
             is_read = request.operation is Operation.READ
             finish = partial(self._verify_read, state.extent, request) if is_read and self._witnesses.active else None
             error = state.poison if is_read else None
+            if error is None and self._given_up:
+                error = refusal(request.ticket, "the store was closed before it could start")
             if error is None:
                 try:
-                    inner = self._backend.submit(
+                    inner = self._backends[state.extent.file].submit(
                         request.operation,
                         state.extent.file,
                         state.extent.offset,
@@ -327,27 +359,27 @@ class ExtentStore:
                     continue
             work.extend(self._end(state, request, error))
 
-    def _on_done(self, state: _ExtentState, request: _Request, inner: Ticket) -> None:
+    def _on_done(self, state: ExtentQueue, request: Request, inner: Ticket) -> None:
         if request.operation is Operation.WRITE and request.witness is not None:
             request.witness.when_taken(partial(self._on_taken, state, request, inner.error))
         else:
             self._run(state, self._end(state, request, inner.error))
 
     def _on_taken(
-        self, state: _ExtentState, request: _Request, error: BaseException | None, hashing_error: BaseException | None
+        self, state: ExtentQueue, request: Request, error: BaseException | None, hashing_error: BaseException | None
     ) -> None:
         """After both the transfer and its fingerprint: only then may the buffer's owner have it back."""
         self._run(state, self._end(state, request, hashing_error if error is None else error))
 
-    def _end(self, state: _ExtentState, request: _Request, error: BaseException | None) -> list[_Request]:
+    def _end(self, state: ExtentQueue, request: Request, error: BaseException | None) -> list[Request]:
         """Ends a request; returns those that may start now."""
         is_write = request.operation is Operation.WRITE
         with self._lock:
             state.running.remove(request)
             if is_write:
                 state.poison = error
-            ready = self._take_ready(state)
-            release = state.freed and not state.running and not state.waiting
+            ready = state.take_ready()
+            release = state.freed and state.idle
             if is_write and error is not None:
                 self._failed_writes.append(request.ticket)
         if release:
@@ -359,7 +391,7 @@ class ExtentStore:
                 self._failed_writes.append(request.ticket)
         return ready
 
-    def _promote(self, extent: Extent, request: _Request) -> None:
+    def _promote(self, extent: Extent, request: Request) -> None:
         with self._lock:
             state = self._states.get((extent.file, extent.offset))
             if state is None:
@@ -376,7 +408,7 @@ class ExtentStore:
             if inner is not None:
                 inner.promote()
 
-    def _cancel(self, extent: Extent, request: _Request) -> bool:
+    def _cancel(self, extent: Extent, request: Request) -> bool:
         if request.operation is Operation.WRITE:
             return False  # the extent would hold neither value
         with self._lock:
@@ -390,35 +422,13 @@ class ExtentStore:
         self._run(state, self._end(state, request, cancelled(request.ticket)))
         return True
 
-    # Verification
-
-    def _verify_read(self, extent: Extent, request: _Request) -> None:
+    def _verify_read(self, extent: Extent, request: Request) -> None:
         """In a lane thread, after the last byte: raises when the buffer is not what was last written."""
-        witness, buffer = request.witness, request.buffer
-        if witness is None or not self._witnesses.differ(witness, buffer):
-            return
-        # The aio op cannot say what went wrong. Plain descriptors can: this raises the device's errno, if it has one.
-        files = PosixFiles()
-        try:
-            files.transfer(Operation.READ, extent.file, extent.offset, buffer, extent.tag)
-        finally:
-            files.close()
-        if not self._witnesses.differ(witness, buffer):
+        if request.witness is not None and not verify_read(self._witnesses, request.witness, extent, request.buffer):
             with self._lock:
                 self.n_healed_reads += 1
-            _logger.warning(
-                "%s at offset %d of %s came back changed and was right when read again; watch this device",
-                extent.tag,
-                extent.offset,
-                extent.file,
-            )
-            return
-        raise CorruptionError(
-            "read",
-            extent.file,
-            extent.offset,
-            extent.allocated_nbytes,
-            f"the bytes are not those of write {witness.generation + 1}: it was lost or torn, or something else "
-            "changed the file since; check the device (smartctl, dmesg) and that no other job uses this folder",
-            tag=extent.tag,
-        )
+
+
+def _file_names(path: str, n_files: int) -> list[str]:
+    stem, suffix = os.path.splitext(path)
+    return [path] if n_files == 1 else [f"{stem}-{index}{suffix}" for index in range(n_files)]

@@ -51,9 +51,14 @@ class Witnesses:
         return self._fingerprint is not None
 
     def take(self, witness: Witness, buffer: torch.Tensor) -> None:
-        """Starts; the buffer must stay as it is until :meth:`Witness.when_taken` calls back."""
-        if self._fingerprint is not None:
+        """Starts; the buffer must stay as it is until :meth:`Witness.when_taken` calls back. Does not raise."""
+        if self._fingerprint is None:
+            return
+        try:
             witness._taking = self._threads.submit(self._fingerprint, buffer, witness.generation)
+        except RuntimeError as error:  # closed, or the interpreter exits: the write must end all the same
+            witness._taking = Future()
+            witness._taking.set_exception(error)
 
     def differ(self, witness: Witness, buffer: torch.Tensor) -> bool:
         """Whether the buffer is not what the write wrote, here and now in the caller's thread."""

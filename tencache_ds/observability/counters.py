@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tencache_ds.observability.paths import PathStats
+
 
 class Link(enum.StrEnum):
     """A path that bytes move over."""
@@ -109,7 +111,9 @@ class Stats:
         stored_nbytes: bytes of scratch storage allocated on NVMe.
         resident_weight_nbytes: weights kept in host memory.
         healed_reads: reads that differed from what was written and were right the second time: a disk to watch.
+        relocated_extents: how often a weight or chunk changed its NVMe path, for the paths' rates had changed.
         io_backend: name of the I/O backend in use, or "" when nothing is stored.
+        paths: figures of each NVMe path.
     """
 
     total: StepRecord
@@ -122,7 +126,9 @@ class Stats:
     stored_nbytes: int = 0
     resident_weight_nbytes: int = 0
     healed_reads: int = 0
+    relocated_extents: int = 0
     io_backend: str = ""
+    paths: tuple[PathStats, ...] = ()
 
 
 @dataclass(slots=True)

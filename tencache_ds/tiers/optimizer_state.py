@@ -18,7 +18,7 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
 from tencache_ds.io.mapping import map_pieces
-from tencache_ds.memory.pool import BufferPool, Lease
+from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
 from tencache_ds.observability.counters import Counters, Link, Stall
 from tencache_ds.planning.chunks import Chunk, cut_sub_group
 
@@ -334,8 +334,14 @@ class OptimizerStateTier:
         pool, owner = self._pool(), f"chunk {chunk.sub_group}.{chunk.index}"
         lease = pool.try_lease(chunk.nbytes, owner, "update")
         if lease is None:
-            with self._counters.stall(Stall.BUFFER):
-                lease = pool.lease(chunk.nbytes, owner, "update", urgent=True, timeout_s=self._timeout_s)
+            try:
+                with self._counters.stall(Stall.BUFFER):
+                    lease = pool.lease(chunk.nbytes, owner, "update", urgent=True, timeout_s=self._timeout_s)
+            except PoolTimeout:
+                # Buffers are held by transfers: the one that hangs says more than a list of who waits for it.
+                if self._store is not None:
+                    self._store.raise_overdue(self._timeout_s)
+                raise
         return lease
 
     def _read_ahead(self) -> None:
@@ -382,8 +388,9 @@ class OptimizerStateTier:
         return _Ahead(chunk, lease, ticket)
 
     def _start_write(self, chunk: Chunk, lease: Lease) -> Ticket:
-        extent = self._extent(chunk)
         if self._store is None:
             raise TenCacheError(f"sub-group {chunk.sub_group} has no store")
+        extent = self._store.relocate(self._extent(chunk))
+        self._groups[chunk.sub_group].extents[chunk.index] = extent
         self._counters.moved(Link.NVME_WRITE, extent.allocated_nbytes)
         return self._store.write(extent, lease.buffer[: extent.allocated_nbytes], priority=Priority.BACKGROUND)

@@ -456,6 +456,7 @@ class WeightTier:
 
     def _write(self, weight: Weight, data: torch.Tensor) -> Ticket:
         store, extent = self._stored_at(weight)
+        weight.extent = extent = store.relocate(extent)
         self._counters.moved(Link.NVME_WRITE, extent.allocated_nbytes)
         return store.write(extent, data[: extent.allocated_nbytes], priority=Priority.BACKGROUND)
 

@@ -211,7 +211,8 @@ class TestCommand:
         assert "1 problem(s), 1 warning(s)" in capsys.readouterr().out
 
     def test_this_machine(self, tmp_path: Path) -> None:
-        findings = doctor.examine(tmp_path / "made-later")
+        findings = doctor.examine([tmp_path / "made-later", tmp_path])
+        assert sum(finding.subject == "nvme path" for finding in findings) == 2
         assert all(bool(finding.remedy) is (finding.level is not Level.OK) for finding in findings)
         assert {"python", "torch", "deepspeed", "cpu", "memory", "nvme path", "free space"} <= by_subject(
             findings

@@ -2,7 +2,8 @@
 """Training on storage that goes wrong in the middle: run like ``training.py``, many cases in one process.
 
 Two steps are trained, then the fault begins, then three more steps follow. What is reported: the error of each rank,
-how long it took, and, where training went on, its losses and a hash of every weight.
+how long it took, and, where training went on, its losses and a hash of every weight. Stock's NVMe offload takes the
+same cases, but those that need TenCache's own fault injection; it may abort or hang, so give it one case a process.
 """
 
 from __future__ import annotations
@@ -16,36 +17,58 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import training
 
 from tencache_ds.errors import StorageError
 from tencache_ds.io.faults import VARIABLE, parse_faults
 
 NOBODY = 65534
+LIBAIO_RULE = "AIO_FAULT_FILE"
+"""Names the file from which a preloaded ``libaio_faults.c`` takes its rule."""
+STOCK_FOLDERS = {"weights": "*params", "optimizer": "optimizer"}
 STEPS_BEFORE, STEPS_AFTER = 2, 3
+N_STEPS = STEPS_BEFORE + STEPS_AFTER
 
 
 class Circumstance:
     """What a case does to the storage of an engine that has trained some steps."""
 
-    def __init__(self, case: dict[str, Any], engine: Any) -> None:
+    def __init__(self, case: dict[str, Any], engine_name: str, engine: Any, folder: str, rank: int) -> None:
         self._case = case
-        self._parts = engine.optimizer.tencache.all()
+        self._engine_name = engine_name
+        self._here = rank == case.get("rank", rank)
+        self._stock_folder = Path(folder, "nvme", "zero_stage_3")
+        self._rank = rank
+        self._paths = []
+        if engine_name == "tencache":
+            self._paths = [path for part in engine.optimizer.tencache.all() for path in part.nvme.paths]
         self._was_root = os.getuid() == 0
 
     @property
     def _folders(self) -> list[Path]:
-        return [Path(scratch.folder) for part in self._parts for scratch in part._scratch.values()]
+        if self._engine_name == "stock_nvme":
+            return list(self._stock_folder.glob(f"{STOCK_FOLDERS[self._case['what']]}/rank{self._rank}"))
+        return [Path(path.scratch.folder) for path in self._paths]
 
     @property
     def _files(self) -> list[Path]:
-        return [path for folder in self._folders for path in folder.glob(f"*{self._case['what']}*")]
+        pattern = f"*{self._case['what']}*" if self._paths else "*"
+        return [path for folder in self._folders for path in folder.glob(pattern)]
 
     def begin(self) -> None:
         act = self._case["act"]
+        if not self._here or act == "none":
+            return
         if act == "inject":
-            for part in self._parts:
-                part._io[0].inject(parse_faults(self._case["rule"]))
+            for path in self._paths:
+                path.backend.inject(parse_faults(self._case["rule"]))
+            return
+        if act == "libaio":
+            match = f"rank{self._rank}/{self._case['what']}" if self._paths else "/".join(self._folders[0].parts[-2:])
+            rule = Path(os.environ[LIBAIO_RULE])
+            rule.with_suffix(".new").write_text(f"{self._case['rule']},match={match}")
+            rule.with_suffix(".new").rename(rule)
             return
         files = self._files
         if not files:
@@ -62,11 +85,13 @@ class Circumstance:
             if self._was_root:  # for whom permissions mean nothing
                 os.setresuid(NOBODY, NOBODY, 0)
         if self._case.get("reopen"):  # as if these files had not been open
-            for part in self._parts:
+            for nvme in self._paths:
                 for path in files:
-                    part._io[0].forget(str(path))
+                    nvme.backend.forget(str(path))
 
     def end(self) -> None:
+        if self._case["act"] == "libaio" and self._here:
+            Path(os.environ[LIBAIO_RULE]).unlink(missing_ok=True)
         if self._was_root and os.getuid() != 0:
             os.setresuid(0, 0, 0)
 
@@ -76,14 +101,14 @@ def describe(error: BaseException) -> dict[str, Any]:
     root: BaseException | None = error
     while root is not None and not isinstance(root, StorageError):
         root = root.__cause__ or root.__context__
-    found = {"failure": f"{type(error).__name__}: {error}"}
+    found = {"failure": f"{type(error).__name__}: {error}", "notes": getattr(root, "__notes__", [])}
     if isinstance(root, StorageError):
         found |= {"type": type(root).__name__, "path": root.path, "offset": root.offset, "tag": root.tag}
         found |= {"errno": root.errno, "operation": root.operation}
     return found
 
 
-def start_on_a_small_device(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+def run_on_a_small_device(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     """A real file system of a few MiB under ``nvme_path``."""
     mount = Path(folder, f"small{rank}", "nvme")
     mount.mkdir(parents=True)
@@ -91,15 +116,26 @@ def start_on_a_small_device(case: dict[str, Any], folder: str, rank: int) -> dic
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"skipped": done.stderr}
+    result: dict[str, Any] = {"failure": ""}
     try:
-        training.build({"model": "mlp", **case}, "tencache", str(mount)).destroy()
+        engine = training.build({"model": "mlp", **case}, engine_name, str(mount))
+        if engine_name == "stock_nvme":  # which takes it
+            generator = torch.Generator().manual_seed(1000 + rank)
+            result["losses"] = training.train(engine, N_STEPS, generator, oracle=False, hook=say_the_step)
+            result["weights"] = training.digests(engine.module)
+        engine.destroy()
     except StorageError as error:
         return describe(error)
     finally:
         gc.collect()
         wait_for_threads("tencache-close")
         subprocess.run(["umount", "-l", str(mount)], check=True)
-    return {"failure": ""}
+    return result
+
+
+def say_the_step(engine: Any, step: int) -> None:
+    """For the log of a process that may not live to tell more."""
+    print(f"step {engine.global_steps} done", flush=True)
 
 
 def wait_for_threads(name: str) -> None:
@@ -111,24 +147,24 @@ def wait_for_threads(name: str) -> None:
 def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     os.environ[VARIABLE] = case.get("variable", "none")
     if case["act"] == "small_device":
-        return start_on_a_small_device(case, folder, rank)
+        return run_on_a_small_device(case, engine_name, folder, rank)
     import deepspeed
-    import torch
 
     engine = training.build({"model": "mlp", **case}, engine_name, os.path.join(folder, "nvme"))
     generator = torch.Generator().manual_seed(1000 + rank)
     result: dict[str, Any] = {"losses": training.train(engine, STEPS_BEFORE, generator, oracle=False)}
     deepspeed.comm.barrier()
-    circumstance = Circumstance(case, engine)
+    circumstance = Circumstance(case, engine_name, engine, folder, rank)
     Path(folder, f"{case['act']}-began").write_text(str(time.time()))  # before this process may lose its permissions
     circumstance.begin()
     t_start = time.monotonic()
     try:
-        result["losses"] += training.train(engine, STEPS_AFTER, generator, oracle=False)
+        result["losses"] += training.train(engine, STEPS_AFTER, generator, oracle=False, hook=say_the_step)
         result["weights"] = training.digests(engine.module)
-        for part in engine.optimizer.tencache.all():
-            part.weights.drain()
-        engine.optimizer.tencache.optimizer_state.drain()
+        if engine_name == "tencache":
+            for part in engine.optimizer.tencache.all():
+                part.weights.drain()
+            engine.optimizer.tencache.optimizer_state.drain()
         result["failure"] = ""
     except Exception as error:
         result |= describe(error)
@@ -138,8 +174,10 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     finally:
         circumstance.end()
     result["seconds"] = time.monotonic() - t_start
-    result["healed"] = engine.optimizer.tencache.stats().healed_reads
-    result["injected"] = sum(getattr(part._io[0], "n_injected", 0) for part in engine.optimizer.tencache.all())
+    if engine_name == "tencache":
+        result["healed"] = engine.optimizer.tencache.stats().healed_reads
+        paths = [path for part in engine.optimizer.tencache.all() for path in part.nvme.paths]
+        result["injected"] = sum(getattr(path.backend, "n_injected", 0) for path in paths)
     t_start = time.monotonic()
     try:
         engine.destroy()

@@ -86,6 +86,36 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"change": {"zero_optimization": {"offload_param": {"nvme_path": "foreign"}}}, "circumstance": "foreign"},
         ("ConfigError", '"zero_optimization.offload_param.nvme_path"', "foreign", "not writable"),
     ),
+    "further_path_below_a_file": (
+        options(nvme_paths=["further", "cases.json/nvme"]),
+        ("ConfigError", '"tencache.nvme_paths[1]"', "cases.json/nvme", "Not a directory"),
+    ),
+    "further_path_is_empty": (options(nvme_paths=[""]), ("ConfigError", '"tencache.nvme_paths[0]"', "missing")),
+    "further_path_cannot_be_made": (
+        options(nvme_paths=["/proc/tencache"]),
+        ("ConfigError", '"tencache.nvme_paths[0]"', "/proc/tencache"),
+    ),
+    "further_path_twice": (
+        options(nvme_paths=["further", "further/../further"]),
+        ("ConfigError", '"tencache.nvme_paths[1]"', '"tencache.nvme_paths[0]" names already'),
+    ),
+    "further_path_is_the_nvme_path": (
+        options(nvme_paths=["nvme"]),
+        ("ConfigError", '"tencache.nvme_paths[0]"', '"zero_optimization.offload_optimizer.nvme_path" names already'),
+    ),
+    "further_paths_and_nothing_on_nvme": (
+        {
+            "change": {
+                "zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+                "tencache": {"nvme_paths": ["further"]},
+            }
+        },
+        ("ConfigError", '"tencache.nvme_paths"', "nothing would be stored there"),
+    ),
+    "too_little_space_on_all_paths": (
+        {"change": {"tencache": {"nvme_paths": ["further"]}}, "circumstance": "little_space"},
+        ("SpaceError", "on 2 paths together", "missing", "tencache.nvme_paths"),
+    ),
     "too_little_space": (
         {"circumstance": "little_space"},
         ("SpaceError", "GiB", "missing", "zero_optimization.offload_optimizer.nvme_path"),

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +78,25 @@ class MemoryBackend:
                 part.copy_(torch.frombuffer(bytearray(self.pages[path, offset + start]), dtype=torch.uint8))
             elif not self.lose_writes or (path, offset + start) not in self.pages:
                 self.pages[path, offset + start] = part.numpy().tobytes()
+
+
+@pytest.fixture
+def path(tmp_path):
+    """An empty file for a backend, which makes none."""
+    path = tmp_path / "data"
+    path.touch(mode=0o600)
+    return str(path)
+
+
+def build_libaio_faults(folder: Path) -> Path:
+    """The library that makes libaio misbehave as its source says, for ``LD_PRELOAD``."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    library = folder / "libaio_faults.so"
+    source = Path(__file__).with_name("libaio_faults.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
+    return library
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import subprocess
@@ -12,7 +13,7 @@ from tencache_ds.ops import tencache_aio
 from tencache_ds.ops.async_io import load_async_io, load_pin_memory
 
 from tencache_ds.errors import ConfigError, StorageError
-from tencache_ds.io import AioBackend, ExtentStore, Operation, PosixBackend, open_backend
+from tencache_ds.io import AioBackend, Operation, PosixBackend, open_backend
 from tests.io.conftest import aligned
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the op
@@ -25,11 +26,6 @@ def backend():
     backend = AioBackend(n_lanes=3, request_nbytes=MIB, block_nbytes=256 << 10, queue_depth=8)
     yield backend
     backend.close()
-
-
-@pytest.fixture
-def path(tmp_path):
-    return str(tmp_path / "data")
 
 
 @pytest.fixture
@@ -101,19 +97,14 @@ def test_a_short_file_is_an_error_and_not_an_abort(backend, path):
         backend.submit(Operation.READ, path, 4096, aligned(8192), tag="w").wait(30)
 
 
-def test_a_missing_file_is_an_error_with_errno(backend, path):
-    with pytest.raises(StorageError, match="No such file") as caught:
-        backend.submit(Operation.READ, path, 0, aligned(4096)).wait(30)
-    assert caught.value.errno == 2
-    with pytest.raises(StorageError, match="No such file"):
-        backend.submit(Operation.WRITE, path + "/below", 0, aligned(4096)).wait(30)
-
-
-def test_a_removed_file_is_an_error(backend, path):
-    backend.submit(Operation.WRITE, path, 0, aligned(8192)).wait(30)
+@pytest.mark.parametrize("operation", Operation)
+def test_a_removed_file_is_an_error_and_not_made_again(backend, path, pinned, operation):
+    backend.submit(Operation.WRITE, path, 0, pinned[0]).wait(30)
     os.unlink(path)
-    with pytest.raises(StorageError, match="No such file"):
-        backend.submit(Operation.READ, path, 0, aligned(8192)).wait(30)
+    with pytest.raises(StorageError, match="No such file") as caught:
+        backend.submit(operation, path, 0, pinned[0]).wait(30)
+    assert caught.value.errno == errno.ENOENT
+    assert not os.path.lexists(path)
     backend.forget(path)
 
 
@@ -142,21 +133,6 @@ def test_without_o_direct_plain_descriptors_do_the_work(backend, path, monkeypat
     assert torch.equal(back, data)
 
 
-def test_a_store_on_aio(backend, path):
-    store = ExtentStore(path, backend, growth_nbytes=MIB)
-    extents = [store.allocate(300_000 + 5000 * i, f"chunk {i}") for i in range(6)]
-    for repetition in range(3):
-        buffers = [aligned(e.allocated_nbytes, fill=None, seed=10 * repetition + i) for i, e in enumerate(extents)]
-        for extent, buffer in zip(extents, buffers, strict=True):
-            store.write(extent, buffer)
-        back = [aligned(e.allocated_nbytes) for e in extents]
-        tickets = [store.read(extent, buffer) for extent, buffer in zip(extents, back, strict=True)]
-        for ticket, got, expected in zip(tickets, back, buffers, strict=True):
-            ticket.wait(30)
-            assert torch.equal(got, expected)
-    store.close()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"block_nbytes": 1000}, "aio.block_size"), ({"queue_depth": 0}, "aio.queue_depth"),
@@ -167,7 +143,7 @@ def test_settings_that_cannot_work_are_refused(options, message):
         AioBackend(**options)
 
 
-def test_the_interpreter_exits_while_lanes_are_in_the_op(tmp_path):
+def test_the_interpreter_exits_while_lanes_are_in_the_op(path):
     script = f"""
 import torch
 from tencache_ds.io import AioBackend, Operation
@@ -175,7 +151,7 @@ backend = AioBackend(n_lanes=4)
 base = torch.empty((16 << 20) + 4096, dtype=torch.uint8)
 buffer = base[-base.data_ptr() % 4096:][:16 << 20]
 for i in range(8):
-    backend.submit(Operation.WRITE, {str(tmp_path / "data")!r}, i << 24, buffer)
+    backend.submit(Operation.WRITE, {path!r}, i << 24, buffer)
 """
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     result = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io import AioBackend, NativeBackend, Operation, PosixBackend, Priority, StorageBackend
+from tencache_ds.io import AioBackend, ExtentStore, NativeBackend, Operation, PosixBackend, Priority, StorageBackend
 from tests.io.conftest import aligned
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the ops
@@ -38,11 +38,6 @@ def backend(kind):
     backend.close()
 
 
-@pytest.fixture
-def path(tmp_path):
-    return str(tmp_path / "data")
-
-
 def test_what_is_written_is_read_back(backend, path):
     data = aligned(3 * MIB + 4096, fill=None)
     backend.submit(Operation.WRITE, path, 8192, data).wait(30)
@@ -50,7 +45,6 @@ def test_what_is_written_is_read_back(backend, path):
     backend.submit(Operation.READ, path, 8192, back).wait(30)
     assert torch.equal(back, data)
     assert os.stat(path).st_size == 8192 + data.numel()
-    assert os.stat(path).st_mode & 0o777 == 0o600
     assert backend.counters.bytes_read == backend.counters.bytes_written == data.numel()
     assert backend.counters.n_reads == backend.counters.n_writes == 1
     assert backend.counters.read_ns > 0
@@ -64,11 +58,15 @@ def test_the_end_of_the_file_is_an_error(backend, path, size):
         backend.submit(Operation.READ, path, 0, aligned(12288), tag="w").wait(30)
 
 
-def test_a_missing_file_is_named(backend, path):
-    with pytest.raises(StorageError, match="read of layer failed at .*data, offset 4096.*errno 2") as caught:
-        backend.submit(Operation.READ, path, 4096, aligned(4096), tag="layer").wait(30)
+@pytest.mark.parametrize("operation", Operation)
+def test_a_missing_file_is_named_and_not_made(backend, path, operation):
+    os.unlink(path)
+    named = f"{operation.value} of layer failed at .*data, offset 4096.*errno 2"
+    with pytest.raises(StorageError, match=named) as caught:
+        backend.submit(operation, path, 4096, aligned(4096), tag="layer").wait(30)
     assert caught.value.errno == errno.ENOENT
     assert caught.value.path == path
+    assert not os.path.lexists(path)
 
 
 def test_descriptors_persist_until_forgotten(backend, path):
@@ -84,8 +82,10 @@ def test_descriptors_persist_until_forgotten(backend, path):
     backend.forget(path)
     assert open_here() == 0
     backend.forget(path)
-    with pytest.raises(StorageError, match="No such file"):
-        backend.submit(Operation.READ, path, 0, aligned(4096)).wait(30)
+    for operation in Operation:
+        with pytest.raises(StorageError, match="No such file"):
+            backend.submit(operation, path, 0, aligned(4096)).wait(30)
+    assert not os.path.lexists(path)
 
 
 def test_close_leaves_no_descriptor(kind, path):
@@ -128,3 +128,21 @@ def test_many_requests_of_every_size_and_priority(backend, path, priority):
 def test_what_direct_io_cannot_take_is_refused(backend, path, offset, buffer, message):
     with pytest.raises(ValueError, match=message):
         backend.submit(Operation.WRITE, path, offset, buffer)
+
+
+def test_a_store(backend, tmp_path):
+    path = str(tmp_path / "store")
+    store = ExtentStore(path, backend, growth_nbytes=MIB)
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    extents = [store.allocate(300_000 + 5000 * i, f"chunk {i}") for i in range(6)]
+    for repetition in range(3):
+        buffers = [aligned(e.allocated_nbytes, fill=None, seed=10 * repetition + i) for i, e in enumerate(extents)]
+        for extent, buffer in zip(extents, buffers, strict=True):
+            store.write(extent, buffer)
+        back = [aligned(e.allocated_nbytes) for e in extents]
+        tickets = [store.read(extent, buffer) for extent, buffer in zip(extents, back, strict=True)]
+        for ticket, got, expected in zip(tickets, back, buffers, strict=True):
+            ticket.wait(30)
+            assert torch.equal(got, expected)
+    store.close()
+    assert not os.path.lexists(path)

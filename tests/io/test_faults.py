@@ -55,11 +55,6 @@ def posix():
     backend.close()
 
 
-@pytest.fixture
-def path(tmp_path):
-    return str(tmp_path / "data")
-
-
 def move(backend, operation, path, buffer, tag="layer"):
     backend.submit(operation, path, 0, buffer, tag=tag).wait(30)
     return buffer
@@ -239,6 +234,8 @@ def test_delay(backend, path):
 def test_lost_takes_the_folder_with_it(backend, tmp_path):
     (tmp_path / "other").mkdir()
     first, second, elsewhere = (str(tmp_path / name) for name in ("a", "b", "other/c"))
+    for path in (first, second, elsewhere):
+        open(path, "x").close()
     backend.inject(parse_faults("kind=lost,op=write,match=a-tag,after=1"))
     move(backend, Operation.WRITE, first, aligned(PAGE), "a-tag")
     move(backend, Operation.WRITE, second, aligned(PAGE), "b-tag")
@@ -398,8 +395,8 @@ def test_nothing_is_imported_without_the_variable():
 
 @pytest.mark.parametrize("operation", Operation)
 @pytest.mark.parametrize("pages", [1, 64])
-def test_the_store_finds_a_torn_write_and_passes_errors_on(posix, path, operation, pages):
-    store = ExtentStore(path, posix, growth_nbytes=1 << 20, timeout_s=10)
+def test_the_store_finds_a_torn_write_and_passes_errors_on(posix, tmp_path, operation, pages):
+    store = ExtentStore(str(tmp_path / "store"), posix, growth_nbytes=1 << 20, timeout_s=10)
     extent = store.allocate(pages * PAGE, "layer")
     store.write(extent, aligned(pages * PAGE, fill=None, seed=1)).wait()
     back = aligned(pages * PAGE)

@@ -251,6 +251,29 @@ def test_close_waits_for_what_was_submitted_and_then_refuses(device):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tencache-lane")]
 
 
+def test_close_gives_up_on_a_device_that_hangs(device):
+    pool = LanePool(1, device, PIECE, close_timeout_s=0.1)
+    stuck = pool.submit(Operation.READ, "f", 0, aligned(3 * PIECE), tag="weight")
+    waiting = pool.submit(Operation.WRITE, "f", 0, aligned(PIECE))
+    ends: list[str] = []
+    for ticket in (stuck, waiting):
+        ticket.add_done_callback(lambda ticket: ends.append(type(ticket.error).__name__))
+    assert device.entered.acquire(timeout=10)
+    with pytest.raises(StorageTimeoutError, match="read of weight failed at f.* and 0 other requests 0.1 s after"):
+        pool.close()
+    with pytest.raises(StorageTimeoutError, match="given up"):
+        stuck.wait(1)
+    with pytest.raises(StorageCancelledError):
+        waiting.wait(1)
+    pool.close()
+    device.gate.set()  # the device comes back, too late to end a ticket again
+    for thread in pool._threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert sorted(ends) == ["StorageCancelledError", "StorageTimeoutError"]
+    assert len(device.calls) == 1
+
+
 def test_close_in_a_callback_is_refused(device, one_lane):
     device.gate.set()
     ticket = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE), finish=one_lane.close)

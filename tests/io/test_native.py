@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -25,7 +25,7 @@ from tencache_ds.io import (
     StorageCancelledError,
     StorageTimeoutError,
 )
-from tests.io.conftest import aligned
+from tests.io.conftest import aligned, build_libaio_faults
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the op
 
@@ -40,11 +40,6 @@ def backend():
 
 
 @pytest.fixture
-def path(tmp_path):
-    return str(tmp_path / "data")
-
-
-@pytest.fixture
 def slow():
     """One lane, one block at a time: a large request keeps it busy."""
     backend = NativeBackend(n_lanes=1, block_nbytes=4096, queue_depth=1, background_nbytes=4096)
@@ -52,30 +47,18 @@ def slow():
     backend.close()
 
 
-def test_a_store(backend, path):
-    store = ExtentStore(path, backend, growth_nbytes=MIB)
-    extents = [store.allocate(300_000 + 5000 * i, f"chunk {i}") for i in range(6)]
-    for repetition in range(3):
-        buffers = [aligned(e.allocated_nbytes, fill=None, seed=10 * repetition + i) for i, e in enumerate(extents)]
-        for extent, buffer in zip(extents, buffers, strict=True):
-            store.write(extent, buffer)
-        back = [aligned(e.allocated_nbytes) for e in extents]
-        tickets = [store.read(extent, buffer) for extent, buffer in zip(extents, back, strict=True)]
-        for ticket, got, expected in zip(tickets, back, buffers, strict=True):
-            ticket.wait(30)
-            assert torch.equal(got, expected)
-    store.close()
-
-
 def test_a_full_device_is_a_space_error(backend, small_device):
+    path = small_device / "data"
+    path.touch()
     with pytest.raises(SpaceError, match="write of chunk failed at .*No space left") as caught:
-        backend.submit(Operation.WRITE, str(small_device / "data"), 0, aligned(4 * MIB), tag="chunk").wait(30)
+        backend.submit(Operation.WRITE, str(path), 0, aligned(4 * MIB), tag="chunk").wait(30)
     assert caught.value.errno == errno.ENOSPC
 
 
 def test_a_file_that_cannot_be_opened_fails_in_its_ticket(backend, path):
     threads: list[str] = []
-    ticket = backend.submit(Operation.WRITE, path + "/below", 0, aligned(4096), tag="w")
+    os.unlink(path)
+    ticket = backend.submit(Operation.WRITE, path, 0, aligned(4096), tag="w")
     ticket.add_done_callback(lambda _: threads.append(threading.current_thread().name))
     with pytest.raises(StorageError, match="write of w failed at .*No such file"):
         ticket.wait(30)
@@ -143,8 +126,8 @@ def test_cancel(slow, path):
     assert not done.cancel()
 
 
-def test_a_cancelled_read_of_a_store(slow, path):
-    store = ExtentStore(path, slow, growth_nbytes=MIB, timeout_s=30)
+def test_a_cancelled_read_of_a_store(slow, tmp_path):
+    store = ExtentStore(str(tmp_path / "store"), slow, growth_nbytes=MIB, timeout_s=30)
     extent = store.allocate(MIB, "weight")
     write = store.write(extent, aligned(MIB, 7))
     read = store.read(extent, aligned(MIB))  # waits for the write
@@ -280,13 +263,13 @@ def test_settings_that_cannot_work_are_refused(options, message):
 
 
 SCRIPT = """
-import sys, time, torch
+import json, os, sys
+import torch
 from tencache_ds.errors import StorageError
 from tencache_ds.io import NativeBackend, Operation, Priority
 from tests.io.conftest import aligned
 
-path, what = sys.argv[1:]
-backend = NativeBackend(n_lanes=2, block_nbytes=16 << 10, queue_depth=8, close_timeout_s=0.5)
+path, *faults = sys.argv[1:]
 data, back = aligned(4 << 20, fill=None), aligned(4 << 20)
 
 def outcome(ticket, timeout_s=60):
@@ -296,85 +279,91 @@ def outcome(ticket, timeout_s=60):
         return f"{type(error).__name__} {error.errno} {error.operation} {error.path == path} {error.nbytes}"
     return "ok"
 
-if what == "exit":
-    for i in range(16):
-        ticket = backend.submit(Operation.WRITE, path, i << 22, data)
-    ticket.add_done_callback(lambda t: print(t.error))
-elif what == "hang":
-    ticket = backend.submit(Operation.WRITE, path, 0, data)
-    print(outcome(ticket, 0.5))
-    try:
-        backend.close()
-    except StorageError as error:
-        print(type(error).__name__)
-    print(outcome(ticket))
-else:
+def outcomes(backend, what):
+    if what == "hang":
+        ticket = backend.submit(Operation.WRITE, path, 0, data)
+        yield outcome(ticket, 0.5)
+        try:
+            backend.close()
+        except StorageError as error:
+            yield type(error).__name__
+        yield outcome(ticket)
+        return
     small = 16 << 10
     n = 4 << 20 if what == "transient" else small
     for repetition in range(3 if what == "transient" else 1):
-        print(outcome(backend.submit(Operation.WRITE, path, 0, data[:n])))
-        print(outcome(backend.submit(Operation.READ, path, 0, back[:n], priority=Priority.URGENT)))
+        yield outcome(backend.submit(Operation.WRITE, path, 0, data[:n]))
+        yield outcome(backend.submit(Operation.READ, path, 0, back[:n], priority=Priority.URGENT))
     if what == "eio":
-        print([outcome(backend.submit(Operation.READ, path, 0, back[:n])) for _ in range(20)].count("ok"))
-    print(torch.equal(back[:n], data[:n]), {k: v > 0 for k, v in backend._queue.stats().items() if k[:2] == "n_"})
+        yield [outcome(backend.submit(Operation.READ, path, 0, back[:n])) for _ in range(20)].count("ok")
+    yield torch.equal(back[:n], data[:n])
+    yield {k: v > 0 for k, v in backend._queue.stats().items() if k[:2] == "n_"}
     backend.close()
+
+for what in faults:
+    # The library asks for it at every call.
+    os.environ["AIO_FAULT"] = f"kind={what}" + (",every=11" if what == "eio" else "")
+    backend = NativeBackend(n_lanes=2, block_nbytes=16 << 10, queue_depth=8, close_timeout_s=0.5)
+    print(json.dumps([what, list(outcomes(backend, what))]), flush=True)
+"""
+
+EXIT_SCRIPT = """
+import sys
+from tencache_ds.io import NativeBackend, Operation
+from tests.io.conftest import aligned
+
+backend = NativeBackend(n_lanes=2, block_nbytes=16 << 10, queue_depth=8)
+data = aligned(4 << 20, fill=None)
+for i in range(16):
+    ticket = backend.submit(Operation.WRITE, sys.argv[1], i << 22, data)
+ticket.add_done_callback(lambda t: print(t.error))
 """
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    """A library that makes libaio misbehave as its source says."""
-    library = tmp_path_factory.mktemp("faults") / "libfaults.so"
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    source = Path(__file__).with_name("libaio_faults.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
-    return library
-
-
-def run(path: str, what: str, library: Path | None = None) -> list[str]:
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "AIO_FAULT": what}
+def run(script: str, *arguments: str, library: Path | None = None) -> list[str]:
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])])
     )
     if library is not None:
         environment["LD_PRELOAD"] = str(library)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, path, what], capture_output=True, text=True, timeout=200, env=environment
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=200, env=environment
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
 
-def test_refused_interrupted_partial_and_short_calls_are_survived(path, faults):
-    assert run(path, "transient", faults) == ["ok"] * 6 + [
-        "True {'n_requests': False, 'n_short': True, 'n_retries': True}"
-    ]
+@pytest.fixture(scope="module")
+def under_faults(tmp_path_factory):
+    """What requests gave while libaio misbehaved as ``libaio_faults.c`` says; all in one process, the hang last."""
+    folder = tmp_path_factory.mktemp("faults")
+    library, path = build_libaio_faults(folder), folder / "data"
+    path.touch()
+    return dict(map(json.loads, run(SCRIPT, str(path), "eio", "transient", "again", "zero", "hang", library=library)))
 
 
-def test_a_device_that_is_always_busy_is_an_error_after_a_while(path, faults):
+def test_refused_interrupted_partial_and_short_calls_are_survived(under_faults):
+    assert under_faults["transient"] == ["ok"] * 6 + [True, {"n_requests": False, "n_short": True, "n_retries": True}]
+
+
+def test_a_device_that_is_always_busy_is_an_error_after_a_while(under_faults):
     failure = f"StorageError {errno.EAGAIN} {{}} True 16384"
-    assert run(path, "again", faults)[:2] == [failure.format("write"), failure.format("read")]
+    assert under_faults["again"][:2] == [failure.format("write"), failure.format("read")]
 
 
-def test_an_error_of_the_device_is_told_where_it_happened(path, faults):
-    outcomes = run(path, "eio", faults)
-    assert outcomes[:2] == ["ok", "ok"]
-    assert outcomes[2] == "18"
+def test_an_error_of_the_device_is_told_where_it_happened(under_faults):
+    assert under_faults["eio"][:3] == ["ok", "ok", 18]
 
 
-def test_a_write_that_moves_nothing_is_an_error(path, faults):
-    assert run(path, "zero", faults)[0] == f"StorageError {errno.EIO} write True 16384"
+def test_a_write_that_moves_nothing_is_an_error(under_faults):
+    assert under_faults["zero"][0] == f"StorageError {errno.EIO} write True 16384"
 
 
-def test_a_device_that_never_answers(path, faults):
-    assert run(path, "hang", faults) == [
-        f"StorageTimeoutError {errno.ETIMEDOUT} write True {4 << 20}",
-        "StorageTimeoutError",
-        f"StorageTimeoutError {errno.ETIMEDOUT} write True {4 << 20}",
-    ]
+def test_a_device_that_never_answers(under_faults):
+    given_up = f"StorageTimeoutError {errno.ETIMEDOUT} write True {4 << 20}"
+    assert under_faults["hang"] == [given_up, "StorageTimeoutError", given_up]
 
 
 def test_the_interpreter_exits_with_requests_queued(path):
-    assert "dropped, the interpreter exits" in run(path, "exit")[0]
+    assert "dropped, the interpreter exits" in run(EXIT_SCRIPT, path)[0]

@@ -25,11 +25,6 @@ def backend(request):
     backend.close()
 
 
-@pytest.fixture
-def path(tmp_path):
-    return str(tmp_path / "data")
-
-
 def test_a_full_device_is_a_space_error(backend, path, monkeypatch):
     def full(fd, buffers, offset):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -251,6 +252,36 @@ def test_drain_gives_up_in_time(path, memory_backend):
         ticket.wait()
     memory_backend.gate.set()
     store.close()
+
+
+def test_the_oldest_request_says_why_a_buffer_did_not_come_back(path, memory_backend):
+    notes = []
+    store = ExtentStore(path, memory_backend, timeout_s=20, explain=notes.append)
+    store.raise_overdue(0.0)  # nothing is in flight
+    memory_backend.gate.clear()
+    store.write(store.allocate(PAGE, "first"), aligned(PAGE))
+    store.write(store.allocate(PAGE, "second"), aligned(PAGE))
+    store.raise_overdue(20.0)
+    time.sleep(0.05)
+    with pytest.raises(StorageTimeoutError, match=r"write of first failed .* not finished after 0.05 s") as caught:
+        store.raise_overdue(0.05)
+    assert notes == [caught.value]
+    memory_backend.gate.set()
+    store.close()
+
+
+def test_what_waits_behind_a_request_that_hangs_never_starts(path, memory_backend):
+    store = ExtentStore(path, memory_backend, timeout_s=0.1)
+    extent = store.allocate(PAGE, "t")
+    memory_backend.gate.clear()
+    hung, behind = store.write(extent, aligned(PAGE)), store.write(extent, aligned(PAGE))
+    with pytest.raises(StorageTimeoutError):
+        store.close()
+    memory_backend.gate.set()
+    hung.wait_ended(10)
+    with pytest.raises(StorageError, match="the store was closed before it could start"):
+        behind.wait(10)
+    assert len(memory_backend.order) == 1  # the file is gone, and its name may be somebody else's
 
 
 def test_a_closed_backend_fails_tickets_and_does_not_hang(path):

@@ -70,6 +70,8 @@ class NativeOnDisk:
         self.fail: Callable[[Operation, int, str], bool] = lambda operation, offset, tag: False
         self.lose_writes = False
         self._folder = folder
+        with open(os.path.join(folder, "elsewhere"), "wb"):
+            pass
         self._native = NativeBackend(n_lanes=2, block_nbytes=PAGE, queue_depth=2, background_nbytes=2 * PAGE)
         self.counters = self._native.counters
 

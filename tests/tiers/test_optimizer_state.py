@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tencache_ds.errors import StorageError, TenCacheError
-from tencache_ds.io import Operation
+from tencache_ds.io import Operation, StorageTimeoutError
 from tencache_ds.observability.counters import Counters, Stall
 from tencache_ds.planning.chunks import align
 from tencache_ds.planning.size_classes import SizeClass
@@ -333,6 +333,22 @@ def test_waits_are_counted_as_stalls(bench):
     bench.tier.put(bench.tier.take(bench.all_chunks()[0]), changed=False)
     opener.join()
     assert bench.storage.counters.total().stall_seconds[Stall.OPTIMIZER_READ.value] > 0.01
+
+
+def test_a_write_that_hangs_is_named_by_who_waits_for_its_buffer(bench):
+    bench.tier.drain()
+    bench.tier._timeout_s = 0.3
+    gate = bench.storage.backend.gates[Operation.WRITE]
+    gate.clear()
+    bench.tier.begin_update()
+
+    def update() -> None:
+        for chunk in bench.all_chunks():
+            bench.tier.put(bench.tier.take(chunk))
+
+    with pytest.raises(StorageTimeoutError, match=r"write of optimizer chunk 0\.0 failed .* not finished after 0\.3 s"):
+        update()
+    gate.set()
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["read ahead", "on demand"])

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NVMe paths of one engine: a scratch folder and a backend for each, and the stores that lie on them.
+
+Every path has lanes of its own: a device that is slow, or hangs, holds up nothing that another one could do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tencache_ds.errors import SpaceError, StorageError
+from tencache_ds.io.backend import Operation, Priority, StorageBackend, StorageCancelledError, Ticket
+from tencache_ds.io.fingerprint import Fingerprint
+from tencache_ds.io.meter import BandwidthMeter
+from tencache_ds.io.scratch import ScratchFolder
+from tencache_ds.io.store import ExtentStore
+from tencache_ds.io.stripes import Placement
+from tencache_ds.observability.paths import Contents, PathStats, what_was_on
+
+FILE_SUFFIX = ".bin"
+
+
+class MeteredBackend:
+    """Passes every request on to ``inner`` and tells ``meter`` about it (satisfies
+    :class:`tencache_ds.io.backend.StorageBackend`). Owns nothing: closing it does nothing.
+    """
+
+    def __init__(self, inner: StorageBackend, meter: BandwidthMeter) -> None:
+        self.name = inner.name
+        self.alignment_nbytes = inner.alignment_nbytes
+        self.counters = inner.counters
+        self._inner = inner
+        self._meter = meter
+
+    def submit(
+        self,
+        operation: Operation,
+        path: str,
+        offset: int,
+        buffer: torch.Tensor,
+        *,
+        tag: str = "",
+        priority: Priority = Priority.BACKGROUND,
+        finish: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
+        self._meter.started()
+        try:
+            ticket = self._inner.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+        except BaseException:
+            self._meter.ended(0)
+            raise
+        ticket.add_done_callback(self._on_done)
+        return ticket
+
+    def forget(self, path: str) -> None:
+        """See :meth:`tencache_ds.io.backend.StorageBackend.forget`."""
+        self._inner.forget(path)
+
+    def close(self) -> None:
+        """Does nothing: the wrapped backend is closed by whoever opened it."""
+
+    def _on_done(self, ticket: Ticket) -> None:
+        self._meter.ended(ticket.nbytes if ticket.error is None else 0)
+
+
+@dataclass(slots=True, eq=False)
+class NvmePath:
+    """One folder that the user gave.
+
+    Attributes:
+        root: the folder.
+        scratch: where this rank's files are.
+        backend: moves what is stored here, and nothing else.
+        reason: in words, why it is this backend.
+        meter: what the path gives; sees only what belongs to stores over several paths.
+        stores: kind, store, and which of the store's devices this is.
+    """
+
+    root: str
+    scratch: ScratchFolder
+    backend: StorageBackend
+    reason: str
+    meter: BandwidthMeter = field(default_factory=BandwidthMeter)
+    stores: list[tuple[str, ExtentStore, int]] = field(default_factory=list)
+
+    def contents(self) -> list[Contents]:
+        """What is stored here now."""
+        return [Contents(kind, *store.held()[index]) for kind, store, index in self.stores]
+
+    def stats(self) -> PathStats:
+        """What was moved so far, and what is stored."""
+        totals = self.backend.counters.snapshot()
+        return PathStats(
+            path=self.root,
+            backend=self.backend.name,
+            nbytes_read=totals.bytes_read,
+            nbytes_written=totals.bytes_written,
+            read_seconds=totals.read_ns / 1e9,
+            write_seconds=totals.write_ns / 1e9,
+            bytes_per_s=self.meter.bytes_per_s,
+            contents=tuple(self.contents()),
+        )
+
+
+class NvmePaths:
+    """Opens paths as stores need them, and closes everything. Any thread may call :meth:`explain`; the others are for
+    one at a time.
+
+    Args:
+        rank: global rank, part of the scratch folders' names.
+        open_backend: gives a new backend and, in words, why it is this one.
+        new_placement: gives a new placement for a store over so many paths.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        open_backend: Callable[[], tuple[StorageBackend, str]],
+        new_placement: Callable[[int], Placement],
+    ) -> None:
+        self._rank = rank
+        self._open_backend = open_backend
+        self._new_placement = new_placement
+        self._paths: dict[str, NvmePath] = {}
+        self._stores: list[tuple[ExtentStore, list[NvmePath]]] = []
+
+    @property
+    def paths(self) -> list[NvmePath]:
+        """Those that are open, in the order in which they were."""
+        return list(self._paths.values())
+
+    @property
+    def stores(self) -> list[ExtentStore]:
+        """All stores."""
+        return [store for store, _ in self._stores]
+
+    def open_store(
+        self,
+        kind: str,
+        roots: Sequence[str],
+        *,
+        preallocate_nbytes: int,
+        growth_nbytes: int,
+        n_files: int,
+        fingerprint: Fingerprint | None,
+        timeout_s: float,
+    ) -> ExtentStore:
+        """A store over some paths; several share its extents by what they give.
+
+        Args:
+            kind: ``"weights"`` or ``"optimizer"``, part of the files' names.
+            roots: the folders, different ones.
+            preallocate_nbytes, growth_nbytes, n_files, fingerprint, timeout_s: see
+                :class:`tencache_ds.io.store.ExtentStore`.
+
+        Raises:
+            ConfigError: a folder cannot hold scratch files, or no backend works.
+            SpaceError: all paths together cannot hold ``preallocate_nbytes``.
+            StorageError: a file cannot be made.
+        """
+        paths = [self._open(root) for root in roots]
+        several = len(paths) > 1
+        places = [
+            (
+                path.scratch.path(f"{kind}{FILE_SUFFIX}"),
+                MeteredBackend(path.backend, path.meter) if several else path.backend,
+            )
+            for path in paths
+        ]
+        store = ExtentStore(
+            *places[0],
+            others=places[1:],
+            placement=self._new_placement(len(paths)) if several else None,
+            preallocate_nbytes=preallocate_nbytes,
+            growth_nbytes=growth_nbytes,
+            n_files=n_files,
+            fingerprint=fingerprint,
+            timeout_s=timeout_s,
+            explain=self.explain,
+        )
+        self._stores.append((store, paths))
+        for index, path in enumerate(paths):
+            path.stores.append((kind, store, index))
+        return store
+
+    def reweigh(self) -> None:
+        """Between two steps: what each path gave in the last one decides where extents go in the next."""
+        if all(len(paths) == 1 for _, paths in self._stores):
+            return
+        for path in self._paths.values():
+            path.meter.end_interval()
+        for store, paths in self._stores:
+            store.reweigh([path.meter.bytes_per_s for path in paths])
+
+    def explain(self, error: StorageError) -> None:
+        """Adds a note to an error of a path: what was stored there."""
+        if isinstance(error, (StorageCancelledError, SpaceError)) or getattr(error, "__notes__", ()):
+            return
+        for path in self.paths:
+            if os.path.dirname(error.path) == path.scratch.folder:
+                error.add_note(what_was_on(path.root, path.contents()))
+
+    def close(self) -> None:
+        """Closes stores, backends and scratch folders, each of them whatever an earlier one raises."""
+        with contextlib.ExitStack() as stack:
+            for path in self._paths.values():
+                stack.callback(path.scratch.close)
+            for path in self._paths.values():
+                stack.callback(path.backend.close)
+            for store, _ in self._stores:
+                stack.callback(store.close)
+
+    def _open(self, root: str) -> NvmePath:
+        key = os.path.abspath(root)
+        if key not in self._paths:
+            scratch = ScratchFolder(root, self._rank, "engine")
+            try:
+                backend, reason = self._open_backend()
+            except BaseException:
+                scratch.close()
+                raise
+            self._paths[key] = NvmePath(root, scratch, backend, reason)
+        return self._paths[key]

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done with a read whose bytes are not those last written."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from tencache_ds.errors import CorruptionError
+from tencache_ds.io.backend import Operation
+from tencache_ds.io.extents import Extent
+from tencache_ds.io.posix import PosixFiles
+from tencache_ds.io.witness import Witness, Witnesses
+
+_logger = logging.getLogger("DeepSpeed.tencache.io")
+
+
+def verify_read(witnesses: Witnesses, witness: Witness, extent: Extent, buffer: torch.Tensor) -> bool:
+    """Compares a buffer that was read with the last write of its extent; reads it once more if they differ. Any thread.
+
+    Returns:
+        False when the bytes differed and are right now: in ``buffer`` too, but the device is one to watch.
+
+    Raises:
+        CorruptionError: they still differ.
+        StorageError: reading again failed.
+    """
+    if not witnesses.differ(witness, buffer):
+        return True
+    # The aio op cannot say what went wrong. Plain descriptors can: this raises the device's errno, if it has one.
+    files = PosixFiles()
+    try:
+        files.transfer(Operation.READ, extent.file, extent.offset, buffer, extent.tag)
+    finally:
+        files.close()
+    if not witnesses.differ(witness, buffer):
+        _logger.warning(
+            "%s at offset %d of %s came back changed and was right when read again; watch this device",
+            extent.tag,
+            extent.offset,
+            extent.file,
+        )
+        return False
+    raise CorruptionError(
+        "read",
+        extent.file,
+        extent.offset,
+        extent.allocated_nbytes,
+        f"the bytes are not those of write {witness.generation + 1}: it was lost or torn, or something else "
+        "changed the file since; check the device (smartctl, dmesg) and that no other job uses this folder",
+        tag=extent.tag,
+    )
