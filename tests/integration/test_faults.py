@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.io.conftest import build_libaio_faults
+
 pytestmark = pytest.mark.timeout(300)
 
 PROGRAM = "fault_cases.py"
@@ -39,6 +41,7 @@ STOPS: dict[str, tuple[dict[str, Any], str, int | None]] = {
     "removed": ({"act": "remove", "reopen": True}, "No such file or directory", 2),
     "forbidden": ({"act": "forbid", "reopen": True}, "Permission denied", 13),
     "read_only": (inject("kind=erofs,op=write"), "Read-only file system", 30),
+    "hang_write": (inject("kind=hang,op=write", **HANG), f"not finished after {IO_TIMEOUT_S} s", 110),
     "hang_read": (inject("kind=hang,op=read", **HANG), f"not finished after {IO_TIMEOUT_S} s", 110),
 }
 """What stops the run: the fault, a part of the cause and the errno."""
@@ -55,6 +58,27 @@ FLIPS = {
     "bitflip_write": inject("kind=bitflip,op=write,times=1"),
 }
 
+
+def below(rule: str, **more: Any) -> dict[str, Any]:
+    """A fault between the native op and libaio: what a kernel or a device would do."""
+    return {"act": "libaio", "rule": rule, **more}
+
+
+STOPS_BELOW: dict[str, tuple[dict[str, Any], str, int | None]] = {
+    "eio_read_below": (below("kind=eio,op=read"), "Input/output error", 5),
+    "eio_write_below": (below("kind=eio,op=write"), "Input/output error", 5),
+    "enospc_below": (below("kind=enospc,op=write"), "No space left on device", 28),
+    "torn_below": (below("kind=torn,op=write,times=1"), "it was lost or torn", None),
+    "flip_write_below": (below("kind=flip,op=write,times=1", tencache={"verify": "full"}), "it was lost or torn", None),
+    "hang_read_below": (below("kind=hang,op=read", **HANG), f"not finished after {IO_TIMEOUT_S} s", 110),
+}
+GOES_ON_BELOW = {
+    "short_read_below": below("kind=short,op=read"),
+    "short_write_below": below("kind=short,op=write"),
+    "flip_read_below": below("kind=flip,op=read,times=1", tencache={"verify": "full"}),
+}
+"""Short transfers are continued, and what differs is read again."""
+
 TWO_RANKS = [
     ("eio_read", "weights"),
     ("eio_write", "optimizer"),
@@ -67,9 +91,11 @@ TWO_RANKS = [
 
 
 def case_of(name: str, kind: str) -> dict[str, Any]:
-    case = dict(STOPS[name][0] if name in STOPS else GOES_ON[name] if name in GOES_ON else FLIPS[name])
+    case = dict(
+        (STOPS | STOPS_BELOW)[name][0] if name in STOPS | STOPS_BELOW else (GOES_ON | GOES_ON_BELOW | FLIPS)[name]
+    )
     case["what"] = kind
-    if "rule" in case:
+    if case["act"] == "inject":
         case["rule"] += f",match={kind}-" if kind == "optimizer" else f",match={kind}"
     if name in FLIPS:
         case["tencache"] = {"verify": "full"}
@@ -89,6 +115,14 @@ def alone(harness: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
+def alone_below(harness: Any) -> Any:
+    folder = harness.folder()
+    preload = {"LD_PRELOAD": str(build_libaio_faults(folder)), "AIO_FAULT_FILE": str(folder / "rule")}
+    pairs = [(name, kind) for kind in KINDS for name in (*STOPS_BELOW, *GOES_ON_BELOW)]
+    return harness.run(cases_of(pairs), program=PROGRAM, folder=folder, env=preload, timeout_s=200)
+
+
+@pytest.fixture(scope="module")
 def together(harness: Any) -> Any:
     """Every rank meets the fault at the same point, so that the processes survive it."""
     return harness.run(cases_of(TWO_RANKS), ranks=2, program=PROGRAM, timeout_s=200)
@@ -96,7 +130,7 @@ def together(harness: Any) -> Any:
 
 def check_it_stopped(outcome: Any, name: str, kind: str, rank: int) -> None:
     result = outcome.result(f"{name}_{kind}", "tencache", rank)
-    _, cause, number = STOPS[name]
+    _, cause, number = (STOPS | STOPS_BELOW)[name]
     assert cause in result["failure"]
     assert result["tag"].startswith(KINDS[kind])
     for part in (result["tag"], result["path"], f"offset {result['offset']}"):
@@ -128,6 +162,19 @@ def test_the_run_stops_with_the_reason(alone: Any, name: str, kind: str) -> None
 @pytest.mark.parametrize("name", GOES_ON)
 def test_the_run_goes_on_with_the_right_numbers(alone: Any, name: str, kind: str) -> None:
     check_it_went_on(alone, name, kind, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", STOPS_BELOW)
+def test_the_run_stops_when_libaio_misbehaves(alone_below: Any, name: str, kind: str) -> None:
+    check_it_stopped(alone_below, name, kind, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", GOES_ON_BELOW)
+def test_the_run_goes_on_where_libaio_can_be_put_right(alone_below: Any, name: str, kind: str) -> None:
+    check_it_went_on(alone_below, name, kind, 0)
+    assert name != "flip_read_below" or alone_below.result(f"{name}_{kind}", "tencache")["healed"] > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings under which DeepSpeed's own NVMe offload ends in an assertion: TenCache trains them exactly.
+"""What DeepSpeed's own NVMe offload does where TenCache trains exactly, or stops.
 
-What DeepSpeed did is printed and not asserted: a later version may well be able to run them. DeepSpeed issues #4072
-("already assigned swap buffer") and #3062 ("Not enough buffers").
+What DeepSpeed did is printed and not asserted: a later version may well do better. The settings are those of DeepSpeed
+issues #4072 ("already assigned swap buffer") and #3062 ("Not enough buffers").
 """
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,3 +43,15 @@ def test_trains_exactly_where_stock_nvme_stops(outcome: Any, name: str) -> None:
     ours = outcome.result(name, "tencache")
     assert ours["losses"] == outcome.result(name, "stock")["losses"]
     assert ours["stats"]["stored_nbytes"] > 14 * 10**6
+
+
+def test_the_fault_table_shows_what_stock_does_with_a_read_that_fails(harness: Any) -> None:
+    """``test_faults.py`` has TenCache's outcome of the same fault."""
+    folder = harness.folder()
+    script, outcomes = Path(__file__).with_name("fault_table.py"), folder / "outcomes.json"
+    chosen = ["--engines", "stock", "--rows", "no fault", "EIO on read", "--kinds", "optimizer"]
+    command = [sys.executable, str(script), *chosen, "--folder", str(folder), "--json", str(outcomes)]
+    harness.execute(command, folder=folder, timeout_s=200).succeeded()
+    found = {name: of["stock"] for name, of in json.loads(outcomes.read_text()).items()}
+    print(f"stock NVMe offload, reads of optimizer state that fail: {found['EIO on read, optimizer']}")
+    assert found["no fault, optimizer"] == "goes on, same losses and weights"
