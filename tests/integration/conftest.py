@@ -127,7 +127,8 @@ class Harness:
     ) -> Finished:
         """Runs a command to its end, or kills it with its children after ``timeout_s``."""
         folder = folder or self.folder()
-        process = self.start(command, folder, self.environment(ranks, env))
+        environment = self.environment(ranks, env)
+        process = self.start(command, folder, environment)
         code: int | None = None
         try:
             code = process.wait(timeout_s)
@@ -140,6 +141,8 @@ class Harness:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            if "MASTER_PORT" in environment:
+                remove_shared_buffers(environment["MASTER_PORT"])
         return Finished(code, (folder / "log").read_text(errors="replace"), folder)
 
     def launch(self, ranks: int, arguments: Sequence[str], **options: Any) -> Finished:
@@ -149,9 +152,8 @@ class Harness:
         port = str(free_port())
         try:
             return self.execute([*launcher, count, str(ranks), "--master_port", port, *arguments], ranks=0, **options)
-        finally:  # DeepSpeed's op for ranks of one host leaves its buffers behind, 67 MB a rank
-            for left_over in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-                left_over.unlink()
+        finally:
+            remove_shared_buffers(port)
 
     def run(
         self,
@@ -177,6 +179,12 @@ class Harness:
             path = folder / f"results_{rank}.json"
             results.append(json.loads(path.read_text()) if path.exists() else {})
         return Outcome(finished, tuple(results))
+
+
+def remove_shared_buffers(port: str) -> None:
+    """DeepSpeed's op for the ranks of a host leaves its buffers behind, 67 MB of RAM a rank, named after the port."""
+    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        buffer.unlink(missing_ok=True)
 
 
 def free_port() -> int:
