@@ -47,6 +47,25 @@ SHAPES = {
 }
 
 
+def multiplies_slowly(x: torch.Tensor) -> bool:
+    """Whether matrix products of ``x`` should be made in fp32: bf16 on a processor without instructions for it, where
+    torch falls back to a plain loop that takes 200 times as long."""
+    slow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    return slow and x.dtype is torch.bfloat16 and x.device.type == "cpu"
+
+
+class Linear(nn.Linear):
+    """Linear layer without a bias."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if multiplies_slowly(x):
+            return functional.linear(x.float(), self.weight.float()).to(x.dtype)
+        return super().forward(x)
+
+
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding of ``x`` (batch, heads, time, head size), computed in fp32."""
     time_steps, half = x.shape[-2], x.shape[-1] // 2
@@ -63,16 +82,19 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.query = nn.Linear(shape.hidden, shape.hidden, bias=False)
-        self.key = nn.Linear(shape.hidden, shape.hidden, bias=False)
-        self.value = nn.Linear(shape.hidden, shape.hidden, bias=False)
-        self.output = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.query = Linear(shape.hidden, shape.hidden)
+        self.key = Linear(shape.hidden, shape.hidden)
+        self.value = Linear(shape.hidden, shape.hidden)
+        self.output = Linear(shape.hidden, shape.hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, time_steps, hidden = x.shape
         split = (batch, time_steps, self.heads, hidden // self.heads)
         query, key, value = (layer(x).view(split).transpose(1, 2) for layer in (self.query, self.key, self.value))
-        mixed = functional.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        query, key = rotate(query), rotate(key)
+        if multiplies_slowly(x):
+            query, key, value = query.float(), key.float(), value.float()
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True).to(x.dtype)
         return self.output(mixed.transpose(1, 2).reshape(batch, time_steps, hidden))
 
 
@@ -81,9 +103,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.hidden, shape.feed_forward, bias=False)
-        self.up = nn.Linear(shape.hidden, shape.feed_forward, bias=False)
-        self.down = nn.Linear(shape.feed_forward, shape.hidden, bias=False)
+        self.gate = Linear(shape.hidden, shape.feed_forward)
+        self.up = Linear(shape.hidden, shape.feed_forward)
+        self.down = Linear(shape.feed_forward, shape.hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(functional.silu(self.gate(x)) * self.up(x))
@@ -112,7 +134,7 @@ class ByteModel(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, eps=1e-6)
-        self.head = nn.Linear(shape.hidden, VOCABULARY, bias=False)
+        self.head = Linear(shape.hidden, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy (nats per byte) of predicting ``tokens[:, 1:]`` from ``tokens[:, :-1]`` (batch, time)."""
