@@ -128,6 +128,10 @@ class SpaceFile:
     def _reserve(self, nbytes: int, tag: str) -> None:
         start = self._free.end
         try:
+            if nbytes > self.device_nbytes()[0]:
+                # Not left to the kernel: it would first take all there is, and until it gives that back nobody else
+                # could write a byte.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self._fd, start, nbytes)
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -121,6 +121,17 @@ def test_a_full_device_says_how_much_is_missing(store, path, monkeypatch):
     store.allocate(PAGE, "small")
 
 
+def test_what_does_not_fit_is_never_asked_of_the_kernel(store, path, monkeypatch):
+    """It would take all that is free before it fails, and somebody else's write would fail meanwhile."""
+    asked = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, nbytes: asked.append(nbytes))
+    status = os.statvfs(os.path.dirname(path))
+    with pytest.raises(SpaceError, match="bytes are missing") as caught:
+        store.allocate(2 * status.f_blocks * status.f_frsize, "big")
+    assert caught.value.errno == errno.ENOSPC
+    assert asked == []
+
+
 def test_a_preallocation_that_does_not_fit_leaves_no_file(path, memory_backend):
     with pytest.raises(SpaceError, match="preallocation"):
         ExtentStore(path, memory_backend, preallocate_nbytes=1 << 55)
