@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -22,6 +22,9 @@ from tencache_ds.errors import StorageError
 
 ALIGNMENT_NBYTES = 4096
 """Buffer addresses, lengths and file offsets are multiples of this: what O_DIRECT needs on every common device."""
+
+
+_Error = TypeVar("_Error", bound=StorageError)
 
 
 class Operation(enum.Enum):
@@ -148,21 +151,20 @@ class Ticket:
         if not self.done:
             limit_s = self._default_timeout_s if timeout_s is None else timeout_s
             if os.getpid() != self._pid:
-                raise self._failure("submitted by the parent process: its lanes do not exist in a forked child")
+                raise self.failure(
+                    "submitted by the parent process: its lanes do not exist in a forked child", StorageError
+                )
             if not self._settled.wait(limit_s):
                 raise self.overdue(limit_s)
 
     def overdue(self, limit_s: float | None) -> StorageTimeoutError:
         """The error that says that this request has not ended within ``limit_s`` seconds."""
-        return StorageTimeoutError(
-            self.operation.value,
-            self.path,
-            self.offset,
-            self.nbytes,
-            f"not finished after {limit_s} s; the device may hang or be overloaded",
-            errno=errno.ETIMEDOUT,
-            tag=self.tag,
-        )
+        cause = f"not finished after {limit_s} s; the device may hang or be overloaded"
+        return self.failure(cause, StorageTimeoutError, errno.ETIMEDOUT)
+
+    def failure(self, cause: str, kind: type[_Error], number: int | None = None) -> _Error:
+        """An error of this request, whole; ``number`` is an errno."""
+        return kind(self.operation.value, self.path, self.offset, self.nbytes, cause, errno=number, tag=self.tag)
 
     def add_done_callback(self, callback: Callable[[Ticket], None]) -> None:
         """Calls ``callback(ticket)`` once when the request ends: in the lane thread, or here and now if it has ended.
@@ -222,9 +224,6 @@ class Ticket:
             elif raised is not self._error:
                 raised.__context__ = self._error.__context__
                 self._error.__context__ = raised
-
-    def _failure(self, cause: str) -> StorageError:
-        return StorageError(self.operation.value, self.path, self.offset, self.nbytes, cause, tag=self.tag)
 
     def __repr__(self) -> str:
         state = "running" if not self._settled.is_set() else "failed" if self._error is not None else "done"

@@ -459,16 +459,9 @@ def _short(ticket: Ticket, buffer: torch.Tensor, n_moved: int | None = None) -> 
         cause = OSError(errno.EIO, f"the device took {n_moved} of {nbytes} bytes, {_NOTE}")
         return storage_error(operation, path, offset, nbytes, cause, ticket.tag)
     cause = f"file ends after {offset + n_moved} bytes, {n_moved} of {nbytes} bytes were there, {_NOTE}"
-    return StorageError(operation.value, path, offset, nbytes, cause, tag=ticket.tag)
+    return ticket.failure(cause, StorageError)
 
 
 def _given_up(ticket: Ticket) -> StorageTimeoutError:
-    return StorageTimeoutError(
-        ticket.operation.value,
-        ticket.path,
-        ticket.offset,
-        ticket.nbytes,
-        f"given up: the device had not finished it when the backend was closed, {_NOTE}",
-        errno=errno.ETIMEDOUT,
-        tag=ticket.tag,
-    )
+    cause = f"given up: the device had not finished it when the backend was closed, {_NOTE}"
+    return ticket.failure(cause, StorageTimeoutError, errno.ETIMEDOUT)

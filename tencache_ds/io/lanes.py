@@ -313,7 +313,7 @@ def check_request(offset: int, buffer: torch.Tensor, alignment_nbytes: int) -> N
 
 def refusal(ticket: Ticket, cause: str) -> StorageError:
     """The error of a request that no device has seen."""
-    return StorageError(ticket.operation.value, ticket.path, ticket.offset, ticket.nbytes, cause, tag=ticket.tag)
+    return ticket.failure(cause, StorageError)
 
 
 def refusal_in_child(ticket: Ticket, pid: int) -> StorageError:
@@ -323,15 +323,7 @@ def refusal_in_child(ticket: Ticket, pid: int) -> StorageError:
 
 def cancelled(ticket: Ticket) -> StorageCancelledError:
     """The error of a request that was cancelled."""
-    return StorageCancelledError(
-        ticket.operation.value,
-        ticket.path,
-        ticket.offset,
-        ticket.nbytes,
-        "cancelled",
-        errno=errno.ECANCELED,
-        tag=ticket.tag,
-    )
+    return ticket.failure("cancelled", StorageCancelledError, errno.ECANCELED)
 
 
 def keep_for_the_device(buffer: torch.Tensor) -> None:
@@ -341,30 +333,17 @@ def keep_for_the_device(buffer: torch.Tensor) -> None:
 
 def given_up(ticket: Ticket) -> StorageTimeoutError:
     """The error of a request that the device had not finished when its backend had to close."""
-    return StorageTimeoutError(
-        ticket.operation.value,
-        ticket.path,
-        ticket.offset,
-        ticket.nbytes,
-        "given up: the device had not finished it when the backend had to close",
-        errno=errno.ETIMEDOUT,
-        tag=ticket.tag,
-    )
+    cause = "given up: the device had not finished it when the backend had to close"
+    return ticket.failure(cause, StorageTimeoutError, errno.ETIMEDOUT)
 
 
 def never_finished(stuck: Sequence[Ticket], timeout_s: float) -> StorageTimeoutError:
     """The error of a backend that closed without these."""
-    first = stuck[0]
-    return StorageTimeoutError(
-        first.operation.value,
-        first.path,
-        first.offset,
-        first.nbytes,
+    cause = (
         f"the device had not finished it and {len(stuck) - 1} other requests {timeout_s} s after the backend was "
-        "closed; it hangs or is gone (dmesg says why)",
-        errno=errno.ETIMEDOUT,
-        tag=first.tag,
+        "closed; it hangs or is gone (dmesg says why)"
     )
+    return stuck[0].failure(cause, StorageTimeoutError, errno.ETIMEDOUT)
 
 
 class Abandonable(Protocol):
