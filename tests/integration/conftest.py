@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 import torch
 
+from tencache_ds.profiling.filesystem import file_system_of
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 TAIL_CHARACTERS = 6000
@@ -194,21 +196,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _on_tmpfs(path: Path) -> bool:
-    resolved, best, kind = str(path.resolve()), "", ""
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, mount, found, *_ = line.split()
-        if (resolved + "/").startswith(mount.rstrip("/") + "/") and len(mount) >= len(best):
-            best, kind = mount, found
-    return kind in ("tmpfs", "ramfs")
-
-
 @pytest.fixture(scope="session")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     """Runs training processes whose files lie on a disk: ``TENCACHE_TEST_NVME``, the temporary folder or /var/tmp."""
     chosen = os.environ.get("TENCACHE_TEST_NVME")
     base = Path(chosen) if chosen else tmp_path_factory.getbasetemp()
-    if not chosen and _on_tmpfs(base):
+    if not chosen and file_system_of(base).in_memory:
         base = Path("/var/tmp")
     base.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="tencache-integration-", dir=base))
