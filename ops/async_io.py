@@ -16,6 +16,8 @@ import threading
 from types import ModuleType
 from typing import Any
 
+from tencache_ds.ops.build_lock import told_what_takes_so_long
+
 from tencache_ds.errors import ConfigError
 
 _ON_LIBAIO = ("async_io", "tencache_aio")
@@ -68,7 +70,7 @@ def load_op(builder: Any, op_name: str) -> ModuleType:
     Raises:
         ConfigError: names what is missing and the package to install.
     """
-    with _lock:  # torch's build lock is per file, not per thread
+    with _lock, told_what_takes_so_long(op_name):  # torch's build lock is per file, not per thread
         try:
             return builder.load(verbose=False)
         except Exception as error:  # compilers, linkers and loaders fail in too many ways to list

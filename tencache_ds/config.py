@@ -74,6 +74,19 @@ class IoBackend(StrEnum):
     """``preadv``/``pwritev`` with O_DIRECT where the file system allows it; needs no libaio."""
 
 
+class Gds(StrEnum):
+    """Whether weights are read from NVMe straight into GPU memory (GPUDirect Storage, through KvikIO)."""
+
+    auto = "auto"
+    """Where a round trip at the start was right and faster than pinned host memory. The reason is logged."""
+
+    on = "on"
+    """Wherever a round trip is right, in KvikIO's compatibility mode too."""
+
+    off = "off"
+    """Never; KvikIO is not imported."""
+
+
 class Verify(StrEnum):
     """How what is read back from NVMe is compared with what was written."""
 
@@ -120,6 +133,13 @@ class TenCacheConfig(DeepSpeedConfigModel):
 
     verify: Verify = Verify.sampled
     """Comparison of bytes read with bytes written."""
+
+    gds: Gds = Gds.auto
+    """Reading of weights from NVMe into GPU memory without the host, with the extra ``gds-cu12`` or ``gds-cu13``."""
+
+    gds_memory: Size | None = None
+    """GPU memory per rank that weights are read into with ``gds``. Automatic: up to 768 MiB, more if the largest weight
+    needs it."""
 
     poison_buffers: bool = False
     """For debugging: fills every returned staging buffer with a pattern, so that a use after return shows."""

@@ -15,7 +15,8 @@ import torch
 
 from tencache_ds.config import IoBackend, TenCacheConfig, Verify
 from tencache_ds.errors import ConfigError, SpaceError
-from tencache_ds.io import ExtentStore, NvmePaths, StorageBackend, open_backend
+from tencache_ds.gpu_staging import GpuStaging
+from tencache_ds.io import ExtentStore, NvmePaths, RoutedBackend, StorageBackend, open_backend
 from tencache_ds.io.fingerprint import Fingerprint, sampled_fingerprint, whole_fingerprint
 from tencache_ds.io.scratch import device_of, free_nbytes
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
@@ -88,6 +89,14 @@ class TenCacheEngine:
         self._pools: list[BufferPool] = []
         self._chunk_pool: BufferPool | None = None
         self._staging_arena: HostArena | None = None
+        self._gpu_staging = GpuStaging(
+            options,
+            surroundings.on_cuda,
+            Locking.CUDA if self._pins_for_copies else Locking.NONE,
+            lambda: self._open_plain_backend()[0],
+            warn=logger.warning if surroundings.rank == 0 else logger.debug,
+        )
+        self._routes: list[RoutedBackend] = []  # of each of self.nvme.paths, where it may be read into GPU memory
         self._transient_arena = HostArena(None, Locking.NONE)
         self._resident_arena = HostArena(None, Locking.CUDA if self._pins_for_copies else Locking.NONE)
         self.weights = WeightTier(
@@ -180,7 +189,24 @@ class TenCacheEngine:
         tiers = [self.weights, *(engine.weights for engine in self._adopted)]
         shards = [nbytes for tier in tiers for nbytes in tier.stored_nbytes()]
         largest = max((align(nbytes) for nbytes in chunk_nbytes), default=0)
-        plan = plan_staging(self.options.staging_memory, shards, largest, len(chunk_nbytes))
+        self._gpu_staging.build(
+            [
+                (path.scratch.folder, route)
+                for engine in self.all()
+                for path, route in zip(engine.nvme.paths, engine._routes, strict=False)
+                if any(kind == "weights" for kind, _, _ in path.stores)
+            ],
+            shards,
+        )
+        if self._gpu_staging.pool is not None:
+            self._pools.append(self._gpu_staging.pool)
+        plan = plan_staging(
+            self.options.staging_memory,
+            shards,
+            largest,
+            len(chunk_nbytes),
+            weights_read_by_gpu=self._gpu_staging.pool is not None,
+        )
         self._staging_arena = HostArena(plan.nbytes, self._staging_locking(plan.nbytes))
         poison = self.options.poison_buffers
         if plan.chunk_slots:
@@ -192,7 +218,7 @@ class TenCacheEngine:
             pool = BufferPool(self._staging_arena, classes, poison=poison, name="weights")
             self._pools.append(pool)
             for tier in tiers:
-                tier.use_pool(pool)
+                tier.use_pool(pool, self._gpu_staging.pool)
         return plan
 
     def all(self) -> list[TenCacheEngine]:
@@ -204,7 +230,7 @@ class TenCacheEngine:
     def stats(self) -> Stats:
         """Snapshot of the counters and of what is held now."""
         arenas = [self._resident_arena] + ([self._staging_arena] if self._staging_arena is not None else [])
-        pools = [pool.stats() for pool in self._pools]
+        pools = [pool.stats() for pool in self._pools if pool is not self._gpu_staging.pool]
         stores = [store for engine in self.all() for store in engine.nvme.stores]
         paths = summed(path.stats() for engine in self.all() for path in engine.nvme.paths)
         return Stats(
@@ -214,6 +240,7 @@ class TenCacheEngine:
             pinned_peak_nbytes=sum(arena.nbytes_peak for arena in arenas if arena.locking is not Locking.NONE),
             staging_nbytes=sum(pool.nbytes_total for pool in pools),
             staging_peak_nbytes=sum(pool.nbytes_leased_peak for pool in pools),
+            gpu_staging_nbytes=self._gpu_staging.nbytes,
             pool_waits=sum(pool.n_waits for pool in pools),
             stored_nbytes=sum(store.nbytes_allocated for store in stores),
             resident_weight_nbytes=sum(engine.weights.resident_nbytes for engine in self.all()),
@@ -229,6 +256,8 @@ class TenCacheEngine:
         parts = [f"weights in RAM {_gib(stats.resident_weight_nbytes)}", f"on NVMe {_gib(stats.stored_nbytes)}"]
         parts.append(f"staging {_gib(stats.staging_nbytes)}")
         parts.append(f"pinned {_gib(stats.pinned_nbytes)}")
+        if self._gpu_staging.choice is not None:
+            parts.append(self._gpu_staging.describe())
         reasons = {f"{path.backend.name} ({path.reason})" for engine in self.all() for path in engine.nvme.paths}
         if reasons:
             parts.append(f"I/O {', '.join(sorted(reasons))} on {self.options.io_lanes} lanes")
@@ -267,6 +296,7 @@ class TenCacheEngine:
             stack.callback(self._transient_arena.close)
             if self._staging_arena is not None:
                 stack.callback(self._staging_arena.close)
+            stack.callback(self._gpu_staging.close)
             stack.callback(self.nvme.close)
             for pool in self._pools:
                 stack.callback(pool.close, timeout_s=self.options.io_timeout_s)
@@ -316,11 +346,21 @@ class TenCacheEngine:
         )
 
     def _open_backend(self) -> tuple[StorageBackend, str]:
+        """The backend of a new path."""
+        backend, reason = self._open_plain_backend()
+        if self._gpu_staging.possible:
+            route = RoutedBackend(backend)
+            self._routes.append(route)
+            backend = route
+        faults = os.environ.get("TENCACHE_FAULTS")
+        return self._with_faults(backend, reason, faults) if faults else (backend, reason)
+
+    def _open_plain_backend(self) -> tuple[StorageBackend, str]:
         aio = self.surroundings.aio
         # The first weights are stored before the staging pool is planned: its usual size tells whether it will be
         # locked, without which aio would have nothing to do.
         staging_nbytes = self.options.staging_memory or AUTO_WEIGHT_STAGING_NBYTES
-        backend, reason = open_backend(
+        return open_backend(
             IoBackend(self.options.io_backend).value,
             n_lanes=self.options.io_lanes,
             request_nbytes=self.options.io_request_size,
@@ -331,8 +371,6 @@ class TenCacheEngine:
             buffers_are_pinned=self._staging_locking(staging_nbytes) is not Locking.NONE,
             close_timeout_s=self.options.io_timeout_s,
         )
-        faults = os.environ.get("TENCACHE_FAULTS")
-        return self._with_faults(backend, reason, faults) if faults else (backend, reason)
 
     def _with_faults(self, backend: StorageBackend, reason: str, faults: str) -> tuple[StorageBackend, str]:
         """For a drill: storage that goes wrong on purpose, which nobody must take for the real thing."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.config import IoBackend, TenCacheConfig, Verify, options_from, parse_size
+from tencache_ds.config import Gds, IoBackend, TenCacheConfig, Verify, options_from, parse_size
 from tencache_ds.errors import ConfigError
 
 UNITS = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4} | {
@@ -76,6 +76,8 @@ def test_defaults():
     assert options.io_request_size == 8 * 2**20
     assert options.io_timeout_s == 600.0
     assert options.verify == Verify.sampled
+    assert options.gds == Gds.auto
+    assert options.gds_memory is None
     assert options.poison_buffers is False
 
 
@@ -90,6 +92,8 @@ def test_every_option_takes_effect():
         "io_request_size": 2**16,
         "io_timeout_s": 5,
         "verify": "off",
+        "gds": "on",
+        "gds_memory": "512MiB",
         "poison_buffers": True,
     }
     assert given.keys() == TenCacheConfig.model_fields.keys()
@@ -103,6 +107,8 @@ def test_every_option_takes_effect():
     assert options.io_request_size == 2**16
     assert options.io_timeout_s == 5.0
     assert options.verify == Verify.off
+    assert options.gds == Gds.on
+    assert options.gds_memory == 2**29
     assert options.poison_buffers is True
 
 
@@ -125,6 +131,9 @@ def test_every_option_takes_effect():
         ("io_timeout_s", 0, "greater than 0"),
         ("io_timeout_s", "soon", "number"),
         ("verify", "always", "'sampled'"),
+        ("gds", True, "'auto'"),
+        ("gds", "posix", "'on'"),
+        ("gds_memory", "all", "4GiB"),
         ("poison_buffers", "perhaps", "boolean"),
     ],
 )

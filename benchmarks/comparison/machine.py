@@ -10,9 +10,12 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from tencache_ds.ops.build_lock import PATIENCE_S, build_locks, explain
+from tqdm import tqdm
 
 from tencache_ds.errors import ConfigError
 from tencache_ds.profiling.hardware import Hardware
@@ -81,15 +84,14 @@ class Machine:
 
         Otherwise the run that comes first would build it, and its start would be that of a compiler.
 
-        A compiler that was killed leaves a lock behind at which everybody waits: there is no time limit here.
+        A process that was killed may have left a lock behind at which everybody waits for ever: that is said.
         """
         command = [sys.executable, "-m", "tencache_ds.ops.build"]
         builds = [
             subprocess.Popen([*command, name], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             for name in OPERATORS + (OPERATORS_ON_GPU if self.gpus() else ())
         ]
-        for build in builds:
-            build.wait()
+        wait_for_builds(builds)
 
     def probe(self, nvme_path: Path, seconds: float) -> Hardware:
         """Measures the machine, in a process of its own: a CUDA context here would take memory from the runs.
@@ -111,3 +113,17 @@ class Machine:
             if done.returncode != 0 or not result.exists():
                 raise ConfigError(f"the hardware probe failed: {last_error(done.stdout) or done.stdout[-500:]}")
             return Hardware.model_validate_json(result.read_text())
+
+
+def wait_for_builds(builds: Sequence[subprocess.Popen[bytes]], patience_s: float = PATIENCE_S) -> None:
+    """Waits until all have ended; from ``patience_s`` seconds on it says, once each, which locks they wait at."""
+    explained: set[Path] = set()
+    for build in builds:
+        while True:
+            try:
+                build.wait(patience_s)
+                break
+            except subprocess.TimeoutExpired:
+                for lock in set(build_locks()) - explained:
+                    tqdm.write(explain(lock))
+                    explained.add(lock)

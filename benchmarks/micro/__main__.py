@@ -13,19 +13,28 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from rich.console import Console
 
 from tencache_ds.config import parse_size
-from tencache_ds.errors import TenCacheError
+from tencache_ds.errors import ConfigError, TenCacheError
 
 from .result import MicroReport, MicroResult
 
-SHARES = {"pool": 0.1, "storage": 0.6, "cpu_update": 0.3}
-"""Of the budget, when all are run."""
+SHARES = {"pool": 0.1, "storage": 0.5, "latency": 0.15, "cpu_update": 0.25}
+"""Of the budget, relative to the others that are run."""
 
 DEFAULT_SECONDS = 42.0
 _FILE_WIDTH = 260
+
+
+class _Variant(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Named = TypeVar("Named", bound=_Variant)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,15 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     benchmarks: dict[str, Callable[[float], MicroResult]] = {
         "pool": _pool,
         "storage": lambda seconds: _storage(arguments, seconds),
+        "latency": lambda seconds: _latency(arguments, seconds),
         "cpu_update": _cpu_update,
     }
-    chosen = list(benchmarks) if arguments.benchmark == "all" else [arguments.benchmark]
+    named = arguments.benchmarks or ["all"]
+    chosen = [name for name in benchmarks if name in named or "all" in named]
     # In a file nothing wraps a table: give it the room it needs.
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
     results, status = [], 0
     for name in chosen:
         try:
-            result = benchmarks[name](arguments.seconds * (SHARES[name] if len(chosen) > 1 else 1.0))
+            result = benchmarks[name](arguments.seconds * SHARES[name] / sum(SHARES[other] for other in chosen))
         except TenCacheError as error:
             print(f"{name}: {error}", file=sys.stderr)
             status = 1
@@ -74,8 +85,34 @@ def _storage(arguments: argparse.Namespace, seconds: float) -> MicroResult:
         lanes=arguments.lanes or storage.LANES,
         requests_nbytes=arguments.request or storage.REQUESTS_NBYTES,
         every_combination=bool(arguments.lanes and arguments.request),
-        working_set_nbytes=arguments.working_set,
+        working_set_nbytes=arguments.working_set or storage.WORKING_SET_NBYTES,
+        variants=_chosen(arguments, storage.VARIANTS, always=storage.RAW),
     )
+
+
+def _latency(arguments: argparse.Namespace, seconds: float) -> MicroResult:
+    from . import latency
+
+    return latency.run(
+        arguments.nvme_path,
+        seconds,
+        lanes=max(arguments.lanes or [latency.LANES]),
+        working_set_nbytes=arguments.working_set or latency.WORKING_SET_NBYTES,
+        variants=_chosen(arguments, latency.VARIANTS),
+    )
+
+
+def _chosen(arguments: argparse.Namespace, variants: Sequence[Named], always: Sequence[Named] = ()) -> list[Named]:
+    """The variants that the command line asks for, and those that are always measured."""
+    from . import latency, storage
+
+    wanted, names = set(arguments.variants or ()), {variant.name for variant in variants}
+    unknown = wanted - {variant.name for variant in (*storage.VARIANTS, *latency.VARIANTS)}
+    if unknown or (wanted and not wanted & names):
+        raise ConfigError(
+            f"--variants {', '.join(sorted(unknown or wanted))}: there are only {', '.join(sorted(names))}"
+        )
+    return [v for v in variants if not wanted or v.name in wanted or v in always]
 
 
 def _cpu_update(seconds: float) -> MicroResult:
@@ -86,7 +123,9 @@ def _cpu_update(seconds: float) -> MicroResult:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.micro", description="Micro-benchmarks of the parts.")
-    parser.add_argument("benchmark", nargs="?", choices=[*SHARES, "all"], default="all")
+    parser.add_argument(
+        "benchmarks", nargs="*", type=_benchmark, metavar="NAME", help=f"{', '.join(SHARES)} or all, the default"
+    )
     parser.add_argument(
         "--nvme-path", type=Path, default=Path("."), metavar="FOLDER", help="storage to measure (default: this folder)"
     )
@@ -94,7 +133,9 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=_positive, default=DEFAULT_SECONDS, help="budget of the run (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
-    parser.add_argument("--lanes", type=_count, nargs="+", metavar="N", help="storage: requests worked on at once")
+    parser.add_argument(
+        "--lanes", type=_count, nargs="+", metavar="N", help="storage, latency: requests worked on at once"
+    )
     parser.add_argument(
         "--request",
         type=_request,
@@ -103,9 +144,21 @@ def _parser() -> argparse.ArgumentParser:
         help="storage: sizes such as 8MiB; with --lanes too, every combination is measured",
     )
     parser.add_argument(
-        "--working-set", type=_request, default=1 << 30, metavar="SIZE", help="storage: most bytes of its files (1GiB)"
+        "--working-set", type=_request, metavar="SIZE", help="storage, latency: most bytes of the files (2GiB, 1GiB)"
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        metavar="NAME",
+        help='storage, latency: only these of the table, such as native "stock handle x4"; raw ones always',
     )
     return parser
+
+
+def _benchmark(text: str) -> str:
+    if text not in (*SHARES, "all"):
+        raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(SHARES)}, all")
+    return text
 
 
 def _positive(text: str) -> float:

@@ -21,6 +21,7 @@ SCHEMA = 1
 MIN_REPEATS = 5
 """Repeats below which a median says too little."""
 
+Key = TypeVar("Key")
 Sample = TypeVar("Sample")
 
 
@@ -85,6 +86,8 @@ class MicroResult(Record):
     """What it ran with, and what has to be known to read the figures."""
 
     rows: list[Row]
+    columns: str = ""
+    """The key of the cases whose values the table has in its columns; empty: it has the variants there."""
 
     def value(self, variant: str, quantity: str, **case: str | int) -> float | None:
         """The value of the first row of that variant and quantity whose case holds ``case``.
@@ -98,25 +101,31 @@ class MicroResult(Record):
         raise KeyError(f"{self.name} has no {quantity} of {variant} for {case}")
 
     def show(self, console: Console) -> None:
-        """Prints a table (a line per case, a column per variant) and, below it, why figures are missing."""
-        variants = list(dict.fromkeys(row.variant for row in self.rows))
-        keys = list(dict.fromkeys(key for row in self.rows for key in row.case))
-        table = Table(title=f"{self.name}: median ± interquartile range")
-        for heading in ("", *keys):
-            table.add_column(heading)
-        for variant in variants:
-            table.add_column(variant, justify="right")
+        """Prints a table and, below it, why figures are missing.
+
+        A line is a quantity in a case, with a column per variant; with :attr:`columns`, a variant in a case without
+        that key, with a column per value of the key and quantity.
+        """
+        keys = [key for key in dict.fromkeys(key for row in self.rows for key in row.case) if key != self.columns]
         lines: dict[tuple[str, ...], dict[str, Row]] = {}
         for row in self.rows:
             title = f"{row.quantity} [{row.unit}]" if row.unit else row.quantity
-            line = (title, *(str(row.case.get(key, "")) for key in keys))
-            lines.setdefault(line, {})[row.variant] = row
+            case = tuple(str(row.case.get(key, "")) for key in keys)
+            if self.columns:
+                line, column = (*case, row.variant), f"{row.case.get(self.columns, '')}: {title}"
+            else:
+                line, column = (title, *case), row.variant
+            lines.setdefault(line, {})[column] = row
+        columns = list(dict.fromkeys(column for cells in lines.values() for column in cells))
+        table = Table(title=f"{self.name}: median ± interquartile range")
+        for heading in (*keys, "") if self.columns else ("", *keys):
+            table.add_column(heading)
+        for column in columns:
+            table.add_column(_escaped(column), justify="right")
         for line, cells in lines.items():
             if all(row.value is None for row in cells.values()):
                 continue  # the notes below say why
-            # Rich reads square brackets as markup.
-            escaped = [part.replace("[", "\\[") for part in line]
-            table.add_row(*escaped, *(_cell(cells.get(variant)) for variant in variants))
+            table.add_row(*map(_escaped, line), *(_cell(cells.get(column)) for column in columns))
         console.print(table)
         for key, value in self.parameters.items():
             console.print(f"  {key}: {value}", markup=False, highlight=False, soft_wrap=True)
@@ -160,6 +169,11 @@ def _all_have(rows: Sequence[Row], key: str, value: str | int) -> bool:
     return all(row.case.get(key) == value for row in rows)
 
 
+def _escaped(text: str) -> str:
+    """Rich reads square brackets as markup."""
+    return text.replace("[", "\\[")
+
+
 def _cell(row: Row | None) -> str:
     if row is None or row.value is None:
         return "–"
@@ -173,8 +187,8 @@ def progress(total: int, title: str) -> tqdm:  # type: ignore[type-arg]
 
 
 def alternate(
-    variants: Mapping[str, Callable[[], Sample]], repeats: int, advance: Callable[[], object]
-) -> dict[str, list[Sample]]:
+    variants: Mapping[Key, Callable[[], Sample]], repeats: int, advance: Callable[[], object]
+) -> dict[Key, list[Sample]]:
     """Runs the variants in turn, ``repeats`` times, after one round that does not count.
 
     Each round begins with another variant, so that none always follows the same one.
@@ -190,7 +204,7 @@ def alternate(
     if repeats < MIN_REPEATS:
         raise ValueError(f"a median needs at least {MIN_REPEATS} repeats, not {repeats}")
     names = list(variants)
-    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    samples: dict[Key, list[Sample]] = {name: [] for name in names}
     for index in range(-1, repeats):
         for name in _rotated(names, index):
             sample = variants[name]()
@@ -200,6 +214,6 @@ def alternate(
     return samples
 
 
-def _rotated(names: Sequence[str], by: int) -> Iterable[str]:
+def _rotated(names: Sequence[Key], by: int) -> Iterable[Key]:
     start = by % max(len(names), 1)
     return [*names[start:], *names[:start]]

@@ -2,45 +2,41 @@
 """GB/s and CPU seconds per GB of TenCache's store and backends, of raw O_DIRECT threads and of a stock aio_handle.
 
 A sample starts requests for a fixed time and waits for all of them; bytes are divided by the time until the last has
-ended. Everything goes past the page cache, or the benchmark refuses to run.
+ended. Everything goes past the page cache, or the benchmark refuses to run. Each rate is also divided, round by round,
+by that of the best raw variant and by that of the stock handle with most threads.
 """
 
 from __future__ import annotations
 
-import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 
-import torch
-
 from tencache_ds.cli.storage_loops import Session
-from tencache_ds.errors import ConfigError, LockedMemoryError, SpaceError
-from tencache_ds.io import ScratchFolder, free_nbytes
-from tencache_ds.memory import HostArena, Locking
-from tencache_ds.profiling.filesystem import file_system_of, supports_direct_io
+from tencache_ds.errors import ConfigError, SpaceError
 from tencache_ds.profiling.probe_storage import Kind
 
+from .area import MIB, open_area, open_buffers, write_files
 from .result import MIN_REPEATS, MicroResult, Row, alternate, progress
-from .storage_variants import BACKENDS, BLOCK_NBYTES, QUEUE_DEPTH, VARIANTS, Work
+from .storage_variants import BLOCK_NBYTES, PIECE_NBYTES, QUEUE_DEPTH, RAW, STOCK, VARIANTS, Variant, Work
 
-MIB = 1 << 20
 LANES = (1, 4, 8)
 REQUESTS_NBYTES = (1 * MIB, 4 * MIB, 8 * MIB, 32 * MIB)
-WORKING_SET_NBYTES = 1 << 30
-SHARE_OF_FREE_SPACE = 0.25
+WORKING_SET_NBYTES = 2 << 30
 
-_MAX_OVERRUN = 1.25
+_MAX_OVERRUN = 2.5
 """A case that would take the whole to more than this multiple of the budget is left out, and says so."""
 
-_N_FILES = 1 + len(BACKENDS)
-"""The shared one, and one of each store; all of the same size."""
+_LEAST_IN_FLIGHT = 4
+
+_RATIOS = {"of best raw": tuple(variant.name for variant in RAW), "of stock": (STOCK[-1].name,)}
+"""Quantities that are ratios of rates: to the best of which variants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,85 +54,83 @@ def run(
     every_combination: bool = False,
     working_set_nbytes: int = WORKING_SET_NBYTES,
     repeats: int = MIN_REPEATS,
+    variants: Sequence[Variant] = VARIANTS,
 ) -> MicroResult:
     """Measures every variant. The files live in a scratch folder under ``nvme_path`` and are removed in any case.
 
     Args:
         nvme_path: a folder on the storage to measure.
-        seconds: about how long it takes. Requests in flight are always finished, so that slow storage needs longer: the
-            cases with most bytes in flight are left out if need be, never the first.
+        seconds: how long requests are started, all in all. Those in flight are always finished, so that slow storage
+            takes longer, up to 2.5 times: the cases with most bytes in flight are left out if need be, never the first.
         lanes: requests worked on at the same time.
         requests_nbytes: bytes per request, multiples of 4096.
         every_combination: all pairs of lanes and requests; otherwise each is varied with the other in the middle.
         working_set_nbytes: most bytes of all files together; less where it is over 25 % of the free space.
         repeats: samples per figure.
+        variants: what is compared.
 
     Raises:
         ConfigError: the folder cannot be used, or its file system has no O_DIRECT.
         SpaceError: there is too little free space for even the smallest case.
     """
     with ExitStack() as stack:
-        scratch = ScratchFolder(str(nvme_path), 0, "micro")
-        stack.callback(scratch.close)
-        folder = Path(scratch.folder)
-        if not supports_direct_io(folder):
-            raise ConfigError(
-                f"{nvme_path} has no O_DIRECT: the page cache would be measured; name a folder on ext4 or xfs"
-            )
-        free = free_nbytes(scratch.folder)
-        working_set_nbytes = min(working_set_nbytes, int(free * SHARE_OF_FREE_SPACE))
-        file_nbytes = working_set_nbytes // _N_FILES
+        area = open_area(stack, nvme_path, working_set_nbytes)
+        n_file_sets = 1 + sum(variant.has_own_files for variant in variants)
+        n_files = max(lanes)
+        file_nbytes = area.most_nbytes // n_file_sets // n_files
         cases = list(_cases(lanes, requests_nbytes, every_combination))
-        if not any(_n_buffers(*case, file_nbytes) for case in cases):
-            needed = min((n_lanes + 2) // 2 * 2 * nbytes for n_lanes, nbytes in cases) * _N_FILES
+        n_extents = {case: _n_extents(*case, file_nbytes, n_files) for case in cases}
+        if not any(n_extents.values()):
+            needed = min(_n_buffers(n_lanes) * nbytes for n_lanes, nbytes in cases) * n_file_sets
             raise SpaceError(
                 "allocate", str(nvme_path), 0, needed,
-                f"the working set may take {working_set_nbytes} bytes; free some space, or ask for smaller requests",
+                f"the working set may take {area.most_nbytes} bytes; free some space, or ask for smaller requests",
             )  # fmt: skip
-        buffers, locked, lock_note = _buffers(stack, max(_n_buffers(*case, file_nbytes) * case[1] for case in cases))
-        path = _write_file(folder / "shared.bin", file_nbytes, buffers)
-        n_samples = len(cases) * len(VARIANTS) * len(Kind) * (repeats + 1)
+        slab, locked, lock_note = open_buffers(
+            stack, max(_n_buffers(case[0]) * case[1] for case in cases if n_extents[case])
+        )
+        paths = write_files(area.folder, n_files, file_nbytes, slab)
+        n_samples = len(cases) * len(variants) * len(Kind) * (repeats + 1)
         rows: list[Row] = []
         t_start_s = time.perf_counter()
         with progress(n_samples, "storage") as bar:
             for n_lanes, request_nbytes in cases:
-                n_buffers = _n_buffers(n_lanes, request_nbytes, file_nbytes)
+                n_buffers = _n_buffers(n_lanes)
                 case = {"request": f"{request_nbytes / MIB:g} MiB", "lanes": n_lanes, "in flight": n_buffers}
-                if not n_buffers:
-                    reason = f"{n_lanes} requests of {request_nbytes} bytes do not fit the working set"
-                    rows += [row for v in VARIANTS for row in _absent(v.name, case, reason)]
+                if not n_extents[n_lanes, request_nbytes]:
+                    reason = f"{n_buffers} requests of {request_nbytes} bytes do not fit the working set"
+                    rows += [row for v in variants for row in _absent(v.name, case, reason)]
                     continue
                 nbytes_in_flight = n_buffers * request_nbytes
                 needed_s = _expected_s(rows, nbytes_in_flight, seconds / n_samples) * n_samples / len(cases)
                 if rows and time.perf_counter() - t_start_s + needed_s > _MAX_OVERRUN * seconds:
                     reason = f"this storage would need {needed_s:.0f} s more for it; give more --seconds"
-                    rows += [row for v in VARIANTS for row in _absent(v.name, case, reason)]
+                    rows += [row for v in variants for row in _absent(v.name, case, reason)]
                     bar.update(n_samples // len(cases))
                     continue
                 work = Work(
-                    folder=scratch.folder,
-                    path=path,
+                    folder=str(area.folder),
+                    paths=paths,
                     request_nbytes=request_nbytes,
                     lanes=n_lanes,
-                    buffers=tuple(buffers[: n_buffers * request_nbytes].split(request_nbytes)),
-                    n_extents=file_nbytes // request_nbytes // n_buffers * n_buffers,
+                    buffers=tuple(slab[: n_buffers * request_nbytes].split(request_nbytes)),
+                    n_extents=n_extents[n_lanes, request_nbytes],
                 )
-                rows += _measure(work, case, None if locked else lock_note, seconds / n_samples, repeats, bar.update)
-    system = file_system_of(nvme_path)
+                unlocked_note = None if locked else lock_note
+                rows += _measure(variants, work, case, unlocked_note, seconds / n_samples, repeats, bar.update)
     return MicroResult(
         name="storage",
         parameters={
-            "storage": f"{system.kind} (RAM, stands in for a fast array)" if system.in_memory else system.kind,
-            "O_DIRECT": True,
-            "working set": f"{working_set_nbytes / 1e9:.3f} GB",
+            "storage": f"{area.description}, O_DIRECT, {n_files} files of {file_nbytes / 1e9:.3f} GB",
             "buffers": lock_note,
-            "repeats": repeats,
-            "sample": f"{1e3 * seconds / n_samples:.0f} ms or longer",
-            "aio": f"blocks of {BLOCK_NBYTES} bytes, queue depth {QUEUE_DEPTH}",
+            "samples": f"{repeats} of {1e3 * seconds / n_samples:.0f} ms or longer, alternated",
+            "native, aio, stock": f"blocks of {BLOCK_NBYTES / MIB:g} MiB, queue depth {QUEUE_DEPTH}",
+            "posix, aio": f"pieces of {PIECE_NBYTES / MIB:g} MiB",
             "stock handle": "batches of as many requests as are in flight elsewhere, then wait()",
             "CPU": "user and system time of this process; the kernel's own threads are not in it",
         },
         rows=rows,
+        columns="operation",
     )
 
 
@@ -153,53 +147,27 @@ def _cases(lanes: Sequence[int], requests_nbytes: Sequence[int], every_combinati
     return iter(sorted(set(wanted), key=lambda pair: (pair[0] * pair[1], pair)))
 
 
-def _n_buffers(lanes: int, request_nbytes: int, file_nbytes: int) -> int:
-    """Requests in flight: more than lanes, so that none waits for the next one, and even, for as many reads as writes.
-
-    0 where the file cannot hold them.
+def _n_buffers(lanes: int) -> int:
+    """Requests in flight: twice as many as lanes, so that none waits for the next one, and an even number, for as many
+    reads as writes.
     """
-    n_buffers = (lanes + 2) // 2 * 2
-    return n_buffers if n_buffers * request_nbytes <= file_nbytes else 0
+    return max(_LEAST_IN_FLIGHT, 2 * lanes)
+
+
+def _n_extents(lanes: int, request_nbytes: int, file_nbytes: int, n_files: int) -> int:
+    """Requests that the files hold, a multiple of those in flight; 0 where they hold fewer."""
+    n_buffers = _n_buffers(lanes)
+    return file_nbytes // request_nbytes * n_files // n_buffers * n_buffers
 
 
 def _expected_s(rows: Sequence[Row], nbytes_in_flight: int, duration_s: float) -> float:
     """Seconds of one sample, by the rates seen so far: what is in flight at its end is waited for."""
     rates = [row.value for row in rows if row.quantity == "rate" and row.value is not None]
-    return max(duration_s, nbytes_in_flight / statistics.median(rates) / 1e9 if rates else 0.0)
-
-
-def _buffers(stack: ExitStack, nbytes: int) -> tuple[torch.Tensor, bool, str]:
-    """Random bytes in aligned memory, locked if that is possible; whether it is, and how or why not."""
-    try:
-        locking = Locking.CUDA if torch.cuda.is_available() else Locking.MLOCK
-        arena = HostArena(None, locking)
-        stack.callback(arena.close)
-        slab, note = arena.allocate(nbytes, "micro-benchmark"), f"page-locked ({locking.value})"
-    except (LockedMemoryError, ConfigError) as error:
-        locking = Locking.NONE
-        arena = HostArena(None, locking)
-        stack.callback(arena.close)
-        slab, note = arena.allocate(nbytes, "micro-benchmark"), f"not page-locked: {error}"
-    # Compressible data would flatter a device that compresses.
-    slab.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
-    return slab, locking is not Locking.NONE, note
-
-
-def _write_file(path: Path, nbytes: int, buffers: torch.Tensor) -> str:
-    """The shared file, written throughout: what was only reserved reads back without touching the device."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        view = memoryview(buffers.numpy())[: 32 * MIB]
-        done = 0
-        while done < nbytes // 4096 * 4096:
-            done += os.pwritev(fd, [view[: nbytes // 4096 * 4096 - done]], done)
-    finally:
-        os.close(fd)
-    return str(path)
+    return duration_s + (nbytes_in_flight / statistics.median(rates) / 1e9 if rates else 0.0)
 
 
 def _measure(
+    variants: Sequence[Variant],
     work: Work,
     case: dict[str, str | int],
     lock_note: str | None,
@@ -210,7 +178,7 @@ def _measure(
     rows: list[Row] = []
     with ExitStack() as stack:
         sessions: dict[str, Session] = {}
-        for variant in VARIANTS:
+        for variant in variants:
             if variant.needs_locked and lock_note is not None:
                 rows += _absent(variant.name, case, lock_note)
                 continue
@@ -225,12 +193,23 @@ def _measure(
                 advance,
             )
             whole = {"operation": kind.value, **case}
+            rates = {name: [sample.bytes_per_s / 1e9 for sample in taken] for name, taken in samples.items()}
             for name, taken in samples.items():
-                rates = [sample.bytes_per_s / 1e9 for sample in taken]
                 costs = [sample.cpu_s_per_byte * 1e9 for sample in taken]
-                rows.append(Row.of(name, "rate", "GB/s", whole, rates))
+                rows.append(Row.of(name, "rate", "GB/s", whole, rates[name]))
+                rows += _ratios(name, rates, whole)
                 rows.append(Row.of(name, "CPU time", "s/GB", whole, costs))
     return rows
+
+
+def _ratios(name: str, rates: Mapping[str, Sequence[float]], case: dict[str, str | int]) -> Iterator[Row]:
+    """The rates of a variant over those of each reference, round by round: what slows a round down slows both."""
+    for quantity, references in _RATIOS.items():
+        measured = [reference for reference in references if reference in rates]
+        if measured:
+            best = max(measured, key=lambda reference: statistics.median(rates[reference]))
+            ratios = [rate / other for rate, other in zip(rates[name], rates[best], strict=True)]
+            yield Row.of(name, quantity, "", case, ratios)
 
 
 def _sample(session: Session, kind: Kind, duration_s: float) -> _Sample:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,14 +15,23 @@ from functools import partial
 import torch
 
 from tencache_ds.cli.storage_loops import Issue, Requests, Session, StockSession, keep_in_flight, operation_of
-from tencache_ds.errors import StorageError
+from tencache_ds.config import TenCacheConfig
+from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.integration.aio_section import read_aio_section
 from tencache_ds.io import AioBackend, ExtentStore, NativeBackend, Operation, PosixBackend, StorageBackend, Ticket
 from tencache_ds.profiling.probe_storage import Kind
 
 BLOCK_NBYTES = 1 << 20
 QUEUE_DEPTH = 32
-"""Of DeepSpeed's op, wherever it is used here."""
+"""Of DeepSpeed's op and of TenCache's own, wherever they are used here."""
+
+PIECE_NBYTES: int = TenCacheConfig.model_fields["io_request_size"].default
+"""What the posix and aio backends cut requests into, as in training."""
+
+RAW_THREADS = (4, 8, 16)
+"""Threads of the raw variants: the best of them is what the storage gives."""
+
+STOCK_THREADS = (1, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +40,17 @@ class Work:
 
     Attributes:
         folder: for files of a variant's own.
-        path: the shared file, at least ``n_extents * request_nbytes`` long and written throughout.
+        paths: the shared files, written throughout. Several, as in training: tmpfs lets one writer at a time into a
+            file.
         request_nbytes: bytes per request.
         lanes: requests that are worked on at the same time.
         buffers: one aligned uint8 tensor of ``request_nbytes`` per request in flight, more than ``lanes``.
-        n_extents: requests that the file holds, a multiple of the number of buffers.
+        n_extents: requests that the files hold, taken from one file after the other; a multiple of the number of
+            buffers.
     """
 
     folder: str
-    path: str
+    paths: tuple[str, ...]
     request_nbytes: int
     lanes: int
     buffers: tuple[torch.Tensor, ...]
@@ -46,12 +58,12 @@ class Work:
 
     @property
     def requests(self) -> Requests:
-        """In the shared file, one after the other."""
+        """In the shared files, in turn."""
 
         def place(extent: int) -> tuple[str, int]:
-            return self.path, extent * self.request_nbytes
+            return self.paths[extent % len(self.paths)], extent // len(self.paths) * self.request_nbytes
 
-        return Requests(self.path, self.buffers, self.n_extents, place)
+        return Requests(self.folder, self.buffers, self.n_extents, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,47 +74,63 @@ class Variant:
         name: for the table.
         open: makes it ready; raises ConfigError where it cannot work.
         needs_locked: whether it takes page-locked buffers only (others it would copy, or pass to somebody else).
+        has_own_files: whether it makes files beside the shared ones, as large as they are.
     """
 
     name: str
     open: Callable[[Work], Session]
     needs_locked: bool = False
+    has_own_files: bool = False
 
 
 class RawThreads:
-    """``os.preadv``/``os.pwritev`` with O_DIRECT, one blocking request per thread: what Python can get at best."""
+    """``os.preadv``/``os.pwritev`` with O_DIRECT, one blocking request per thread: what Python can get at best.
 
-    def __init__(self, work: Work) -> None:
-        self._requests, self._lanes = work.requests, work.lanes
-        self._fd = os.open(work.path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    Args:
+        n_threads: requests in flight.
+        work: has a buffer for each thread.
+
+    Raises:
+        ConfigError: it has not.
+    """
+
+    def __init__(self, n_threads: int, work: Work) -> None:
+        if n_threads > len(work.buffers):
+            raise ConfigError(f"needs {n_threads} requests in flight")
+        self._requests, self._n_threads = work.requests, n_threads
+        self._fds = {path: os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC) for path in work.paths}
         self._views = [memoryview(buffer.numpy()) for buffer in work.buffers]
-        self._threads = ThreadPoolExecutor(work.lanes, thread_name_prefix="micro-raw")
+        self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="micro-raw")
 
     def transfer(self, kind: Kind, seconds: float) -> int:
         """See :meth:`tencache_ds.cli.storage_loops.Session.transfer`."""
         end_s = time.perf_counter() + seconds
-        loops = [self._threads.submit(self._loop, lane, kind, end_s) for lane in range(self._lanes)]
+        # From one counter, so that as many bytes are read as written when mixed, like everywhere else.
+        numbers = itertools.count()
+        loops = [
+            self._threads.submit(self._loop, view, kind, numbers, end_s) for view in self._views[: self._n_threads]
+        ]
         return sum(loop.result() for loop in loops)
 
     def close(self) -> None:
         """See :meth:`tencache_ds.cli.storage_loops.Session.close`."""
         self._threads.shutdown()
-        os.close(self._fd)
+        for fd in self._fds.values():
+            os.close(fd)
 
-    def _loop(self, lane: int, kind: Kind, end_s: float) -> int:
-        nbytes, n_moved, turn = self._requests.request_nbytes, 0, 0
+    def _loop(self, view: memoryview, kind: Kind, numbers: Iterator[int], end_s: float) -> int:
+        nbytes, n_moved = self._requests.request_nbytes, 0
         while True:
-            for slot in range(lane, len(self._views), self._lanes):
-                operation = operation_of(kind, slot)
-                path, offset = self._requests.place(self._requests.extent(slot, turn))
-                call = os.preadv if operation is Operation.READ else os.pwritev
-                moved = call(self._fd, [self._views[slot]], offset)
-                if moved != nbytes:
-                    raise StorageError(operation.value, path, offset, nbytes, f"only {moved} bytes moved")
-                n_moved += moved
-                if time.perf_counter() >= end_s:
-                    return n_moved
-            turn += 1
+            number = next(numbers)
+            operation = operation_of(kind, number)
+            path, offset = self._requests.place(number % self._requests.n_extents)
+            call = os.preadv if operation is Operation.READ else os.pwritev
+            moved = call(self._fds[path], [view], offset)
+            if moved != nbytes:
+                raise StorageError(operation.value, path, offset, nbytes, f"only {moved} bytes moved")
+            n_moved += moved
+            if time.perf_counter() >= end_s:
+                return n_moved
 
 
 class Tickets:
@@ -127,11 +155,12 @@ OpenBackend = Callable[[int, int], StorageBackend]
 
 
 def open_bare(open_backend: OpenBackend, work: Work) -> Tickets:
-    """A backend by itself, on the shared file."""
+    """A backend by itself, on the shared files."""
     with ExitStack() as stack:
         backend = open_backend(work.lanes, work.request_nbytes)
         stack.callback(backend.close)
-        stack.callback(backend.forget, work.path)
+        for path in work.paths:
+            stack.callback(backend.forget, path)
 
         requests = work.requests
 
@@ -142,12 +171,17 @@ def open_bare(open_backend: OpenBackend, work: Work) -> Tickets:
 
 
 def open_store(open_backend: OpenBackend, name: str, work: Work) -> Tickets:
-    """The extent store on a backend, as training uses it (reads verified), on a file of its own."""
+    """The extent store on a backend, as training uses it (reads verified), on files of its own."""
     with ExitStack() as stack:
         backend = open_backend(work.lanes, work.request_nbytes)
         stack.callback(backend.close)
         preallocate_nbytes = work.n_extents * work.request_nbytes
-        store = ExtentStore(f"{work.folder}/store-{name}.bin", backend, preallocate_nbytes=preallocate_nbytes)
+        store = ExtentStore(
+            f"{work.folder}/store-{name}.bin",
+            backend,
+            preallocate_nbytes=preallocate_nbytes,
+            n_files=len(work.paths),
+        )
         stack.callback(store.close)
         extents = [store.allocate(work.request_nbytes, f"extent {index}") for index in range(work.n_extents)]
         for index, extent in enumerate(extents):
@@ -161,14 +195,18 @@ def open_store(open_backend: OpenBackend, name: str, work: Work) -> Tickets:
         return Tickets(work.requests, issue, stack.pop_all())
 
 
-def open_stock(threads: int, work: Work) -> StockSession:
-    """DeepSpeed's handle, with its defaults but for block size, depth and threads."""
-    settings = read_aio_section({}) | {
+def stock_settings(threads: int) -> dict[str, bool | int]:
+    """DeepSpeed's defaults but for block size, depth and threads."""
+    return read_aio_section({}) | {
         "block_size": BLOCK_NBYTES,
         "queue_depth": QUEUE_DEPTH,
         "intra_op_parallelism": threads,
     }
-    return StockSession(settings, work.requests)
+
+
+def open_stock(threads: int, work: Work) -> StockSession:
+    """DeepSpeed's handle."""
+    return StockSession(stock_settings(threads), work.requests)
 
 
 def _open_native(lanes: int, request_nbytes: int) -> StorageBackend:
@@ -176,11 +214,11 @@ def _open_native(lanes: int, request_nbytes: int) -> StorageBackend:
 
 
 def _open_posix(lanes: int, request_nbytes: int) -> StorageBackend:
-    return PosixBackend(lanes, request_nbytes)
+    return PosixBackend(lanes, min(PIECE_NBYTES, request_nbytes))
 
 
 def _open_aio(lanes: int, request_nbytes: int) -> StorageBackend:
-    return AioBackend(lanes, request_nbytes, BLOCK_NBYTES, QUEUE_DEPTH)
+    return AioBackend(lanes, min(PIECE_NBYTES, request_nbytes), BLOCK_NBYTES, QUEUE_DEPTH)
 
 
 BACKENDS: dict[str, tuple[OpenBackend, bool]] = {
@@ -190,12 +228,15 @@ BACKENDS: dict[str, tuple[OpenBackend, bool]] = {
 }
 """TenCache's backends: how each is opened, and whether it needs page-locked buffers. A new one is one more line."""
 
+RAW = tuple(Variant(f"raw x{n}", partial(RawThreads, n)) for n in RAW_THREADS)
+STOCK = tuple(Variant(f"stock handle x{n}", partial(open_stock, n), needs_locked=True) for n in STOCK_THREADS)
+
 VARIANTS: tuple[Variant, ...] = (
-    Variant("raw threads", RawThreads),
+    *RAW,
     *(Variant(name, partial(open_bare, opened), locked) for name, (opened, locked) in BACKENDS.items()),
     *(
-        Variant(f"store on {name}", partial(open_store, opened, name), locked)
+        Variant(f"store on {name}", partial(open_store, opened, name), locked, has_own_files=True)
         for name, (opened, locked) in BACKENDS.items()
     ),
-    *(Variant(f"stock handle x{n}", partial(open_stock, n), needs_locked=True) for n in (1, 4)),
+    *STOCK,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -207,8 +207,8 @@ class MeasuredRun:
             self._write()
         return self._result
 
-    def _draw(self, trainee: Trainee) -> Any:
-        """Micro-batches of every step there may be, the same for every configuration."""
+    def _draw(self, trainee: Trainee) -> Iterator[list[torch.Tensor]]:
+        """Micro-batches of every step there may be, the same for every configuration, on the device when taken."""
         arguments = self.arguments
         generator = torch.Generator().manual_seed(DATA_SEED + self._rank)
         shape = (arguments.micro_batch, arguments.sequence)
@@ -217,7 +217,8 @@ class MeasuredRun:
             torch.randint(0, trainee.vocabulary, shape, generator=generator)
             for _ in range((arguments.warmup + arguments.steps + 1) * per_step)
         ]
-        return iter([micro_batches[i : i + per_step] for i in range(0, len(micro_batches), per_step)])
+        for first in range(0, len(micro_batches), per_step):
+            yield [tokens.to(trainee.device) for tokens in micro_batches[first : first + per_step]]
 
     def _micro_steps(
         self, trainee: Trainee, batch: list[torch.Tensor], after: Callable[[int], None] = lambda phase: None
@@ -239,7 +240,6 @@ class MeasuredRun:
         return losses
 
     def _step(self, trainee: Trainee, batch: list[torch.Tensor]) -> Step:
-        batch = [tokens.to(trainee.device) for tokens in batch]
         get_accelerator().synchronize()
         loss_scale, n_skipped = trainee.loss_scale(), trainee.n_skipped()
         spent = [0.0, 0.0, 0.0]

@@ -63,10 +63,12 @@ def examine(nvme_paths: Sequence[Path] = ()) -> list[Finding]:
         *software_checks.check_versions(),
         software_checks.check_autoload(),
         *software_checks.check_build_tools(),
+        *software_checks.check_build_locks(),
         hardware_checks.check_cpu(),
         hardware_checks.check_memory(),
         hardware_checks.check_locked_memory(),
         *hardware_checks.check_gpus(),
+        hardware_checks.check_gds(),
     ]
     for path in nvme_paths:
         findings.extend(check_nvme_path(path))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of ``tencache doctor``: processor, memory and GPUs."""
+"""Checks of ``tencache doctor``: processor, memory, GPUs and GPUDirect Storage."""
 
 from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from tencache_ds.profiling.host_memory import container_limit_nbytes
 
 CAP_IPC_LOCK_BIT = 14
 SMALL_LOCKED_MEMORY_NBYTES = 1 << 30
+GDS = "gpudirect"
+KVIKIO_DISTRIBUTIONS = ("kvikio-cu13", "kvikio-cu12")
 VECTOR_FLAGS = ("avx512f", "avx2", "sve", "asimd")
 
 
@@ -109,6 +112,41 @@ def check_gpus() -> list[Finding]:
             )
         )
     return findings
+
+
+def check_gds(
+    version_of: Callable[[str], str] = metadata.version,
+    driver: Path = Path("/proc/driver/nvidia-fs/version"),
+    udev: Path = Path("/run/udev"),
+    environment: Mapping[str, str] = os.environ,
+) -> Finding:
+    """Whether weights could be read into GPU memory without the host. Nothing here is a fault: training measures at its
+    start which way is faster. Neither imports KvikIO nor needs a GPU.
+
+    Args:
+        version_of: version of an installed distribution, or :class:`importlib.metadata.PackageNotFoundError`.
+        driver: where the driver tells its version.
+        udev: what cuFile reads of the devices.
+        environment: variables to look at.
+    """
+    for name in KVIKIO_DISTRIBUTIONS:
+        try:
+            found = f"{name} {version_of(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+        break
+    else:
+        text = "KvikIO is not installed (optional: pip install 'tencache-ds[gds-cu13]', or gds-cu12 for CUDA 12)"
+        return Finding(Level.OK, GDS, text)
+    if environment.get("KVIKIO_COMPAT_MODE", "").strip().lower() in ("on", "true", "yes", "1"):
+        reason = "KVIKIO_COMPAT_MODE asks for it"
+    elif not driver.exists():
+        reason = "the nvidia-fs driver is not loaded"
+    elif not udev.is_dir():
+        reason = f"{udev} is not there; a container needs -v {udev}:{udev}:ro"
+    else:
+        return Finding(Level.OK, GDS, f"{found}, nvidia-fs driver {driver.read_text().split()[-1]}")
+    return Finding(Level.OK, GDS, f"{found} in compatibility mode, in which bytes pass through host memory: {reason}")
 
 
 def _torch_is_for_cpu_only() -> bool:

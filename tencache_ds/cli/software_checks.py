@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from tencache_ds import __version__
 from tencache_ds.cli.finding import Finding, Level
+from tencache_ds.ops.build_lock import build_locks, is_held, remedy
 
 DISTRIBUTION = "tencache-ds"
 AUTOLOAD_GROUP = "torch.backends"
@@ -142,3 +143,17 @@ def check_build_tools(
             )
         )
     return findings
+
+
+def check_build_locks() -> list[Finding]:
+    """Locks of killed builds, at which every later start would wait for ever; none is the rule."""
+    return [
+        Finding(
+            Level.PROBLEM,
+            "build lock",
+            f"left behind by a process that was killed: whoever loads the {lock.parent.name} op waits for ever",
+            remedy(lock),
+        )
+        for lock in build_locks()
+        if not is_held(lock)
+    ]

@@ -104,11 +104,25 @@ def keep_in_flight(requests: Requests, kind: Kind, seconds: float, issue: Issue)
     return n_moved
 
 
+def open_stock_handle(settings: Mapping[str, bool | int]) -> Any:
+    """An ``aio_handle``.
+
+    Args:
+        settings: of DeepSpeed's ``aio`` section: all but ``use_gds``.
+
+    Raises:
+        ConfigError: DeepSpeed's op cannot be built or loaded.
+    """
+    from tencache_ds.ops.async_io import load_async_io
+
+    return load_async_io().aio_handle(*(settings[key] for key in _HANDLE_ARGUMENTS))
+
+
 class StockSession:
     """One ``aio_handle`` the way DeepSpeed's swappers use it: a batch of asynchronous requests, then ``wait()``.
 
     Args:
-        settings: of DeepSpeed's ``aio`` section: all but ``use_gds``.
+        settings: see :func:`open_stock_handle`.
         requests: with page-locked buffers; the handle would copy others.
 
     Raises:
@@ -116,10 +130,8 @@ class StockSession:
     """
 
     def __init__(self, settings: Mapping[str, bool | int], requests: Requests) -> None:
-        from tencache_ds.ops.async_io import load_async_io
-
         self._requests = requests
-        self._handle: Any = load_async_io().aio_handle(*(settings[key] for key in _HANDLE_ARGUMENTS))
+        self._handle: Any = open_stock_handle(settings)
 
     def transfer(self, kind: Kind, seconds: float) -> int:
         """See :meth:`Session.transfer`."""

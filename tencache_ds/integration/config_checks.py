@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from tencache_ds.config import ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, TenCacheConfig, options_from
+from tencache_ds.config import ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, Gds, TenCacheConfig, Verify, options_from
 from tencache_ds.errors import ConfigError
 
 ZERO_KEY = "zero_optimization"
@@ -70,6 +70,8 @@ def check_config(ds_config: Any, param_dict: Mapping[str, Any]) -> TenCacheConfi
             f'"{ZERO_KEY}.offload_optimizer.device" to "cpu" or "nvme".'
         )
     _check_further_paths(options.nvme_paths, nvme_paths, devices)
+    if options.gds == Gds.on:
+        _check_gds(options, devices["offload_param"])
     return options
 
 
@@ -114,6 +116,21 @@ def _refuse_combinations(ds_config: Any) -> None:
             raise ConfigError(
                 f'"{key}" cannot be combined with "{ENGINE_KEY}": "{ENGINE_NAME}": {reason}. Remove one of the two.'
             )
+
+
+def _check_gds(options: TenCacheConfig, weights_device: str) -> None:
+    """What ``"gds": "on"`` needs of the rest of the config."""
+    key = f"{OPTIONS_KEY}.gds"
+    if weights_device != "nvme":
+        raise ConfigError(
+            f'"{key}" is "on", but "{ZERO_KEY}.offload_param.device" is "{weights_device}": only weights on NVMe are '
+            f'read into GPU memory. Set the device to "nvme", or remove "{key}".'
+        )
+    if options.verify == Verify.full:
+        raise ConfigError(
+            f'"{key}": "on" cannot be combined with "{OPTIONS_KEY}.verify": "full", which needs every byte in host '
+            'memory. Set "verify" to "sampled" or "off", or "gds" to "auto".'
+        )
 
 
 def _check_further_paths(paths: Sequence[str], nvme_paths: Mapping[str, object], devices: Mapping[str, str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
 from deepspeed.utils import z3_leaf_module
@@ -100,7 +101,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         for swapper in self._swappers():
             mine = [param for param in exposed if param.nvme_swapper is swapper]
             if mine:
-                swapper.commit(mine)
+                with get_accelerator().stream(self._PartitionedParameterCoordinator__allgather_stream):
+                    swapper.commit(mine)
 
     def _next_on_nvme(self) -> Iterator[Any]:
         for key in self._tencache_trace.upcoming():

@@ -13,6 +13,11 @@ here:
 - Once the gather has copied the shard to the device, the staging buffer goes back to the pool (``retire``), but
   ``ds_tensor.status`` stays AVAILABLE, with an empty tensor, until DeepSpeed partitions the parameter. So a parameter
   that is live on the device never holds host memory, whatever ``stage3_max_live_parameters`` says.
+- A shard that was read straight into GPU memory is copied at once, on the stream on which DeepSpeed gathers, and its
+  staging buffer goes back behind that copy (``commit``). DeepSpeed would not copy it: on one rank the gathered weight
+  would be the staging buffer itself, and on several a collective would read the buffer on a stream of its own. The copy
+  is ordinary memory; ``ds_tensor`` lets go of it when the gather is over, because until then the collective may hold
+  that very tensor.
 - A parameter changed inside ``GatheredParameters`` gets a buffer again before it is partitioned
   (``prepare_overwrite``).
 """
@@ -77,6 +82,8 @@ class ParamSwapper:
         self._persistence_threshold = persistence_threshold
         self._params: dict[int, Any] = {}
         self._exposed: dict[int, Any] = {}
+        self._copied: dict[int, Any] = {}  # their ds_tensor is a copy in GPU memory, until the gather is over
+        self._bypassed_host: set[int] = set()  # what is gathered of them never was in host memory
         self._lock = threading.RLock()
 
     # First partition of a parameter
@@ -126,14 +133,27 @@ class ParamSwapper:
                 swapper._copy_out(mine)
 
     def commit(self, params: Sequence[Any]) -> None:
-        """Brings shards into host memory, waits for them and shows them to DeepSpeed."""
+        """Brings shards into memory, waits for them and shows them to DeepSpeed; on the stream of the coming gather."""
         self._require_open()
         with self._lock:
+            params = [param for param in params if param.ds_id not in self._copied]  # those wait for their gather
             shards = self._weights.expose([param.ds_id for param in params])
+            copied = []
             for param, shard in zip(params, shards, strict=True):
-                param.ds_tensor.data = shard
+                key = param.ds_id
+                direct = self._weights.staged_for_gpu(key)
+                param.ds_tensor.data = shard.clone() if direct else shard
                 param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
-                self._exposed[param.ds_id] = param
+                if direct:
+                    copied.append(key)
+                    self._copied[key] = param
+                    self._bypassed_host.add(key)
+                else:
+                    self._exposed[key] = param
+                    self._bypassed_host.discard(key)
+            event = _event_on(None) if copied else None
+            for key in copied:
+                self._weights.give_back(key, event)
 
     def _copy_out(self, params: Sequence[Any]) -> None:
         """On a CPU accelerator a gathered weight aliases its shard, and so does what a user keeps of it (a state dict):
@@ -157,13 +177,16 @@ class ParamSwapper:
             event = None
             for param in params:
                 key = param.ds_id
-                self.engine.counters.moved(Link.H2D, self._weights.nbytes_of(key))
+                if key not in self._bypassed_host:
+                    self.engine.counters.moved(Link.H2D, self._weights.nbytes_of(key))
                 if self._weights.is_resident(key):
                     self.engine.counters.accessed(Access.RESIDENT)
                     continue
                 if self._exposed.pop(key, None) is not None:
                     event = event or _event_on(None)
                     self._weights.give_back(key, event)
+                self._copied.pop(key, None)
+                self._bypassed_host.discard(key)
                 self._hide(param)
 
     # What the coordinator uses
@@ -183,7 +206,7 @@ class ParamSwapper:
 
     def ready(self, param: Any) -> bool:
         """Whether the shard can be exposed without waiting."""
-        return self._weights.ready(param.ds_id)
+        return param.ds_id in self._copied or self._weights.ready(param.ds_id)
 
     def read_ahead(self, params: Iterable[Any]) -> None:
         """Starts reading the shards that are not on the device, nearest first, while there are free buffers."""
@@ -191,7 +214,9 @@ class ParamSwapper:
             self._weights.read_ahead(
                 param.ds_id
                 for param in params
-                if param.ds_status is ZeroParamStatus.NOT_AVAILABLE and self.stored(param)
+                if param.ds_status is ZeroParamStatus.NOT_AVAILABLE
+                and param.ds_id not in self._copied
+                and self.stored(param)
             )
 
     def retire(self, stream: Any) -> None:
@@ -214,10 +239,19 @@ class ParamSwapper:
                 del self._exposed[key]
                 param.ds_tensor.data = _nothing(param.ds_tensor.dtype)
                 self._weights.give_back(key, event)
+            for key, param in list(self._copied.items()):
+                if param.ds_status is ZeroParamStatus.AVAILABLE:
+                    del self._copied[key]
+                    param.ds_tensor.data = _nothing(param.ds_tensor.dtype)
 
     def hide_unused(self) -> None:
         """Takes back what was committed but never gathered."""
         with self._lock:
+            for key, param in list(self._copied.items()):
+                if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+                    del self._copied[key]
+                    self._bypassed_host.discard(key)
+                    self._hide(param)
             for key, param in list(self._exposed.items()):
                 if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
                     del self._exposed[key]
@@ -233,6 +267,8 @@ class ParamSwapper:
             if param.ds_tensor is None or key not in self._params or self._weights.is_resident(key):
                 return
             if key not in self._exposed:
+                self._copied.pop(key, None)
+                self._bypassed_host.discard(key)
                 param.ds_tensor.data = self._weights.expose_for_overwrite(key)
                 self._exposed[key] = param
 

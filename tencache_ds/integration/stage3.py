@@ -371,8 +371,10 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if not self._in_tier(param):
             return param.ds_tensor.data
         weights = param.nvme_swapper.engine.weights
-        (shard,) = weights.expose([param.ds_id])
-        weights.read_ahead(other.ds_id for other in following if other.nvme_swapper is param.nvme_swapper)
+        (shard,) = weights.expose([param.ds_id], for_host=True)
+        weights.read_ahead(
+            (other.ds_id for other in following if other.nvme_swapper is param.nvme_swapper), for_host=True
+        )
         return shard
 
     def _segments(self, sub_group: int) -> tuple[list[int], list[int]]:

@@ -19,9 +19,11 @@ from tencache_ds.io.backend import (
     Ticket,
 )
 from tencache_ds.io.extents import Extent
+from tencache_ds.io.gds import GdsBackend
 from tencache_ds.io.native import NativeBackend
 from tencache_ds.io.paths import NvmePath, NvmePaths
 from tencache_ds.io.posix import PosixBackend
+from tencache_ds.io.routing import RoutedBackend
 from tencache_ds.io.scratch import ScratchFolder, free_nbytes
 from tencache_ds.io.store import ExtentStore
 
@@ -30,6 +32,7 @@ __all__ = [
     "AioBackend",
     "Extent",
     "ExtentStore",
+    "GdsBackend",
     "IoCounters",
     "IoTotals",
     "NativeBackend",
@@ -38,6 +41,7 @@ __all__ = [
     "Operation",
     "PosixBackend",
     "Priority",
+    "RoutedBackend",
     "ScratchFolder",
     "StorageBackend",
     "StorageCancelledError",

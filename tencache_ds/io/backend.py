@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a storage backend is: one request, one ticket, one error.
 
-A backend moves bytes between a host buffer and a file. It knows nothing about weights or chunks; the extent store
+A backend moves bytes between a buffer and a file. It knows nothing about weights or chunks; the extent store
 (:mod:`tencache_ds.io.store`) decides where bytes live and checks that they come back unchanged.
 """
 
@@ -326,10 +326,10 @@ class IoCounters:
 
 
 class StorageBackend(Protocol):
-    """Moves bytes between 1-D host buffers and files. Every method may be called from any thread.
+    """Moves bytes between 1-D buffers and files. Every method may be called from any thread.
 
     Attributes:
-        name: ``"native"``, ``"aio"`` or ``"posix"``.
+        name: ``"native"``, ``"aio"`` or ``"posix"``, which take host memory, or ``"gds"``, which takes GPU memory.
         alignment_nbytes: buffer address, length and offset must be multiples of this.
         counters: totals since the backend was opened.
     """
@@ -355,7 +355,7 @@ class StorageBackend(Protocol):
             operation: direction.
             path: the file, which exists: a write to one that does not fails with ENOENT, as a read does.
             offset: first byte in the file, a multiple of the alignment.
-            buffer: 1-D contiguous CPU uint8 tensor; the caller keeps its bytes untouched until the ticket is done.
+            buffer: 1-D contiguous uint8 tensor; the caller keeps its bytes untouched until the ticket is done.
             tag: what the bytes are, for messages.
             priority: URGENT goes first, but does not starve BACKGROUND.
             finish: runs in a lane thread after the last byte has moved and before the ticket is done; what it raises

@@ -48,6 +48,7 @@ from tencache_ds.io.backend import (
 )
 from tencache_ds.io.lanes import cancelled, check_request, refusal, stop_at_exit
 from tencache_ds.io.posix import storage_error
+from tencache_ds.memory.device_arena import wait_for_device
 
 VARIABLE = "TENCACHE_FAULTS"
 _NOTE = f"injected by {VARIABLE}"
@@ -241,7 +242,7 @@ class FaultBackend:
         finish: Callable[[], None] | None = None,
     ) -> Ticket:
         """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
-        check_request(offset, buffer, self.alignment_nbytes)
+        check_request(offset, buffer, self.alignment_nbytes, device_type=None)
         if os.getpid() == self._pid:  # in a forked child the inner backend refuses, before any lock
             chosen = self._choose(operation, path, tag)
             if chosen is not None:
@@ -426,7 +427,8 @@ class _Flip:
         self._bit = random.Random(f"{seed}/{rank}/{n_fired}").randrange(8 * buffer.numel())
 
     def _apply(self, buffer: torch.Tensor) -> None:
-        buffer.numpy()[self._bit // 8] ^= 1 << self._bit % 8
+        buffer[self._bit // 8].bitwise_xor_(1 << self._bit % 8)
+        wait_for_device(buffer)
 
     def then(self, finish: Callable[[], None] | None) -> Callable[[], None]:
         """Flips the bit of what was read, before anybody looks at it."""
@@ -440,7 +442,7 @@ class _Flip:
 
     def changed_copy(self) -> torch.Tensor:
         """The buffer with the bit flipped; the caller's own stays as it is."""
-        memory = torch.empty(self._buffer.numel() + ALIGNMENT_NBYTES, dtype=torch.uint8)
+        memory = torch.empty(self._buffer.numel() + ALIGNMENT_NBYTES, dtype=torch.uint8, device=self._buffer.device)
         start = -memory.data_ptr() % ALIGNMENT_NBYTES
         copy = memory[start : start + self._buffer.numel()].copy_(self._buffer)
         self._apply(copy)

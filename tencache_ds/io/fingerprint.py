@@ -28,7 +28,7 @@ Fingerprint = Callable[[torch.Tensor, int], int]
 
 
 def whole_fingerprint(buffer: torch.Tensor, generation: int) -> int:
-    """64-bit XXH3 of every byte; arguments as for :func:`sampled_fingerprint`."""
+    """64-bit XXH3 of every byte; arguments as for :func:`sampled_fingerprint`, but host memory only."""
     return int(xxhash.xxh3_64_intdigest(buffer.numpy(), seed=generation % 2**64))
 
 
@@ -36,13 +36,23 @@ def sampled_fingerprint(buffer: torch.Tensor, generation: int) -> int:
     """64-bit hash of one word per page.
 
     Args:
-        buffer: 1-D contiguous CPU uint8 tensor, its length a multiple of 4096. Any thread; the GIL is released for
-            most of the time.
+        buffer: 1-D contiguous uint8 tensor, its length a multiple of 4096, in host memory or on a GPU, with the same
+            result; its bytes are there for every stream. Any thread; the GIL is released for most of the time.
         generation: number of the write; chooses the word in the page and salts the hash.
     """
     position = generation * _STEP % _WORDS_PER_PAGE
-    words = buffer.numpy().view(np.uint64).reshape(-1, _WORDS_PER_PAGE)[:, position]
+    if buffer.device.type == "cpu":
+        words = buffer.numpy().view(np.uint64).reshape(-1, _WORDS_PER_PAGE)[:, position]
+    else:
+        words = gathered_words(buffer, position)
     digest = hashlib.blake2b(
         np.ascontiguousarray(words), digest_size=8, salt=(generation % 2**64).to_bytes(8, "little")
     )
     return int.from_bytes(digest.digest(), "little")
+
+
+def gathered_words(buffer: torch.Tensor, position: int) -> np.ndarray:
+    """Word ``position`` of every page, gathered where the buffer is: only these words leave a GPU, on the current
+    stream, which this waits for."""
+    words: np.ndarray = buffer.view(torch.int64).view(-1, _WORDS_PER_PAGE)[:, position].contiguous().cpu().numpy()
+    return words.view(np.uint64)

@@ -74,6 +74,7 @@ class LanePool:
         transfer: moves one piece; called in lane threads, at most ``n_lanes`` at a time and one at a time per lane.
         request_nbytes: longest piece in bytes, a multiple of the alignment.
         alignment_nbytes: what buffer addresses, lengths and offsets must be multiples of.
+        device_type: where buffers are.
         close_timeout_s: longest time in seconds that :meth:`close` waits for a device.
 
     Raises:
@@ -87,6 +88,7 @@ class LanePool:
         request_nbytes: int = 8 << 20,
         *,
         alignment_nbytes: int = ALIGNMENT_NBYTES,
+        device_type: str = "cpu",
         close_timeout_s: float = 600.0,
     ) -> None:
         if n_lanes < 1:
@@ -97,6 +99,7 @@ class LanePool:
         self._transfer = transfer
         self._request_nbytes = request_nbytes
         self._alignment_nbytes = alignment_nbytes
+        self._device_type = device_type
         self._close_timeout_s = close_timeout_s
         self._pid = os.getpid()
         self._changed = threading.Condition(threading.Lock())
@@ -126,7 +129,7 @@ class LanePool:
         finish: Callable[[], None] | None = None,
     ) -> Ticket:
         """Queues one request; see :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
-        check_request(offset, buffer, self._alignment_nbytes)
+        check_request(offset, buffer, self._alignment_nbytes, self._device_type)
         ticket = Ticket(operation, path, offset, buffer.numel(), tag)
         # Before any lock is taken: in a forked child a lock may be held for ever by a thread that does not exist.
         if os.getpid() != self._pid:
@@ -287,18 +290,23 @@ class LanePool:
             thread.join(max(0.0, t_end_s - time.monotonic()))
 
 
-def check_request(offset: int, buffer: torch.Tensor, alignment_nbytes: int) -> None:
+def check_request(offset: int, buffer: torch.Tensor, alignment_nbytes: int, device_type: str | None = "cpu") -> None:
     """Checks what O_DIRECT would refuse, with a message that says what was given.
 
+    Args:
+        offset, buffer, alignment_nbytes: the request, and what it must be multiples of.
+        device_type: where the buffer has to be; None leaves that to whoever moves the bytes.
+
     Raises:
-        ValueError: the buffer is not a non-empty, aligned, 1-D contiguous CPU uint8 tensor, or the offset is negative
-            or unaligned.
+        ValueError: the buffer is not a non-empty, aligned, 1-D contiguous uint8 tensor on that device, or the offset is
+            negative or unaligned.
     """
     if not isinstance(buffer, torch.Tensor):
         raise ValueError(f"buffer must be a torch.Tensor, not {type(buffer).__name__}")
-    if buffer.dtype is not torch.uint8 or buffer.device.type != "cpu" or buffer.dim() != 1:
+    if buffer.dtype is not torch.uint8 or device_type not in (None, buffer.device.type) or buffer.dim() != 1:
+        where = "" if device_type is None else f" on the {device_type.upper()}"
         raise ValueError(
-            f"buffer must be a 1-D uint8 tensor on the CPU, not {buffer.dim()}-D {buffer.dtype} on {buffer.device}"
+            f"buffer must be a 1-D uint8 tensor{where}, not {buffer.dim()}-D {buffer.dtype} on {buffer.device}"
         )
     if not buffer.is_contiguous():
         raise ValueError(f"buffer must be contiguous, not of stride {buffer.stride()}")

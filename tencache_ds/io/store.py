@@ -183,8 +183,8 @@ class ExtentStore:
 
         Args:
             extent: where.
-            buffer: 1-D contiguous aligned CPU uint8 tensor of ``extent.allocated_nbytes`` bytes; untouched until the
-                ticket is done.
+            buffer: 1-D contiguous aligned uint8 tensor of ``extent.allocated_nbytes`` bytes, in memory that the backend
+                takes; untouched until the ticket is done. On a GPU, no work on it may be pending.
             priority: of the request, from when it may start.
 
         Returns:
@@ -285,7 +285,7 @@ class ExtentStore:
             raise StorageError(operation, path, offset, nbytes, "the store is closed", tag=tag)
 
     def _check_buffer(self, extent: Extent, buffer: torch.Tensor) -> None:
-        check_request(extent.offset, buffer, self._alignment_nbytes)
+        check_request(extent.offset, buffer, self._alignment_nbytes, device_type=None)
         if buffer.numel() != extent.allocated_nbytes:
             raise ValueError(f"{extent.tag} needs a buffer of {extent.allocated_nbytes} bytes, not {buffer.numel()}")
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 
 import torch
 
@@ -12,6 +13,7 @@ from tencache_ds.io.backend import Operation
 from tencache_ds.io.extents import Extent
 from tencache_ds.io.posix import PosixFiles
 from tencache_ds.io.witness import Witness, Witnesses
+from tencache_ds.memory.device_arena import wait_for_device
 
 _logger = logging.getLogger("DeepSpeed.tencache.io")
 
@@ -30,11 +32,17 @@ def verify_read(witnesses: Witnesses, witness: Witness, extent: Extent, buffer: 
         return True
     # The aio op cannot say what went wrong. Plain descriptors can: this raises the device's errno, if it has one.
     files = PosixFiles()
+    again = buffer
+    if buffer.device.type != "cpu":
+        again = torch.frombuffer(mmap.mmap(-1, buffer.numel()), dtype=torch.uint8)  # page aligned, for O_DIRECT
     try:
-        files.transfer(Operation.READ, extent.file, extent.offset, buffer, extent.tag)
+        files.transfer(Operation.READ, extent.file, extent.offset, again, extent.tag)
     finally:
         files.close()
-    if not witnesses.differ(witness, buffer):
+    if not witnesses.differ(witness, again):
+        if again is not buffer:
+            buffer.copy_(again)
+            wait_for_device(buffer)
         _logger.warning(
             "%s at offset %d of %s came back changed and was right when read again; watch this device",
             extent.tag,

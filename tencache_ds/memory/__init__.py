@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory of one rank: an exactly sized arena under a limit, and the pool of leased slots cut from it."""
+"""Staging memory of one rank, on the host or a GPU: arenas under a limit, and the pool of leased slots cut from one."""
 
 from tencache_ds.memory.arena import HostArena
+from tencache_ds.memory.device_arena import DeviceArena
 from tencache_ds.memory.lease import Lease, LeaseError, LeaseState
 from tencache_ds.memory.pages import Locking, PageLocker, locked_memory_headroom_nbytes
 from tencache_ds.memory.pool import BufferPool
@@ -10,6 +11,7 @@ from tencache_ds.memory.report import ClassStats, Holder, PoolBusyError, PoolSta
 __all__ = [
     "BufferPool",
     "ClassStats",
+    "DeviceArena",
     "Holder",
     "HostArena",
     "Lease",

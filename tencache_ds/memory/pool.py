@@ -17,10 +17,12 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from tencache_ds.memory.arena import POISON_BYTE, HostArena
+from tencache_ds.memory.arena import POISON_BYTE
+from tencache_ds.memory.device_arena import wait_for_device
 from tencache_ds.memory.lease import Event, Lease, LeaseError, LeaseState, Slot
 from tencache_ds.memory.report import ClassStats, Holder, PoolBusyError, PoolStats, PoolTimeout
 from tencache_ds.planning.size_classes import PAGE_NBYTES, SizeClass, round_up_to_page
@@ -28,6 +30,19 @@ from tencache_ds.planning.size_classes import PAGE_NBYTES, SizeClass, round_up_t
 __all__ = ["BufferPool", "ClassStats", "Holder", "Lease", "PoolBusyError", "PoolStats", "PoolTimeout"]
 
 _POLL_MIN_S, _POLL_MAX_S = 50e-6, 500e-6
+
+
+class Arena(Protocol):
+    """Where a pool's memory comes from: a :class:`~tencache_ds.memory.arena.HostArena` or
+    :class:`~tencache_ds.memory.device_arena.DeviceArena`."""
+
+    def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
+        """New page-aligned memory."""
+        ...
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Takes back what :meth:`allocate` returned."""
+        ...
 
 
 class _Waiter:
@@ -59,7 +74,7 @@ class BufferPool:
         ValueError: a class has no slots, or its slot size is not a positive multiple of 4096.
     """
 
-    def __init__(self, arena: HostArena, classes: Sequence[SizeClass], *, poison: bool = False, name: str = "") -> None:
+    def __init__(self, arena: Arena, classes: Sequence[SizeClass], *, poison: bool = False, name: str = "") -> None:
         for c in classes:
             if c.count < 1 or c.slot_nbytes < 1 or c.slot_nbytes % PAGE_NBYTES:
                 raise ValueError(f"a size class needs slots of a positive multiple of {PAGE_NBYTES} bytes, got {c}")
@@ -83,6 +98,7 @@ class BufferPool:
                     self._free[index].append(slot)
             if poison:
                 self._slab.fill_(POISON_BYTE)
+                wait_for_device(self._slab)
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)  # a lease came back, or began to
         self._live: dict[Lease, None] = {}  # every lease that is not RETURNED, oldest first
@@ -305,6 +321,8 @@ class BufferPool:
         if self._poison:
             for lease in leases:
                 lease.slot.tensor.fill_(POISON_BYTE)
+            if leases:
+                wait_for_device(leases[0].slot.tensor)  # see [Note: quiet device memory]
         with self._lock:
             for lease in leases:
                 lease._state = LeaseState.RETURNED

@@ -107,6 +107,7 @@ class Stats:
         pinned_peak_nbytes: most pinned host memory held at any time.
         staging_nbytes: size of the staging pool, and the most of it leased at one time.
         staging_peak_nbytes: most bytes of the staging pool leased at one time.
+        gpu_staging_nbytes: GPU memory that weights are read into with GPUDirect Storage; 0 without it.
         pool_waits: leases that had to wait for a buffer.
         stored_nbytes: bytes of scratch storage allocated on NVMe.
         resident_weight_nbytes: weights kept in host memory.
@@ -122,6 +123,7 @@ class Stats:
     pinned_peak_nbytes: int = 0
     staging_nbytes: int = 0
     staging_peak_nbytes: int = 0
+    gpu_staging_nbytes: int = 0
     pool_waits: int = 0
     stored_nbytes: int = 0
     resident_weight_nbytes: int = 0

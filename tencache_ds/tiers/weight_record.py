@@ -12,7 +12,7 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, Ticket
 from tencache_ds.memory.arena import HostArena
-from tencache_ds.memory.pool import Lease
+from tencache_ds.memory.pool import BufferPool, Lease
 
 
 class WeightState(enum.Enum):
@@ -61,10 +61,17 @@ class CopyEvent(Protocol):
 
 @dataclass(slots=True)
 class StagingBuffer:
-    """Host memory behind a weight that is not resident: a lease of the pool, or ordinary memory when there is none."""
+    """Memory behind a weight that is not resident: a lease of a pool, or ordinary host memory when there is none.
+
+    Attributes:
+        bytes: the memory.
+        lease: what it belongs to.
+        for_gpu: it is memory of the compute device, which nothing but a copy to another place there may look at.
+    """
 
     bytes: torch.Tensor
     lease: Lease | None
+    for_gpu: bool = False
 
     def release(self, arena: HostArena) -> None:
         """Gives the memory back to the pool, or to the arena it came from."""
@@ -72,6 +79,29 @@ class StagingBuffer:
             self.lease.release()
         else:
             arena.free(self.bytes)
+
+
+class StagingPool:
+    """A pool of staging buffers for weights.
+
+    Args:
+        pool: where the buffers come from.
+        for_gpu: they are memory of the compute device.
+    """
+
+    def __init__(self, pool: BufferPool, *, for_gpu: bool = False) -> None:
+        self.pool = pool
+        self.for_gpu = for_gpu
+        self._largest_slot_nbytes = max((c.slot_nbytes for c in pool.stats().classes), default=0)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether there are slots for so many bytes; not for a weight registered after the pool was planned."""
+        return nbytes <= self._largest_slot_nbytes
+
+    def try_lease(self, nbytes: int, owner: str, purpose: str) -> StagingBuffer | None:
+        """A buffer, or None when every slot that fits is taken or none would fit."""
+        lease = self.pool.try_lease(nbytes, owner, purpose) if self.fits(nbytes) else None
+        return None if lease is None else StagingBuffer(lease.buffer, lease, self.for_gpu)
 
 
 @dataclass(slots=True)
@@ -85,7 +115,7 @@ class Weight:
         dtype: the weight's dtype.
         state: where it is; changed by :meth:`move_to` only.
         extent: its place on NVMe, once it has one.
-        buffer: host memory it is staged in, if any.
+        buffer: memory it is staged in, if any.
         resident: its memory when it is resident, 1-D.
         ticket: the read under way or just done.
         trainable: whether the optimizer updates it.
@@ -108,6 +138,11 @@ class Weight:
     def nbytes(self) -> int:
         """Payload bytes."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def unused(self) -> bool:
+        """Whether it is staged, or being read, and nobody uses it yet."""
+        return self.state in (WeightState.STAGED, WeightState.READING)
 
     @property
     def evictable(self) -> bool:

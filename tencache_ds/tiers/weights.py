@@ -5,6 +5,12 @@ Residency is static (the access pattern is a cyclic scan, on which recency cachi
 staging buffer is clean at all times except between :meth:`WeightTier.begin_update` and
 :meth:`WeightTier.finish_update`, so it can be dropped whenever a buffer is needed for something more urgent: no order
 of requests can deadlock.
+
+[Note: two kinds of staging] With GPUDirect Storage there is a second pool, in GPU memory. What is exposed for the GPU
+is read into that one. All that the host reads or writes (updates, overwriting, ``for_host``) goes through the first;
+what finds no slot in the second is read into ordinary host memory, as what finds none in the first. Every rank decides
+for itself which pools it has: no collective depends on where a shard is staged, because which weights are exposed, and
+when, does not.
 """
 
 from __future__ import annotations
@@ -21,11 +27,11 @@ from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
 from tencache_ds.io.mapping import map_pieces
 from tencache_ds.memory.arena import HostArena
-from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
+from tencache_ds.memory.pool import BufferPool, PoolTimeout
 from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall
 from tencache_ds.planning.chunks import align
 from tencache_ds.tiers.resident_memory import ResidentMemory
-from tencache_ds.tiers.weight_record import CopyEvent, StagingBuffer, Weight, WeightState
+from tencache_ds.tiers.weight_record import CopyEvent, StagingBuffer, StagingPool, Weight, WeightState
 
 INITIAL_WRITES_NBYTES = 256 * 2**20
 """Bytes of freshly initialised weights that may wait for their first write at one time."""
@@ -75,8 +81,8 @@ class WeightTier:
         self._counters = counters
         self._timeout_s = timeout_s
         self._weights: dict[int, Weight] = {}
-        self._pool: BufferPool | None = None
-        self._largest_slot_nbytes = 0
+        self._staging: StagingPool | None = None
+        self._gpu_staging: StagingPool | None = None
         self._first_writes: deque[tuple[Ticket, StagingBuffer]] = deque()
         self._lock = threading.RLock()
 
@@ -125,12 +131,13 @@ class WeightTier:
             weight.buffer = None
             weight.move_to(WeightState.STORED)
 
-    def use_pool(self, pool: BufferPool) -> None:
-        """Stages through ``pool`` from now on; before, ordinary memory serves."""
+    def use_pool(self, pool: BufferPool, gpu_pool: BufferPool | None = None) -> None:
+        """Stages through ``pool`` from now on; before, ordinary memory serves. With ``gpu_pool``, weights are read into
+        that one; the store must be able to."""
         with self._lock:
             self._settle_first_writes(0)
-            self._pool = pool
-            self._largest_slot_nbytes = max((c.slot_nbytes for c in pool.stats().classes), default=0)
+            self._staging = StagingPool(pool)
+            self._gpu_staging = StagingPool(gpu_pool, for_gpu=True) if gpu_pool is not None else None
 
     def set_trainable(self, keys: Iterable[int]) -> None:
         """Names the weights the optimizer will update; all others are never dropped as out of date."""
@@ -141,21 +148,25 @@ class WeightTier:
 
     # Reading
 
-    def read_ahead(self, keys: Iterable[int]) -> None:
-        """Starts reading weights, nearest first, until there is no free staging buffer. Never blocks."""
+    def read_ahead(self, keys: Iterable[int], *, for_host: bool = False) -> None:
+        """Starts reading weights, nearest first, until there is no free staging buffer. Never blocks.
+
+        Args:
+            keys: which.
+            for_host: they will be exposed for the host.
+        """
         with self._lock:
-            if self._pool is None or self._store is None:
+            staging = self._staging_for(for_host)
+            if staging is None or self._store is None:
                 return
             for key in keys:
                 weight = self._weights.get(key)
                 if weight is None or weight.state is not WeightState.STORED:
                     continue
-                nbytes = align(weight.nbytes)
-                fits = nbytes <= self._largest_slot_nbytes
-                lease = self._pool.try_lease(nbytes, weight.name, "read-ahead") if fits else None
-                if lease is None:
+                buffer = staging.try_lease(align(weight.nbytes), weight.name, "read-ahead")
+                if buffer is None:
                     return
-                self._start_reading(weight, StagingBuffer(lease.buffer, lease), Priority.BACKGROUND)
+                self._start_reading(weight, buffer, Priority.BACKGROUND)
                 weight.prefetched = True
 
     def ready(self, key: int) -> bool:
@@ -166,8 +177,12 @@ class WeightTier:
                 self._finish_reading(weight)
             return weight.state in (WeightState.RESIDENT, WeightState.STAGED, WeightState.EXPOSED)
 
-    def expose(self, keys: Sequence[int]) -> list[torch.Tensor]:
-        """The shards of ``keys`` in host memory, read from NVMe where they are not there yet.
+    def expose(self, keys: Sequence[int], *, for_host: bool = False) -> list[torch.Tensor]:
+        """The shards of ``keys`` in memory, read from NVMe where they are not there yet.
+
+        Args:
+            keys: which.
+            for_host: in host memory; otherwise possibly in GPU memory, see :meth:`staged_for_gpu`.
 
         Returns:
             1-D tensors, valid until :meth:`give_back` of the same key.
@@ -179,8 +194,10 @@ class WeightTier:
             weights = [self._weights[key] for key in keys]
             kept = set(keys)
             for weight in weights:
+                if for_host and weight.unused and weight.buffer is not None and weight.buffer.for_gpu:
+                    self._discard(weight)
                 if weight.state is WeightState.STORED:
-                    self._start_reading(weight, self._buffer_now(weight, kept), Priority.URGENT)
+                    self._start_reading(weight, self._buffer_now(weight, kept, for_host), Priority.URGENT)
                     weight.prefetched = False
                 elif weight.state is WeightState.INITIAL:
                     raise TenCacheError(f"weight {weight.name} is needed before its first value was stored")
@@ -198,6 +215,12 @@ class WeightTier:
                     weight.move_to(WeightState.EXPOSED)
                 exposed.append(weight.view())
             return exposed
+
+    def staged_for_gpu(self, key: int) -> bool:
+        """Whether the weight's buffer is GPU memory. It is lent again soon: the exposed shard has to be copied."""
+        with self._lock:
+            buffer = self._weights[key].buffer
+            return buffer is not None and buffer.for_gpu
 
     def give_back(self, key: int, event: CopyEvent | None = None) -> None:
         """Ends an exposure: the staging buffer is free once ``event`` (its last reader) is done, or now without one."""
@@ -220,7 +243,7 @@ class WeightTier:
         """Before an update: forgets the staged copies of trainable weights, which the update makes out of date."""
         with self._lock:
             for weight in self._weights.values():
-                if weight.trainable and weight.state in (WeightState.STAGED, WeightState.READING):
+                if weight.trainable and weight.unused:
                     self._discard(weight)
 
     # Writing
@@ -232,10 +255,10 @@ class WeightTier:
             if weight.state is WeightState.RESIDENT:
                 assert weight.resident is not None
                 return weight.resident
-            if weight.state in (WeightState.STAGED, WeightState.READING):
+            if weight.unused:
                 self._discard(weight)
             if weight.state is WeightState.STORED:
-                weight.buffer = self._buffer_now(weight, {key})
+                weight.buffer = self._buffer_now(weight, {key}, for_host=True)
                 weight.view().zero_()
                 weight.move_to(WeightState.EXPOSED)
             return weight.view()
@@ -262,7 +285,7 @@ class WeightTier:
                 return weight.resident
             if weight.state is WeightState.UPDATING:
                 return weight.view()
-            if weight.state in (WeightState.STAGED, WeightState.READING):
+            if weight.unused:
                 self._discard(weight)
             if weight.state is WeightState.EXPOSED:
                 self.give_back(key)
@@ -390,54 +413,57 @@ class WeightTier:
         weight.move_to(WeightState.STORED)
         self._counters.happened(Event.DISCARDED_READ)
 
-    def _buffer_now(self, weight: Weight, kept: set[int]) -> StagingBuffer:
+    def _staging_for(self, for_host: bool) -> StagingPool | None:
+        return self._staging if for_host or self._gpu_staging is None else self._gpu_staging
+
+    def _buffer_now(self, weight: Weight, kept: set[int], for_host: bool) -> StagingBuffer:
         """A buffer for a weight somebody waits for: free, or taken from read-ahead, or ordinary memory."""
-        lease = self._lease_by_eviction(weight, kept)
-        if lease is None:
-            return self._overflow(weight)
-        return StagingBuffer(lease.buffer, lease)
+        buffer = self._lease_by_eviction(weight, kept, self._staging_for(for_host))
+        return self._overflow(weight) if buffer is None else buffer
 
     def _buffer_with_back_pressure(self, weight: Weight) -> StagingBuffer:
         """A buffer for an update: waits for writes in flight to return theirs, which bounds memory by the pool."""
-        lease = self._lease_by_eviction(weight, {weight.key})
-        if lease is None and self._pool is not None and align(weight.nbytes) <= self._largest_slot_nbytes:
+        staging = self._staging
+        buffer = self._lease_by_eviction(weight, {weight.key}, staging)
+        if buffer is None and staging is not None and staging.fits(align(weight.nbytes)):
             self._discard_one_reading(weight)
             try:
                 with self._counters.stall(Stall.BUFFER):
-                    lease = self._pool.lease(
+                    lease = staging.pool.lease(
                         align(weight.nbytes), weight.name, "update", urgent=True, timeout_s=UPDATE_PATIENCE_S
                     )
+                buffer = StagingBuffer(lease.buffer, lease)
             except PoolTimeout:  # held by something that waits for us, such as an open GatheredParameters
-                lease = None
-        if lease is None:
-            return self._overflow(weight)
-        return StagingBuffer(lease.buffer, lease)
+                buffer = None
+        return self._overflow(weight) if buffer is None else buffer
 
-    def _lease_by_eviction(self, weight: Weight, kept: set[int]) -> Lease | None:
-        if self._pool is None:
-            return None
+    def _lease_by_eviction(self, weight: Weight, kept: set[int], staging: StagingPool | None) -> StagingBuffer | None:
         nbytes = align(weight.nbytes)
-        if nbytes > self._largest_slot_nbytes:  # registered after the pool was planned
+        if staging is None or not staging.fits(nbytes):
             return None
-        lease = self._pool.try_lease(nbytes, weight.name, "needed now")
-        if lease is None:
+        buffer = staging.try_lease(nbytes, weight.name, "needed now")
+        if buffer is None:
             for victim in reversed([w for w in self._weights.values() if w.evictable and w.key not in kept]):
+                if victim.buffer is None or victim.buffer.for_gpu is not staging.for_gpu:
+                    continue
                 self._discard(victim)
-                lease = self._pool.try_lease(nbytes, weight.name, "needed now")
-                if lease is not None:
+                buffer = staging.try_lease(nbytes, weight.name, "needed now")
+                if buffer is not None:
                     break
-        return lease
+        return buffer
 
     def _discard_one_reading(self, weight: Weight) -> None:
         """Makes sure that a wait for a buffer ends, even if weights that are still being read have all of them."""
         for other in reversed(self._weights.values()):
-            lease = other.buffer.lease if other.buffer is not None else None
-            if other.state is WeightState.READING and lease is not None and weight.nbytes <= lease.slot.tensor.numel():
+            buffer = other.buffer
+            if other.state is not WeightState.READING or buffer is None or buffer.lease is None or buffer.for_gpu:
+                continue
+            if weight.nbytes <= buffer.lease.slot.tensor.numel():
                 self._discard(other)
                 return
 
     def _overflow(self, weight: Weight) -> StagingBuffer:
-        if self._pool is not None:
+        if self._staging is not None:
             self._counters.happened(Event.OVERFLOW_BUFFER)
         return self._transient(weight)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from contextlib import ExitStack, closing
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from rich.console import Console
 
 from benchmarks.micro import __main__ as command
-from benchmarks.micro import cpu_update, pool, storage
+from benchmarks.micro import area, cpu_update, latency, pool, storage
 from benchmarks.micro.result import MicroReport, MicroResult, Row, alternate
-from benchmarks.micro.storage_variants import BACKENDS, VARIANTS, RawThreads, Work
-from tencache_ds.errors import ConfigError, LockedMemoryError, SpaceError
+from benchmarks.micro.storage_variants import BACKENDS, RAW, VARIANTS, RawThreads, Work
+from tencache_ds.errors import ConfigError, LockedMemoryError, SpaceError, StorageError
+from tencache_ds.io import Operation, Priority
 from tencache_ds.memory.pages import Locking, PlainPages
 from tencache_ds.profiling.filesystem import supports_direct_io
 from tencache_ds.profiling.probe_storage import Kind
@@ -77,7 +79,7 @@ def test_shards_are_those_of_the_model_without_some_layers():
 
 
 def test_storage(folder):
-    result = storage.run(folder, 0.3, lanes=[1, 2], requests_nbytes=[256 << 10, MIB], working_set_nbytes=24 * MIB)
+    result = storage.run(folder, 0.3, lanes=[1, 2], requests_nbytes=[256 << 10, MIB], working_set_nbytes=32 * MIB)
     assert_sound(result)
     assert os.listdir(folder) == []
     assert {row.variant for row in result.rows} == {variant.name for variant in VARIANTS}
@@ -86,8 +88,123 @@ def test_storage(folder):
     assert {(row.case["request"], row.case["lanes"]) for row in result.rows} == {
         ("0.25 MiB", 2), ("1 MiB", 1), ("1 MiB", 2)
     }  # fmt: skip
-    for name in ("raw threads", "posix", "store on posix"):
+    for name in ("raw x4", "posix", "store on posix"):
         assert all(row.value for row in result.rows if row.variant == name and row.case["request"] == "0.25 MiB")
+    # More threads than requests in flight cannot be.
+    assert "needs 8 requests in flight" in {row.note for row in result.rows if row.variant == "raw x8"}
+    assert all(row.value is None for row in result.rows if row.variant == "raw x8")
+    # The only raw variant is the best one.
+    for row in present(result):
+        if row.variant == "raw x4" and row.quantity == "of best raw":
+            assert row.samples == [1.0] * 5
+
+
+def test_ratios_are_taken_round_by_round_to_the_best_reference():
+    rates = {"raw x4": [4.0, 4.0, 8.0], "raw x8": [5.0, 5.0, 10.0], "native": [5.0, 4.0, 10.0]}
+    (row,) = storage._ratios("native", rates, {"lanes": 8})
+    assert (row.quantity, row.samples, row.value) == ("of best raw", [1.0, 0.8, 1.0], 1.0)
+    (row,) = storage._ratios("raw x4", rates, {})
+    assert row.samples == [0.8, 0.8, 0.8]
+    quantities = [row.quantity for row in storage._ratios("native", rates | {"stock handle x4": [1.0] * 3}, {})]
+    assert quantities == ["of best raw", "of stock"]
+
+
+def test_latency(folder):
+    result = latency.run(folder, 0.5, lanes=2, request_nbytes=256 << 10, working_set_nbytes=24 * MIB)
+    assert os.listdir(folder) == []
+    assert MicroResult.model_validate_json(result.model_dump_json()) == result
+    assert {row.variant for row in result.rows} == {variant.name for variant in latency.VARIANTS}
+    for moment in (latency.STEADY, latency.FIRST):
+        for behind in latency.BEHIND:
+            case = {"moment": moment, "behind": behind}
+            assert result.value("native", "p95", **case) >= result.value("native", "read", **case) > 0
+            if behind != latency.ALONE:
+                assert result.value("native", "of alone", **case) > 0
+    with pytest.raises(SpaceError, match="working set"):
+        latency.run(folder, 0.1, lanes=2, request_nbytes=MIB, working_set_nbytes=4 * MIB)
+    assert os.listdir(folder) == []
+
+
+def test_latency_figures():
+    taken = {"nothing": [[0.001, 0.002, 0.003], [0.004]], "reads": [[0.004], [0.008, 0.008]]}
+    rows = {(row.quantity, row.case["behind"]): row for row in latency._rows("a", latency.STEADY, taken)}
+    assert rows["read", "nothing"].value == 2.5
+    assert rows["read", "reads"].samples == [4.0, 8.0, 8.0]
+    assert rows["p95", "nothing"].value == pytest.approx(3.85)
+    assert rows["of alone", "reads"].samples == [2.0, 2.0]
+    assert ("of alone", "nothing") not in rows
+
+
+class Log:
+    """Stands for a backend: what it was asked for. Requests end when somebody waits for them."""
+
+    def __init__(self, asked):
+        self.asked = asked
+
+    def submit(self, operation, path, offset, buffer, *, priority=Priority.BACKGROUND):
+        self.asked.append((operation, path, priority, buffer.numel()))
+        return type("Ticket", (), {"nbytes": buffer.numel(), "wait": lambda self, timeout_s: time.sleep(0.001)})()
+
+    def forget(self, path):
+        self.asked.append(("forget", path))
+
+    def close(self):
+        self.asked.append("closed")
+
+
+def load(n_buffers=4, nbytes=4096):
+    buffers = torch.zeros(n_buffers * nbytes, dtype=torch.uint8).split(nbytes)
+    urgent = latency.Requests("u", (torch.zeros(2 * nbytes, dtype=torch.uint8),), 3, lambda extent: ("u", extent))
+    return latency.Load(Work("folder", ("a", "b"), nbytes, 2, buffers, 2 * n_buffers), urgent)
+
+
+def test_reads_are_urgent_and_behind_a_full_queue():
+    asked = []
+    session = latency.BackendSession(lambda lanes, nbytes: Log(asked), load())
+    assert len(session.sample(None, 0.0)) == 1
+    assert asked == [(Operation.READ, "u", Priority.URGENT, 8192)]
+    asked.clear()
+    assert len(session.sample(Kind.MIXED, 0.1)) > 1
+    session.close()
+    first = [request[3] for request in asked[:-3]].index(8192)
+    assert first >= 4
+    background = asked[:first]
+    assert {request[1] for request in background} == {"a", "b"}
+    assert {request[0] for request in background} == {Operation.READ, Operation.WRITE}
+    assert {request[2] for request in background} == {Priority.BACKGROUND}
+    assert asked[-3:] == [("forget", "b"), ("forget", "a"), "closed"]
+
+
+def test_the_first_urgent_read_of_each_backend_counts():
+    asked = []
+    session = latency.FreshBackend(lambda lanes, nbytes: Log(asked), load())
+    n_reads = len(session.sample(Kind.READ, 0.1))
+    assert n_reads > 1
+    assert asked.count("closed") == n_reads
+    assert sum(request[2] is Priority.URGENT for request in asked if len(request) == 4) == n_reads
+
+
+def test_a_stock_handle_that_loses_a_request_is_an_error(monkeypatch):
+    class Handle:
+        def __init__(self):
+            self.asked = []
+
+        def async_pread(self, buffer, path, offset):
+            self.asked.append(path)
+
+        def wait(self):
+            batch, self.asked[:] = list(self.asked), []
+            batches.append(batch)
+            return len(batch) - lost
+
+    batches, lost = [], 0
+    monkeypatch.setattr(latency, "open_stock_handle", lambda settings: Handle())
+    session = latency.StockSession(1, load())
+    assert len(session.sample(Kind.READ, 0.0)) == len(session.sample(None, 0.0)) == 1
+    assert batches == [["a", "b", "a", "b", "u"], ["u"]]
+    lost = 1
+    with pytest.raises(StorageError, match="4 of 5 requests were done"):
+        session.sample(Kind.READ, 0.0)
 
 
 def test_every_backend_is_measured_by_itself_and_under_the_store():
@@ -97,7 +214,10 @@ def test_every_backend_is_measured_by_itself_and_under_the_store():
 
 def test_storage_without_locked_memory(folder, monkeypatch):
     monkeypatch.setattr("tencache_ds.memory.arena.open_page_locker", _refuse_locking)
-    result = storage.run(folder, 0.05, lanes=[1], requests_nbytes=[64 << 10], working_set_nbytes=6 * MIB)
+    variants = [variant for variant in VARIANTS if variant not in RAW[1:]]
+    result = storage.run(
+        folder, 0.05, lanes=[1], requests_nbytes=[64 << 10], working_set_nbytes=6 * MIB, variants=variants
+    )
     for row in result.rows:
         locked_only = "aio" in row.variant or "stock" in row.variant
         assert (row.value is None) is locked_only
@@ -125,14 +245,15 @@ def test_cases_that_do_not_fit(folder):
     limits = {"lanes": [1], "working_set_nbytes": 6 * MIB}
     result = storage.run(folder, 0.05, requests_nbytes=[64 << 10, 4 * MIB], **limits)
     for row in result.rows:
-        assert (row.value is None) is (row.case["request"] == "4 MiB")
+        if row.variant not in ("raw x8", "raw x16"):
+            assert (row.value is None) is (row.case["request"] == "4 MiB")
     with pytest.raises(SpaceError, match="ask for smaller requests"):
         storage.run(folder, 0.05, requests_nbytes=[4 * MIB], **limits)
     assert os.listdir(folder) == []
 
 
 def test_without_direct_io_it_refuses(folder, monkeypatch):
-    monkeypatch.setattr(storage, "supports_direct_io", lambda folder: False)
+    monkeypatch.setattr(area, "supports_direct_io", lambda folder: False)
     with pytest.raises(ConfigError, match="page cache would be measured"):
         storage.run(folder, 0.05)
     assert os.listdir(folder) == []
@@ -141,28 +262,30 @@ def test_without_direct_io_it_refuses(folder, monkeypatch):
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_a_variant_moves_what_it_says(folder, variant):
     """Reads bring the file's bytes, writes change it, mixed does both; in every variant."""
-    n_buffers, nbytes = 4, 64 << 10
+    n_buffers, nbytes = 16, 64 << 10
     with ExitStack() as stack:
-        slab, locked, reason = storage._buffers(stack, n_buffers * nbytes)
+        slab, locked, reason = area.open_buffers(stack, n_buffers * nbytes)
         if variant.needs_locked and not locked:
             pytest.skip(reason)
-        path = storage._write_file(folder / "shared.bin", 8 * nbytes, slab)
+        paths = area.write_files(folder, 2, 16 * nbytes, slab)
         buffers = tuple(slab.split(nbytes))
-        work = Work(str(folder), path, nbytes, 2, buffers, 8)
+        work = Work(str(folder), paths, nbytes, 2, buffers, 32)
         contents = [buffer.clone() for buffer in buffers]
         session = stack.enter_context(closing(variant.open(work)))
         slab.zero_()
         moved = session.transfer(Kind.READ, 0.0)
         assert moved >= nbytes
-        if not isinstance(session, RawThreads):  # which stops in the middle of a turn
-            assert all(torch.equal(a, b) for a, b in zip(buffers, contents, strict=True))
+        if not isinstance(session, RawThreads):  # whose threads stop one by one
+            # The shared files begin alike; extents go to them in turn.
+            expected = contents if variant.has_own_files else [contents[slot // 2] for slot in range(n_buffers)]
+            assert all(torch.equal(a, b) for a, b in zip(buffers, expected, strict=True))
         slab.fill_(7)
         assert session.transfer(Kind.WRITE, 0.0) >= nbytes
         slab.zero_()
         session.transfer(Kind.READ, 0.0)
         assert int(buffers[0][0]) == 7
         assert session.transfer(Kind.MIXED, 0.0) >= nbytes
-    assert os.listdir(folder) == ["shared.bin"]
+    assert sorted(os.listdir(folder)) == ["shared-0.bin", "shared-1.bin"]
 
 
 def test_cpu_update():
@@ -217,13 +340,35 @@ def test_rows():
 def test_command(folder, capfd):  # not capsys: DeepSpeed's builders need a sys.stderr with a file descriptor
     nvme, file = folder / "nvme", folder / "micro.json"
     arguments = ["storage", "--nvme-path", str(nvme), "--seconds", "1", "--lanes", "1", "--request", "64KiB"]
-    assert command.main([*arguments, "--working-set", "3MiB", "--json", str(file)]) == 0
-    assert "raw threads" in capfd.readouterr().out
+    assert command.main([*arguments, "--working-set", "3MiB", "--variants", "posix", "--json", str(file)]) == 0
+    assert "raw x4" in capfd.readouterr().out
     report = MicroReport.read(file)
     assert [result.name for result in report.results] == ["storage"]
-    row = json.loads(file.read_text())["results"][0]["rows"][0]
-    assert row["samples"], row["note"]
+    assert {row.variant for row in report.results[0].rows} == {"posix", *(variant.name for variant in RAW)}
+    rows = json.loads(file.read_text())["results"][0]["rows"]
+    assert all(row["samples"] for row in rows if row["variant"] in ("raw x4", "posix"))
     assert os.listdir(nvme) == []
+
+
+def test_command_runs_several(folder, capfd):
+    arguments = ["latency", "pool", "--nvme-path", str(folder), "--seconds", "1", "--lanes", "1", "--variants", "posix"]
+    assert command.main([*arguments, "--working-set", "48MiB"]) == 0
+    shown = capfd.readouterr().out
+    assert shown.index("pool:") < shown.index("latency:")
+    assert "nothing: read" in shown
+    assert "native" not in shown
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "variants", "message"),
+    [
+        ("storage", ["posix", "posx"], "--variants posx: there are only aio, native, posix, raw x16"),
+        ("latency", ["store on native"], "--variants store on native: there are only aio, native, posix, stock"),
+    ],
+)
+def test_command_names_the_variants_there_are(folder, capsys, benchmark, variants, message):
+    assert command.main([benchmark, "--nvme-path", str(folder), "--variants", *variants]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_command_says_what_could_not_run(folder, capsys):

@@ -12,13 +12,14 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.record import Measurement
-from benchmarks.training.measured_run import check_config, nvme_paths, parser
+from benchmarks.training.measured_run import MeasuredRun, check_config, nvme_paths, parser
 from benchmarks.training.storage_meter import StorageMeter
 from benchmarks.training.train_fsdp import LossScaler
 from benchmarks.training.train_step import meter_storage
@@ -117,6 +118,17 @@ def test_a_run_is_measured(runs: dict[str, tuple[Measurement, str]], engine: str
     assert last.nvme_read_nbytes >= sum(step.nvme_read_nbytes for step in measured) > 0
     assert run.timeline[0].nvme_read_nbytes == 0
     assert last.t_s >= sum(step.seconds for step in measured)
+
+
+def test_every_step_gets_its_tokens_on_the_device() -> None:
+    """The profiled one too, which only a GPU has."""
+    steps = {"warmup": 1, "steps": 2, "accumulation": 2, "micro_batch": 3, "sequence": 5}
+    run = SimpleNamespace(arguments=argparse.Namespace(**steps), _rank=0)
+    trainee = SimpleNamespace(vocabulary=7, device=torch.device("meta"))
+    batches = list(MeasuredRun._draw(run, trainee))  # type: ignore[arg-type]
+    assert len(batches) == 1 + 2 + 1
+    for batch in batches:
+        assert [(tokens.device.type, tokens.shape) for tokens in batch] == [("meta", (3, 5))] * 2
 
 
 def test_stock_bytes_are_those_known(runs: dict[str, tuple[Measurement, str]]) -> None:

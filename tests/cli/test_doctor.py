@@ -161,6 +161,41 @@ class TestHardware:
         assert [finding.level for finding in hardware_checks.check_gpus()] == [Level.OK]
 
 
+class TestGpuDirectStorage:
+    def find(self, folder: Path, driver: bool = True, udev: bool = True, **environment: str) -> str:
+        if driver:
+            (folder / "version").write_text("version: 2.24.2\n")
+        if udev:
+            (folder / "udev").mkdir()
+        finding = hardware_checks.check_gds(
+            versions(**{"kvikio-cu13": "26.10.0"}), folder / "version", folder / "udev", environment
+        )
+        assert finding.level is Level.OK
+        return finding.text
+
+    def test_kvikio_is_missing(self, tmp_path: Path) -> None:
+        finding = hardware_checks.check_gds(versions(), tmp_path, tmp_path, {})
+        assert finding.level is Level.OK, "it is optional"
+        assert "not installed" in finding.text
+        assert "pip install 'tencache-ds[gds-cu13]'" in finding.text
+
+    def test_it_works(self, tmp_path: Path) -> None:
+        assert self.find(tmp_path) == "kvikio-cu13 26.10.0, nvidia-fs driver 2.24.2"
+
+    def test_compatibility_mode_says_why(self, tmp_path: Path) -> None:
+        cases = {
+            "the nvidia-fs driver is not loaded": {"driver": False},
+            ":ro": {"udev": False},
+            "KVIKIO_COMPAT_MODE": {"KVIKIO_COMPAT_MODE": "ON"},
+        }
+        for index, (reason, case) in enumerate(cases.items()):
+            folder = tmp_path / str(index)
+            folder.mkdir()
+            text = self.find(folder, **case)
+            assert "compatibility mode" in text
+            assert reason in text
+
+
 class TestStorage:
     def test_direct_io_refused_by_the_file_system(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         real_open = os.open

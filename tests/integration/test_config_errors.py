@@ -125,6 +125,15 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         options(staging_memory=4096),
         ("ConfigError", '"tencache.staging_memory"', "4096", "at least", '"tencache.chunk_size"'),
     ),
+    "gds_for_weights_that_are_not_on_nvme": (
+        {"change": {"zero_optimization": {"offload_param": {"device": "cpu"}}, "tencache": {"gds": "on"}}},
+        ("ConfigError", '"tencache.gds"', '"zero_optimization.offload_param.device" is "cpu"'),
+    ),
+    "gds_and_every_byte_verified": (
+        options(gds="on", verify="full"),
+        ("ConfigError", '"tencache.gds": "on"', '"tencache.verify": "full"', '"sampled"'),
+    ),
+    "gds_without_a_gpu": (options(gds="on"), ("ConfigError", '"tencache.gds" is "on"', "no CUDA GPU", '"auto"')),
     "memory_cannot_be_locked": (
         {"circumstance": "memlock", "change": {"tencache": {"io_backend": "aio"}}},
         ("LockedMemoryError", "ulimit"),
@@ -137,6 +146,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 if torch.cuda.is_available():
     # Memory registered with CUDA does not count against the limit on locked memory.
     del REFUSED["memory_cannot_be_locked"]
+    del REFUSED["gds_without_a_gpu"]
 WORKS: dict[str, dict[str, Any]] = {
     "null_options": {"change": {"tencache": None}},
     "without_permission_to_lock": {"circumstance": "memlock"},

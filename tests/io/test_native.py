@@ -99,7 +99,7 @@ def test_finish_runs_before_the_end_and_can_fail_the_request(backend, path):
 def test_urgent_requests_overtake_the_queue(slow, path):
     slow.submit(Operation.WRITE, path, 0, aligned(4 * MIB)).wait(30)
     order: list[str] = []
-    background = [slow.submit(Operation.READ, path, 0, aligned(MIB)) for _ in range(4)]
+    background = [slow.submit(Operation.READ, path, 0, aligned(4 * MIB)) for _ in range(4)]
     promoted = slow.submit(Operation.READ, path, 0, aligned(65536))
     promoted.promote()
     urgent = slow.submit(Operation.READ, path, 0, aligned(65536), priority=Priority.URGENT)
@@ -127,18 +127,19 @@ def test_cancel(slow, path):
 
 
 def test_a_cancelled_read_of_a_store(slow, tmp_path):
-    store = ExtentStore(str(tmp_path / "store"), slow, growth_nbytes=MIB, timeout_s=30)
-    extent = store.allocate(MIB, "weight")
-    write = store.write(extent, aligned(MIB, 7))
-    read = store.read(extent, aligned(MIB))  # waits for the write
-    again = store.read(extent, aligned(MIB))
+    nbytes = 8 * MIB  # in 2,048 blocks, one after the other: enough time to cancel
+    store = ExtentStore(str(tmp_path / "store"), slow, growth_nbytes=nbytes, timeout_s=30)
+    extent = store.allocate(nbytes, "weight")
+    write = store.write(extent, aligned(nbytes, 7))
+    read = store.read(extent, aligned(nbytes))  # waits for the write
+    again = store.read(extent, aligned(nbytes))
     assert not write.cancel()
     assert read.cancel()
     with pytest.raises(StorageCancelledError):
         read.wait()
     write.wait()
     again.wait()
-    back = aligned(MIB)
+    back = aligned(nbytes)
     store.read(extent, back).wait()
     assert int(back[-1]) == 7
     store.close()

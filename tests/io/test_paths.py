@@ -88,7 +88,7 @@ def test_stores_share_the_paths_they_have_in_common(nvme, roots):
 def test_what_is_slow_gets_less(nvme, roots):
     store = nvme.open_store("optimizer", roots[:2], **OPTIONS)
     extents = fill(store, 20)
-    inject(nvme, f"kind=delay,seconds=0.05,match={roots[1]}/")
+    inject(nvme, f"kind=delay,seconds=0.15,match={roots[1]}/")
     for _ in range(6):
         nvme.reweigh()
         extents = [store.relocate(extent) for extent in extents]

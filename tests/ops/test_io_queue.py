@@ -152,6 +152,27 @@ def test_background_leaves_room_while_an_urgent_request_is_unfinished(make, urge
     held.close()
 
 
+def test_a_lane_does_not_wait_for_a_file_that_another_one_writes_to(make, file):
+    driver = make(n_lanes=2)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    n_full = os.write(write_end, bytes(1 << 20))
+    os.set_blocking(write_end, True)
+    # A write to a full pipe hangs in its lane; another one to it would hang in the other lane.
+    held, next_one, dropped = (driver.submit(write_end, 0, page(), write=True) for _ in range(3))
+    time.sleep(0.1)
+    elsewhere = driver.submit(file, 0, page(7), write=True)
+    assert driver.one().id == elsewhere
+    assert not driver.queue.cancel(held)
+    assert driver.queue.cancel(dropped)
+    assert driver.one().id == dropped
+    for _ in range(n_full // PAGE + 2):
+        os.read(read_end, PAGE)
+    assert [(end.id, end.error) for end in driver.collect(2)] == [(held, 0), (next_one, 0)]
+    for fd in (read_end, write_end):
+        os.close(fd)
+
+
 def test_promote(make, file):
     driver = make(n_lanes=1, queue_depth=1)
     held = HeldLane(driver)

@@ -15,6 +15,7 @@ namespace {
 constexpr int kBackgroundEvery = 8;  // with both kinds waiting, every eighth block is background
 constexpr auto kUrgentPeriod = std::chrono::seconds(1);  // after an urgent request, more are expected
 constexpr int kQuietFactor = 4;                          // how much more background the kernel has at other times
+constexpr int kMostLookedAt = 64;                        // requests, for one that a lane can start at once
 constexpr auto kLaneGrace = std::chrono::seconds(1);
 
 Clock::time_point deadline_after(double timeout_s)
@@ -72,11 +73,26 @@ std::int64_t IoQueue::Core::next_nbytes(const Request& request) const
     return std::min(options_.block_nbytes, request.transfer.nbytes - request.next);
 }
 
+// The oldest request that the lane can start at once; see [Note: files that do not do asynchronous I/O].
+Request* IoQueue::Core::first_for(const Lane& lane, Priority priority) const
+{
+    const auto& waiting = queue(priority);
+    if (!lane.synchronous) { return waiting.empty() ? nullptr : waiting.front(); }
+    int n = 0;
+    for (Request* request : waiting) {
+        if (request->transfer.operation == Operation::read || writing_.count(request->transfer.fd) == 0) {
+            return request;
+        }
+        if (++n == kMostLookedAt) { break; }
+    }
+    return nullptr;
+}
+
 // See [Note: latency of urgent requests].
 bool IoQueue::Core::background_may(const Lane& lane) const
 {
-    const auto& background = queue(Priority::background);
-    if (background.empty()) { return false; }
+    const Request* request = first_for(lane, Priority::background);
+    if (request == nullptr) { return false; }
     if (background_in_flight_nbytes_ == 0 || (lane.synchronous && n_urgent_ == 0)) { return true; }
     auto limit = options_.background_nbytes;
     if (n_urgent_ > 0) {
@@ -84,25 +100,25 @@ bool IoQueue::Core::background_may(const Lane& lane) const
     } else if (Clock::now() - last_urgent_ > kUrgentPeriod) {
         limit *= kQuietFactor;
     }
-    return background_in_flight_nbytes_ + next_nbytes(*background.front()) <= limit;
+    return background_in_flight_nbytes_ + next_nbytes(*request) <= limit;
 }
 
 bool IoQueue::Core::has_work(const Lane& lane) const
 {
-    return !queue(Priority::urgent).empty() || background_may(lane);
+    return first_for(lane, Priority::urgent) != nullptr || background_may(lane);
 }
 
 Request* IoQueue::Core::pick(const Lane& lane)
 {
-    const bool has_urgent = !queue(Priority::urgent).empty();
+    Request* urgent = first_for(lane, Priority::urgent);
     const bool has_background = background_may(lane);
-    if (has_urgent && !(has_background && n_urgent_in_a_row_ >= kBackgroundEvery - 1)) {
+    if (urgent != nullptr && !(has_background && n_urgent_in_a_row_ >= kBackgroundEvery - 1)) {
         ++n_urgent_in_a_row_;
-        return queue(Priority::urgent).front();
+        return urgent;
     }
     if (!has_background) { return nullptr; }
     n_urgent_in_a_row_ = 0;
-    return queue(Priority::background).front();
+    return first_for(lane, Priority::background);
 }
 
 Work::Taken IoQueue::Core::take(Lane& lane)
@@ -133,6 +149,8 @@ Work::Taken IoQueue::Core::take(Lane& lane)
         if (request->next == request->transfer.nbytes) { dequeue(request); }
         if (block->priority == Priority::background) { background_in_flight_nbytes_ += block->nbytes; }
         if (n_running_[operation]++ == 0) { busy_since_[operation] = Clock::now(); }
+        block->alone = lane.synchronous && block->operation == Operation::write;
+        if (block->alone) { writing_.insert(block->fd); }
         ++n;
     }
     wake_lanes(1);  // for what this lane leaves
@@ -153,6 +171,7 @@ void IoQueue::Core::end_blocks(const std::vector<Outcome>& outcomes, std::int64_
         stats_.nbytes[operation] += nbytes_moved;
         if (block->priority == Priority::background) { background_in_flight_nbytes_ -= block->total_nbytes; }
         if (--n_running_[operation] == 0) { stats_.busy_ns[operation] += ns_since(busy_since_[operation]); }
+        if (block->alone) { writing_.erase(block->fd); }
         --request->n_running;
         if (error != 0 || end_of_file) {
             fail(request, error, end_of_file, block->start_offset, block->total_nbytes);

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "io_queue.h"
@@ -49,6 +50,7 @@ private:
     const std::list<Request*>& queue(Priority priority) const { return queues_[static_cast<int>(priority)]; }
     Taken take(Lane& lane) override;
     void end_blocks(const std::vector<Outcome>& outcomes, std::int64_t n_short, std::int64_t n_retries) override;
+    Request* first_for(const Lane& lane, Priority priority) const;
     Request* pick(const Lane& lane);
     bool background_may(const Lane& lane) const;
     bool has_work(const Lane& lane) const;
@@ -74,6 +76,7 @@ private:
     int n_urgent_in_a_row_ = 0;
     std::int64_t background_in_flight_nbytes_ = 0;
     std::int64_t n_running_[2] = {0, 0};
+    std::unordered_set<int> writing_;  // descriptors that a synchronous lane writes to
     Clock::time_point busy_since_[2];
     QueueStats stats_{};
     bool closing_ = false;

@@ -17,7 +17,9 @@
 // are there. Several lanes still work in parallel then, but a lane that submits many blocks at once would keep them
 // from the others and make an urgent request wait. A lane that finds its blocks done when io_submit() returns therefore
 // takes one at a time, and is under the limit on background only while an urgent request is unfinished: nothing queues
-// up in a device there, and the lane is free again after one block.
+// up in a device there, and the lane is free again after one block. Such file systems let one writer at a time into a
+// file, so such a lane takes no write to a file that another one is writing to: it would only wait, and keep a core
+// busy with that. Writes to several files go on in parallel, those to one file one after the other.
 //
 // No function here touches Python. All of them may be called from any thread.
 

@@ -34,6 +34,7 @@ struct Block {
     std::int64_t total_nbytes = 0;
     Priority priority = Priority::urgent;  // when it was taken
     int n_retries = 0;
+    bool alone = false;  // no other synchronous lane writes to the file meanwhile
     bool in_flight = false;
 };
 

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Locks of torch's extension builder, which a killed start leaves behind.
+
+Whoever loads an op makes the file ``lock`` in its build folder, keeps it open, and removes it at the end. A process
+that is killed meanwhile leaves the file there, and all who load the op afterwards wait for ever, without a word.
+Imports neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger("DeepSpeed.tencache.ops")
+
+PATIENCE_S = 20.0
+"""Loading an op that is built takes a second or two."""
+
+
+def extension_root() -> Path:
+    """The folder in which torch builds extensions."""
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+
+
+def build_locks(op_name: str = "*") -> list[Path]:
+    """Locks that exist now, of one op or all. Below the root there may be a folder per version of Python and CUDA."""
+    root = extension_root()
+    return sorted([*root.glob(f"{op_name}/lock"), *root.glob(f"*/{op_name}/lock")])
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process that can be looked at here has the file open: same machine, same user."""
+    try:
+        wanted = lock.stat()
+    except OSError:
+        return False  # removed meanwhile
+    for process in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):  # it ended, or belongs to another user
+            for descriptor in process.iterdir():
+                with contextlib.suppress(OSError):
+                    found = descriptor.stat()
+                    if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                        return True
+    return False
+
+
+def remedy(lock: Path) -> str:
+    """What to do about a lock that nobody holds."""
+    return f"rm {lock} (unless another machine that shares this folder is building at the moment)"
+
+
+def explain(lock: Path) -> str:
+    """Why loading an op takes so long."""
+    op_name = lock.parent.name
+    if is_held(lock):
+        return f"the {op_name} op is being built, which can take some minutes (lock: {lock})"
+    return f"the {op_name} op waits for a lock that a killed process has left behind; to go on: {remedy(lock)}"
+
+
+@contextlib.contextmanager
+def told_what_takes_so_long(op_name: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
+    """Around the loading of an op: logs once why it has not ended after ``patience_s`` seconds."""
+
+    def tell() -> None:
+        for lock in build_locks(op_name):
+            logger.warning("%s", explain(lock))
+
+    timer = threading.Timer(patience_s, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

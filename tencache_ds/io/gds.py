@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend that moves bytes between files and GPU memory: GPUDirect Storage through KvikIO.
+
+Read in KvikIO 26.10, whose source says what its documentation does not:
+
+- ``raw_read`` and ``raw_write`` block without the GIL, in the calling thread and in its current CUDA context, without
+  KvikIO's own pool of threads: so every lane is a thread with the device current, and the lanes are the parallelism.
+- Without the driver (compatibility mode) the bytes pass through one pinned bounce buffer per call that is going on,
+  on a stream that waits for the default stream and that the call waits for. With the driver the call first waits for
+  the default stream. No other stream is waited for: see [Note: quiet device memory] in
+  :mod:`tencache_ds.memory.device_arena`.
+- Its reads go through the page cache unless ``auto_direct_io_read`` is set, a setting of the whole process.
+- Every error is a ``RuntimeError`` whose text ends with that of the errno. A read past the end raises in compatibility
+  mode and is short with the driver.
+- The file modes ``"r"`` and ``"r+"`` neither make nor truncate a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tencache_ds.errors import StorageError
+from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, Priority, StorageTimeoutError, Ticket
+from tencache_ds.io.lanes import LanePool
+from tencache_ds.io.posix import storage_error
+
+_WHERE = re.compile(r"^.*? at: \S+:\d+:? ?")
+_MODES = {Operation.READ: "r", Operation.WRITE: "r+"}
+
+
+class DeviceFile(Protocol):
+    """What is used of ``kvikio.CuFile``."""
+
+    def raw_read(self, buf: Any, size: int, file_offset: int) -> int:
+        """Bytes read into device memory."""
+        ...
+
+    def raw_write(self, buf: Any, size: int, file_offset: int) -> int:
+        """Bytes written from device memory."""
+        ...
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        ...
+
+    def close(self) -> None:
+        """Closes it."""
+        ...
+
+
+def missing_kvikio() -> str:
+    """Why there is no KvikIO here, with the remedy; "" where there is one. Imports nothing."""
+    if importlib.util.find_spec("kvikio") is None:
+        major = (torch.version.cuda or "13").split(".")[0]
+        return f"KvikIO is not installed: pip install 'tencache-ds[gds-cu{major}]'"
+    return ""
+
+
+def compatibility_mode() -> str:
+    """Why KvikIO passes bytes through host memory here; "" where GPUDirect Storage works. Imports KvikIO.
+
+    A file system that cuFile refuses goes through host memory all the same; only a measurement sees that.
+    """
+    import kvikio.cufile_driver
+    import kvikio.defaults
+
+    if kvikio.defaults.is_compat_mode_preferred():
+        return "libcufile or /run/udev is not there, or KVIKIO_COMPAT_MODE asks for it"
+    try:
+        loaded = kvikio.cufile_driver.get("is_gds_available")
+    except Exception as error:  # a C++ exception of any kind: cuFile does not work
+        return f"cuFile does not answer: {plain_cause(error)}"
+    return "" if loaded else "the nvidia-fs driver is not loaded"
+
+
+class GdsBackend:
+    """Moves bytes between files and GPU memory (satisfies :class:`tencache_ds.io.backend.StorageBackend`, for 1-D
+    contiguous uint8 tensors of one CUDA device instead of host memory).
+
+    The caller hands over *quiet* memory: no GPU work that touches it may be pending at :meth:`submit`, for a read as
+    for a write. Leases of a pool are quiet; see [Note: quiet device memory]. Nothing is recorded on a stream here,
+    because the extent store may submit a request later, from another thread.
+
+    Args:
+        device: where the buffers are.
+        n_lanes: threads.
+        request_nbytes: longest piece in bytes; in compatibility mode each lane pins so much host memory.
+        close_timeout_s: longest time in seconds that :meth:`close` waits for the device.
+        open_file: opens a file by path and mode (``"r"``, ``"r+"``); KvikIO's when omitted.
+
+    Raises:
+        ImportError, RuntimeError: KvikIO cannot be imported.
+    """
+
+    name = "gds"
+    alignment_nbytes = ALIGNMENT_NBYTES
+
+    def __init__(
+        self,
+        device: torch.device,
+        n_lanes: int = 8,
+        request_nbytes: int = 8 << 20,
+        *,
+        close_timeout_s: float = 600.0,
+        open_file: Callable[[str, str], DeviceFile] | None = None,
+    ) -> None:
+        self._device = device
+        self._pid = os.getpid()
+        self._on_close: Callable[[], object] = int
+        if open_file is None:
+            open_file, self._on_close = _use_kvikio(request_nbytes)
+        self._files = _Files(open_file)
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by lane, each used by its own thread alone
+        self._pool = LanePool(
+            n_lanes, self._transfer, request_nbytes, device_type=device.type, close_timeout_s=close_timeout_s
+        )
+        self.counters = self._pool.counters
+
+    def submit(
+        self,
+        operation: Operation,
+        path: str,
+        offset: int,
+        buffer: torch.Tensor,
+        *,
+        tag: str = "",
+        priority: Priority = Priority.BACKGROUND,
+        finish: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`. ``finish`` runs with a stream of the lane's own as
+        the current one."""
+        return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+
+    def forget(self, path: str) -> None:
+        """Closes the handles of a file that is about to be, or has been, removed. Any thread."""
+        self._files.forget(path)
+
+    def close(self) -> None:
+        """Waits for everything submitted, joins the lanes, closes the files. Idempotent; no-op in a forked child.
+
+        Raises:
+            RuntimeError: called from a callback of one of its requests.
+            StorageTimeoutError: the device still had requests after ``close_timeout_s``; they are given up.
+        """
+        if os.getpid() != self._pid:
+            return
+        try:
+            self._pool.close()
+        except StorageTimeoutError:
+            self._files.close()
+            raise
+        self._files.close()
+        if self._streams:
+            self._bind_context()  # engines are closed in threads, too, that never used the GPU
+            self._on_close()
+
+    def _transfer(self, lane: int, operation: Operation, path: str, offset: int, piece: torch.Tensor, tag: str) -> None:
+        nbytes = piece.numel()
+        try:
+            self._enter(lane)
+            with self._files.opened(operation, path) as file:
+                try:
+                    _move_all(operation, file, offset, piece)
+                except Exception:
+                    size_nbytes = os.fstat(file.fileno()).st_size
+                    if operation is Operation.READ and offset + nbytes > size_nbytes:
+                        there = max(0, size_nbytes - offset)
+                        raise EOFError(
+                            f"file ends after {size_nbytes} bytes, {there} of {nbytes} bytes were there"
+                        ) from None
+                    raise
+        except Exception as error:  # KvikIO's are of C++, and any of them ends in a ticket
+            raise _typed(operation, path, offset, nbytes, error, tag) from error
+
+    def _enter(self, lane: int) -> None:
+        """Once in each lane's thread: makes the device, its context and a stream of the lane's own current.
+
+        Fingerprints are taken on that stream; on the default stream they would wait for the training's kernels.
+        """
+        if self._device.type == "cuda" and lane not in self._streams:
+            torch.cuda.set_device(self._device)
+            self._bind_context()
+            self._streams[lane] = torch.cuda.Stream(self._device)
+            torch.cuda.set_stream(self._streams[lane])
+
+    def _bind_context(self) -> None:
+        """Makes a CUDA context current in this thread, which KvikIO needs to find. ``set_device`` alone does not, where
+        the device is the current one already; a call that asks the device something does.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.mem_get_info(self._device)
+
+
+@dataclass(slots=True)
+class _Handle:
+    """An open file and how many transfers use it right now; a forgotten one is closed by the last of them."""
+
+    file: DeviceFile
+    n_users: int = 0
+    retired: bool = False
+
+
+class _Files:
+    """Persistent handles. Thread-safe."""
+
+    def __init__(self, open_file: Callable[[str, str], DeviceFile]) -> None:
+        self._open_file = open_file
+        self._lock = threading.Lock()
+        self._handles: dict[tuple[str, Operation], _Handle] = {}
+
+    @contextlib.contextmanager
+    def opened(self, operation: Operation, path: str) -> Iterator[DeviceFile]:
+        """The file's handle, for one transfer.
+
+        Raises:
+            OSError: the file cannot be opened.
+            RuntimeError: the same, of KvikIO alone.
+        """
+        key = path, operation
+        with self._lock:
+            handle = self._handles.get(key)
+            if handle is None:
+                # KvikIO's error has no errno: the system says first what it thinks of the file. Never O_CREAT.
+                os.close(os.open(path, (os.O_RDONLY if operation is Operation.READ else os.O_RDWR) | os.O_CLOEXEC))
+                handle = self._handles[key] = _Handle(self._open_file(path, _MODES[operation]))
+            handle.n_users += 1
+        try:
+            yield handle.file
+        finally:
+            with self._lock:
+                handle.n_users -= 1
+                self._close_unused(handle)
+
+    def forget(self, path: str) -> None:
+        """Closes a file's handles, as soon as no transfer uses them."""
+        with self._lock:
+            for operation in Operation:
+                self._retire((path, operation))
+
+    def close(self) -> None:
+        """Closes every handle, as soon as no transfer uses it. Idempotent."""
+        with self._lock:
+            for key in list(self._handles):
+                self._retire(key)
+
+    def _retire(self, key: tuple[str, Operation]) -> None:
+        handle = self._handles.pop(key, None)
+        if handle is not None:
+            handle.retired = True
+            self._close_unused(handle)
+
+    @staticmethod
+    def _close_unused(handle: _Handle) -> None:
+        if handle.retired and handle.n_users == 0:
+            handle.file.close()
+
+
+def plain_cause(error: BaseException) -> str:
+    """What KvikIO says, without where in its source it says it."""
+    return _WHERE.sub("", str(error)) or type(error).__name__
+
+
+def errno_in(text: str) -> int | None:
+    """The errno whose text a message of KvikIO ends with."""
+    found = [number for number in errno.errorcode if text.rstrip(" .)").endswith(os.strerror(number))]
+    return max(found, key=lambda number: len(os.strerror(number)), default=None)
+
+
+def _move_all(operation: Operation, file: DeviceFile, offset: int, piece: torch.Tensor) -> None:
+    """Moves the whole piece; short transfers are continued."""
+    move = file.raw_read if operation is Operation.READ else file.raw_write
+    n_moved, nbytes = 0, piece.numel()
+    while n_moved < nbytes:
+        n = move(piece[n_moved:], nbytes - n_moved, offset + n_moved)
+        if n <= 0:
+            raise OSError(errno.EIO, f"the device moved {n_moved} of {nbytes} bytes")
+        n_moved += n
+
+
+def _typed(operation: Operation, path: str, offset: int, nbytes: int, error: Exception, tag: str) -> StorageError:
+    if isinstance(error, OSError):
+        return storage_error(operation, path, offset, nbytes, error, tag)
+    cause = plain_cause(error)
+    number = errno_in(cause)
+    if number is None:
+        return StorageError(operation.value, path, offset, nbytes, cause, tag=tag)
+    return storage_error(operation, path, offset, nbytes, OSError(number, cause), tag)
+
+
+def _use_kvikio(request_nbytes: int) -> tuple[Callable[[str, str], DeviceFile], Callable[[], object]]:
+    """How KvikIO opens a file, and what gives its bounce buffers back.
+
+    Its settings are those of the process; what the environment sets stays.
+    """
+    import kvikio
+    import kvikio.defaults
+
+    settings = {"auto_direct_io_read": True, "bounce_buffer_size": request_nbytes}
+    kvikio.defaults.set({name: value for name, value in settings.items() if f"KVIKIO_{name.upper()}" not in os.environ})
+    return kvikio.CuFile, kvikio.bounce_buffer_free

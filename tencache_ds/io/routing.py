@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One NVMe path, two ways to it: host memory by one backend, GPU memory by another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tencache_ds.io.backend import IoCounters, IoTotals, Operation, Priority, StorageBackend, Ticket
+
+
+class RoutedBackend:
+    """Passes each request to the backend for the memory that its buffer is in (satisfies
+    :class:`tencache_ds.io.backend.StorageBackend`). Which requests of an extent may run at the same time is the extent
+    store's business, whatever backends move them.
+
+    Args:
+        host: for host memory; owned, closed by :meth:`close`.
+    """
+
+    def __init__(self, host: StorageBackend) -> None:
+        self.name = host.name
+        self.alignment_nbytes = host.alignment_nbytes
+        self._totals = _Sum(host.counters)
+        self.counters: IoCounters = self._totals
+        self._host = host
+        self._device: StorageBackend | None = None
+        self._owns: Callable[[torch.Tensor], bool] = lambda buffer: False
+
+    def add_device(self, device: StorageBackend, owns: Callable[[torch.Tensor], bool]) -> None:
+        """From now on ``device`` moves what ``owns(buffer)`` accepts; owned too. Before the first such request.
+
+        Raises:
+            ValueError: there is one already.
+        """
+        if self._device is not None:
+            raise ValueError("this path has a backend for device memory already")
+        self._totals.parts.append(device.counters)
+        self._owns = owns
+        self._device = device
+
+    def submit(
+        self,
+        operation: Operation,
+        path: str,
+        offset: int,
+        buffer: torch.Tensor,
+        *,
+        tag: str = "",
+        priority: Priority = Priority.BACKGROUND,
+        finish: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
+        device = self._device
+        backend = device if device is not None and (buffer.is_cuda or self._owns(buffer)) else self._host
+        return backend.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+
+    def forget(self, path: str) -> None:
+        """See :meth:`tencache_ds.io.backend.StorageBackend.forget`."""
+        self._host.forget(path)
+        if self._device is not None:
+            self._device.forget(path)
+
+    def close(self) -> None:
+        """Closes both, whatever the first raises; see :meth:`tencache_ds.io.backend.StorageBackend.close`."""
+        try:
+            if self._device is not None:
+                self._device.close()
+        finally:
+            self._host.close()
+
+
+class _Sum(IoCounters):
+    """Totals of several backends. Times add up: while two are busy, a second counts twice."""
+
+    def __init__(self, first: IoCounters) -> None:
+        super().__init__()
+        self.parts = [first]
+
+    def snapshot(self) -> IoTotals:
+        """All totals, of each part at one moment."""
+        totals = [part.snapshot() for part in self.parts]
+        return IoTotals(**{name: sum(getattr(part, name) for part in totals) for name in IoTotals.__dataclass_fields__})

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A killed start leaves torch's build lock behind: nobody may wait at it without being told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tencache_ds.ops import build_lock
+
+from tencache_ds.cli.finding import Level
+from tencache_ds.cli.software_checks import check_build_locks
+
+pytestmark = pytest.mark.timeout(60)
+
+HOLD = "import os, sys; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); sys.stdin.read()"
+"""What torch's FileBaton does, until its standard input ends."""
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return tmp_path
+
+
+def lock_of(root: Path, op_name: str) -> Path:
+    lock = root / "py311_cpu" / op_name / "lock"
+    lock.parent.mkdir(parents=True)
+    return lock
+
+
+@pytest.fixture
+def held(root: Path):
+    lock = lock_of(root, "async_io")
+    command = [sys.executable, "-c", HOLD, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as builder:
+        assert builder.stdout.readline() == "held\n"
+        yield lock, builder
+        builder.kill()
+
+
+def test_a_lock_is_held_until_its_process_is_killed(held) -> None:
+    lock, builder = held
+    assert build_lock.build_locks() == build_lock.build_locks("async_io") == [lock]
+    assert build_lock.build_locks("cpu_adam") == []
+    assert build_lock.is_held(lock)
+    assert "is being built" in build_lock.explain(lock)
+    builder.kill()
+    builder.wait()
+    assert not build_lock.is_held(lock)
+    assert f"rm {lock}" in build_lock.explain(lock)
+
+
+def test_the_folder_is_that_of_torch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    assert build_lock.extension_root() == root
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    assert os.path.realpath(build_lock.extension_root()) == get_default_build_root()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+    assert os.path.realpath(build_lock.extension_root()) == get_default_build_root()
+
+
+def test_a_wait_is_explained(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from torch.utils.file_baton import FileBaton
+
+    lock = lock_of(root, "tencache_aio")
+    lock.touch()
+
+    class Told(logging.Handler):
+        """The user, who does what the message says."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            assert f"rm {lock}" in record.getMessage()
+            lock.unlink()
+
+    handler = Told()
+    build_lock.logger.addHandler(handler)
+    try:
+        with build_lock.told_what_takes_so_long("tencache_aio", patience_s=0.2):
+            FileBaton(str(lock)).wait()  # for ever, if nobody says anything
+    finally:
+        build_lock.logger.removeHandler(handler)
+    assert not lock.exists()
+
+
+def test_a_short_wait_is_not_worth_a_word(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock_of(root, "tencache_aio").touch()
+    with build_lock.told_what_takes_so_long("tencache_aio", patience_s=30):
+        pass
+    assert not caplog.records
+
+
+def test_doctor_finds_what_nobody_holds(held) -> None:
+    lock, builder = held
+    assert check_build_locks() == []
+    builder.kill()
+    builder.wait()
+    (finding,) = check_build_locks()
+    assert finding.level is Level.PROBLEM
+    assert "async_io" in finding.text
+    assert str(lock) in finding.remedy
