@@ -90,7 +90,7 @@ class NativeBackend:
         queue_depth: blocks the kernel has at a time, per lane.
         direct: bypass the page cache with O_DIRECT where possible.
         background_nbytes: bytes of BACKGROUND requests the kernel has at a time, in all lanes, within a second of
-            URGENT ones; otherwise four times as much. Larger values make URGENT requests wait longer.
+            URGENT ones; otherwise three times as much. Larger values make URGENT requests wait longer.
         close_timeout_s: longest time in seconds that :meth:`close` waits for the device.
 
     Raises:

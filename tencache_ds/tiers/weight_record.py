@@ -12,7 +12,7 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, Ticket
 from tencache_ds.memory.arena import HostArena
-from tencache_ds.memory.pool import BufferPool, Lease
+from tencache_ds.memory.pool import Lease
 
 
 class WeightState(enum.Enum):
@@ -79,29 +79,6 @@ class StagingBuffer:
             self.lease.release()
         else:
             arena.free(self.bytes)
-
-
-class StagingPool:
-    """A pool of staging buffers for weights.
-
-    Args:
-        pool: where the buffers come from.
-        for_gpu: they are memory of the compute device.
-    """
-
-    def __init__(self, pool: BufferPool, *, for_gpu: bool = False) -> None:
-        self.pool = pool
-        self.for_gpu = for_gpu
-        self._largest_slot_nbytes = max((c.slot_nbytes for c in pool.stats().classes), default=0)
-
-    def fits(self, nbytes: int) -> bool:
-        """Whether there are slots for so many bytes; not for a weight registered after the pool was planned."""
-        return nbytes <= self._largest_slot_nbytes
-
-    def try_lease(self, nbytes: int, owner: str, purpose: str) -> StagingBuffer | None:
-        """A buffer, or None when every slot that fits is taken or none would fit."""
-        lease = self.pool.try_lease(nbytes, owner, purpose) if self.fits(nbytes) else None
-        return None if lease is None else StagingBuffer(lease.buffer, lease, self.for_gpu)
 
 
 @dataclass(slots=True)

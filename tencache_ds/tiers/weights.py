@@ -5,45 +5,26 @@ Residency is static (the access pattern is a cyclic scan, on which recency cachi
 staging buffer is clean at all times except between :meth:`WeightTier.begin_update` and
 :meth:`WeightTier.finish_update`, so it can be dropped whenever a buffer is needed for something more urgent: no order
 of requests can deadlock.
-
-[Note: two kinds of staging] With GPUDirect Storage there is a second pool, in GPU memory. What is exposed for the GPU
-is read into that one. All that the host reads or writes (updates, overwriting, ``for_host``) goes through the first;
-what finds no slot in the second is read into ordinary host memory, as what finds none in the first. Every rank decides
-for itself which pools it has: no collective depends on where a shard is staged, because which weights are exposed, and
-when, does not.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from tencache_ds.errors import StorageError, TenCacheError
+from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
 from tencache_ds.io.mapping import map_pieces
 from tencache_ds.memory.arena import HostArena
-from tencache_ds.memory.pool import BufferPool, PoolTimeout
+from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall
-from tencache_ds.planning.chunks import align
+from tencache_ds.tiers.ordinary_memory import WRITES_BEHIND_NBYTES, OrdinaryMemory, wait_quietly
 from tencache_ds.tiers.resident_memory import ResidentMemory
-from tencache_ds.tiers.weight_record import CopyEvent, StagingBuffer, StagingPool, Weight, WeightState
-
-INITIAL_WRITES_NBYTES = 256 * 2**20
-"""Bytes of freshly initialised weights that may wait for their first write at one time."""
-
-UPDATE_PATIENCE_S = 5.0
-"""How long an update waits for a staging buffer before it takes ordinary memory (which is bounded too)."""
-
-
-def _wait_quietly(ticket: Ticket, timeout_s: float) -> None:
-    """Waits for a request whose outcome no longer matters: its buffer is about to be reused or freed."""
-    with contextlib.suppress(StorageError):
-        ticket.wait(timeout_s)
+from tencache_ds.tiers.weight_record import CopyEvent, StagingBuffer, Weight, WeightState
+from tencache_ds.tiers.weight_staging import WeightStaging
 
 
 class WeightTier:
@@ -75,15 +56,13 @@ class WeightTier:
         self._open_store = store
         self._store: ExtentStore | None = None
         self._resident_memory = ResidentMemory(resident_arena)
-        self._transient_arena = transient_arena
+        self._ordinary = OrdinaryMemory(transient_arena, timeout_s)
         self._resident_budget = resident_budget_nbytes
         self._resident_left: int | None = None
         self._counters = counters
         self._timeout_s = timeout_s
         self._weights: dict[int, Weight] = {}
-        self._staging: StagingPool | None = None
-        self._gpu_staging: StagingPool | None = None
-        self._first_writes: deque[tuple[Ticket, StagingBuffer]] = deque()
+        self._staging = WeightStaging(self._weights, self._ordinary, self._discard, counters)
         self._lock = threading.RLock()
 
     # Registration
@@ -106,9 +85,9 @@ class WeightTier:
                 weight.resident = self._resident_memory.take(nbytes).view(dtype)
                 self._weights[key] = weight
                 return weight.resident
-            self._settle_first_writes(INITIAL_WRITES_NBYTES - nbytes)
+            self._ordinary.settle(WRITES_BEHIND_NBYTES - nbytes)
             weight = Weight(key, name, numel, dtype, WeightState.INITIAL)
-            weight.buffer = self._transient(weight)
+            weight.buffer = self._ordinary.take(weight)
             self._weights[key] = weight
             return weight.view()
 
@@ -127,7 +106,7 @@ class WeightTier:
             weight.extent = self._store.allocate(weight.nbytes, weight.name)
             buffer = weight.buffer
             assert buffer is not None
-            self._first_writes.append((self._write(weight, buffer.bytes), buffer))
+            self._ordinary.release_after(self._write(weight, buffer.bytes), buffer)
             weight.buffer = None
             weight.move_to(WeightState.STORED)
 
@@ -135,9 +114,8 @@ class WeightTier:
         """Stages through ``pool`` from now on; before, ordinary memory serves. With ``gpu_pool``, weights are read into
         that one; the store must be able to."""
         with self._lock:
-            self._settle_first_writes(0)
-            self._staging = StagingPool(pool)
-            self._gpu_staging = StagingPool(gpu_pool, for_gpu=True) if gpu_pool is not None else None
+            self._ordinary.settle(0)
+            self._staging.use(pool, gpu_pool)
 
     def set_trainable(self, keys: Iterable[int]) -> None:
         """Names the weights the optimizer will update; all others are never dropped as out of date."""
@@ -156,14 +134,13 @@ class WeightTier:
             for_host: they will be exposed for the host.
         """
         with self._lock:
-            staging = self._staging_for(for_host)
-            if staging is None or self._store is None:
+            if self._store is None:
                 return
             for key in keys:
                 weight = self._weights.get(key)
                 if weight is None or weight.state is not WeightState.STORED:
                     continue
-                buffer = staging.try_lease(align(weight.nbytes), weight.name, "read-ahead")
+                buffer = self._staging.ahead(weight, for_host=for_host)
                 if buffer is None:
                     return
                 self._start_reading(weight, buffer, Priority.BACKGROUND)
@@ -197,7 +174,7 @@ class WeightTier:
                 if for_host and weight.unused and weight.buffer is not None and weight.buffer.for_gpu:
                     self._discard(weight)
                 if weight.state is WeightState.STORED:
-                    self._start_reading(weight, self._buffer_now(weight, kept, for_host), Priority.URGENT)
+                    self._start_reading(weight, self._staging.now(weight, kept, for_host=for_host), Priority.URGENT)
                     weight.prefetched = False
                 elif weight.state is WeightState.INITIAL:
                     raise TenCacheError(f"weight {weight.name} is needed before its first value was stored")
@@ -232,12 +209,12 @@ class WeightTier:
             assert buffer is not None
             weight.move_to(WeightState.STORED)
             if event is None:
-                buffer.release(self._transient_arena)
+                self._ordinary.release(buffer)
             elif buffer.lease is not None:
                 buffer.lease.release_after(event)
             else:
                 event.synchronize()
-                buffer.release(self._transient_arena)
+                self._ordinary.release(buffer)
 
     def drop_stale(self) -> None:
         """Before an update: forgets the staged copies of trainable weights, which the update makes out of date."""
@@ -258,7 +235,7 @@ class WeightTier:
             if weight.unused:
                 self._discard(weight)
             if weight.state is WeightState.STORED:
-                weight.buffer = self._buffer_now(weight, {key}, for_host=True)
+                weight.buffer = self._staging.now(weight, {key}, for_host=True)
                 weight.view().zero_()
                 weight.move_to(WeightState.EXPOSED)
             return weight.view()
@@ -290,7 +267,7 @@ class WeightTier:
             if weight.state is WeightState.EXPOSED:
                 self.give_back(key)
             weight.move_to(WeightState.UPDATING)
-            weight.buffer = self._buffer_with_back_pressure(weight)
+            weight.buffer = self._staging.for_update(weight)
             return weight.view()
 
     def finish_update(self, key: int) -> None:
@@ -310,7 +287,7 @@ class WeightTier:
     def drain(self) -> None:
         """Waits until everything written is on NVMe."""
         with self._lock:
-            self._settle_first_writes(0)
+            self._ordinary.settle(0)
             if self._store is not None:
                 with self._counters.stall(Stall.WRITE_BACK):
                     self._store.drain()
@@ -352,13 +329,13 @@ class WeightTier:
     def close(self) -> None:
         """Gives every buffer back. Idempotent; the store is closed by its owner."""
         with self._lock:
-            self._settle_first_writes(0, check=False)
+            self._ordinary.settle(0, check=False)
             deadline_s = time.monotonic() + self._timeout_s  # one for all: a device that hangs does so for each of them
             for weight in self._weights.values():
                 if weight.buffer is not None:
                     if weight.ticket is not None and not weight.ticket.done:
-                        _wait_quietly(weight.ticket, max(0.0, deadline_s - time.monotonic()))
-                    weight.buffer.release(self._transient_arena)
+                        wait_quietly(weight.ticket, max(0.0, deadline_s - time.monotonic()))
+                    self._ordinary.release(weight.buffer)
                     weight.buffer = None
             self._weights.clear()
 
@@ -408,72 +385,15 @@ class WeightTier:
             buffer.lease.release_with(ticket)
         else:
             if ticket is not None and not ticket.done:
-                _wait_quietly(ticket, self._timeout_s)
-            buffer.release(self._transient_arena)
+                wait_quietly(ticket, self._timeout_s)
+            self._ordinary.release(buffer)
         weight.move_to(WeightState.STORED)
         self._counters.happened(Event.DISCARDED_READ)
-
-    def _staging_for(self, for_host: bool) -> StagingPool | None:
-        return self._staging if for_host or self._gpu_staging is None else self._gpu_staging
-
-    def _buffer_now(self, weight: Weight, kept: set[int], for_host: bool) -> StagingBuffer:
-        """A buffer for a weight somebody waits for: free, or taken from read-ahead, or ordinary memory."""
-        buffer = self._lease_by_eviction(weight, kept, self._staging_for(for_host))
-        return self._overflow(weight) if buffer is None else buffer
-
-    def _buffer_with_back_pressure(self, weight: Weight) -> StagingBuffer:
-        """A buffer for an update: waits for writes in flight to return theirs, which bounds memory by the pool."""
-        staging = self._staging
-        buffer = self._lease_by_eviction(weight, {weight.key}, staging)
-        if buffer is None and staging is not None and staging.fits(align(weight.nbytes)):
-            self._discard_one_reading(weight)
-            try:
-                with self._counters.stall(Stall.BUFFER):
-                    lease = staging.pool.lease(
-                        align(weight.nbytes), weight.name, "update", urgent=True, timeout_s=UPDATE_PATIENCE_S
-                    )
-                buffer = StagingBuffer(lease.buffer, lease)
-            except PoolTimeout:  # held by something that waits for us, such as an open GatheredParameters
-                buffer = None
-        return self._overflow(weight) if buffer is None else buffer
-
-    def _lease_by_eviction(self, weight: Weight, kept: set[int], staging: StagingPool | None) -> StagingBuffer | None:
-        nbytes = align(weight.nbytes)
-        if staging is None or not staging.fits(nbytes):
-            return None
-        buffer = staging.try_lease(nbytes, weight.name, "needed now")
-        if buffer is None:
-            for victim in reversed([w for w in self._weights.values() if w.evictable and w.key not in kept]):
-                if victim.buffer is None or victim.buffer.for_gpu is not staging.for_gpu:
-                    continue
-                self._discard(victim)
-                buffer = staging.try_lease(nbytes, weight.name, "needed now")
-                if buffer is not None:
-                    break
-        return buffer
-
-    def _discard_one_reading(self, weight: Weight) -> None:
-        """Makes sure that a wait for a buffer ends, even if weights that are still being read have all of them."""
-        for other in reversed(self._weights.values()):
-            buffer = other.buffer
-            if other.state is not WeightState.READING or buffer is None or buffer.lease is None or buffer.for_gpu:
-                continue
-            if weight.nbytes <= buffer.lease.slot.tensor.numel():
-                self._discard(other)
-                return
-
-    def _overflow(self, weight: Weight) -> StagingBuffer:
-        if self._staging is not None:
-            self._counters.happened(Event.OVERFLOW_BUFFER)
-        return self._transient(weight)
-
-    def _transient(self, weight: Weight) -> StagingBuffer:
-        return StagingBuffer(self._transient_arena.allocate(align(weight.nbytes), weight.name), None)
 
     def _release_buffer(self, weight: Weight) -> None:
         buffer, weight.buffer = weight.buffer, None
         if buffer is not None:
-            buffer.release(self._transient_arena)
+            self._ordinary.release(buffer)
 
     def _read(self, weight: Weight, priority: Priority) -> Ticket:
         store, extent = self._stored_at(weight)
@@ -500,22 +420,5 @@ class WeightTier:
         if buffer.lease is not None:
             buffer.lease.release_with(ticket)
         else:
-            self._first_writes.append((ticket, buffer))
-            self._settle_first_writes(INITIAL_WRITES_NBYTES)
-
-    def _settle_first_writes(self, keep_nbytes: int, *, check: bool = True) -> None:
-        """Frees ordinary memory whose write is done, waiting for the oldest while more than ``keep_nbytes`` are
-        held.
-        """
-        held = sum(buffer.bytes.numel() for _, buffer in self._first_writes)
-        while self._first_writes and (self._first_writes[0][0].done or held > max(keep_nbytes, 0)):
-            ticket, buffer = self._first_writes.popleft()
-            held -= buffer.bytes.numel()
-            try:
-                if check:
-                    ticket.wait(self._timeout_s)
-                else:
-                    _wait_quietly(ticket, self._timeout_s)
-            finally:
-                if ticket.done:  # after a time-out the device may still read it
-                    buffer.release(self._transient_arena)
+            self._ordinary.release_after(ticket, buffer)
+            self._ordinary.settle(WRITES_BEHIND_NBYTES)

@@ -13,7 +13,7 @@ from tencache_ds.io import Operation
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.observability.counters import Access, Event, Link, Stall
 from tencache_ds.planning.size_classes import SizeClass
-from tencache_ds.tiers import resident_memory
+from tencache_ds.tiers import resident_memory, weight_staging
 from tencache_ds.tiers import weights as weights_module
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, ManualEvent, Storage, numbers
@@ -190,7 +190,7 @@ def test_a_weight_is_not_there_before_its_first_value(bench):
 
 
 def test_first_values_wait_in_bounded_memory(bench, monkeypatch):
-    monkeypatch.setattr(weights_module, "INITIAL_WRITES_NBYTES", 6 * P)
+    monkeypatch.setattr(weights_module, "WRITES_BEHIND_NBYTES", 6 * P)
     bench.add(*[LARGE] * 12)
     assert bench.transient.nbytes_peak <= 6 * P
     bench.tier.drain()
@@ -424,7 +424,7 @@ def test_updates_wait_for_writes_to_return_their_buffers(staged):
 
 
 def test_an_update_does_not_wait_for_ever_for_what_the_user_holds(staged, monkeypatch):
-    monkeypatch.setattr(weights_module, "UPDATE_PATIENCE_S", 0.05)
+    monkeypatch.setattr(weight_staging, "UPDATE_PATIENCE_S", 0.05)
     staged.check(0, 1, 2)
     staged.tier.begin_update(3).copy_(staged.values[3].neg_())
     assert staged.count(Event.OVERFLOW_BUFFER) == 1

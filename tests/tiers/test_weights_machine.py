@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.planning.size_classes import SizeClass
-from tencache_ds.tiers import resident_memory
-from tencache_ds.tiers import weights as weights_module
+from tencache_ds.tiers import resident_memory, weight_staging
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, ManualEvent, Storage, numbers
 
@@ -39,7 +38,7 @@ class WeightMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(weights_module, "UPDATE_PATIENCE_S", 0.01)  # the user holds on to everything here
+        self.patch.setattr(weight_staging, "UPDATE_PATIENCE_S", 0.01)  # the user holds on to everything here
         self.patch.setattr(resident_memory, "SLAB_NBYTES", P)
         self.folder = tempfile.TemporaryDirectory()
         self.storage = Storage(Path(self.folder.name), CLASSES)

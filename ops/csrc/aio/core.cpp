@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kBackgroundEvery = 8;  // with both kinds waiting, every eighth block is background
 constexpr auto kUrgentPeriod = std::chrono::seconds(1);  // after an urgent request, more are expected
-constexpr int kQuietFactor = 4;                          // how much more background the kernel has at other times
+constexpr int kQuietFactor = 3;                          // how much more background the kernel has at other times
 constexpr int kMostLookedAt = 64;                        // requests, for one that a lane can start at once
 constexpr auto kLaneGrace = std::chrono::seconds(1);
 

@@ -8,7 +8,7 @@
 // [Note: latency of urgent requests]
 // What the kernel has cannot be taken back, so an urgent read waits for all background bytes that the device holds when
 // it arrives. Their number, over all lanes, is therefore limited: to a quarter of background_nbytes while an urgent
-// request is unfinished, to background_nbytes for a second after it, and to four times as much at quiet times, when
+// request is unfinished, to background_nbytes for a second after it, and to three times as much at quiet times, when
 // some devices give more for a longer queue. So the first urgent read after a quiet time waits for longer than those
 // that follow. Background is never starved: with both kinds waiting, every eighth block is background.
 //

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which memory a stored weight is staged in: a pool's, one that read-ahead has to give up, or ordinary memory.
+
+[Note: two kinds of staging] With GPUDirect Storage there is a second pool, in GPU memory. What is exposed for the GPU
+is read into that one. All that the host reads or writes (updates, overwriting, ``for_host``) goes through the first;
+what finds no slot in the second is read into ordinary host memory, as what finds none in the first. Every rank decides
+for itself which pools it has: no collective depends on where a shard is staged, because which weights are exposed, and
+when, does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tencache_ds.memory.pool import BufferPool, PoolTimeout
+from tencache_ds.observability.counters import Counters, Event, Stall
+from tencache_ds.planning.chunks import align
+from tencache_ds.tiers.ordinary_memory import OrdinaryMemory
+from tencache_ds.tiers.weight_record import StagingBuffer, Weight, WeightState
+
+UPDATE_PATIENCE_S = 5.0
+"""How long an update waits for a staging buffer before it takes ordinary memory (which is bounded too)."""
+
+
+class StagingPool:
+    """A pool of staging buffers for weights.
+
+    Args:
+        pool: where the buffers come from.
+        for_gpu: they are memory of the compute device.
+    """
+
+    def __init__(self, pool: BufferPool, *, for_gpu: bool = False) -> None:
+        self.pool = pool
+        self.for_gpu = for_gpu
+        self._largest_slot_nbytes = max((c.slot_nbytes for c in pool.stats().classes), default=0)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether there are slots for so many bytes; not for a weight registered after the pool was planned."""
+        return nbytes <= self._largest_slot_nbytes
+
+    def try_lease(self, nbytes: int, owner: str, purpose: str) -> StagingBuffer | None:
+        """A buffer, or None when every slot that fits is taken or none would fit."""
+        lease = self.pool.try_lease(nbytes, owner, purpose) if self.fits(nbytes) else None
+        return None if lease is None else StagingBuffer(lease.buffer, lease, self.for_gpu)
+
+
+class WeightStaging:
+    """Finds staging buffers. Before there is a pool, ordinary memory serves. Guarded by its owner's lock.
+
+    Args:
+        weights: all weights of the tier, in the order of registration; kept up to date by the tier.
+        ordinary: where buffers come from that no pool has.
+        discard: gives up the buffer of a weight that nobody uses yet.
+        counters: where waits and overflows are counted.
+    """
+
+    def __init__(
+        self,
+        weights: dict[int, Weight],
+        ordinary: OrdinaryMemory,
+        discard: Callable[[Weight], None],
+        counters: Counters,
+    ) -> None:
+        self._weights = weights
+        self._ordinary = ordinary
+        self._discard = discard
+        self._counters = counters
+        self._host: StagingPool | None = None
+        self._gpu: StagingPool | None = None
+
+    def use(self, pool: BufferPool, gpu_pool: BufferPool | None) -> None:
+        """Takes buffers from ``pool`` from now on; from ``gpu_pool``, if there is one, those for the GPU."""
+        self._host = StagingPool(pool)
+        self._gpu = StagingPool(gpu_pool, for_gpu=True) if gpu_pool is not None else None
+
+    def ahead(self, weight: Weight, *, for_host: bool) -> StagingBuffer | None:
+        """A buffer for a weight that nobody waits for, if one is free."""
+        pool = self._pool(for_host)
+        return None if pool is None else pool.try_lease(align(weight.nbytes), weight.name, "read-ahead")
+
+    def now(self, weight: Weight, kept: set[int], *, for_host: bool) -> StagingBuffer:
+        """A buffer for a weight somebody waits for: free, or taken from read-ahead, or ordinary memory.
+
+        Args:
+            weight: which.
+            kept: weights whose buffers stay.
+            for_host: the host will look at it.
+        """
+        buffer = self._by_eviction(weight, kept, self._pool(for_host))
+        return self._overflow(weight) if buffer is None else buffer
+
+    def for_update(self, weight: Weight) -> StagingBuffer:
+        """A buffer for a new value: waits for writes in flight to return theirs, which bounds memory by the pool."""
+        pool = self._host
+        buffer = self._by_eviction(weight, {weight.key}, pool)
+        if buffer is None and pool is not None and pool.fits(align(weight.nbytes)):
+            self._discard_one_reading(weight)
+            try:
+                with self._counters.stall(Stall.BUFFER):
+                    lease = pool.pool.lease(
+                        align(weight.nbytes), weight.name, "update", urgent=True, timeout_s=UPDATE_PATIENCE_S
+                    )
+                buffer = StagingBuffer(lease.buffer, lease)
+            except PoolTimeout:  # held by something that waits for us, such as an open GatheredParameters
+                buffer = None
+        return self._overflow(weight) if buffer is None else buffer
+
+    def _pool(self, for_host: bool) -> StagingPool | None:
+        return self._host if for_host or self._gpu is None else self._gpu
+
+    def _by_eviction(self, weight: Weight, kept: set[int], pool: StagingPool | None) -> StagingBuffer | None:
+        nbytes = align(weight.nbytes)
+        if pool is None or not pool.fits(nbytes):
+            return None
+        buffer = pool.try_lease(nbytes, weight.name, "needed now")
+        if buffer is None:
+            for victim in reversed([w for w in self._weights.values() if w.evictable and w.key not in kept]):
+                if victim.buffer is None or victim.buffer.for_gpu is not pool.for_gpu:
+                    continue
+                self._discard(victim)
+                buffer = pool.try_lease(nbytes, weight.name, "needed now")
+                if buffer is not None:
+                    break
+        return buffer
+
+    def _discard_one_reading(self, weight: Weight) -> None:
+        """Makes sure that a wait for a buffer ends, even if weights that are still being read have all of them."""
+        for other in reversed(self._weights.values()):
+            buffer = other.buffer
+            if other.state is not WeightState.READING or buffer is None or buffer.lease is None or buffer.for_gpu:
+                continue
+            if weight.nbytes <= buffer.lease.slot.tensor.numel():
+                self._discard(other)
+                return
+
+    def _overflow(self, weight: Weight) -> StagingBuffer:
+        if self._host is not None:
+            self._counters.happened(Event.OVERFLOW_BUFFER)
+        return self._ordinary.take(weight)
