@@ -299,9 +299,13 @@ class ExtentStore:
         return ExtentTicket(operation, extent, self._timeout_s, self._explain)
 
     def _wait_for(self, operation: Operation | None) -> list[Ticket]:
-        """Waits for what is in flight now, whatever its outcome; the tickets it waited for."""
+        """Waits for what is in flight now, whatever its outcome; the tickets it waited for.
+
+        Oldest first: of several that hang, the first one names what the others wait for.
+        """
         with self._lock:
             tickets = [ticket for ticket in self._in_flight if operation in (None, ticket.operation)]
+        tickets.sort(key=lambda ticket: ticket.t_submit_ns)
         for ticket in tickets:
             ticket.wait_ended()
         return tickets
