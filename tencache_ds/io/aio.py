@@ -57,7 +57,6 @@ class AioBackend(PosixBackend):
     """
 
     name = "aio"
-    alignment_nbytes = ALIGNMENT_NBYTES
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class AioBackend(PosixBackend):
     def close(self) -> None:
         """Waits for everything submitted, joins the lanes, frees the handles, closes the files. Idempotent.
 
-        Raises: see :meth:`tencache_ds.io.posix.PosixBackend.close`.
+        Raises: see :meth:`tencache_ds.io.lane_backend.LaneBackend.close`.
         """
         try:
             super().close()

@@ -17,21 +17,20 @@ Read in KvikIO 26.10, whose source says what its documentation does not:
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib.util
 import os
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, Priority, StorageTimeoutError, Ticket
-from tencache_ds.io.lanes import LanePool
+from tencache_ds.io.backend import Operation
+from tencache_ds.io.lane_backend import LaneBackend
+from tencache_ds.io.open_files import OpenFile, OpenFiles
 from tencache_ds.io.posix import storage_error
 
 _WHERE = re.compile(r"^.*? at: \S+:\d+:? ?")
@@ -83,7 +82,7 @@ def compatibility_mode() -> str:
     return "" if loaded else "the nvidia-fs driver is not loaded"
 
 
-class GdsBackend:
+class GdsBackend(LaneBackend):
     """Moves bytes between files and GPU memory (satisfies :class:`tencache_ds.io.backend.StorageBackend`, for 1-D
     contiguous uint8 tensors of one CUDA device instead of host memory).
 
@@ -103,7 +102,7 @@ class GdsBackend:
     """
 
     name = "gds"
-    alignment_nbytes = ALIGNMENT_NBYTES
+    _files: _Files
 
     def __init__(
         self,
@@ -119,47 +118,19 @@ class GdsBackend:
         self._on_close: Callable[[], object] = int
         if open_file is None:
             open_file, self._on_close = _use_kvikio(request_nbytes)
-        self._files = _Files(open_file)
         self._streams: dict[int, torch.cuda.Stream] = {}  # by lane, each used by its own thread alone
-        self._pool = LanePool(
-            n_lanes, self._transfer, request_nbytes, device_type=device.type, close_timeout_s=close_timeout_s
+        super().__init__(
+            _Files(open_file), n_lanes, request_nbytes, device_type=device.type, close_timeout_s=close_timeout_s
         )
-        self.counters = self._pool.counters
-
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`. ``finish`` runs with a stream of the lane's own as
-        the current one."""
-        return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
-
-    def forget(self, path: str) -> None:
-        """Closes the handles of a file that is about to be, or has been, removed. Any thread."""
-        self._files.forget(path)
 
     def close(self) -> None:
-        """Waits for everything submitted, joins the lanes, closes the files. Idempotent; no-op in a forked child.
+        """Also gives KvikIO's buffers back; does nothing in a forked child, where a handle's driver is not.
 
-        Raises:
-            RuntimeError: called from a callback of one of its requests.
-            StorageTimeoutError: the device still had requests after ``close_timeout_s``; they are given up.
+        Raises: see :meth:`tencache_ds.io.lane_backend.LaneBackend.close`.
         """
         if os.getpid() != self._pid:
             return
-        try:
-            self._pool.close()
-        except StorageTimeoutError:
-            self._files.close()
-            raise
-        self._files.close()
+        super().close()
         if self._streams:
             self._bind_context()  # engines are closed in threads, too, that never used the GPU
             self._on_close()
@@ -168,11 +139,11 @@ class GdsBackend:
         nbytes = piece.numel()
         try:
             self._enter(lane)
-            with self._files.opened(operation, path) as file:
+            with self._files.using(operation, path) as handle:
                 try:
-                    _move_all(operation, file, offset, piece)
+                    _move_all(operation, handle.file, offset, piece)
                 except Exception:
-                    size_nbytes = os.fstat(file.fileno()).st_size
+                    size_nbytes = os.fstat(handle.file.fileno()).st_size
                     if operation is Operation.READ and offset + nbytes > size_nbytes:
                         there = max(0, size_nbytes - offset)
                         raise EOFError(
@@ -202,67 +173,31 @@ class GdsBackend:
 
 
 @dataclass(slots=True)
-class _Handle:
-    """An open file and how many transfers use it right now; a forgotten one is closed by the last of them."""
+class _Handle(OpenFile):
+    """A file of KvikIO."""
 
     file: DeviceFile
-    n_users: int = 0
-    retired: bool = False
-
-
-class _Files:
-    """Persistent handles. Thread-safe."""
-
-    def __init__(self, open_file: Callable[[str, str], DeviceFile]) -> None:
-        self._open_file = open_file
-        self._lock = threading.Lock()
-        self._handles: dict[tuple[str, Operation], _Handle] = {}
-
-    @contextlib.contextmanager
-    def opened(self, operation: Operation, path: str) -> Iterator[DeviceFile]:
-        """The file's handle, for one transfer.
-
-        Raises:
-            OSError: the file cannot be opened.
-            RuntimeError: the same, of KvikIO alone.
-        """
-        key = path, operation
-        with self._lock:
-            handle = self._handles.get(key)
-            if handle is None:
-                # KvikIO's error has no errno: the system says first what it thinks of the file. Never O_CREAT.
-                os.close(os.open(path, (os.O_RDONLY if operation is Operation.READ else os.O_RDWR) | os.O_CLOEXEC))
-                handle = self._handles[key] = _Handle(self._open_file(path, _MODES[operation]))
-            handle.n_users += 1
-        try:
-            yield handle.file
-        finally:
-            with self._lock:
-                handle.n_users -= 1
-                self._close_unused(handle)
-
-    def forget(self, path: str) -> None:
-        """Closes a file's handles, as soon as no transfer uses them."""
-        with self._lock:
-            for operation in Operation:
-                self._retire((path, operation))
 
     def close(self) -> None:
-        """Closes every handle, as soon as no transfer uses it. Idempotent."""
-        with self._lock:
-            for key in list(self._handles):
-                self._retire(key)
+        """See :meth:`tencache_ds.io.open_files.OpenFile.close`."""
+        self.file.close()
 
-    def _retire(self, key: tuple[str, Operation]) -> None:
-        handle = self._handles.pop(key, None)
-        if handle is not None:
-            handle.retired = True
-            self._close_unused(handle)
 
-    @staticmethod
-    def _close_unused(handle: _Handle) -> None:
-        if handle.retired and handle.n_users == 0:
-            handle.file.close()
+class _Files(OpenFiles[_Handle]):
+    """Files of KvikIO. Opening one may raise its RuntimeError, too.
+
+    Args:
+        open_file: opens a file by path and mode.
+    """
+
+    def __init__(self, open_file: Callable[[str, str], DeviceFile]) -> None:
+        super().__init__()
+        self._open_file = open_file
+
+    def _open(self, operation: Operation, path: str) -> _Handle:
+        # KvikIO's error has no errno: the system says first what it thinks of the file.
+        os.close(os.open(path, (os.O_RDONLY if operation is Operation.READ else os.O_RDWR) | os.O_CLOEXEC))
+        return _Handle(self._open_file(path, _MODES[operation]))
 
 
 def plain_cause(error: BaseException) -> str:

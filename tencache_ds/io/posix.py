@@ -7,20 +7,18 @@ system; :mod:`tencache_ds.io.aio` uses the same :class:`PosixFiles` where Linux 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from tencache_ds.errors import SpaceError, StorageError
-from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, Priority, StorageTimeoutError, Ticket
-from tencache_ds.io.lanes import LanePool
+from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation
+from tencache_ds.io.lane_backend import LaneBackend
+from tencache_ds.io.open_files import OpenFile, OpenFiles
 
 _logger = logging.getLogger("DeepSpeed.tencache.io")
 
@@ -30,22 +28,25 @@ _EAGAIN_PAUSE_S = 0.005
 
 
 @dataclass(slots=True)
-class Descriptor:
-    """An open file and how many transfers use it right now (a forgotten one is closed by the last of them).
+class Descriptor(OpenFile):
+    """A file of the operating system.
 
     Attributes:
         fd: the file.
         direct: its transfers bypass the page cache.
+        previous_write: offset and bytes of the last write through the page cache.
     """
 
     fd: int
     direct: bool
-    n_users: int = 0
-    retired: bool = False
     previous_write: tuple[int, int] = (0, 0)
 
+    def close(self) -> None:
+        """See :meth:`tencache_ds.io.open_files.OpenFile.close`."""
+        os.close(self.fd)
 
-class PosixFiles:
+
+class PosixFiles(OpenFiles[Descriptor]):
     """Persistent descriptors and whole transfers on them. Thread-safe.
 
     Args:
@@ -54,9 +55,8 @@ class PosixFiles:
     """
 
     def __init__(self, direct: bool = True) -> None:
+        super().__init__()
         self._direct = direct and _O_DIRECT != 0
-        self._lock = threading.Lock()
-        self._descriptors: dict[tuple[str, Operation], Descriptor] = {}
         self._buffered_paths: set[str] = set()
 
     def transfer(self, operation: Operation, path: str, offset: int, buffer: torch.Tensor, tag: str = "") -> None:
@@ -68,7 +68,7 @@ class PosixFiles:
         """
         view = memoryview(buffer.numpy())
         try:
-            with self._open(operation, path) as descriptor:
+            with self.using(operation, path) as descriptor:
                 try:
                     self._move(operation, descriptor, offset, view)
                 except OSError as error:
@@ -78,7 +78,7 @@ class PosixFiles:
                     self.fall_back(path)
                 else:
                     return
-            with self._open(operation, path) as descriptor:
+            with self.using(operation, path) as descriptor:
                 self._move(operation, descriptor, offset, view)
         except EOFError as error:
             raise StorageError(operation.value, path, offset, len(view), str(error), tag=tag) from None
@@ -91,61 +91,25 @@ class PosixFiles:
         Raises:
             OSError: the file cannot be opened.
         """
-        with self._open(operation, path) as descriptor:
+        with self.using(operation, path) as descriptor:
             return descriptor.direct
 
     def forget(self, path: str) -> None:
-        """Closes the descriptors of a file, as soon as no transfer uses them."""
+        """See :meth:`tencache_ds.io.open_files.OpenFiles.forget`; whether the file has O_DIRECT is forgotten too."""
         with self._lock:
             self._buffered_paths.discard(path)
-            for operation in Operation:
-                self._retire(path, operation)
-
-    def close(self) -> None:
-        """Closes every descriptor. Idempotent."""
-        with self._lock:
-            for path, operation in list(self._descriptors):
-                self._retire(path, operation)
-
-    def acquire(self, operation: Operation, path: str) -> Descriptor:
-        """The file's descriptor, opened if it is not open yet; :meth:`release` has to follow.
-
-        Raises:
-            OSError: the file cannot be opened.
-        """
-        with self._lock:
-            descriptor = self._descriptors.get((path, operation))
-            if descriptor is None:
-                descriptor = self._descriptors[path, operation] = self._new_descriptor(operation, path)
-            descriptor.n_users += 1
-            return descriptor
-
-    def release(self, descriptor: Descriptor) -> None:
-        """Ends a use of a descriptor."""
-        with self._lock:
-            descriptor.n_users -= 1
-            if descriptor.retired and descriptor.n_users == 0:
-                os.close(descriptor.fd)
+        super().forget(path)
 
     def fall_back(self, path: str) -> None:
         """From now on the file goes through the page cache: its file system took the flag and refuses the transfer."""
         with self._lock:
             self._note_buffered(path, "its file system refuses O_DIRECT transfers")
             for operation in Operation:
-                descriptor = self._descriptors.get((path, operation))
+                descriptor = self._files.get((path, operation))
                 if descriptor is not None and descriptor.direct:
                     self._retire(path, operation)
 
-    @contextlib.contextmanager
-    def _open(self, operation: Operation, path: str) -> Iterator[Descriptor]:
-        descriptor = self.acquire(operation, path)
-        try:
-            yield descriptor
-        finally:
-            self.release(descriptor)
-
-    def _new_descriptor(self, operation: Operation, path: str) -> Descriptor:
-        # Never O_CREAT: a file that has vanished must not come back empty.
+    def _open(self, operation: Operation, path: str) -> Descriptor:
         flags = (os.O_RDONLY if operation is Operation.READ else os.O_WRONLY) | os.O_CLOEXEC
         if self._direct and path not in self._buffered_paths:
             try:
@@ -160,13 +124,6 @@ class PosixFiles:
         if path not in self._buffered_paths:
             self._buffered_paths.add(path)
             _logger.warning("%s goes through the page cache: %s", path, reason)
-
-    def _retire(self, path: str, operation: Operation) -> None:
-        descriptor = self._descriptors.pop((path, operation), None)
-        if descriptor is not None:
-            descriptor.retired = True
-            if descriptor.n_users == 0:
-                os.close(descriptor.fd)
 
     def _move(self, operation: Operation, descriptor: Descriptor, offset: int, view: memoryview) -> None:
         n_moved = _move_some(operation, descriptor.fd, offset, view)
@@ -229,7 +186,7 @@ def storage_error(operation: Operation, path: str, offset: int, nbytes: int, err
     return kind(operation.value, path, offset, nbytes, error.strerror or str(error), errno=error.errno, tag=tag)
 
 
-class PosixBackend:
+class PosixBackend(LaneBackend):
     """Storage through ``preadv`` and ``pwritev`` (satisfies :class:`tencache_ds.io.backend.StorageBackend`).
 
     Args:
@@ -240,7 +197,7 @@ class PosixBackend:
     """
 
     name = "posix"
-    alignment_nbytes = ALIGNMENT_NBYTES
+    _files: PosixFiles
 
     def __init__(
         self,
@@ -250,41 +207,7 @@ class PosixBackend:
         *,
         close_timeout_s: float = 600.0,
     ) -> None:
-        self._files = PosixFiles(direct)
-        self._pool = LanePool(n_lanes, self._transfer, request_nbytes, close_timeout_s=close_timeout_s)
-        self.counters = self._pool.counters
-
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
-        return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
-
-    def forget(self, path: str) -> None:
-        """Closes the descriptors of a file that is about to be, or has been, removed. Any thread."""
-        self._files.forget(path)
-
-    def close(self) -> None:
-        """Waits for everything submitted, joins the lanes, closes the files. Idempotent.
-
-        Raises:
-            RuntimeError: called from a callback of one of its requests.
-            StorageTimeoutError: the device still had requests after ``close_timeout_s``; they are given up.
-        """
-        try:
-            self._pool.close()
-        except StorageTimeoutError:
-            self._files.close()
-            raise
-        self._files.close()
+        super().__init__(PosixFiles(direct), n_lanes, request_nbytes, close_timeout_s=close_timeout_s)
 
     def _transfer(self, lane: int, operation: Operation, path: str, offset: int, piece: torch.Tensor, tag: str) -> None:
         self._files.transfer(operation, path, offset, piece, tag)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What backends share whose lanes are Python threads: a pool of lanes, and files that stay open."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, Priority, StorageTimeoutError, Ticket
+from tencache_ds.io.lanes import LanePool
+from tencache_ds.io.open_files import OpenFiles
+
+
+class LaneBackend(abc.ABC):
+    """A :class:`tencache_ds.io.backend.StorageBackend`, but for its name and for how one piece is moved.
+
+    Args:
+        files: owned, closed by :meth:`close`.
+        n_lanes: threads.
+        request_nbytes: longest piece in bytes.
+        device_type: where buffers are.
+        close_timeout_s: longest time in seconds that :meth:`close` waits for the device.
+    """
+
+    name: str
+    alignment_nbytes = ALIGNMENT_NBYTES
+
+    def __init__(
+        self,
+        files: OpenFiles[Any],
+        n_lanes: int,
+        request_nbytes: int,
+        *,
+        device_type: str = "cpu",
+        close_timeout_s: float,
+    ) -> None:
+        self._files = files
+        self._pool = LanePool(
+            n_lanes, self._transfer, request_nbytes, device_type=device_type, close_timeout_s=close_timeout_s
+        )
+        self.counters = self._pool.counters
+
+    def submit(
+        self,
+        operation: Operation,
+        path: str,
+        offset: int,
+        buffer: torch.Tensor,
+        *,
+        tag: str = "",
+        priority: Priority = Priority.BACKGROUND,
+        finish: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
+        return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+
+    def forget(self, path: str) -> None:
+        """Closes what is open of a file that is about to be, or has been, removed. Any thread."""
+        self._files.forget(path)
+
+    def close(self) -> None:
+        """Waits for everything submitted, joins the lanes, closes the files. Idempotent.
+
+        Raises:
+            RuntimeError: called from a callback of one of its requests; nothing is closed.
+            StorageTimeoutError: the device still had requests after ``close_timeout_s``; they are given up.
+        """
+        try:
+            self._pool.close()
+        except StorageTimeoutError:
+            self._files.close()
+            raise
+        self._files.close()
+
+    @abc.abstractmethod
+    def _transfer(self, lane: int, operation: Operation, path: str, offset: int, piece: torch.Tensor, tag: str) -> None:
+        """Moves one piece, blocking, in a lane's thread; raises what went wrong."""
