@@ -88,37 +88,36 @@ Request* IoQueue::Core::first_for(const Lane& lane, Priority priority) const
     return nullptr;
 }
 
-// See [Note: latency of urgent requests].
-bool IoQueue::Core::background_may(const Lane& lane) const
+// The background request that the lane may go on with, if any; see [Note: latency of urgent requests].
+Request* IoQueue::Core::background_for(const Lane& lane) const
 {
-    const Request* request = first_for(lane, Priority::background);
-    if (request == nullptr) { return false; }
-    if (background_in_flight_nbytes_ == 0 || (lane.synchronous && n_urgent_ == 0)) { return true; }
+    Request* request = first_for(lane, Priority::background);
+    if (request == nullptr) { return nullptr; }
+    if (background_in_flight_nbytes_ == 0 || (lane.synchronous && n_urgent_ == 0)) { return request; }
     auto limit = options_.background_nbytes;
     if (n_urgent_ > 0) {
         limit /= 4;
     } else if (Clock::now() - last_urgent_ > kUrgentPeriod) {
         limit *= kQuietFactor;
     }
-    return background_in_flight_nbytes_ + next_nbytes(*request) <= limit;
+    return background_in_flight_nbytes_ + next_nbytes(*request) <= limit ? request : nullptr;
 }
 
 bool IoQueue::Core::has_work(const Lane& lane) const
 {
-    return first_for(lane, Priority::urgent) != nullptr || background_may(lane);
+    return first_for(lane, Priority::urgent) != nullptr || background_for(lane) != nullptr;
 }
 
 Request* IoQueue::Core::pick(const Lane& lane)
 {
     Request* urgent = first_for(lane, Priority::urgent);
-    const bool has_background = background_may(lane);
-    if (urgent != nullptr && !(has_background && n_urgent_in_a_row_ >= kBackgroundEvery - 1)) {
+    Request* background = background_for(lane);
+    if (urgent != nullptr && !(background != nullptr && n_urgent_in_a_row_ >= kBackgroundEvery - 1)) {
         ++n_urgent_in_a_row_;
         return urgent;
     }
-    if (!has_background) { return nullptr; }
-    n_urgent_in_a_row_ = 0;
-    return first_for(lane, Priority::background);
+    if (background != nullptr) { n_urgent_in_a_row_ = 0; }
+    return background;
 }
 
 Work::Taken IoQueue::Core::take(Lane& lane)

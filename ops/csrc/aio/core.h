@@ -52,7 +52,7 @@ private:
     void end_blocks(const std::vector<Outcome>& outcomes, std::int64_t n_short, std::int64_t n_retries) override;
     Request* first_for(const Lane& lane, Priority priority) const;
     Request* pick(const Lane& lane);
-    bool background_may(const Lane& lane) const;
+    Request* background_for(const Lane& lane) const;
     bool has_work(const Lane& lane) const;
     std::int64_t next_nbytes(const Request& request) const;
     void enqueue(Request* request);
