@@ -16,9 +16,8 @@ import threading
 from types import ModuleType
 from typing import Any
 
-from tencache_ds.ops.build_lock import told_what_takes_so_long
-
 from tencache_ds.errors import ConfigError
+from tencache_ds.ops.build_lock import told_what_takes_so_long
 
 _ON_LIBAIO = ("async_io", "tencache_aio")
 _lock = threading.Lock()

@@ -14,6 +14,7 @@ from types import ModuleType
 # The builder for the CPU, on every accelerator: the op touches host memory only, and DeepSpeed's builder for CUDA asks
 # for the CUDA toolkit. DeepSpeed does the same for its CPU optimizers.
 from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+
 from tencache_ds.ops.async_io import load_op
 
 _SOURCES = Path(__file__).parent / "csrc" / "aio"

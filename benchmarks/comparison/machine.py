@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from tencache_ds.ops.build_lock import PATIENCE_S, build_locks, explain
 from tqdm import tqdm
 
 from tencache_ds.errors import ConfigError
+from tencache_ds.ops.build_lock import PATIENCE_S, build_locks, explain
 from tencache_ds.profiling.hardware import Hardware
 
 from .process import PACKAGE, environment, last_error

@@ -94,6 +94,7 @@ def import_everything() -> None:
     import deepspeed
     import fault_cases  # noqa: F401
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+
     from tencache_ds.ops.tencache_aio import load_tencache_aio
 
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)

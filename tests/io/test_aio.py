@@ -9,11 +9,11 @@ import sys
 
 import pytest
 import torch
-from tencache_ds.ops import tencache_aio
-from tencache_ds.ops.async_io import load_async_io, load_pin_memory
 
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.io import AioBackend, Operation, PosixBackend, open_backend
+from tencache_ds.ops import tencache_aio
+from tencache_ds.ops.async_io import load_async_io, load_pin_memory
 from tests.io.conftest import aligned
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the op

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tencache_ds.ops.tencache_aio import load_tencache_aio
 
+from tencache_ds.ops.tencache_aio import load_tencache_aio
 from tests.io.conftest import aligned, small_device
 
 __all__ = ["small_device"]

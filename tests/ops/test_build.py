@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tencache_ds.ops.build import build
 from tencache_ds.ops.tencache_aio import TenCacheAioBuilder
 

@@ -11,8 +11,8 @@ import time
 
 import pytest
 import torch
-from tencache_ds.ops.tencache_aio import load_tencache_aio
 
+from tencache_ds.ops.tencache_aio import load_tencache_aio
 from tests.io.conftest import aligned
 from tests.ops.conftest import PAGE, HeldLane, page
 
