@@ -6,8 +6,9 @@ What is counted, and where:
 - *Bytes*: every transfer through DeepSpeed's ``aio_handle`` (stock's swappers and TenCache's aio backend make theirs
   from the same class, which :meth:`StorageMeter.meter_handles` replaces by a subclass), and, for TenCache, every
   transfer through ``tencache_ds.io.posix.PosixFiles``, which is its posix backend and where its aio backend sends what
-  a handle cannot take, and every request of its native backend, which has no handle. The bytes are those of the buffer.
-  A call counts when it returns, an asynchronous one at its submission; a request of the native backend when it is done.
+  a handle cannot take, and every request of its native and gds backends, which have no handle. The bytes are those of
+  the buffer. A call counts when it returns, an asynchronous one at its submission; a request of a backend when it is
+  done.
 - *Waits*: time that a training thread spends in a call of an ``aio_handle``: the main thread, or one that Python did
   not start, as autograd's are. Stock makes all its calls there: ``wait``, and submissions, which open the file.
   TenCache makes its calls in lanes of its own, which are no training threads; its training threads stand in its stalls
@@ -94,10 +95,10 @@ class StorageMeter:
         self._undo.append(lambda: setattr(files_class, "transfer", original))
 
     def meter_requests(self, backend_class: type) -> None:
-        """Counts the requests of TenCache's ``NativeBackend`` that succeed. Its lanes make them: no waits.
+        """Counts the requests of one of TenCache's backends that succeed. Its lanes make them: no waits.
 
         Args:
-            backend_class: ``tencache_ds.io.native.NativeBackend``.
+            backend_class: ``tencache_ds.io.NativeBackend`` or ``GdsBackend``.
         """
         original: Any = backend_class.submit  # type: ignore[attr-defined]
 

@@ -99,11 +99,12 @@ def meter_storage(meter: StorageMeter, config: dict[str, Any]) -> None:
             ) from error
         print(f"aio_handle is not metered, TenCache goes without it: {type(error).__name__}: {error}", flush=True)
     if with_tencache:
-        from tencache_ds.io.native import NativeBackend
+        from tencache_ds.io import GdsBackend, NativeBackend
         from tencache_ds.io.posix import PosixFiles
 
         meter.meter_files(PosixFiles)
-        meter.meter_requests(NativeBackend)
+        for backend in (NativeBackend, GdsBackend):
+            meter.meter_requests(backend)
 
 
 @contextmanager

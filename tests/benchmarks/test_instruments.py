@@ -19,6 +19,8 @@ from benchmarks.training.device_profile import busy_s, parse_trace
 from benchmarks.training.energy import CpuEnergy, counter_delta
 from benchmarks.training.storage_meter import StorageMeter, on_training_thread
 from benchmarks.training.timeline import Timeline
+from tests.io.conftest import aligned
+from tests.io.device_files import new_kind
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -167,6 +169,22 @@ def test_counts_what_tencache_moves(backend: str, handle: Any, meter: StorageMet
     store.close()
     storage.close()
     handle.free_cpu_locked_tensor(locked)
+    assert (counts.read_nbytes, counts.write_nbytes, counts.wait_ns) == (NBYTES, NBYTES, 0)
+
+
+def test_counts_what_gds_moves(meter: StorageMeter, tmp_path: Path) -> None:
+    from tencache_ds.io import GdsBackend, Operation
+
+    path = tmp_path / "data"
+    path.write_bytes(bytes(NBYTES))
+    meter.meter_requests(GdsBackend)
+    buffer = aligned(NBYTES)
+    with new_kind() as open_file:
+        backend = GdsBackend(torch.device("cpu"), n_lanes=2, open_file=open_file)
+        backend.submit(Operation.WRITE, str(path), 0, buffer).wait(10)
+        backend.submit(Operation.READ, str(path), 0, buffer).wait(10)
+        backend.close()
+    counts = meter.counts()
     assert (counts.read_nbytes, counts.write_nbytes, counts.wait_ns) == (NBYTES, NBYTES, 0)
 
 
