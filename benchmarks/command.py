@@ -69,6 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     effort = parser.add_argument_group("effort")
     effort.add_argument("--rounds", type=_positive, help="runs of each configuration")
     effort.add_argument("--steps", type=_positive, help="measured optimizer steps per run")
+    effort.add_argument(
+        "--turns", type=_positive, metavar="N",
+        help="keep all configurations in memory and let them alternate every STEPS/N steps: steadier ratios where the "
+        "machine's speed varies",
+    )  # fmt: skip
     effort.add_argument("--warmup", type=int, help="steps before them, which do not count")
     effort.add_argument("--max-trials", type=int, help="most trials of the search per peer; 0 takes starting values")
     effort.add_argument("--timeout", type=float, default=900.0, metavar="S", help="stop a run after this time")
@@ -141,7 +146,7 @@ def _plans(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, 
         key: value
         for key, value in (
             ("title", arguments.title), ("rounds", arguments.rounds), ("steps", arguments.steps),
-            ("warmup", arguments.warmup), ("max_trials", arguments.max_trials),
+            ("warmup", arguments.warmup), ("turns", arguments.turns), ("max_trials", arguments.max_trials),
         )
         if value is not None
     }  # fmt: skip
@@ -149,6 +154,12 @@ def _plans(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, 
     for plan, _ in plans:
         if plan.warmup < 0 or plan.max_trials < 0:
             raise ValueError("--warmup and --max-trials cannot be negative")
+        if plan.steps % plan.turns:
+            raise ValueError(f"--steps {plan.steps} cannot be had in {plan.turns} turns: choose a multiple of --turns")
+        if plan.turns > 1 and arguments.host_memory is not None:
+            raise ValueError(
+                "--turns keeps all configurations in memory at once, and --host-memory caps the host: use one of them"
+            )
     return plans
 
 

@@ -68,6 +68,12 @@ class Step(Record):
     skipped: bool = False
     """Whether the loss scaler left this optimizer step out."""
 
+    turn: int = 0
+    """Which turn of its round it belongs to, from 0, where runs that stay in memory alternate turn by turn."""
+
+    resumed: bool = False
+    """Whether it is the first of its turn, after a wait for the turns of others: it does not count."""
+
 
 class Sample(Record):
     """Cumulative counts at a moment of the measured steps, on rank 0."""
@@ -163,7 +169,7 @@ class Measurement(Record):
     @property
     def measured(self) -> list[Step]:
         """The steps that count."""
-        return self.steps[self.warmup_steps :]
+        return [step for step in self.steps[self.warmup_steps :] if not step.resumed]
 
     @property
     def median_s(self) -> float:
@@ -190,7 +196,7 @@ class Run(Measurement):
     """ISO 8601, UTC."""
 
     wall_s: float = 0.0
-    """From the launcher's start to its end."""
+    """From the launcher's start to its end, without the turns of others."""
 
     knobs: dict[str, Any] = Field(default_factory=dict)
     """The peer's settings in this run."""

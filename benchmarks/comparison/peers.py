@@ -61,6 +61,7 @@ class Peer:
         semantics: what it does differently from synchronous training; empty for the same results.
         program: module of this package that trains.
         launcher: further arguments for the ``deepspeed`` launcher.
+        arguments: further arguments for the program.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Peer:
     semantics: str = ""
     program: str = "train_step"
     launcher: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
 
 
 def shared_config(setting: Setting) -> dict[str, Any]:
@@ -175,9 +177,13 @@ def _zenflow(setting: Setting, knobs: Knobs) -> dict[str, Any]:
         "select_strategy": "auto",
         "select_interval": "auto",
         "update_interval": knobs["update_interval"],
-        "full_warm_up_rounds": 0,
+        # ZenFlow starts its optimizer process at the first update, which takes seconds: with one round of warm-up that
+        # is the first step, which is not measured, and not the fourth.
+        "full_warm_up_rounds": 1,
         "overlap_step": True,
     }
+    # Stage 3, though its authors show stage 2: DeepSpeed 0.19.8 permutes the weights there, because ZenFlow flattens
+    # them transposed and _update_model_bit16_weights in stage_1_and_2.py takes them back as they lie.
     return _zero(setting, knobs, offload_optimizer=RAM, zenflow=options)
 
 
@@ -307,9 +313,14 @@ PEERS: dict[str, Peer] = {
         Peer(
             "zenflow", "ZenFlow", _zenflow,
             {"topk_ratio": (0.1,), "update_interval": (4,)},
-            refuse=_first(_needs_gpu, _needs_host(20)),
+            # Two of each: gradients and both moments, for the update that runs and the next one; and a copy of the
+            # weights.
+            refuse=_first(_needs_gpu, _needs_host(36)),
             place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0, weights_gpu=1),
-            semantics="most weights are updated once in 4 steps, from gradients that are up to 4 steps old",
+            semantics="most weights are updated once in 4 steps, from gradients that are up to 7 steps old",
+            # ZenFlow keeps weights transposed and turns them round in each forward, but transposes them at first only
+            # where they are still whole: under zero.Init the model would compute with wrong shapes.
+            arguments=("--no-zero-init",),
         ),
         Peer(
             "fsdp2", "torch FSDP2, CPU offload", _fsdp2,

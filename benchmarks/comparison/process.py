@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts one training run through the ``deepspeed`` launcher, watches it, and says how it ended."""
+"""Starts training runs through the ``deepspeed`` launcher, watches them, and says how they ended."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import datetime
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..record import Caps, Outcome, Run, Workload
+from ..turns import Turnstile
 from .host_limit import HostLimit
 from .peers import Peer
 
@@ -46,7 +49,7 @@ class Request:
         warmup: steps before them, which do not count.
         profile: whether a further step is made under the profiler.
         gpu_nbytes: cap on GPU memory, or None.
-        timeout_s: the run is stopped after this time.
+        timeout_s: the run is stopped after this time, the turns of others left out.
     """
 
     configuration: str
@@ -79,41 +82,132 @@ def execute(
     Raises:
         KeyboardInterrupt: the user stopped the benchmark; the run's processes are gone by then.
     """
-    stem = f"{'trial' if request.round < 0 else 'run'}{abs(request.round):03d}_{_file_name(request.configuration)}"
-    config_file, result_file, log_file = (folder / f"{stem}.{kind}" for kind in ("config.json", "result.json", "log"))
-    config_file.write_text(json.dumps(request.config, indent=1))
-    result_file.unlink(missing_ok=True)
-    started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    t_start = time.perf_counter()
-    with log_file.open("wb") as log:
-        # A session of its own: the launcher's children must not outlive it and disturb the next run.
-        process = subprocess.Popen(
-            host_limit.wrap(_command(request, config_file, result_file, host_limit)),
-            stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env=environment(), start_new_session=True,
-        )  # fmt: skip
-        with _stopped_at_the_end(process):
-            timed_out = not _watch(process, t_start + request.timeout_s, on_progress)
-    wall_s = time.perf_counter() - t_start
-    fields: dict[str, Any] = {
-        "configuration": request.configuration,
-        "round": request.round,
-        "started_at": started_at,
-        "wall_s": wall_s,
-        "caps": Caps(
-            host_nbytes=host_limit.nbytes, host_enforced_by=host_limit.enforced_by, gpu_nbytes=request.gpu_nbytes
-        ),
-    }
-    if result_file.exists():
-        fields |= json.loads(result_file.read_text())
-    if timed_out:
-        return Run(outcome=Outcome.failed, error=f"not finished after {request.timeout_s:.0f} s", **fields)
-    if process.returncode != 0:
-        reason = host_limit.explain() or last_error(log_file.read_text(errors="replace"))
-        return Run(outcome=Outcome.failed, error=reason or f"exit status {process.returncode}", **fields)
-    if not result_file.exists():
-        return Run(outcome=Outcome.failed, error=f"it ended well without a result; see {log_file.name}", **fields)
-    return Run(outcome=Outcome.ok, **fields)
+    with _Launched(request, folder, host_limit, n_turns=None) as launched:
+        launched.watch(on_progress)
+    return launched.run()
+
+
+def execute_in_turns(
+    requests: Sequence[Request], folder: Path, *, n_turns: int, on_progress: Callable[[], None] = lambda: None
+) -> list[Run]:
+    """Makes runs that stay in memory side by side and have their measured steps in turns.
+
+    They start one after another and warm up; then each has a part of its steps while the others wait, ``n_turns`` times
+    round. A run that fails leaves its turns to the others.
+
+    Args:
+        requests: what to run, each with storage of its own; their steps divide by ``n_turns``.
+        folder: as for :func:`execute`.
+        n_turns: turns of each run.
+        on_progress: called a few times a second.
+
+    Returns:
+        The runs, in the order of ``requests``; see :func:`execute`.
+
+    Raises:
+        KeyboardInterrupt: as in :func:`execute`.
+    """
+    with contextlib.ExitStack() as stack:
+        side_by_side = []
+        for request in requests:
+            launched = stack.enter_context(_Launched(request, folder, HostLimit(), n_turns))
+            launched.watch(on_progress, until=partial(launched.turnstile.is_waiting, 0))
+            side_by_side.append(launched)
+        for turn in range(n_turns):
+            for launched in side_by_side:
+                launched.turnstile.open(turn)
+                # After its last turn a run ends before the next one goes on: what it gives back disturbs nobody.
+                last = turn + 1 == n_turns
+                launched.watch(on_progress, until=None if last else partial(launched.turnstile.is_waiting, turn + 1))
+    return [launched.run() for launched in side_by_side]
+
+
+class _Launched:
+    """A run under way, between entering and leaving; afterwards no process of it is left, whatever happened within."""
+
+    def __init__(self, request: Request, folder: Path, host_limit: HostLimit, n_turns: int | None) -> None:
+        self._request = request
+        self._host_limit = host_limit
+        stem = f"{'trial' if request.round < 0 else 'run'}{abs(request.round):03d}_{_file_name(request.configuration)}"
+        self._config, self._result, self._log = (
+            folder / f"{stem}.{kind}" for kind in ("config.json", "result.json", "log")
+        )
+        self._n_turns = n_turns
+        self.turnstile = Turnstile(folder / f"{stem}.turns")
+        self._started_at = ""
+        self._used_s = 0.0
+        self._timed_out = False
+
+    def __enter__(self) -> _Launched:
+        request = self._request
+        self._config.write_text(json.dumps(request.config, indent=1))
+        self._result.unlink(missing_ok=True)
+        command = _command(request, self._config, self._result, self._host_limit)
+        if self._n_turns is not None:
+            self.turnstile.prepare(os.getpid())
+            command += ["--turns", str(self._n_turns), "--gate", str(self.turnstile.folder.resolve())]
+        self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        with self._log.open("wb") as log:
+            # A session of its own: the launcher's children must not outlive it and disturb the next run.
+            self._process = subprocess.Popen(
+                self._host_limit.wrap(command),
+                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                env=environment(), start_new_session=True,
+            )  # fmt: skip
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        if self._n_turns is not None:
+            shutil.rmtree(self.turnstile.folder, ignore_errors=True)
+
+    def watch(self, on_progress: Callable[[], None], until: Callable[[], bool] | None = None) -> None:
+        """Returns when the run has ended or ``until`` is true; stops it when the time that it may use is over."""
+        t_start = time.perf_counter()
+        while self._process.poll() is None and not (until is not None and until()):
+            if self._used_s + time.perf_counter() - t_start >= self._request.timeout_s:
+                self._timed_out = True
+                self._stop()
+                break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(POLL_S)
+            on_progress()
+        self._used_s += time.perf_counter() - t_start
+
+    def run(self) -> Run:
+        """The record of the run, after its end."""
+        request, limit = self._request, self._host_limit
+        fields: dict[str, Any] = {
+            "configuration": request.configuration,
+            "round": request.round,
+            "started_at": self._started_at,
+            "wall_s": self._used_s,
+            "caps": Caps(host_nbytes=limit.nbytes, host_enforced_by=limit.enforced_by, gpu_nbytes=request.gpu_nbytes),
+        }
+        if self._result.exists():
+            fields |= json.loads(self._result.read_text())
+        if self._timed_out:
+            return Run(outcome=Outcome.failed, error=f"not finished after {request.timeout_s:.0f} s", **fields)
+        if self._process.returncode != 0:
+            reason = limit.explain() or last_error(self._log.read_text(errors="replace"))
+            error = reason or f"exit status {self._process.returncode}"
+            return Run(outcome=Outcome.failed, error=error, **fields)
+        if not self._result.exists():
+            return Run(outcome=Outcome.failed, error=f"it ended well without a result; see {self._log.name}", **fields)
+        return Run(outcome=Outcome.ok, **fields)
+
+    def _stop(self) -> None:
+        """Ends every process of the session. Idempotent."""
+        if self._process.poll() is None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
 
 
 def last_error(log: str) -> str:
@@ -143,6 +237,7 @@ def _command(request: Request, config: Path, result: Path, host_limit: HostLimit
         "--accumulation", str(workload.accumulation), "--precision", workload.precision,
         "--steps", str(request.steps), "--warmup", str(request.warmup),
         "--config", str(config.resolve()), "--result", str(result.resolve()),
+        *request.peer.arguments,
     ]  # fmt: skip
     if workload.activation_checkpointing:
         command.append("--checkpointing")
@@ -164,37 +259,6 @@ def environment() -> dict[str, str]:
     # The launcher calls "python" helpers by name: those of this interpreter.
     variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables.get("PATH", "")])
     return variables
-
-
-def _watch(process: subprocess.Popen[bytes], t_deadline: float, on_progress: Callable[[], None]) -> bool:
-    """Waits for the end; False if the deadline came first."""
-    while time.perf_counter() < t_deadline:
-        try:
-            process.wait(POLL_S)
-        except subprocess.TimeoutExpired:
-            on_progress()
-        else:
-            return True
-    return False
-
-
-@contextlib.contextmanager
-def _stopped_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Leaves no process of the session behind, whatever happens within."""
-    try:
-        yield
-    finally:
-        if process.poll() is None:
-            _signal(process, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
-        _signal(process, signal.SIGKILL)
-        process.wait()
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
 
 
 def _file_name(configuration: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a benchmark: search, then rounds in which the configurations alternate; all on one machine, one run at a time.
+"""Runs a benchmark: search, then rounds in which the configurations alternate; all on one machine, one at a time.
 
 Everything done so far is in ``benchmark.json`` of the output folder after every run. The same command goes on from
 there, after an interruption or a ``--time-limit``.
@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from .host_limit import HostLimit, host_limit
 from .limits import bound_of, placement_of
 from .machine import Machine
 from .peers import PEERS, Peer, Setting
-from .process import Request, execute
+from .process import Request, execute, execute_in_turns
 from .suites import Entry, Plan
 
 RESULT_FILE = "benchmark.json"
@@ -99,8 +99,13 @@ class Session:
             for entry in self._plan.entries:
                 self._tune(entry, setting, limit)
             for index in range(self._plan.rounds):
+                if self._plan.turns > 1:
+                    self._measure_in_turns(index, setting)
+                    continue
                 for entry in self._plan.entries:
-                    self._measure(entry, index, setting, limit)
+                    if self._is_due(entry, index):
+                        peer = PEERS[entry.peer]
+                        self._add(self._execute(entry, peer, self._knobs(entry, peer), index, setting, limit))
         self._conclude()
         return self._benchmark
 
@@ -206,37 +211,70 @@ class Session:
 
     # The rounds
 
-    def _measure(self, entry: Entry, index: int, setting: Setting, limit: HostLimit) -> None:
+    def _is_due(self, entry: Entry, index: int) -> bool:
         done = [run for run in self._benchmark.runs if run.configuration == entry.name]
         # What failed once is not tried again in each round: it would mostly be the same error, after the same wait.
-        if any(run.round == index or run.outcome is not Outcome.ok for run in done):
+        return not any(run.round == index or run.outcome is not Outcome.ok for run in done)
+
+    def _measure_in_turns(self, index: int, setting: Setting) -> None:
+        """A round in which all stay in memory, each with a folder of its own on the storage."""
+        due = [entry for entry in self._plan.entries if self._is_due(entry, index)]
+        if not due:
             return
-        peer = PEERS[entry.peer]
-        self._add(self._execute(entry, peer, self._knobs(entry, peer), index, setting, limit))
+        self._check_time(due)
+        requests, settings = [], []
+        for number, entry in enumerate(due):
+            nvme_path = Path(setting.nvme_path) / str(number)
+            nvme_path.mkdir()
+            settings.append(replace(setting, nvme_path=str(nvme_path)))
+            peer = PEERS[entry.peer]
+            requests.append(self._request(entry, peer, self._knobs(entry, peer), index, settings[-1]))
+        self._bar.set_description(f"{len(due)} in turns")
+        runs = execute_in_turns(
+            requests, self._logs(), n_turns=self._plan.turns, on_progress=self._bar.refresh
+        )  # fmt: skip
+        _empty(Path(setting.nvme_path))
+        for entry, run, own in zip(due, runs, settings, strict=True):
+            self._add(self._described(run, entry, self._knobs(entry, PEERS[entry.peer]), own))
 
     def _execute(
         self, entry: Entry, peer: Peer, knobs: dict[str, Any], index: int, setting: Setting, limit: HostLimit
     ) -> Run:
-        expected_s = self._longest.get(entry.name) or max(self._longest.values(), default=TYPICAL_RUN_S)
+        self._check_time([entry])
+        self._bar.set_description(f"{entry.name}{' (trial)' if index < 0 else ''}")
+        request = self._request(entry, peer, knobs, index, setting)
+        run = execute(request, self._logs(), host_limit=limit, on_progress=self._bar.refresh)
+        _empty(Path(setting.nvme_path))
+        return self._described(run, entry, knobs, setting)
+
+    def _check_time(self, entries: list[Entry]) -> None:
+        """Raises OutOfTime if runs of these configurations, one after another, would end beyond the time limit."""
+        longest = max(self._longest.values(), default=TYPICAL_RUN_S)
+        expected_s = sum(self._longest.get(entry.name, longest) for entry in entries)
         elapsed_s = time.perf_counter() - self._t_start
         if self._options.time_limit_s is not None and elapsed_s + expected_s > self._options.time_limit_s:
             raise OutOfTime(f"the next run takes about {expected_s:.0f} s, which goes beyond the time limit")
+
+    def _request(self, entry: Entry, peer: Peer, knobs: dict[str, Any], index: int, setting: Setting) -> Request:
         trial = index < 0
-        config = peer.configure(setting, knobs)
-        request = Request(
-            configuration=entry.name, round=index, peer=peer, config=config, workload=self._plan.workload,
+        return Request(
+            configuration=entry.name, round=index, peer=peer, config=peer.configure(setting, knobs),
+            workload=self._plan.workload,
             steps=self._plan.trial_steps if trial else self._plan.steps,
             warmup=1 if trial else self._plan.warmup,
             profile=self._options.profile and setting.gpus > 0 and index == 0,
             gpu_nbytes=self._options.gpu_nbytes, timeout_s=self._options.timeout_s,
         )  # fmt: skip
-        self._bar.set_description(f"{entry.name}{' (trial)' if trial else ''}")
-        logs = self._options.out / "runs"
-        logs.mkdir(exist_ok=True)
-        run = execute(request, logs, host_limit=limit, on_progress=self._bar.refresh)
-        _empty(Path(setting.nvme_path))
+
+    def _described(self, run: Run, entry: Entry, knobs: dict[str, Any], setting: Setting) -> Run:
         self._longest[entry.name] = max(run.wall_s, self._longest.get(entry.name, 0.0))
-        return run.model_copy(update={"knobs": knobs, "deepspeed_config": _without_paths(config, setting)})
+        config = _without_paths(PEERS[entry.peer].configure(setting, knobs), setting)
+        return run.model_copy(update={"knobs": knobs, "deepspeed_config": config})
+
+    def _logs(self) -> Path:
+        folder = self._options.out / "runs"
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def _conclude(self) -> None:
         """Adds where each configuration kept things and how fast that could be."""

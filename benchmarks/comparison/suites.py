@@ -59,6 +59,7 @@ class Plan:
         rounds: how often each is run.
         steps: measured optimizer steps per run.
         warmup: steps before them, which do not count.
+        turns: more than 1 keeps the runs of a round in memory side by side, and they have their steps in so many turns.
         max_trials: most trials of the search per configuration; 0 means no search.
         searched: names of the configurations that are searched; None means all with something to search.
         trial_steps: measured steps of a trial; one step before them does not count.
@@ -71,6 +72,7 @@ class Plan:
     rounds: int = 2
     steps: int = 3
     warmup: int = 2
+    turns: int = 1
     max_trials: int = 8
     trial_steps: int = 2
     searched: tuple[str, ...] | None = None

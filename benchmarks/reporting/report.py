@@ -18,6 +18,7 @@ from .spread import (
     baseline_for,
     best_peer,
     bound_fraction,
+    in_turns,
     is_ours,
     run_median,
     speed_ratio,
@@ -29,6 +30,11 @@ from .spread import (
 
 MAX_ANSWERS = 6
 """TenCache configurations with a sentence of their own at the top; the rest is in the table."""
+
+TURNS = (
+    "All configurations of a round were in memory at once and had their measured steps in turns; the first step of "
+    "each turn does not count. "
+)
 
 VERBS = {Outcome.failed: "failed", Outcome.cannot_run: "could not run"}
 
@@ -210,6 +216,7 @@ def setting(benchmark: Benchmark) -> str:
     versions = ", ".join(f"{what} {version}" for what, version in benchmark.versions.items())
     paragraph = (
         f"Machine: {plain(machine)}. Storage: {_storage(benchmark)}. Workload: {plain(trained)}. "
+        f"{TURNS if in_turns(benchmark) else ''}"
         f"Versions: {plain(versions) or 'not recorded'}. Started {plain(benchmark.started_at)}."
     )
     return "\n\n".join(
@@ -264,7 +271,8 @@ def results(benchmark: Benchmark, baseline: str | None = None) -> str:
     rows = [_row(benchmark, configuration, baseline, footnotes) for configuration in benchmark.configurations]
     notes = [
         "s/step is the median over the measured steps of all rounds, with the extremes and half of their distance. "
-        f"{_baseline_note(benchmark, baseline)} In brackets: median of the ratios within each round, and their range. "
+        f"{_baseline_note(benchmark, baseline)} In brackets: median of the ratios within each "
+        f"{'turn' if in_turns(benchmark) else 'round'}, and their range. "
         "Phases and waits are medians, bytes are means, memory is the largest of any run, start is a median of runs.",
         *(f"<sup>{index}</sup> {note}" for index, note in enumerate(footnotes, start=1)),
         "**What the fraction means.** The bound is the shortest step that this machine allows for what a row keeps "
@@ -345,13 +353,13 @@ def _speed(benchmark: Benchmark, configuration: Configuration, baseline: str | N
 
 
 def format_ratio(ratio: SpeedRatio) -> str:
-    """A speed and how it varies between rounds."""
-    rounds = ratio.over_rounds
-    if rounds is None:
+    """A speed and how it varies between rounds, or between the turns of rounds."""
+    turns = ratio.over_turns
+    if turns is None:
         return f"**{ratio.of_medians:.2f}x** (no round in common)"
-    if rounds.count == 1:
+    if turns.count == 1:
         return f"**{ratio.of_medians:.2f}x** (one round)"
-    return f"**{ratio.of_medians:.2f}x** ({rounds.median:.2f}x, {rounds.least:.2f}x-{rounds.most:.2f}x)"
+    return f"**{ratio.of_medians:.2f}x** ({turns.median:.2f}x, {turns.least:.2f}x-{turns.most:.2f}x)"
 
 
 def _phases(benchmark: Benchmark, name: str) -> str:

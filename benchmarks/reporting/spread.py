@@ -51,16 +51,16 @@ class SpeedRatio:
 
     Attributes:
         of_medians: ratio of the medians over all measured steps.
-        rounds: the ratio of each round in which both have measured steps: machine drift cancels within a round.
+        turns: the ratio of each turn of each round in which both have measured steps: machine drift cancels within it.
     """
 
     of_medians: float
-    rounds: tuple[float, ...]
+    turns: tuple[float, ...]
 
     @property
-    def over_rounds(self) -> Spread | None:
-        """Median and range of the ratios of the rounds."""
-        return Spread.of(self.rounds)
+    def over_turns(self) -> Spread | None:
+        """Median and range of the ratios of the turns."""
+        return Spread.of(self.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,18 @@ def per_measured_step(run: Run, total: float | None) -> float | None:
     return total / len(run.measured) if total is not None and run.measured else None
 
 
-def round_medians(benchmark: Benchmark, name: str) -> dict[int, float]:
-    """Median seconds of a measured step of a configuration, by round."""
-    seconds: dict[int, list[float]] = {}
+def in_turns(benchmark: Benchmark) -> bool:
+    """Whether the runs stayed in memory and alternated turn by turn."""
+    return any(step.turn for run in benchmark.runs for step in run.steps)
+
+
+def turn_medians(benchmark: Benchmark, name: str) -> dict[tuple[int, int], float]:
+    """Median seconds of a measured step of a configuration, by round and turn."""
+    seconds: dict[tuple[int, int], list[float]] = {}
     for run in benchmark.runs_of(name):
-        seconds.setdefault(run.round, []).extend(step.seconds for step in run.measured)
-    return {index: statistics.median(values) for index, values in sorted(seconds.items()) if values}
+        for step in run.measured:
+            seconds.setdefault((run.round, step.turn), []).append(step.seconds)
+    return {when: statistics.median(values) for when, values in sorted(seconds.items())}
 
 
 def speed_ratio(benchmark: Benchmark, baseline: str, other: str) -> SpeedRatio | None:
@@ -129,9 +135,9 @@ def speed_ratio(benchmark: Benchmark, baseline: str, other: str) -> SpeedRatio |
     slow, fast = step_seconds(benchmark, baseline), step_seconds(benchmark, other)
     if slow is None or fast is None or not fast.median:
         return None
-    slow_rounds, fast_rounds = round_medians(benchmark, baseline), round_medians(benchmark, other)
-    shared = [index for index in slow_rounds if fast_rounds.get(index)]
-    return SpeedRatio(slow.median / fast.median, tuple(slow_rounds[i] / fast_rounds[i] for i in shared))
+    slow_turns, fast_turns = turn_medians(benchmark, baseline), turn_medians(benchmark, other)
+    shared = [when for when in slow_turns if fast_turns.get(when)]
+    return SpeedRatio(slow.median / fast.median, tuple(slow_turns[when] / fast_turns[when] for when in shared))
 
 
 def bound_fraction(benchmark: Benchmark, name: str) -> float | None:

@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from tencache_ds.profiling.filesystem import DiskWrites
-
 from ..record import Measurement, Memory, Step
+from ..turns import Gate
 from . import instruments
+from .consumption import Consumption
 from .device_profile import profile_step
-from .energy import CpuEnergy, GpuEnergy
 from .storage_meter import StorageMeter
 from .timeline import Timeline
 
@@ -44,6 +43,10 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--sequence", type=int, required=True, help="tokens per sequence")
     made.add_argument("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
     made.add_argument("--steps", type=int, required=True, help="measured optimizer steps, after the warm-up")
+    made.add_argument(
+        "--turns", type=int, default=1, help="in so many parts, each when --gate lets it; divides --steps"
+    )
+    made.add_argument("--gate", type=Path, help="folder of the benchmark's turnstile (benchmarks.turns)")
     made.add_argument("--warmup", type=int, default=2, help="optimizer steps before the measured ones")
     made.add_argument("--precision", choices=("bf16", "fp16"), required=True)
     made.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
@@ -180,22 +183,30 @@ class MeasuredRun:
         self._update(numel=trainee.numel, model_s=model_s, initialize_s=initialize_s, warmup_steps=arguments.warmup)
         batches = self._draw(trainee)
         timeline = Timeline(self.meter, arguments.timeline_hz if self._rank == 0 else 0, lambda: self._children_nbytes)
-        for index in range(arguments.warmup + arguments.steps):
-            if index == arguments.warmup:
-                disk, cpu, gpu = DiskWrites(self.paths), CpuEnergy(), GpuEnergy()
-                timeline.start()
+        for _ in range(arguments.warmup):
             self._keep(self._step(trainee, next(batches)))
-            if index >= arguments.warmup:
-                cpu.joules()  # often enough to see its counter wrap around
-        timeline.stop()
-        gpu_joules = self._gather(gpu.joules())
+        consumption = Consumption(self.paths)
+        for turn in range(arguments.turns):
+            if arguments.gate is not None:
+                self._wait_for_turn(Gate(arguments.gate), turn)
+                # What ran behind the training had the whole wait to end in: the first step after it is no fair one.
+                self._keep(self._step(trainee, next(batches), turn, resumed=True))
+            consumption.start()
+            timeline.start()
+            for _ in range(arguments.steps // arguments.turns):
+                self._keep(self._step(trainee, next(batches), turn))
+                consumption.look()
+            timeline.stop()
+            consumption.stop()
+        gpu_joules = self._gather(consumption.gpu_j)
+        stats = trainee.stats()
         self._update(
             timeline=timeline.samples,
             gpu_energy_j=None if None in gpu_joules else sum(gpu_joules),
-            cpu_energy_j=cpu.joules(),
-            disk_write_nbytes=disk.nbytes(),
-            tencache_stats=trainee.stats(),
-            memory=self._memory(start_rss),
+            cpu_energy_j=consumption.cpu_j,
+            disk_write_nbytes=consumption.disk_write_nbytes,
+            tencache_stats=stats,
+            memory=self._memory(start_rss, stats),
         )
         self._write()
         if arguments.profile_device and torch.cuda.is_available():
@@ -213,12 +224,23 @@ class MeasuredRun:
         generator = torch.Generator().manual_seed(DATA_SEED + self._rank)
         shape = (arguments.micro_batch, arguments.sequence)
         per_step = arguments.accumulation
+        resumed = arguments.turns if arguments.gate is not None else 0
         micro_batches = [
             torch.randint(0, trainee.vocabulary, shape, generator=generator)
-            for _ in range((arguments.warmup + arguments.steps + 1) * per_step)
+            for _ in range((arguments.warmup + arguments.steps + resumed + 1) * per_step)
         ]
         for first in range(0, len(micro_batches), per_step):
             yield [tokens.to(trainee.device) for tokens in micro_batches[first : first + per_step]]
+
+    def _wait_for_turn(self, gate: Gate, turn: int) -> None:
+        """Leaves out of this run's memory what others took or gave back while it waited."""
+        before = instruments.host_used_nbytes()
+        self._gather(None)
+        if self._rank == 0:
+            gate.announce(turn)
+        gate.wait(turn)
+        self._gather(None)
+        self._host_used_before += instruments.host_used_nbytes() - before
 
     def _micro_steps(
         self, trainee: Trainee, batch: list[torch.Tensor], after: Callable[[int], None] = lambda phase: None
@@ -239,7 +261,7 @@ class MeasuredRun:
             after(2)
         return losses
 
-    def _step(self, trainee: Trainee, batch: list[torch.Tensor]) -> Step:
+    def _step(self, trainee: Trainee, batch: list[torch.Tensor], turn: int = 0, resumed: bool = False) -> Step:
         get_accelerator().synchronize()
         loss_scale, n_skipped = trainee.loss_scale(), trainee.n_skipped()
         spent = [0.0, 0.0, 0.0]
@@ -271,6 +293,8 @@ class MeasuredRun:
             host_used_nbytes=instruments.host_used_nbytes() - self._host_used_before,
             loss_scale=loss_scale,
             skipped=trainee.n_skipped() > n_skipped,
+            turn=turn,
+            resumed=resumed,
         )
         self._peak_rss = max(self._peak_rss, step.rss_nbytes)
         return step
@@ -300,9 +324,8 @@ class MeasuredRun:
                 flush=True,
             )
 
-    def _memory(self, start_rss: int) -> Memory:
+    def _memory(self, start_rss: int, stats: dict[str, Any] | None) -> Memory:
         peak = instruments.process_nbytes("VmHWM") + self._children_nbytes if self._can_reset_peak else 0
-        stats = self._result.tencache_stats
         mine = {
             "peak_rss_start_nbytes": start_rss,
             "peak_rss_steady_nbytes": max(peak, self._peak_rss),  # the kernel's peak lags by some pages per thread

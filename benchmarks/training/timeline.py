@@ -16,7 +16,8 @@ class Timeline:
     """A thread that reads the storage meter and the resident memory at a fixed rate, between :meth:`start` and
     :meth:`stop`.
 
-    A sample takes some ten microseconds. Bytes count from the start.
+    A sample takes some ten microseconds. Bytes count from the start. Started again, it goes on where it stopped: the
+    time between, and the bytes moved in it, are left out.
 
     Args:
         meter: the process's storage meter.
@@ -30,14 +31,17 @@ class Timeline:
         self._further_rss_nbytes = further_rss_nbytes
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._last: Sample | None = None
         self.samples: list[Sample] = []
 
     def start(self) -> None:
         """Takes the first sample, and more until :meth:`stop`."""
         if not self._period_s:
             return
+        self._last = self.samples[-1] if self.samples else None
         self._t_start = time.perf_counter()
         self._at_start = self._meter.counts()
+        self._stopping.clear()
         self._sample()
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
         self._thread.start()
@@ -56,12 +60,15 @@ class Timeline:
             self._sample()
 
     def _sample(self) -> None:
-        counts = self._meter.counts()
+        counts, last = self._meter.counts(), self._last
+        t_s = time.perf_counter() - self._t_start
+        read_nbytes = counts.read_nbytes - self._at_start.read_nbytes
+        write_nbytes = counts.write_nbytes - self._at_start.write_nbytes
         self.samples.append(
             Sample(
-                t_s=time.perf_counter() - self._t_start,
-                nvme_read_nbytes=counts.read_nbytes - self._at_start.read_nbytes,
-                nvme_write_nbytes=counts.write_nbytes - self._at_start.write_nbytes,
+                t_s=t_s + (last.t_s if last else 0.0),
+                nvme_read_nbytes=read_nbytes + (last.nvme_read_nbytes if last else 0),
+                nvme_write_nbytes=write_nbytes + (last.nvme_write_nbytes if last else 0),
                 rss_nbytes=rss_nbytes() + self._further_rss_nbytes(),
             )
         )

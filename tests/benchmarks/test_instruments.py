@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.training import instruments
+from benchmarks.training import consumption, instruments
 from benchmarks.training.device_profile import busy_s, parse_trace
 from benchmarks.training.energy import CpuEnergy, counter_delta
 from benchmarks.training.storage_meter import StorageMeter, on_training_thread
@@ -202,6 +202,54 @@ def test_timeline_starts_at_nothing_and_grows() -> None:
     assert len(samples) >= 3
     assert [sample.t_s for sample in samples] == sorted(sample.t_s for sample in samples)
     assert samples[0].rss_nbytes > 10 << 20
+
+
+def test_a_timeline_leaves_out_what_was_between_its_spans() -> None:
+    meter = StorageMeter()
+    timeline = Timeline(meter, hz=200)
+    timeline.start()
+    meter.add(read_nbytes=7, write_nbytes=3)
+    first = list(timeline.stop())
+    meter.add(read_nbytes=1000, write_nbytes=1000)
+    time.sleep(0.5)
+    timeline.start()
+    meter.add(read_nbytes=1, write_nbytes=2)
+    time.sleep(0.05)
+    samples = timeline.stop()
+    assert samples[: len(first)] == first
+    assert (samples[-1].nvme_read_nbytes, samples[-1].nvme_write_nbytes) == (8, 5)
+    assert [sample.t_s for sample in samples] == sorted(sample.t_s for sample in samples)
+    assert samples[len(first)].t_s - first[-1].t_s < 0.4
+
+
+def test_consumption_is_summed_over_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = iter(range(0, 1000, 100))
+
+    class Counting:
+        def __init__(self, *_: object) -> None:
+            self._start = next(counter)
+
+        def nbytes(self) -> int:
+            return next(counter) - self._start
+
+        joules = nbytes
+
+    class Unreadable(Counting):
+        def nbytes(self) -> None:  # type: ignore[override]
+            return None
+
+        joules = nbytes
+
+    monkeypatch.setattr(consumption, "DiskWrites", Unreadable)
+    monkeypatch.setattr(consumption, "CpuEnergy", Unreadable)
+    monkeypatch.setattr(consumption, "GpuEnergy", Counting)
+    spent = consumption.Consumption([str(tmp_path)])
+    for _ in range(2):
+        spent.start()
+        spent.look()
+        spent.stop()
+        next(counter)  # between the spans
+    assert (spent.gpu_j, spent.cpu_j, spent.disk_write_nbytes) == (200, None, None)
 
 
 def test_no_timeline_at_zero_hertz() -> None:

@@ -56,7 +56,7 @@ def test_spread_and_ratios_by_hand():
     assert step_seconds(example, "nvme-nvme").half_spread == pytest.approx(0.1)
     ratio = speed_ratio(example, "nvme-nvme", "tencache")
     assert ratio == SpeedRatio(2.0, (2.1, 1.9))
-    assert ratio.over_rounds.median == pytest.approx(2.0)
+    assert ratio.over_turns.median == pytest.approx(2.0)
     assert speed_ratio(example, "nvme-nvme", "absent") is None
 
 
@@ -65,6 +65,21 @@ def test_rounds_that_only_one_side_has_make_no_ratio_of_their_own():
         [stock(), tencache()], [run("nvme-nvme", [20.0], 0), run("nvme-nvme", [22.0], 1), run("tencache", [10.0], 1)]
     )
     assert speed_ratio(example, "nvme-nvme", "tencache") == SpeedRatio(2.1, (2.2,))
+
+
+def test_ratios_are_taken_turn_by_turn():
+    def in_turns_of(configuration, seconds):
+        steps = [step(s, turn=turn, resumed=resumed) for turn, s in enumerate(seconds) for resumed in (True, False)]
+        return run(configuration, [], warmup_steps=0, steps=steps)
+
+    example = benchmark(
+        [stock(), tencache()], [in_turns_of("nvme-nvme", [20.0, 40.0]), in_turns_of("tencache", [10.0, 16.0])]
+    )
+    assert speed_ratio(example, "nvme-nvme", "tencache") == SpeedRatio(30 / 13, (2.0, 2.5))
+    page = render(example)
+    assert "had their measured steps in turns" in page
+    assert "ratios within each turn" in page
+    assert "in turns" not in render(small())
 
 
 def test_ratios_of_two_measurements():

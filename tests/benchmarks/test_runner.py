@@ -120,6 +120,38 @@ def test_configurations_alternate(options: Options, scripted: Any) -> None:
     assert list(options.nvme_path.iterdir()) == []
 
 
+def test_turns_give_each_configuration_storage_of_its_own(
+    options: Options, scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = scripted(lambda request: None if request.configuration == "ram-nvme" else 2.0)
+    rounds: list[list[str]] = []
+
+    def in_turns(requests: list[Any], folder: Path, *, n_turns: int, on_progress: Any) -> list[Run]:
+        assert n_turns == 2
+        rounds.append([request.configuration for request in requests])
+        return [runs(request, folder, host_limit=None, on_progress=on_progress) for request in requests]
+
+    monkeypatch.setattr(runner, "execute_in_turns", in_turns)
+    names = ("nvme-nvme", "ram-nvme", "tencache")
+    benchmark = Session(plan(*names, rounds=2, turns=2, steps=4), options, ScriptedMachine()).run()
+    assert rounds == [["nvme-nvme", "ram-nvme", "tencache"], ["nvme-nvme", "tencache"]]
+    paths = {request.config["zero_optimization"]["offload_optimizer"]["nvme_path"] for request in runs.requests[:3]}
+    assert len(paths) == 3
+    assert list(options.nvme_path.iterdir()) == []
+    assert len(benchmark.runs_of("tencache")) == 2
+    for run in benchmark.runs:
+        assert run.knobs or run.configuration == "tencache"
+        assert run.deepspeed_config["zero_optimization"]["offload_optimizer"]["nvme_path"] == "FOLDER"
+    Session(plan(*names, rounds=2, turns=2, steps=4), options, ScriptedMachine()).run()
+    assert len(rounds) == 2  # nothing left to do
+
+
+def test_turns_of_a_round_fit_the_time_limit_together(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = replace(options, time_limit_s=2 * runner.TYPICAL_RUN_S - 1)
+    with pytest.raises(OutOfTime, match="about 180 s"):
+        Session(plan(turns=2, steps=4), limited, ScriptedMachine()).run()
+
+
 def test_bounds_follow_the_placement(options: Options, scripted: Any) -> None:
     scripted(lambda request: 2.0)
     benchmark = Session(plan(), options, ScriptedMachine()).run()

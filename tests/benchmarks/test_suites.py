@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from benchmarks.command import main
 from benchmarks.comparison.peers import PEERS, Setting
 from benchmarks.comparison.suites import (
     EVERYBODY,
@@ -72,6 +74,13 @@ def test_superoffload_is_not_started_without_its_core_binding(monkeypatch: pytes
     assert PEERS["superoffload"].refuse(setting()) == ""
 
 
+def test_zenflow_builds_the_model_whole_and_starts_its_optimizer_process_in_the_warm_up() -> None:
+    peer = PEERS["zenflow"]
+    config = peer.configure(setting(), {knob: values[0] for knob, values in peer.space.items()})
+    assert config["zero_optimization"]["zenflow"]["full_warm_up_rounds"] == 1
+    assert peer.arguments == ("--no-zero-init",)
+
+
 def test_entries() -> None:
     entry = parse_entry("nvme-nvme:aio_threads=8+pipeline=false")
     assert (entry.peer, entry.fixed) == ("nvme-nvme", {"aio_threads": 8, "pipeline": False})
@@ -115,3 +124,19 @@ def test_suites() -> None:
     assert (plan.workload.micro_batch, plan.workload.precision) == (16, "fp16")
     with pytest.raises(ValueError, match="no model 'GPT-5'"):
         workload_of("GPT-5", ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "10", "--turns", "4"], "--steps 10 cannot be had in 4 turns"),
+        (["--steps", "8", "--turns", "4", "--host-memory", "8GiB"], "use one of them"),
+        (["--warmup", "-1"], "cannot be negative"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--nvme-path", str(tmp_path / "nvme"), "--out", str(tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "nvme").exists()

@@ -11,6 +11,7 @@ import socket
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from benchmarks.training.measured_run import MeasuredRun, check_config, nvme_pat
 from benchmarks.training.storage_meter import StorageMeter
 from benchmarks.training.train_fsdp import LossScaler
 from benchmarks.training.train_step import meter_storage
+from benchmarks.turns import Turnstile
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -59,7 +61,9 @@ def config_on(path: Path, engine: str) -> dict[str, Any]:
     return config
 
 
-def train(folder: Path, config: dict[str, Any], program: str = "train_step") -> tuple[Measurement, str]:
+def train(
+    folder: Path, config: dict[str, Any], program: str = "train_step", further: Sequence[str] = ()
+) -> tuple[Measurement, str]:
     """One run in a process of its own; its result and its log."""
     config_file, result = folder / "config.json", folder / "result.json"
     config_file.write_text(json.dumps(config))
@@ -81,6 +85,7 @@ def train(folder: Path, config: dict[str, Any], program: str = "train_step") -> 
         "--sequence", "16", "--accumulation", "2", "--precision", "bf16",
         "--steps", str(STEPS), "--warmup", str(WARMUP), "--config", str(config_file), "--result", str(result),
         "--deterministic", "--timeline-hz", "50", "--profile-device",
+        *further,
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
@@ -122,7 +127,7 @@ def test_a_run_is_measured(runs: dict[str, tuple[Measurement, str]], engine: str
 
 def test_every_step_gets_its_tokens_on_the_device() -> None:
     """The profiled one too, which only a GPU has."""
-    steps = {"warmup": 1, "steps": 2, "accumulation": 2, "micro_batch": 3, "sequence": 5}
+    steps = {"warmup": 1, "steps": 2, "turns": 1, "gate": None, "accumulation": 2, "micro_batch": 3, "sequence": 5}
     run = SimpleNamespace(arguments=argparse.Namespace(**steps), _rank=0)
     trainee = SimpleNamespace(vocabulary=7, device=torch.device("meta"))
     batches = list(MeasuredRun._draw(run, trainee))  # type: ignore[arg-type]
@@ -157,6 +162,39 @@ def test_the_meter_counts_what_tencache_counts(runs: dict[str, tuple[Measurement
 def test_both_train_the_same(runs: dict[str, tuple[Measurement, str]]) -> None:
     losses = {engine: [step.losses for step in run.steps] for engine, (run, _) in runs.items()}
     assert losses["stock"] == losses["tencache"]
+
+
+def test_turns_change_nothing_but_what_counts(runs: dict[str, tuple[Measurement, str]], tmp_path: Path) -> None:
+    turnstile = Turnstile(tmp_path / "turns")
+    turnstile.prepare(os.getpid())
+    for turn in range(STEPS):
+        turnstile.open(turn)
+    further = ["--turns", str(STEPS), "--gate", str(turnstile.folder)]
+    run, _ = train(tmp_path, config_on(tmp_path, "tencache"), further=further)
+    assert all(turnstile.is_waiting(turn) for turn in range(STEPS))
+    assert [(step.turn, step.resumed) for step in run.steps] == [(0, False)] * WARMUP + [
+        (turn, resumed) for turn in range(STEPS) for resumed in (True, False)
+    ]
+    assert len(run.measured) == STEPS
+    alone = [step.losses for step in runs["tencache"][0].steps]
+    assert [step.losses for step in run.steps][: len(alone)] == alone
+    assert run.timeline[-1].t_s < sum(step.seconds for step in run.steps[WARMUP:])
+    assert run.timeline[-1].t_s > sum(step.seconds for step in run.measured)
+
+
+def test_pinned_memory_of_tencache_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; elsewhere nothing is registered."""
+    made = SimpleNamespace(
+        _can_reset_peak=False, _children_nbytes=0, _peak_rss=7, _gather=lambda value: [value], _rank=0,
+        arguments=argparse.Namespace(host_memory=None), _result=Measurement(),
+    )  # fmt: skip
+    assert MeasuredRun._memory(made, 5, {"pinned_nbytes": 9}).registered_nbytes == 0  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3)
+    monkeypatch.setattr("benchmarks.training.instruments.pinned_by_torch_nbytes", lambda: 2)
+    memory = MeasuredRun._memory(made, 5, {"pinned_nbytes": 9})  # type: ignore[arg-type]
+    assert (memory.registered_nbytes, memory.gpu_peak_nbytes) == (9, 3)
+    assert MeasuredRun._memory(made, 5, None).registered_nbytes == 0  # type: ignore[arg-type]
 
 
 def test_fsdp_trains_about_the_same(runs: dict[str, tuple[Measurement, str]], tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns: how runs that stay in memory side by side alternate on one machine.
+
+The benchmark holds a :class:`Turnstile` for each run, the training program a :class:`Gate`; what they tell one another
+are empty files in a folder, which work through any launcher.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+POLL_S = 0.01
+"""Of a program that waits. A look at one file takes microseconds: nothing that another run would notice."""
+
+_OWNER = "benchmark"
+
+
+def _waiting(folder: Path, turn: int) -> Path:
+    return folder / f"waiting_{turn}"
+
+
+def _open(folder: Path, turn: int) -> Path:
+    return folder / f"open_{turn}"
+
+
+@dataclass(frozen=True, slots=True)
+class Turnstile:
+    """The benchmark's side.
+
+    Attributes:
+        folder: of this run alone.
+    """
+
+    folder: Path
+
+    def prepare(self, owner_pid: int) -> None:
+        """Makes the folder, or empties one of an earlier run; programs stop waiting when process ``owner_pid`` ends."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for file in self.folder.iterdir():
+            file.unlink()
+        (self.folder / _OWNER).write_text(str(owner_pid))
+
+    def is_waiting(self, turn: int) -> bool:
+        """Whether the program stands before its turn: all ranks have done what comes before it."""
+        return _waiting(self.folder, turn).exists()
+
+    def open(self, turn: int) -> None:
+        """Lets the program have its turn."""
+        _open(self.folder, turn).touch()
+
+
+class Gate:
+    """The training program's side, one in every rank.
+
+    Args:
+        folder: of the :class:`Turnstile`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._owner = Path("/proc") / (folder / _OWNER).read_text()
+
+    def announce(self, turn: int) -> None:
+        """Says that all ranks wait for ``turn``; for one rank to call."""
+        _waiting(self._folder, turn).touch()
+
+    def wait(self, turn: int) -> None:
+        """Returns when the turn is given.
+
+        Raises:
+            RuntimeError: the benchmark has ended, so there is nobody left to give it.
+        """
+        opened = _open(self._folder, turn)
+        while not opened.exists():
+            if not self._owner.exists():
+                raise RuntimeError("the benchmark that gives the turns is gone")
+            time.sleep(POLL_S)
