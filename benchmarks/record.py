@@ -300,6 +300,12 @@ class Benchmark(Record):
 
     runs: list[Run] = Field(default_factory=list)
 
+    @property
+    def on_tmpfs(self) -> bool:
+        """Whether what stands for NVMe was host memory."""
+        storage = self.hardware.storage
+        return self.storage.startswith("tmpfs") or (storage is not None and storage.filesystem in ("tmpfs", "ramfs"))
+
     def runs_of(self, name: str) -> list[Run]:
         """Runs of a configuration that ended well, in order."""
         return [run for run in self.runs if run.configuration == name and run.outcome is Outcome.ok]

@@ -268,8 +268,14 @@ class Session:
 
     def _described(self, run: Run, entry: Entry, knobs: dict[str, Any], setting: Setting) -> Run:
         self._longest[entry.name] = max(run.wall_s, self._longest.get(entry.name, 0.0))
-        config = _without_paths(PEERS[entry.peer].configure(setting, knobs), setting)
-        return run.model_copy(update={"knobs": knobs, "deepspeed_config": config})
+        config = PEERS[entry.peer].configure(setting, knobs)
+        return run.model_copy(
+            update={
+                "knobs": knobs,
+                "deepspeed_config": _without_paths(config, setting),
+                "tencache_stats": _without_paths(run.tencache_stats, setting),
+            }
+        )
 
     def _logs(self) -> Path:
         folder = self._options.out / "runs"
@@ -336,13 +342,10 @@ def _empty(folder: Path) -> None:
         shutil.rmtree(entry, ignore_errors=True)
 
 
-def _without_paths(config: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    """The config with the scratch folder, which is nobody's business and new in every benchmark, left out."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: clean(item) for key, item in value.items()}
-        return "FOLDER" if value == setting.nvme_path else value
-
-    cleaned: dict[str, Any] = clean(config)
-    return cleaned
+def _without_paths(value: Any, setting: Setting) -> Any:
+    """A config or statistics with the scratch folder, which is nobody's business and new every time, left out."""
+    if isinstance(value, dict):
+        return {key: _without_paths(item, setting) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(item, setting) for item in value]
+    return value.replace(setting.nvme_path, "FOLDER") if isinstance(value, str) else value

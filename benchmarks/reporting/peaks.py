@@ -55,10 +55,13 @@ class CapCheck:
 def training_peak(benchmark: Benchmark, name: str) -> Peak | None:
     """Most host memory of a configuration while it trains: the larger of the steady RSS and what the host had in use.
 
+    On tmpfs only the RSS: the files there, which stand for a drive's, are host memory in use.
+
     Returns:
         None when no run that ended well recorded either.
     """
-    return _largest([peak for run in benchmark.runs_of(name) for peak in _peaks(run, start=False)])
+    peaks = [peak for run in benchmark.runs_of(name) for peak in _peaks(run, start=False)]
+    return _largest([peak for peak in peaks if peak.source == PEAK_RSS or not benchmark.on_tmpfs])
 
 
 def check_caps(benchmark: Benchmark, name: str) -> CapCheck | None:

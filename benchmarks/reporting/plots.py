@@ -9,6 +9,7 @@ colour in every plot.
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..record import Benchmark, Configuration, Run, Sample
 from .markdown import GB, GIB, joined, number, plain
 from .peaks import HOST_USED, PEAK_RSS, training_peak
 from .plot_style import FAINT, INK, OURS, PEERS, WIDTH_IN, bare, label_points, new_figure, plain_log_ticks, tint
-from .report_sections import on_tmpfs, tencache_totals
+from .report_sections import tencache_totals
 from .spread import bound_fraction, is_ours, step_seconds, step_spread
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 DPI = 120
 
 ACCESS_COLOURS = {"resident": "#009E73", "prefetched": "#56B4E9", "late": "#E69F00", "demand": "#D55E00"}
+
+LABEL_CHARACTERS = 36
+"""In a line of a row's label: longer ones would leave no room for the bars."""
 
 MAX_BINS = 300
 """Points of a storage curve: more than that cannot be told apart."""
@@ -99,6 +103,10 @@ def write_plots(benchmark: Benchmark, folder: Path, name: str) -> list[Plot]:
 def _memory_sources(benchmark: Benchmark) -> str:
     """Which figure the memory axis shows for whom."""
     peaks = {c.label: peak for c in benchmark.configurations if (peak := training_peak(benchmark, c.name)) is not None}
+    if benchmark.on_tmpfs:
+        return (
+            "Host memory is the peak RSS of a rank while it trains: what the host had in use counts the files on tmpfs."
+        )
     text = "Host memory is the larger of the peak RSS of a rank while it trains and of what the host had in use: "
     if len({peak.source for peak in peaks.values()}) == 1:
         return f"{text}here {next(iter(peaks.values())).source} for all."
@@ -149,9 +157,9 @@ def step_time(benchmark: Benchmark) -> Figure | None:
         note = f"{number(seconds.median)} s" + (f"   {fraction:.2f} of bound" if fraction is not None else "")
         end = max(seconds.most, left, bound_s or 0.0)
         axes.text(end + 0.012 * longest, row, note, va="center", color=INK, fontsize=8)
-    axes.set_yticks(range(len(shown)), [configuration.label for configuration in shown])
+    axes.set_yticks(range(len(shown)), [textwrap.fill(c.label, LABEL_CHARACTERS) for c in shown])
     axes.set_ylim(len(shown) - 0.45, -0.55)
-    axes.set_xlim(0, 1.28 * max(longest, *(benchmark.bounds_s.get(c.name, 0.0) for c in shown), 0.0))
+    axes.set_xlim(0, 1.35 * max(longest, *(benchmark.bounds_s.get(c.name, 0.0) for c in shown), 0.0))
     axes.set_xlabel("seconds per step")
     bare(axes, grid="x")
     axes.tick_params(axis="y", length=0)
@@ -227,7 +235,7 @@ def storage_bandwidth(benchmark: Benchmark) -> Figure | None:
             panels.append((configuration, sampled[-1]))
     if not panels:
         return None
-    title = "Storage bandwidth over time" + (", on tmpfs in place of a drive" if on_tmpfs(benchmark) else "")
+    title = "Storage bandwidth over time" + (", on tmpfs in place of a drive" if benchmark.on_tmpfs else "")
     figure, first = new_figure(0.75 + 1.15 * len(panels), title, rows=len(panels))
     axes_list: Sequence[Any] = first if len(panels) > 1 else [first]
     colour = colours(benchmark)

@@ -155,7 +155,7 @@ def summary(benchmark: Benchmark, baseline: str | None = None, repeat: Benchmark
     ]
     if over:
         sentences.append(f"**Memory cap exceeded** by {joined(over)}, see [Memory caps](#memory-caps).")
-    if report_sections.on_tmpfs(benchmark):
+    if benchmark.on_tmpfs:
         sentences.append("**Storage is tmpfs**: host memory that stands in for a fast NVMe array, not a drive.")
     if repeat is not None:
         sentences.append(repeat_sentence(benchmark, repeat, baseline))
@@ -236,7 +236,7 @@ def _whole_gib(nbytes: int | None) -> str:
 
 def _storage(benchmark: Benchmark) -> str:
     storage = benchmark.hardware.storage
-    if report_sections.on_tmpfs(benchmark):
+    if benchmark.on_tmpfs:
         return "**tmpfs**, host memory that stands in for a fast NVMe array (it takes memory bandwidth and CPU time)"
     if storage is None:
         return plain(benchmark.storage)

@@ -20,12 +20,6 @@ from .spread import (
 SECONDS_PER_DAY = 86400
 
 
-def on_tmpfs(benchmark: Benchmark) -> bool:
-    """Whether what stands for NVMe was host memory."""
-    storage = benchmark.hardware.storage
-    return benchmark.storage.startswith("tmpfs") or (storage is not None and storage.filesystem in ("tmpfs", "ramfs"))
-
-
 def _labels(benchmark: Benchmark) -> dict[str, str]:
     return {configuration.name: plain(configuration.label) for configuration in benchmark.configurations}
 
@@ -179,7 +173,7 @@ def traffic(benchmark: Benchmark) -> str:
     notes = (
         "NVMe bytes are means of the measured steps: those asked of the storage layer, and beside them what the kernel "
         "counted for the processes"
-        f"{', which counts nothing on tmpfs' if on_tmpfs(benchmark) else ''}. Copies and busy shares come from one "
+        f"{', which counts nothing on tmpfs' if benchmark.on_tmpfs else ''}. Copies and busy shares come from one "
         "further step of rank 0 under torch's profiler, the same instrument for every configuration. GB are 1e9 bytes."
     )
     return f"{table(header, rows)}\n\n{notes}"

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.record import Benchmark, Caps, Placement
 from benchmarks.reporting.losses import compare_losses
 from benchmarks.reporting.markdown import gist, joined, number, plain, table, without_paths
+from benchmarks.reporting.peaks import HOST_USED, PEAK_RSS, Peak, training_peak
 from benchmarks.reporting.report import render, write_report
 from benchmarks.reporting.spread import SpeedRatio, Spread, Tier, compare_ratios, speed_ratio, step_seconds, tier_of
 from tests.benchmarks.examples import (
@@ -307,6 +308,14 @@ def test_an_exceeded_cap_is_said_loudly():
         "**EXCEEDED by 4.0 GiB of host memory**, **EXCEEDED by 3.0 GiB of GPU memory**",
     ]  # fmt: skip
     assert "**Memory cap exceeded** by TenCache (defaults)" in top(page)
+
+
+def test_files_on_tmpfs_are_no_memory_of_the_training():
+    big = {"host_used_nbytes": 99 * GIB}
+    example = benchmark([stock()], [run("nvme-nvme", [1.0], step=big)])
+    assert training_peak(example, "nvme-nvme") == Peak(99 * GIB, HOST_USED)
+    on_tmpfs = example.model_copy(update={"storage": "tmpfs (stands in for a fast array)"})
+    assert training_peak(on_tmpfs, "nvme-nvme") == Peak(18 * GIB, PEAK_RSS)
 
 
 def test_tmpfs_is_labelled_as_a_stand_in():

@@ -80,7 +80,9 @@ class ScriptedRuns:
             nvme_read_nbytes=1, nvme_write_nbytes=1, kernel_read_nbytes=1, kernel_write_nbytes=1, rss_nbytes=1,
             host_used_nbytes=1,
         )  # fmt: skip
-        stats = {"resident_weight_nbytes": 7_000_000} if request.configuration == "tencache" else None
+        stats = None
+        if request.configuration == "tencache":
+            stats = {"resident_weight_nbytes": 7_000_000, "paths": [{"path": f"{nvme}/scratch"}]}
         return Run(
             outcome=Outcome.ok, numel=7_000_000,
             steps=[step] * (request.warmup + request.steps), warmup_steps=request.warmup,
@@ -218,6 +220,10 @@ def test_the_record_has_every_config_without_paths(options: Options, scripted: A
     for run in benchmark.tuning + benchmark.runs:
         assert run.deepspeed_config["zero_optimization"]["offload_optimizer"]["nvme_path"] == "FOLDER"
     assert all(run.knobs for run in benchmark.tuning)
+    (ours,) = benchmark.runs_of("tencache")[:1]
+    assert ours.tencache_stats is not None
+    assert ours.tencache_stats["paths"] == [{"path": "FOLDER/scratch"}]
+    assert str(options.nvme_path) not in (options.out / RESULT_FILE).read_text()
 
 
 @pytest.mark.parametrize("cut", range(1, 9))
