@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,9 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("workload")
     load.add_argument("--model", default="1.3B", choices=SPECS, metavar="MODEL")
     load.add_argument("--ranks", type=_positive, default=1, help="processes on this machine, one per GPU")
-    load.add_argument("--micro-batch", type=_positive, help="sequences per micro-step and rank")
+    load.add_argument(
+        "--micro-batch", type=_several, default=(None,), metavar="N[,N...]",
+        help="sequences per micro-step and rank; with several numbers here or in --accumulation, one benchmark each",
+    )  # fmt: skip
     load.add_argument("--sequence", type=_positive, help="tokens per sequence")
-    load.add_argument("--accumulation", type=_positive, default=1, help="micro-steps per optimizer step")
+    load.add_argument(
+        "--accumulation", type=_several, default=(1,), metavar="N[,N...]", help="micro-steps per optimizer step"
+    )
     load.add_argument("--precision", choices=("bf16", "fp16"))
     load.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     effort = parser.add_argument_group("effort")
@@ -96,7 +102,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             return EXIT_USAGE
         machine = Machine()
         failed = False
-        for plan, out in _plans(arguments, machine):
+        for plan, out in plans(arguments, machine):
             options = Options(
                 out=out, nvme_path=arguments.nvme_path.resolve(), command=describe_command(argv),
                 host_nbytes=arguments.host_memory, gpu_nbytes=arguments.gpu_memory, timeout_s=arguments.timeout,
@@ -128,20 +134,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(parser.parse_args(words), words)
 
 
-def _plans(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, Path]]:
+def plans(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, Path]]:
+    """The benchmarks that a command line asks for, each with its output folder.
+
+    Raises:
+        ValueError: something in it cannot be.
+    """
     if arguments.smoke:
-        plans = [(smoke(machine.gpus()), arguments.out)]
+        found = [(smoke(machine.gpus()), arguments.out)]
     elif arguments.paper:
         chosen = {"entries": arguments.configurations} if arguments.configurations else {}
-        plans = [(paper(model, **chosen), arguments.out / model) for model in paper_models()]
+        found = [(paper(model, **chosen), arguments.out / model) for model in paper_models()]
     else:
-        entries = parse_entries(arguments.configurations or ["pair"])
-        workload = workload_of(
-            arguments.model, ranks=arguments.ranks, micro_batch=arguments.micro_batch, sequence=arguments.sequence,
-            accumulation=arguments.accumulation, precision=arguments.precision, checkpointing=arguments.checkpointing,
-        )  # fmt: skip
-        title = f"{arguments.model} model on {arguments.ranks} " + ("GPU(s)" if machine.gpus() else "CPU process(es)")
-        plans = [(Plan(title=title, workload=workload, entries=entries), arguments.out)]
+        found = _chosen(arguments, machine)
     chosen_values = {
         key: value
         for key, value in (
@@ -150,8 +155,8 @@ def _plans(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, 
         )
         if value is not None
     }  # fmt: skip
-    plans = [(replace(plan, **chosen_values), out) for plan, out in plans]
-    for plan, _ in plans:
+    found = [(replace(plan, **chosen_values), out) for plan, out in found]
+    for plan, _ in found:
         if plan.warmup < 0 or plan.max_trials < 0:
             raise ValueError("--warmup and --max-trials cannot be negative")
         if plan.steps % plan.turns:
@@ -160,7 +165,26 @@ def _plans(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, 
             raise ValueError(
                 "--turns keeps all configurations in memory at once, and --host-memory caps the host: use one of them"
             )
-    return plans
+    return found
+
+
+def _chosen(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, Path]]:
+    """One benchmark for each number of tokens per step that the command line asks for."""
+    entries = parse_entries(arguments.configurations or ["pair"])
+    batches = list(itertools.product(arguments.micro_batch, arguments.accumulation))
+    chosen = []
+    for micro_batch, accumulation in batches:
+        workload = workload_of(
+            arguments.model, ranks=arguments.ranks, micro_batch=micro_batch, sequence=arguments.sequence,
+            accumulation=accumulation, precision=arguments.precision, checkpointing=arguments.checkpointing,
+        )  # fmt: skip
+        title = f"{arguments.model} model on {arguments.ranks} " + ("GPU(s)" if machine.gpus() else "CPU process(es)")
+        out = arguments.out
+        if len(batches) > 1:
+            title += f", {workload.tokens_per_step:,} tokens per step"
+            out /= f"batch_{workload.micro_batch}x{accumulation}"
+        chosen.append((Plan(title=title, workload=workload, entries=entries), out))
+    return chosen
 
 
 def _report(folder: Path, arguments: argparse.Namespace) -> Path:
@@ -174,6 +198,11 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
+
+
+def _several(text: str) -> tuple[int, ...]:
+    """Different numbers with commas between them."""
+    return tuple(dict.fromkeys(_positive(word) for word in text.split(",")))
 
 
 def _size(text: str) -> int:

@@ -295,6 +295,10 @@ class Benchmark(Record):
     limits: dict[str, str] = Field(default_factory=dict)
     """Which resource sets each of :attr:`bounds_s`."""
 
+    balance_tokens: dict[str, float] = Field(default_factory=dict)
+    """Tokens per optimizer step at which arithmetic takes as long as NVMe, at the rates of the probe and with as many
+    micro-steps; for configurations that use NVMe. With fewer tokens storage is the limit, with more it is the GPU."""
+
     tuning: list[Run] = Field(default_factory=list)
     """Trials of the search."""
 

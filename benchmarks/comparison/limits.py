@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tencache_ds.planning.bound import Bound, Demand, bound
+from tencache_ds.planning.bound import Bound, Demand, Resource, bound
 from tencache_ds.profiling.hardware import Hardware
 
 from ..record import Placement, Run, Workload
@@ -40,3 +40,17 @@ def bound_of(hardware: Hardware, workload: Workload, numel: int, placement: Plac
         ),
         hardware,
     )
+
+
+def balance_tokens(found: Bound, workload: Workload) -> float | None:
+    """Tokens per step at which arithmetic would take as long as NVMe, with as many micro-steps.
+
+    Args:
+        found: of a placement and ``workload``, by :func:`bound_of`.
+        workload: its tokens are what the arithmetic in ``found`` is for.
+
+    Returns:
+        None when nothing is on NVMe, or a rate is not known.
+    """
+    nvme_s, gpu_s = (found.by_resource.get(resource) for resource in (Resource.NVME, Resource.GPU))
+    return workload.tokens_per_step * nvme_s / gpu_s if nvme_s and gpu_s else None

@@ -25,7 +25,7 @@ from ..record import Benchmark, Configuration, Outcome, Run
 from ..workloads import census
 from . import tuning
 from .host_limit import HostLimit, host_limit
-from .limits import bound_of, placement_of
+from .limits import balance_tokens, bound_of, placement_of
 from .machine import Machine
 from .peers import PEERS, Peer, Setting
 from .process import Request, execute, execute_in_turns
@@ -284,7 +284,7 @@ class Session:
 
     def _conclude(self) -> None:
         """Adds where each configuration kept things and how fast that could be."""
-        placements, bounds, limits = {}, {}, {}
+        placements, bounds, limits, balance = {}, {}, {}, {}
         for entry in self._plan.entries:
             runs = self._benchmark.runs_of(entry.name)
             if not runs:
@@ -295,8 +295,11 @@ class Session:
             placements[entry.name] = placement
             bound = bound_of(self._benchmark.hardware, self._plan.workload, runs[-1].numel, placement)
             bounds[entry.name], limits[entry.name] = bound.seconds, bound.limit.value
+            tokens = balance_tokens(bound, self._plan.workload)
+            if tokens is not None:
+                balance[entry.name] = tokens
         self._benchmark = self._benchmark.model_copy(
-            update={"placements": placements, "bounds_s": bounds, "limits": limits}
+            update={"placements": placements, "bounds_s": bounds, "limits": limits, "balance_tokens": balance}
         )
         self._save()
 

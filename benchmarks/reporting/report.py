@@ -279,8 +279,29 @@ def results(benchmark: Benchmark, baseline: str | None = None) -> str:
         "where: the longest of the times that its bytes and operations take on each resource at the rates of the "
         "probe, all at once. A fraction of 0.95 means that 95 % of the step is that time on the resource in brackets, "
         "and what is left to gain without moving fewer bytes is the other 5 %.",
+        *balance(benchmark),
     ]
     return "\n\n".join([table(RESULT_HEADER, rows), *notes])
+
+
+def balance(benchmark: Benchmark) -> list[str]:
+    """On which side of the point the workload lies where arithmetic takes as long as storage; empty without storage."""
+    workload = benchmark.workload
+    points = [
+        f"{plain(configuration.label)}: {float(f'{tokens:.2g}'):,.0f}"
+        for configuration in benchmark.configurations
+        if (tokens := benchmark.balance_tokens.get(configuration.name)) is not None
+    ]
+    if not points:
+        return []
+    sides = {tokens < workload.tokens_per_step for tokens in benchmark.balance_tokens.values()}
+    side = "for some storage, for others arithmetic" if len(sides) > 1 else "arithmetic" if True in sides else "storage"
+    return [
+        "**Storage or arithmetic.** Tokens per step with which arithmetic takes as long as NVMe, at the probe's rates and "
+        f"in {workload.accumulation} micro-step{'s' if workload.accumulation != 1 else ''}: {'; '.join(points)}. This "
+        f"workload has {workload.tokens_per_step:,}: {side} is the slower one. `--micro-batch` and `--accumulation` "
+        "take several numbers, to measure both sides."
+    ]
 
 
 def _baseline_note(benchmark: Benchmark, baseline: str | None) -> str:

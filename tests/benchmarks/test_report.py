@@ -83,6 +83,21 @@ def test_ratios_are_taken_turn_by_turn():
     assert "in turns" not in render(small())
 
 
+@pytest.mark.parametrize(
+    ("tokens", "side"),
+    [
+        ({"nvme-nvme": 3000.0, "tencache": 2500.0}, "storage is"),
+        ({"nvme-nvme": 1000.0, "tencache": 500.0}, "arithmetic is"),
+        ({"nvme-nvme": 3000.0, "tencache": 500.0}, "for some storage, for others arithmetic is"),
+    ],
+)
+def test_which_side_of_the_balance_is_said(tokens: dict[str, float], side: str):
+    page = section(render(small().model_copy(update={"balance_tokens": tokens})), "Results")
+    assert f"This workload has 2,000: {side} the slower one" in page
+    assert f"stock NVMe + NVMe: {tokens['nvme-nvme']:,.0f}; TenCache (defaults): " in page
+    assert "Storage or arithmetic" not in render(small())
+
+
 def test_ratios_of_two_measurements():
     comparison = compare_ratios(small(), pair([21.0], [10.0]), "nvme-nvme", "tencache")
     assert (comparison.first, comparison.second) == (2.0, 2.1)

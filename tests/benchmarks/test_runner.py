@@ -161,6 +161,22 @@ def test_bounds_follow_the_placement(options: Options, scripted: Any) -> None:
     assert benchmark.placements["tencache"].weights_nvme == pytest.approx(0.5)  # 7 of 14 MB stayed in memory
     assert benchmark.bounds_s["tencache"] < benchmark.bounds_s["nvme-nvme"]
     assert set(benchmark.limits.values()) == {"nvme"}
+    # Without a rate of the arithmetic nothing says where it would take as long.
+    assert benchmark.balance_tokens == {}
+
+
+def test_where_arithmetic_takes_as_long_as_storage(options: Options, scripted: Any) -> None:
+    class Calculating(ScriptedMachine):
+        def probe(self, nvme_path: Path, seconds: float) -> Hardware:
+            return HARDWARE.model_copy(update={"matmul_flops_per_s": 1e12})
+
+    scripted(lambda request: 2.0)
+    benchmark = Session(plan("nvme-nvme", "tencache", "ram-ram"), options, Calculating()).run()
+    assert set(benchmark.balance_tokens) == {"nvme-nvme", "tencache"}
+    for name, tokens in benchmark.balance_tokens.items():
+        arithmetic_s = 6 * 7_000_000 * tokens / 1e12
+        assert benchmark.limits[name] == "nvme"
+        assert arithmetic_s == pytest.approx(benchmark.bounds_s[name])
 
 
 def test_the_best_of_the_search_is_measured(options: Options, scripted: Any) -> None:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import copy
+from argparse import ArgumentParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from benchmarks.command import main
+from benchmarks.command import add_arguments, main, plans
 from benchmarks.comparison.peers import PEERS, Setting
 from benchmarks.comparison.suites import (
     EVERYBODY,
@@ -124,6 +126,30 @@ def test_suites() -> None:
     assert (plan.workload.micro_batch, plan.workload.precision) == (16, "fp16")
     with pytest.raises(ValueError, match="no model 'GPT-5'"):
         workload_of("GPT-5", ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "folders"),
+    [
+        ([], [(".", 4, 1)]),
+        (["--micro-batch", "2"], [(".", 2, 1)]),
+        (["--micro-batch", "4,64,4"], [("batch_4x1", 4, 1), ("batch_64x1", 64, 1)]),
+        (["--accumulation", "1,8"], [("batch_4x1", 4, 1), ("batch_4x8", 4, 8)]),
+    ],
+)
+def test_several_batches_are_benchmarks_of_their_own(words: list[str], folders: list[tuple[str, int, int]]) -> None:
+    arguments = ArgumentParser()
+    add_arguments(arguments)
+    chosen = plans(arguments.parse_args([*words, "--model", "1.3B", "--out", "."]), SimpleNamespace(gpus=lambda: 1))
+    assert [(str(out), p.workload.micro_batch, p.workload.accumulation) for p, out in chosen] == folders
+    assert len({plan.title for plan, _ in chosen}) == len(chosen)
+
+
+@pytest.mark.parametrize("word", ["4,", "0", "1,x", ""])
+def test_a_batch_that_is_no_number_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--micro-batch", word])
+    assert "--micro-batch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
