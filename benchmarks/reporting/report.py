@@ -297,10 +297,10 @@ def balance(benchmark: Benchmark) -> list[str]:
     sides = {tokens < workload.tokens_per_step for tokens in benchmark.balance_tokens.values()}
     side = "for some storage, for others arithmetic" if len(sides) > 1 else "arithmetic" if True in sides else "storage"
     return [
-        "**Storage or arithmetic.** Tokens per step with which arithmetic takes as long as NVMe, at the probe's rates and "
-        f"in {workload.accumulation} micro-step{'s' if workload.accumulation != 1 else ''}: {'; '.join(points)}. This "
-        f"workload has {workload.tokens_per_step:,}: {side} is the slower one. `--micro-batch` and `--accumulation` "
-        "take several numbers, to measure both sides."
+        "**Storage or arithmetic.** Tokens per step with which arithmetic takes as long as NVMe, at the probe's rates "
+        f"and in {workload.accumulation} micro-step{'s' if workload.accumulation != 1 else ''}: {'; '.join(points)}. "
+        f"This workload has {workload.tokens_per_step:,}: {side} is the slower one. `--micro-batch` and "
+        "`--accumulation` take several numbers, to measure both sides."
     ]
 
 
