@@ -202,7 +202,10 @@ def _positive(text: str) -> int:
 
 def _several(text: str) -> tuple[int, ...]:
     """Different numbers with commas between them."""
-    return tuple(dict.fromkeys(_positive(word) for word in text.split(",")))
+    try:
+        return tuple(dict.fromkeys(_positive(word) for word in text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, or several with commas between them") from None
 
 
 def _size(text: str) -> int:

@@ -230,9 +230,7 @@ class Session:
             peer = PEERS[entry.peer]
             requests.append(self._request(entry, peer, self._knobs(entry, peer), index, settings[-1]))
         self._bar.set_description(f"{len(due)} in turns")
-        runs = execute_in_turns(
-            requests, self._logs(), n_turns=self._plan.turns, on_progress=self._bar.refresh
-        )  # fmt: skip
+        runs = execute_in_turns(requests, self._logs(), n_turns=self._plan.turns, on_progress=self._bar.refresh)
         _empty(Path(setting.nvme_path))
         for entry, run, own in zip(due, runs, settings, strict=True):
             self._add(self._described(run, entry, self._knobs(entry, PEERS[entry.peer]), own))
