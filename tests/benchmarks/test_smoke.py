@@ -62,8 +62,9 @@ def test_bytes_are_those_that_each_side_has_to_move(
     # Half of the weights may stay in RAM, and small ones always do; the others are read twice and written once.
     on_nvme = benchmark.placements[benchmark.configurations[1].name].weights_nvme
     assert 0.2 < on_nvme <= 0.5
-    # Over three steps a chunk more or less is 1.4 bytes; tests/integration measures it exactly.
-    assert ours == pytest.approx(24 + 6 * on_nvme, abs=2)
+    # Reads ahead and late writes of some chunks may cross the ends of the three measured steps; each is 1.4 bytes of
+    # the mean. Gradients on NVMe would be 8 more; tests/integration measures it exactly.
+    assert ours == pytest.approx(24 + 6 * on_nvme, abs=3 * 1.4)
     assert ram == 0
 
 
