@@ -172,10 +172,14 @@ class Session:
                               deepspeed_config=_without_paths(config, setting)))  # fmt: skip
             self._describe(entry, peer)
             return
-        while len(trials := self._trials(entry)) < self._max_trials(entry):
-            knobs = tuning.next_trial(peer.space, trials, entry.fixed)
+        most, confirm = self._max_trials(entry), self._plan.confirm
+        while True:
+            trials = self._trials(entry)
+            knobs = tuning.next_trial(peer.space, trials, entry.fixed, most, confirm)
             if knobs is None:
                 break
+            if any(trial.knobs == knobs for trial in trials):
+                self._bar.total += 1  # once more to confirm: not foreseen
             self._add(self._execute(entry, peer, knobs, -1 - len(trials), setting, limit))
         self._describe(entry, peer)
 
@@ -191,7 +195,7 @@ class Session:
         ]
 
     def _knobs(self, entry: Entry, peer: Peer) -> dict[str, Any]:
-        return tuning.best(peer.space, self._trials(entry), entry.fixed)
+        return tuning.best(peer.space, self._trials(entry), entry.fixed, self._plan.confirm)
 
     def _describe(self, entry: Entry, peer: Peer) -> None:
         searched = {}

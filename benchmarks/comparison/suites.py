@@ -62,6 +62,7 @@ class Plan:
         turns: more than 1 keeps the runs of a round in memory side by side, and they have their steps in so many turns.
         max_trials: most trials of the search per configuration; 0 means no search.
         searched: names of the configurations that are searched; None means all with something to search.
+        confirm: whether what the search finds has to win twice, which takes two trials more.
         trial_steps: measured steps of a trial; one step before them does not count.
         probe_s: time for the hardware probe.
     """
@@ -74,6 +75,7 @@ class Plan:
     warmup: int = 2
     turns: int = 1
     max_trials: int = 8
+    confirm: bool = True
     trial_steps: int = 2
     searched: tuple[str, ...] | None = None
     probe_s: float = 10.0
@@ -117,7 +119,7 @@ def smoke(gpus: int) -> Plan:
         title="Smoke test of the benchmark",
         workload=workload_of("7M", ranks=1, micro_batch=1, sequence=32, precision="bf16"),
         entries=parse_entries(["nvme-nvme", "tencache:host_memory_share=0.5", "ram-ram"]),
-        rounds=1, steps=3, warmup=1, max_trials=2, trial_steps=1, searched=("nvme-nvme",),
+        rounds=1, steps=3, warmup=1, max_trials=2, confirm=False, trial_steps=1, searched=("nvme-nvme",),
         probe_s=10.0 if gpus else 5.0,
     )  # fmt: skip
 

@@ -25,37 +25,82 @@ class Trial:
     seconds: float
 
 
+MARGIN = 0.03
+"""A setting is better when it is faster by this fraction. Trials are short, and the fastest of several that are all
+alike is the one that was lucky."""
+
+
 def next_trial(
-    space: Mapping[str, Sequence[Any]], trials: Sequence[Trial], fixed: Mapping[str, Any]
+    space: Mapping[str, Sequence[Any]],
+    trials: Sequence[Trial],
+    fixed: Mapping[str, Any],
+    most: float = math.inf,
+    confirm: bool = True,
 ) -> dict[str, Any] | None:
     """The point to try next, or None when the search is done.
 
+    What wins is tried once more, and so is the starting point: it has to win again.
+
     Args:
         space: values of each knob, the starting one first; earlier knobs are settled first.
-        trials: what was tried so far, in any order.
+        trials: what was tried so far, in order.
         fixed: knobs whose value the caller has chosen.
+        most: points to try at most; trying two of them again comes on top.
+        confirm: whether the winner has to win twice.
     """
-    point = {knob: values[0] for knob, values in space.items()} | dict(fixed)
-    free = {knob: values for knob, values in space.items() if knob not in fixed and len(values) > 1}
-    if not free:
+    if most < 1 or not any(len(values) > 1 for knob, values in space.items() if knob not in fixed):
         return None  # nothing to choose: the measured runs themselves will show it
-    if _seconds_of(point, trials) is None:
-        return point
-    for knob, values in free.items():
-        candidates = [point | {knob: value} for value in values]
-        for candidate in candidates:
-            if _seconds_of(candidate, trials) is None:
-                return candidate
-        point = min(candidates, key=lambda candidate: _seconds_of(candidate, trials) or math.inf)
+    winner, untried = _climb(space, trials, fixed)
+    points = {repr(sorted(trial.knobs.items())) for trial in trials}
+    if untried is not None and len(points) < most:
+        return untried
+    start = _start(space, fixed)
+    if confirm and winner != start and math.isfinite(_tried(start, trials)[0]):
+        return next((point for point in (start, winner) if len(_tried(point, trials)) < 2), None)
     return None
 
 
-def best(space: Mapping[str, Sequence[Any]], trials: Sequence[Trial], fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The fastest point tried; the starting point when none ran."""
-    start = {knob: values[0] for knob, values in space.items()} | dict(fixed)
-    running = [trial for trial in trials if math.isfinite(trial.seconds)]
-    return dict(min(running, key=lambda trial: trial.seconds).knobs) if running else start
+def best(
+    space: Mapping[str, Sequence[Any]], trials: Sequence[Trial], fixed: Mapping[str, Any], confirm: bool = True
+) -> dict[str, Any]:
+    """The point that was better than the starting point, twice where it had to be; else the starting point."""
+    start = _start(space, fixed)
+    winner, _ = _climb(space, trials, fixed)
+    before, now = _tried(start, trials), _tried(winner, trials)
+    if winner == start or not confirm or math.isinf(before[0]):
+        return winner
+    again = min(len(before), len(now)) > 1
+    return winner if again and _is_better(now[1], before[1]) else start
 
 
-def _seconds_of(point: Mapping[str, Any], trials: Sequence[Trial]) -> float | None:
-    return next((trial.seconds for trial in trials if dict(trial.knobs) == dict(point)), None)
+def _climb(
+    space: Mapping[str, Sequence[Any]], trials: Sequence[Trial], fixed: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The best point so far by first trials, and the next one to try; None when all were."""
+    point = _start(space, fixed)
+    if not _tried(point, trials):
+        return point, point
+    for knob, values in space.items():
+        if knob in fixed:
+            continue
+        candidates = [point | {knob: value} for value in values]
+        known = [candidate for candidate in candidates if _tried(candidate, trials)]
+        fastest = min(known, key=lambda candidate: _tried(candidate, trials)[0])
+        if _is_better(_tried(fastest, trials)[0], _tried(point, trials)[0]):
+            point = fastest
+        if len(known) < len(candidates):
+            return point, next(candidate for candidate in candidates if candidate not in known)
+    return point, None
+
+
+def _is_better(seconds: float, than: float) -> bool:
+    return seconds < (1 - MARGIN) * than
+
+
+def _start(space: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    return {knob: values[0] for knob, values in space.items()} | dict(fixed)
+
+
+def _tried(point: Mapping[str, Any], trials: Sequence[Trial]) -> list[float]:
+    """Seconds of each trial of a point, in order."""
+    return [trial.seconds for trial in trials if dict(trial.knobs) == dict(point)]
