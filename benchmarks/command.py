@@ -172,14 +172,14 @@ def _chosen(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan,
     """One benchmark for each number of tokens per step that the command line asks for."""
     entries = parse_entries(arguments.configurations or ["pair"])
     batches = list(itertools.product(arguments.micro_batch, arguments.accumulation))
+    name = f"{arguments.model} model on {arguments.ranks} " + ("GPU(s)" if machine.gpus() else "CPU process(es)")
     chosen = []
     for micro_batch, accumulation in batches:
         workload = workload_of(
             arguments.model, ranks=arguments.ranks, micro_batch=micro_batch, sequence=arguments.sequence,
             accumulation=accumulation, precision=arguments.precision, checkpointing=arguments.checkpointing,
         )  # fmt: skip
-        title = f"{arguments.model} model on {arguments.ranks} " + ("GPU(s)" if machine.gpus() else "CPU process(es)")
-        out = arguments.out
+        title, out = name, arguments.out
         if len(batches) > 1:
             title += f", {workload.tokens_per_step:,} tokens per step"
             out /= f"batch_{workload.micro_batch}x{accumulation}"

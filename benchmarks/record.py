@@ -308,7 +308,7 @@ class Benchmark(Record):
     def on_tmpfs(self) -> bool:
         """Whether what stands for NVMe was host memory."""
         storage = self.hardware.storage
-        return self.storage.startswith("tmpfs") or (storage is not None and storage.filesystem in ("tmpfs", "ramfs"))
+        return self.storage.startswith("tmpfs") or (storage is not None and storage.in_memory)
 
     def runs_of(self, name: str) -> list[Run]:
         """Runs of a configuration that ended well, in order."""

@@ -114,7 +114,7 @@ class Session:
     def _begin(self) -> Benchmark:
         self._machine.build_operators()  # a benchmark that goes on has built them, of the same versions
         hardware = self._machine.probe(self._options.nvme_path, self._plan.probe_s)
-        on_tmpfs = hardware.storage is not None and hardware.storage.filesystem in ("tmpfs", "ramfs")
+        on_tmpfs = hardware.storage is not None and hardware.storage.in_memory
         return Benchmark(
             title=self._plan.title,
             started_at=self._machine.now(),
@@ -226,18 +226,20 @@ class Session:
         if not due:
             return
         self._check_time(due)
-        requests, settings = [], []
+        prepared = []
         for number, entry in enumerate(due):
             nvme_path = Path(setting.nvme_path) / str(number)
             nvme_path.mkdir()
-            settings.append(replace(setting, nvme_path=str(nvme_path)))
+            own = replace(setting, nvme_path=str(nvme_path))
             peer = PEERS[entry.peer]
-            requests.append(self._request(entry, peer, self._knobs(entry, peer), index, settings[-1]))
+            knobs = self._knobs(entry, peer)
+            prepared.append((self._request(entry, peer, knobs, index, own), knobs, own))
         self._bar.set_description(f"{len(due)} in turns")
+        requests = [request for request, _, _ in prepared]
         runs = execute_in_turns(requests, self._logs(), n_turns=self._plan.turns, on_progress=self._bar.refresh)
         _empty(Path(setting.nvme_path))
-        for entry, run, own in zip(due, runs, settings, strict=True):
-            self._add(self._described(run, entry, self._knobs(entry, PEERS[entry.peer]), own))
+        for run, of in zip(runs, prepared, strict=True):
+            self._add(self._described(run, *of))
 
     def _execute(
         self, entry: Entry, peer: Peer, knobs: dict[str, Any], index: int, setting: Setting, limit: HostLimit
@@ -247,7 +249,7 @@ class Session:
         request = self._request(entry, peer, knobs, index, setting)
         run = execute(request, self._logs(), host_limit=limit, on_progress=self._bar.refresh)
         _empty(Path(setting.nvme_path))
-        return self._described(run, entry, knobs, setting)
+        return self._described(run, request, knobs, setting)
 
     def _check_time(self, entries: list[Entry]) -> None:
         """Raises OutOfTime if runs of these configurations, one after another, would end beyond the time limit."""
@@ -268,13 +270,13 @@ class Session:
             gpu_nbytes=self._options.gpu_nbytes, timeout_s=self._options.timeout_s,
         )  # fmt: skip
 
-    def _described(self, run: Run, entry: Entry, knobs: dict[str, Any], setting: Setting) -> Run:
-        self._longest[entry.name] = max(run.wall_s, self._longest.get(entry.name, 0.0))
-        config = PEERS[entry.peer].configure(setting, knobs)
+    def _described(self, run: Run, request: Request, knobs: dict[str, Any], setting: Setting) -> Run:
+        name = request.configuration
+        self._longest[name] = max(run.wall_s, self._longest.get(name, 0.0))
         return run.model_copy(
             update={
                 "knobs": knobs,
-                "deepspeed_config": _without_paths(config, setting),
+                "deepspeed_config": _without_paths(request.config, setting),
                 "tencache_stats": _without_paths(run.tencache_stats, setting),
             }
         )

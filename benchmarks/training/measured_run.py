@@ -186,9 +186,10 @@ class MeasuredRun:
         for _ in range(arguments.warmup):
             self._keep(self._step(trainee, next(batches)))
         consumption = Consumption(self.paths)
+        gate = Gate(arguments.gate) if arguments.gate is not None else None
         for turn in range(arguments.turns):
-            if arguments.gate is not None:
-                self._wait_for_turn(Gate(arguments.gate), turn)
+            if gate is not None:
+                self._wait_for_turn(gate, turn)
                 # What ran behind the training had the whole wait to end in: the first step after it is no fair one.
                 self._keep(self._step(trainee, next(batches), turn, resumed=True))
             consumption.start()

@@ -11,6 +11,8 @@ from ..record import Sample
 from .instruments import rss_nbytes
 from .storage_meter import StorageMeter
 
+_NOTHING = Sample(t_s=0.0, nvme_read_nbytes=0, nvme_write_nbytes=0, rss_nbytes=0)
+
 
 class Timeline:
     """A thread that reads the storage meter and the resident memory at a fixed rate, between :meth:`start` and
@@ -31,16 +33,17 @@ class Timeline:
         self._further_rss_nbytes = further_rss_nbytes
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._last: Sample | None = None
         self.samples: list[Sample] = []
 
     def start(self) -> None:
         """Takes the first sample, and more until :meth:`stop`."""
         if not self._period_s:
             return
-        self._last = self.samples[-1] if self.samples else None
-        self._t_start = time.perf_counter()
-        self._at_start = self._meter.counts()
+        # Origins such that the first sample repeats the last one of the span before.
+        last, counts = self.samples[-1] if self.samples else _NOTHING, self._meter.counts()
+        self._t_origin = time.perf_counter() - last.t_s
+        self._read_origin = counts.read_nbytes - last.nvme_read_nbytes
+        self._write_origin = counts.write_nbytes - last.nvme_write_nbytes
         self._stopping.clear()
         self._sample()
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
@@ -60,15 +63,12 @@ class Timeline:
             self._sample()
 
     def _sample(self) -> None:
-        counts, last = self._meter.counts(), self._last
-        t_s = time.perf_counter() - self._t_start
-        read_nbytes = counts.read_nbytes - self._at_start.read_nbytes
-        write_nbytes = counts.write_nbytes - self._at_start.write_nbytes
+        counts = self._meter.counts()
         self.samples.append(
             Sample(
-                t_s=t_s + (last.t_s if last else 0.0),
-                nvme_read_nbytes=read_nbytes + (last.nvme_read_nbytes if last else 0),
-                nvme_write_nbytes=write_nbytes + (last.nvme_write_nbytes if last else 0),
+                t_s=time.perf_counter() - self._t_origin,
+                nvme_read_nbytes=counts.read_nbytes - self._read_origin,
+                nvme_write_nbytes=counts.write_nbytes - self._write_origin,
                 rss_nbytes=rss_nbytes() + self._further_rss_nbytes(),
             )
         )

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tencache_ds.profiling.filesystem import MEMORY_FILE_SYSTEMS
+
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """Per second. Times are amounts divided by it, so zero is an error and "unknown" is None."""
 
@@ -33,6 +35,11 @@ class StorageRates(BaseModel):
 
     device: str = ""
     """Model of the block device, where the system names it."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the files lie in host memory, which then stands for a drive."""
+        return self.filesystem in MEMORY_FILE_SYSTEMS
 
 
 class Hardware(BaseModel):
