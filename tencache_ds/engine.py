@@ -24,7 +24,7 @@ from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
 from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES, StagingPlan, plan_staging, resident_budget
-from tencache_ds.planning.chunks import align
+from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES, align
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
 from tencache_ds.planning.striping import Striping
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier, SubGroupSpec
@@ -188,7 +188,7 @@ class TenCacheEngine:
         """
         tiers = [self.weights, *(engine.weights for engine in self._adopted)]
         shards = [nbytes for tier in tiers for nbytes in tier.stored_nbytes()]
-        largest = max((align(nbytes) for nbytes in chunk_nbytes), default=0)
+        largest = max([LEAST_SLOT_NBYTES, *(align(nbytes) for nbytes in chunk_nbytes)]) if chunk_nbytes else 0
         self._gpu_staging.build(
             [
                 (path.scratch.folder, route)

@@ -49,10 +49,8 @@ class CheckpointMixin:
             for index, placeholder in enumerate(flats):
                 placeholder.data = self._saved_state(index, MASTER)
                 masters.append(placeholder.data.detach().requires_grad_())
-                if self._updater.started(index):
-                    state = self.optimizer.state[placeholder]
-                    for kind in self._state.kinds(index)[1:]:
-                        state[kind] = self._saved_state(index, kind)
+                for kind in self._optimizer_states.kinds(index):
+                    self.optimizer.state[placeholder][kind] = self._saved_state(index, kind)
             saved = super()._rigid_state_dict()
             packed = saved[OPTIMIZER_STATE_DICT]
             # The packed state shares its dicts with the optimizer, which lets go of the tensors below.
@@ -62,7 +60,7 @@ class CheckpointMixin:
             saved[FP32_FLAT_GROUPS] = masters
         finally:
             for index in range(len(flats)):
-                self._updater.detach(index)
+                self._optimizer_states.show(index)
         return saved
 
     def _saved_state(self, index: int, kind: str) -> torch.Tensor:
@@ -114,13 +112,13 @@ class CheckpointMixin:
         step = saved[OPTIMIZER_STATE_DICT]["state"][0]["step"]
         for index, params in enumerate(self.fp16_groups):
             placeholder = self.fp32_partitioned_groups_flat[index]
-            state = self.optimizer.state[placeholder]
+            state = self.optimizer.state[placeholder] = {}
             for key in ("fp32", "exp_avg", "exp_avg_sq"):
                 pieces = [
                     self.load_hp_checkpoint_state(os.path.join(folder, self.param_names[param]), key, param=param)
                     for param in params
                 ]
-                whole = torch.cat([piece.reshape(-1) for piece in pieces])
+                whole = torch.cat([piece.reshape(-1) for piece in pieces]).to(placeholder.dtype)
                 if key == "fp32":
                     master = whole
                 else:
@@ -133,14 +131,8 @@ class CheckpointMixin:
 
     def _replace_master(self, index: int, master: torch.Tensor, *, with_state: bool) -> None:
         """Puts loaded master weights (and the states the optimizer holds for them) into the tier, then the weights."""
-        placeholder = self.fp32_partitioned_groups_flat[index]
         self._drop_staged_weights()
-        if with_state:
-            placeholder.data = master.to(placeholder.dtype)
-            self._updater.store_state(index)
-            self._updater.detach(index)
-        else:
-            self._state.write(index, {MASTER: master.to(placeholder.dtype)})
+        self._optimizer_states.replace(index, master, with_state=with_state)
         for chunk in self._state.chunks(index):
             self._publish(chunk, master[chunk.start : chunk.start + chunk.numel])
 

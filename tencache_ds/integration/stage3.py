@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from tencache_ds.engine import TenCacheEngine
-from tencache_ds.errors import ConfigError
 from tencache_ds.integration.checkpoint import CheckpointMixin
-from tencache_ds.integration.chunk_update import SubGroupUpdater, known_kinds
+from tencache_ds.integration.chunk_update import SubGroupUpdater
+from tencache_ds.integration.optimizer_states import OptimizerStates
+from tencache_ds.integration.optimizers import known_kinds, needed_states, refuse_optimizer, updates_by_chunks
 from tencache_ds.integration.param_swapper import ParamSwapper, engines_of, joined_engine_of
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.integration.surroundings import build_engine
@@ -45,12 +45,13 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self.tencache: TenCacheEngine | None = None
         self._state: OptimizerStateTier | None = None
         self._gradients: GradientTier | None = None
+        self._optimizer_states: OptimizerStates | None = None
         self._updater: SubGroupUpdater | None = None
         self._optimizer_on_nvme = False
         self._combined_scale: Any = 1.0
         self._weights_changing = False
         try:
-            _refuse_optimizer(init_optimizer)
+            refuse_optimizer(init_optimizer)
             super().__init__(module, init_optimizer, *args, **kwargs)
         except BaseException:
             # DeepSpeed's debugging tables keep a model alive whose engine failed: its files and threads end here.
@@ -85,7 +86,9 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             return
         dtype = self.master_weights_and_grads_dtype
         residency = StateResidency.STORED if self._optimizer_on_nvme else StateResidency.HOST
-        kinds = ((MASTER, dtype), *known_kinds(self.optimizer, dtype))
+        kinds: tuple[tuple[str, torch.dtype], ...] = ((MASTER, dtype),)
+        if residency is StateResidency.STORED or updates_by_chunks(self.optimizer):
+            kinds += known_kinds(self.optimizer, dtype)  # in host memory the optimizer's own tensors become the state
         specs = [SubGroupSpec(int(numel), kinds, residency) for numel in self.fp16_partitioned_groups_flat_numel]
         itemsizes = [(kind, kind_dtype.itemsize) for kind, kind_dtype in kinds]
         chunk_nbytes = [
@@ -107,6 +110,9 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             self._copy_weights_to_master(index, fresh=True)
         for param_group in self.optimizer.param_groups:
             param_group["params"] = []
+        self._optimizer_states = OptimizerStates(
+            self.optimizer, self._state, self.fp32_partitioned_groups_flat, needed_states(self.optimizer)
+        )
 
     def initialize_optimizer_states(self) -> None:
         """Nothing to pass over: chunks were written once, with their moments at zero."""
@@ -137,8 +143,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._updater = SubGroupUpdater(
             self.optimizer,
             self._state,
+            self._optimizer_states,
             self._gradients,
-            self.fp32_partitioned_groups_flat,
             engine.surroundings.local_ranks,
         )
         starts = itertools.accumulate((int(n) for n in self.fp16_partitioned_groups_flat_numel), initial=0)
@@ -273,7 +279,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
 
     @property
     def _updates_by_chunks(self) -> bool:
-        return type(self.optimizer) is DeepSpeedCPUAdam and self.torch_autocast_gradscaler is None
+        return updates_by_chunks(self.optimizer) and self.torch_autocast_gradscaler is None
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         if self._state is None:
@@ -406,14 +412,6 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if self.tencache is None or self.tencache.closed:
             raise RuntimeError("this DeepSpeed engine was destroyed: its weights and optimizer state are gone")
         return self.tencache
-
-
-def _refuse_optimizer(optimizer: Any) -> None:
-    if type(optimizer).__name__ == "MuonWithAuxAdam":
-        raise ConfigError(
-            'the optimizer "Muon" needs whole gradients on the device and is not supported with "offload_engine": '
-            '"tencache". Use another optimizer, or remove the key.'
-        )
 
 
 def _no_gather(*args: Any, **kwargs: Any) -> None:

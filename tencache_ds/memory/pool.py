@@ -111,6 +111,11 @@ class BufferPool:
         self._n_waits = 0
         self._wait_ns = 0
 
+    @property
+    def largest_nbytes(self) -> int:
+        """Bytes of the largest slot: the most that one lease can hold."""
+        return max(self._slot_nbytes, default=0)
+
     def try_lease(self, nbytes: int, owner: str, purpose: str) -> Lease | None:
         """Return a lease on the smallest free slot that fits, or None. Never blocks.
 

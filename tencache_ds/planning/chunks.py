@@ -16,6 +16,10 @@ GRANULE_NUMEL = 4096
 for 1-, 2- and 4-byte elements, and no vector loop of a CPU optimizer is cut in its middle, so that chunked updates are
 bit-identical to whole ones."""
 
+LEAST_SLOT_NBYTES = 8 * 4 * GRANULE_NUMEL
+"""A buffer for chunks has room for a granule of eight fp32 kinds at least: kinds that an optimizer makes at its first
+step find room in the pool there is, however small the sub-groups are."""
+
 
 def align(nbytes: int) -> int:
     """``nbytes`` rounded up to whole pages."""

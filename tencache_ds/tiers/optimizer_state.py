@@ -125,6 +125,10 @@ class OptimizerStateTier:
         """The chunks of a sub-group in ascending order."""
         return self._groups[sub_group].chunks
 
+    def numel(self, sub_group: int) -> int:
+        """Elements of a sub-group."""
+        return self._groups[sub_group].spec.numel
+
     def kinds(self, sub_group: int) -> tuple[str, ...]:
         """The kinds of state a sub-group keeps, ``master`` first."""
         return tuple(kind for kind, _ in self._groups[sub_group].spec.kinds)
@@ -205,9 +209,18 @@ class OptimizerStateTier:
             self.put(used, changed=False)
         return result
 
-    def read_all(self, sub_group: int) -> dict[str, torch.Tensor]:
-        """Copies of every kind of state of a sub-group, whole; each chunk is read once."""
+    def borrow(self, sub_group: int) -> dict[str, torch.Tensor]:
+        """Every kind of state of a sub-group as whole 1-D tensors to work on; :meth:`keep` takes them back.
+
+        Those of a resident sub-group are the tier's own, so a change is a change of the state. Those of a stored one
+        are copies; each chunk is read once.
+
+        Raises:
+            StorageError: a read failed.
+        """
         group = self._groups[sub_group]
+        if group.spec.residency is StateResidency.HOST:
+            return dict(group.tensors)
         result = {kind: torch.empty(group.spec.numel, dtype=dtype) for kind, dtype in group.spec.kinds}
         self.begin_update([sub_group])
         for chunk in group.chunks:
@@ -217,16 +230,54 @@ class OptimizerStateTier:
             self.put(used, changed=False)
         return result
 
+    def keep(self, sub_group: int, values: Mapping[str, torch.Tensor]) -> None:
+        """Makes ``values`` the whole state of a sub-group. A resident one keeps these very tensors.
+
+        Args:
+            sub_group: which one.
+            values: 1-D tensor per kind of state, of the sub-group's length, ``master`` among them. Kinds and dtypes
+                that are new get room: in chunks cut anew, of fewer elements where the pool's buffers ask for it. Kinds
+                that are kept already and are missing here become zero.
+
+        Raises:
+            SpaceError: the store has no room for them; the state is what it was.
+            StorageError: an earlier write failed.
+        """
+        group = self._groups[sub_group]
+        self._check_lengths(sub_group, values, group.spec.numel)
+        if MASTER not in values:
+            raise TenCacheError(f"the state of sub-group {sub_group} is to become {sorted(values)}, without {MASTER!r}")
+        dtypes = dict(group.spec.kinds) | {kind: value.dtype for kind, value in values.items()}
+        spec = SubGroupSpec(group.spec.numel, tuple(dtypes.items()), group.spec.residency)
+        if spec.residency is StateResidency.HOST:
+            zeroed = {kind: tensor.zero_() for kind, tensor in group.tensors.items() if kind not in values}
+            tensors = {kind: values[kind].contiguous() if kind in values else zeroed[kind] for kind in dtypes}
+            self._groups[sub_group] = _SubGroup(spec, self._cut(sub_group, spec), tensors=tensors)
+            return
+        if spec != group.spec:
+            self._relocate(sub_group, spec)
+        for chunk in self._groups[sub_group].chunks:
+            used = self.overwrite(chunk)
+            for kind, value in values.items():
+                used.views[kind].copy_(value[chunk.start : chunk.start + chunk.numel])
+            self.put(used)
+
+    def replace(self, sub_group: int, values: Mapping[str, torch.Tensor]) -> None:
+        """Like :meth:`keep`, for values that belong to somebody else: a resident sub-group copies them."""
+        group = self._groups[sub_group]
+        if group.spec.residency is StateResidency.HOST:
+            self._check_lengths(sub_group, values, group.spec.numel)
+            values = {kind: self._copied(group.tensors.get(kind), value) for kind, value in values.items()}
+        self.keep(sub_group, values)
+
     def write(self, sub_group: int, values: Mapping[str, torch.Tensor], start: int = 0) -> None:
         """Replaces elements of some kinds of state, beginning at element ``start``; all values have the same length.
 
         Chunks that are replaced whole are not read first.
         """
         group = self._groups[sub_group]
-        numels = {value.numel() for value in values.values()}
-        if len(numels) != 1:
-            raise TenCacheError(f"states of sub-group {sub_group} differ in length: {sorted(numels)}")
-        (numel,) = numels
+        numel = next(iter(values.values())).numel()
+        self._check_lengths(sub_group, values, numel)
         everything = {kind for kind, _ in group.spec.kinds} == set(values)
         for chunk, low, high in self._covering(group, start, numel):
             whole = everything and high - low == chunk.numel
@@ -264,24 +315,6 @@ class OptimizerStateTier:
             pieces.append((extent.file, extent.offset + piece.offset, piece.nbytes))
         return map_pieces(pieces).view(group.dtype(kind))
 
-    def add_kinds(self, sub_group: int, added: Sequence[tuple[str, torch.dtype]]) -> None:
-        """Makes room for states an optimizer turned out to keep; they hold zeros, and what was there stays.
-
-        Raises:
-            SpaceError: the store has no room for them.
-        """
-        group = self._groups[sub_group]
-        old = self.read_all(sub_group)
-        extents = group.extents
-        spec = SubGroupSpec(group.spec.numel, (*group.spec.kinds, *added), group.spec.residency)
-        if self._store is not None:
-            self._store.drain()
-            for extent in extents:
-                self._store.free(extent)
-        self._groups[sub_group] = self._make(sub_group, spec)
-        values = old | {kind: torch.zeros(spec.numel, dtype=dtype) for kind, dtype in added}
-        self.write(sub_group, values)
-
     # Lifetime
 
     def drain(self) -> None:
@@ -304,16 +337,67 @@ class OptimizerStateTier:
     # Mechanics
 
     def _make(self, index: int, spec: SubGroupSpec) -> _SubGroup:
-        kinds = [(kind, dtype.itemsize) for kind, dtype in spec.kinds]
-        group = _SubGroup(spec, cut_sub_group(index, spec.numel, kinds, self._chunk_nbytes))
+        group = _SubGroup(spec, self._cut(index, spec))
         if spec.residency is StateResidency.HOST:
             group.tensors = {kind: torch.zeros(spec.numel, dtype=dtype) for kind, dtype in spec.kinds}
-        elif self._store is None:
-            raise TenCacheError(f"sub-group {index} is to be stored, but there is no store")
         else:
-            for chunk in group.chunks:
-                group.extents.append(self._store.allocate(chunk.nbytes, f"optimizer chunk {index}.{chunk.index}"))
+            group.extents = self._allocate(group.chunks)
         return group
+
+    def _cut(self, index: int, spec: SubGroupSpec, largest_nbytes: int | None = None) -> tuple[Chunk, ...]:
+        kinds = [(kind, dtype.itemsize) for kind, dtype in spec.kinds]
+        chunk_nbytes = self._chunk_nbytes if largest_nbytes is None else min(self._chunk_nbytes, largest_nbytes)
+        return cut_sub_group(index, spec.numel, kinds, chunk_nbytes)
+
+    def _allocate(self, chunks: Sequence[Chunk]) -> list[Extent]:
+        extents: list[Extent] = []
+        try:
+            for chunk in chunks:
+                name = f"optimizer chunk {chunk.sub_group}.{chunk.index}"
+                extents.append(self._require_store(chunk.sub_group).allocate(chunk.nbytes, name))
+        except BaseException:
+            for extent in extents:
+                self._require_store(chunks[0].sub_group).free(extent)
+            raise
+        return extents
+
+    def _relocate(self, sub_group: int, spec: SubGroupSpec) -> None:
+        """Gives a stored sub-group chunks for other kinds of state, to be written next; the old ones are given up.
+
+        The pool stays as it is: chunks get as few elements as its buffers need.
+        """
+        store, largest = self._require_store(sub_group), self._pool().largest_nbytes
+        chunks = self._cut(sub_group, spec, largest)
+        needed = max((chunk.nbytes for chunk in chunks), default=0)
+        if needed > largest:
+            raise TenCacheError(
+                f"{len(spec.kinds)} kinds of optimizer state of sub-group {sub_group} need buffers of {needed} bytes, "
+                f'those of the pool have {largest}. Raise "tencache.chunk_size".'
+            )
+        self._abandon_ahead()
+        store.drain()
+        extents = self._allocate(chunks)
+        for extent in self._groups[sub_group].extents:
+            store.free(extent)
+        self._groups[sub_group] = _SubGroup(spec, chunks, extents)
+
+    def _require_store(self, sub_group: int) -> ExtentStore:
+        if self._store is None:
+            raise TenCacheError(f"sub-group {sub_group} is to be stored, but there is no store")
+        return self._store
+
+    @staticmethod
+    def _check_lengths(sub_group: int, values: Mapping[str, torch.Tensor], numel: int) -> None:
+        numels = {kind: value.numel() for kind, value in values.items()}
+        if any(found != numel for found in numels.values()):
+            raise TenCacheError(f"states of sub-group {sub_group} differ in length: {numels}, {numel} are expected")
+
+    @staticmethod
+    def _copied(own: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+        """A copy of ``value``, in the tier's own tensor where that has the right dtype."""
+        if own is None or own.dtype != value.dtype:
+            return value.clone()
+        return own if own is value else own.copy_(value)
 
     @staticmethod
     def _covering(group: _SubGroup, start: int, numel: int) -> list[tuple[Chunk, int, int]]:
@@ -376,21 +460,18 @@ class OptimizerStateTier:
         return self._groups[chunk.sub_group].extents[chunk.index]
 
     def _start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> _Ahead:
-        extent = self._extent(chunk)
-        if self._store is None:
-            raise TenCacheError(f"sub-group {chunk.sub_group} has no store")
+        store, extent = self._require_store(chunk.sub_group), self._extent(chunk)
         self._counters.moved(Link.NVME_READ, extent.allocated_nbytes)
         try:
-            ticket = self._store.read(extent, lease.buffer[: extent.allocated_nbytes], priority=priority)
+            ticket = store.read(extent, lease.buffer[: extent.allocated_nbytes], priority=priority)
         except BaseException:
             lease.release()
             raise
         return _Ahead(chunk, lease, ticket)
 
     def _start_write(self, chunk: Chunk, lease: Lease) -> Ticket:
-        if self._store is None:
-            raise TenCacheError(f"sub-group {chunk.sub_group} has no store")
-        extent = self._store.relocate(self._extent(chunk))
+        store = self._require_store(chunk.sub_group)
+        extent = store.relocate(self._extent(chunk))
         self._groups[chunk.sub_group].extents[chunk.index] = extent
         self._counters.moved(Link.NVME_WRITE, extent.allocated_nbytes)
-        return self._store.write(extent, lease.buffer[: extent.allocated_nbytes], priority=Priority.BACKGROUND)
+        return store.write(extent, lease.buffer[: extent.allocated_nbytes], priority=Priority.BACKGROUND)

@@ -2,7 +2,8 @@
 """Saves and loads checkpoints in the processes of ``test_checkpoint.py``; run like ``training.py``.
 
 ``{"action": "save"}`` trains, saves and goes on; ``"load"`` starts from other weights, loads and goes on with the
-batches that follow; ``"fp32"`` reads a checkpoint with DeepSpeed's ``zero_to_fp32``.
+batches that follow; ``"reload"`` goes back and forth between checkpoints; ``"fp32"`` reads one with DeepSpeed's
+``zero_to_fp32``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     path = os.path.join(folder, "checkpoints", case["checkpoint"])
     if case["action"] == "fp32":
         return read_as_fp32(path) if rank == 0 else {}
+    if case["action"] == "reload":
+        return reload(case, engine_name, folder, rank)
     oracle = engine_name == "stock"
     generator = torch.Generator().manual_seed(1000 + rank)
     if case["action"] == "load":
@@ -62,6 +65,44 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
         result["weights"] = training.digests(engine.module)
     result["losses"] = training.train(engine, after, generator, oracle=oracle)
     result["final_weights"] = training.digests(engine.module)
+    engine.destroy()
+    return result
+
+
+def reload(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """Losses of a run that goes back to a checkpoint saved before the first step, and to a later one, more than once.
+
+    The checkpoints are its own or, with ``case["loads"]``, another run's.
+    """
+    saves = os.path.join(folder, "checkpoints", case["checkpoint"])
+    loads = os.path.join(folder, "checkpoints", case.get("loads", case["checkpoint"]))
+    generator = torch.Generator().manual_seed(1000 + rank)
+    engine = training.build(case, engine_name, os.path.join(folder, "nvme"))
+    losses: list[str] = []
+
+    def train(steps: int) -> None:
+        losses.extend(training.train(engine, steps, generator, oracle=engine_name == "stock"))
+
+    def load(tag: str, **options: Any) -> None:
+        if engine.load_checkpoint(loads, tag=tag, **options)[0] is None:
+            raise RuntimeError(f"nothing was loaded from {loads}")
+
+    engine.save_checkpoint(saves, tag="begin")
+    train(2)
+    engine.save_checkpoint(saves, tag="later")
+    train(1)
+    load("begin")
+    train(2)
+    load("later")
+    load("begin")
+    train(1)
+    load("later")
+    train(1)
+    load("later")
+    train(1)
+    load("begin", load_optimizer_states=False)
+    train(2)
+    result = {"losses": losses, "weights": training.digests(engine.module)}
     engine.destroy()
     return result
 

@@ -35,6 +35,12 @@ SAVING_ONLY: dict[str, dict[str, Any]] = {
     "not_saved": {"model": "mlp", "only_train": True},
     "bit16": {"model": "gpt2", "save_16bit_model": True, "zero": {"stage3_gather_16bit_weights_on_model_save": True}},
 }
+RELOADS: dict[str, dict[str, Any]] = {
+    "adamw": {"model": "mlp"},
+    "torch_sgd": {"model": "mlp", "optimizer": "torch_sgd"},
+    "torch_adamw_in_ram": {"model": "mlp", "optimizer": "torch_adamw", "offload_optimizer": "cpu"},
+}
+"""Go back to a checkpoint of before the first step, when SGD's momentum is not even zero: there is none."""
 LOADS_SOMETHING_ELSE = ("without_optimizer_states", "module_only")
 """Kinds after which training differs from the run that was saved."""
 
@@ -57,9 +63,22 @@ def loading(kinds: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any],
     return cases
 
 
+def reloading() -> list[tuple[str, dict[str, Any], str]]:
+    """Each engine with its own checkpoints, then each with the other's."""
+    cases = []
+    for engine in ENGINES:
+        for name, case in RELOADS.items():
+            case_here = case | {"action": "reload", "checkpoint": f"{name}-reload-{engine}"}
+            cases.append((f"reload_{name}", case_here, engine))
+    for engine, other in (ENGINES, ENGINES[::-1]):
+        case_here = RELOADS["adamw"] | {"action": "reload", "checkpoint": f"exchanged-{engine}"}
+        cases.append(("reload_exchanged", case_here | {"loads": f"adamw-reload-{other}"}, engine))
+    return cases
+
+
 @pytest.fixture(scope="module")
 def saved(harness: Any) -> Any:
-    return harness.run(saving(KINDS | SAVING_ONLY), program=PROGRAM, timeout_s=200)
+    return harness.run(saving(KINDS | SAVING_ONLY) + reloading(), program=PROGRAM, timeout_s=200)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +138,13 @@ def test_zero_to_fp32_reads_the_same_of_two_ranks(loaded_by_two: Any, name: str)
 def test_training_goes_on_after_saving(saved: Any, name: str) -> None:
     stock, ours = (saved.result(f"save_{name}", engine) for engine in ENGINES)
     assert ours == stock
+
+
+@pytest.mark.parametrize("name", [*RELOADS, "exchanged"])
+def test_going_back_to_a_checkpoint_takes_all_of_its_state(saved: Any, name: str) -> None:
+    stock, ours = (saved.result(f"reload_{name}", engine) for engine in ENGINES)
+    assert ours == stock
+    assert stock == saved.result("reload_adamw", "stock") or name != "exchanged"
 
 
 def test_saving_does_not_change_training(saved: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tencache_ds.errors import StorageError, TenCacheError
+from tencache_ds.errors import SpaceError, StorageError, TenCacheError
 from tencache_ds.io import Operation, StorageTimeoutError
 from tencache_ds.observability.counters import Counters, Stall
 from tencache_ds.planning.chunks import align
@@ -31,7 +31,7 @@ class Bench:
     """An optimizer tier with a dense model of what it holds."""
 
     def __init__(self, folder: Path, *residencies: StateResidency) -> None:
-        # Slots with room for the kind that add_kinds brings.
+        # Slots with room for a granule of one more kind.
         self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES + 4096 * 4, SLOTS),))
         specs = [SubGroupSpec(n, KINDS, r) for n, r in zip(NUMELS, residencies, strict=True)]
         self.tier = OptimizerStateTier(
@@ -63,7 +63,7 @@ class Bench:
 
     def check(self) -> None:
         for index, kinds in enumerate(self.dense):
-            for kind, value in self.tier.read_all(index).items():
+            for kind, value in self.tier.borrow(index).items():
                 assert torch.equal(value, kinds[kind]), (index, kind)
 
     def close(self) -> None:
@@ -268,7 +268,6 @@ def test_a_whole_replacement_reads_nothing(bench):
 @EVERY_RESIDENCY
 def test_reads_are_copies(either):
     either.tier.read(0, MASTER).zero_()
-    either.tier.read_all(0)[MASTER].zero_()
     either.check()
 
 
@@ -286,11 +285,32 @@ def test_a_kind_that_is_not_kept(either):
 
 
 @EVERY_RESIDENCY
-def test_added_kinds_are_zero_and_what_was_there_stays(either):
+def test_what_was_borrowed_and_changed_is_kept(either):
+    for index in (0, 1):
+        values = either.tier.borrow(index)
+        for kind, value in values.items():
+            value.add_(1)
+            if value is not either.dense[index][kind]:
+                either.dense[index][kind] = value.clone()
+        either.tier.keep(index, values)
+    either.check()
+
+
+@pytest.mark.parametrize("use", ["keep", "replace"])
+@EVERY_RESIDENCY
+def test_new_kinds_and_dtypes_get_room_and_missing_kinds_become_zero(either, use):
+    """As after a first step that made a state, or after loading a checkpoint of other states."""
     for index in (0, 2):
-        either.tier.add_kinds(index, [("max_exp_avg_sq", torch.float32)])
+        values = {
+            MASTER: numbers(NUMELS[index], torch.float32, 100 + index),
+            "exp_avg": numbers(NUMELS[index], torch.bfloat16, 200 + index),  # kept in fp32 until now
+            "max_exp_avg_sq": numbers(NUMELS[index], torch.float32, 300 + index),
+        }
+        getattr(either.tier, use)(index, values)
         assert either.tier.kinds(index) == (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        either.dense[index]["max_exp_avg_sq"] = torch.zeros(NUMELS[index])
+        zeros = torch.zeros(NUMELS[index], dtype=torch.bfloat16)
+        dense = {MASTER: values[MASTER], "exp_avg": values["exp_avg"], "exp_avg_sq": zeros}
+        either.dense[index] = {k: v.clone() for k, v in (dense | {"max_exp_avg_sq": values["max_exp_avg_sq"]}).items()}
     either.check()
     for step in range(2):
         either.tier.begin_update()
@@ -299,16 +319,74 @@ def test_added_kinds_are_zero_and_what_was_there_stays(either):
             either.compare(used, add=step + 1.0)
             either.tier.put(used)
     either.check()
-    for kind in either.tier.kinds(0):
-        assert torch.equal(either.tier.whole(0, kind), either.dense[0][kind])
 
 
-def test_added_kinds_take_the_place_of_the_old_extents(bench):
+def test_a_resident_sub_group_keeps_the_optimizers_tensors_and_copies_loaded_ones(tmp_path):
+    bench = Bench(tmp_path, *[StateResidency.HOST] * len(NUMELS))
+    loaded = {kind: value.clone() for kind, value in bench.dense[0].items()}
+    bench.tier.replace(0, loaded)
+    assert not {v.data_ptr() for v in bench.tier.borrow(0).values()} & {v.data_ptr() for v in loaded.values()}
+    bench.tier.keep(0, loaded)
+    assert all(bench.tier.borrow(0)[kind] is value for kind, value in loaded.items())
+    bench.close()
+
+
+def test_chunks_of_more_kinds_fit_the_pool_that_there_is(tmp_path):
+    """The pool was made for chunks of two kinds; a third one turns up."""
+    two, numel = ((MASTER, torch.float32), ("exp_avg", torch.float32)), 20 * 4096 + 17
+    slot_nbytes = align(numel * 8)
+    storage = Storage(tmp_path, (SizeClass(slot_nbytes, SLOTS),))
+    tier = OptimizerStateTier(
+        [SubGroupSpec(numel, two, StateResidency.STORED)],
+        store=storage.store,
+        pool=lambda: storage.pool,
+        counters=storage.counters,
+        chunk_nbytes=64 * slot_nbytes,
+        timeout_s=TIMEOUT_S,
+    )
+    assert len(tier.chunks(0)) == 1
+    values = {kind: numbers(numel, torch.float32, i) for i, kind in enumerate((MASTER, "exp_avg", "exp_avg_sq"))}
+    tier.keep(0, values)
+    assert len(tier.chunks(0)) > 1
+    assert all(chunk.nbytes <= slot_nbytes and chunk.start % 4096 == 0 for chunk in tier.chunks(0))
+    for kind, value in tier.borrow(0).items():
+        assert torch.equal(value, values[kind])
+    many = {f"kind{i}": values[MASTER] for i in range(100)}
+    with pytest.raises(TenCacheError, match=r"103 kinds of optimizer state of sub-group 0 .*tencache\.chunk_size"):
+        tier.keep(0, values | many)
+    assert torch.equal(tier.read(0, "exp_avg_sq"), values["exp_avg_sq"])
+    tier.close()
+    storage.close()
+
+
+def test_new_kinds_take_the_place_of_the_old_extents(bench):
     before = bench.storage.store.nbytes_allocated
-    bench.tier.add_kinds(0, [("max_exp_avg_sq", torch.float32)])
+    bench.tier.keep(0, bench.tier.borrow(0) | {"max_exp_avg_sq": torch.zeros(NUMELS[0])})
     bench.tier.drain()
     grown = bench.storage.store.nbytes_allocated - before
     assert grown == sum(align(chunk.piece("max_exp_avg_sq").nbytes) for chunk in bench.tier.chunks(0))
+
+
+def test_no_room_for_new_kinds_leaves_the_state_as_it_was(bench, monkeypatch):
+    allocated, allocate = bench.storage.store.nbytes_allocated, bench.storage.store.allocate
+    left = iter(range(2))
+
+    def allocate_two(nbytes, tag):
+        if next(left, None) is None:
+            raise SpaceError("allocate", "/scratch", 0, nbytes, "the disk is full")
+        return allocate(nbytes, tag)
+
+    monkeypatch.setattr(bench.storage.store, "allocate", allocate_two)
+    with pytest.raises(SpaceError, match="the disk is full"):
+        bench.tier.keep(0, bench.tier.borrow(0) | {"max_exp_avg_sq": torch.zeros(NUMELS[0])})
+    assert bench.storage.store.nbytes_allocated == allocated
+    bench.check()
+
+
+@EVERY_RESIDENCY
+def test_the_whole_state_has_master_weights(either):
+    with pytest.raises(TenCacheError, match="without 'master'"):
+        either.tier.keep(0, {"exp_avg": torch.zeros(NUMELS[0])})
 
 
 def test_stored_state_needs_a_store():

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one owner of what the wrapped optimizer keeps for each sub-group.
+
+A state with one value per element lives in the tier beside the master weights. Everything else (step numbers, scalars,
+factored states) stays in ``optimizer.state`` under the sub-group's placeholder, the flat tensor by which the optimizer
+knows the sub-group.
+
+What a user sees there between two steps: of a sub-group in host memory what stock CPU offload shows, the placeholder
+being the master weights and ``optimizer.state`` holding the tier's own tensors; of one on NVMe only what is not per
+element, under an empty placeholder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tencache_ds.errors import TenCacheError
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency
+
+
+class OptimizerStates:
+    """Which states each sub-group has, and where. Used by the training thread."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        tier: OptimizerStateTier,
+        placeholders: Sequence[torch.Tensor],
+        needed: frozenset[str] = frozenset(),
+    ) -> None:
+        """
+        Args:
+            optimizer: the torch optimizer DeepSpeed wraps.
+            tier: where master weights and per-element states live.
+            placeholders: per sub-group, the tensor under which the optimizer knows it.
+            needed: names of the states that the update cannot do without once it has begun; empty if not known.
+        """
+        self._optimizer = optimizer
+        self._tier = tier
+        self._placeholders = placeholders
+        self._needed = needed
+        self._kinds: list[tuple[str, ...]] = [() for _ in placeholders]
+        # ZeRO has put placeholders in the place of the parameters that the optimizer was made with.
+        for key in [key for key in optimizer.state if torch.is_tensor(key)]:
+            del optimizer.state[key]
+        for sub_group in range(len(placeholders)):
+            self._begin(sub_group)
+            self.show(sub_group)
+
+    def kinds(self, sub_group: int) -> tuple[str, ...]:
+        """The per-element states that the optimizer has made for a sub-group, at a step or by loading.
+
+        The tier may have room for more: those hold zeros that mean nothing yet.
+        """
+        return self._kinds[sub_group]
+
+    def started(self, sub_group: int) -> bool:
+        """Whether the optimizer has any state for a sub-group."""
+        return bool(self._kinds[sub_group]) or bool(self._optimizer.state.get(self._placeholders[sub_group]))
+
+    def begin_step(self, sub_group: int) -> Any:
+        """Counts a step of a sub-group whose states are zero before the first one; returns the step's number."""
+        state = self._optimizer.state[self._placeholders[sub_group]]
+        state["step"] = state.get("step", 0) + 1
+        if not self._kinds[sub_group]:
+            self._kinds[sub_group] = self._tier.kinds(sub_group)[1:]
+            self.show(sub_group)
+        return state["step"]
+
+    @contextmanager
+    def whole(self, sub_group: int) -> Iterator[torch.Tensor]:
+        """The sub-group's placeholder, its data the master weights and its states in ``optimizer.state``, whole.
+
+        Whatever is there at the end is the sub-group's state. Nothing of a sub-group in host memory is copied.
+
+        Raises:
+            SpaceError: the optimizer has made states that there is no room for on NVMe.
+            StorageError: a read failed.
+        """
+        placeholder, values = self._placeholders[sub_group], self._tier.borrow(sub_group)
+        try:
+            placeholder.data = values[MASTER]
+            self._optimizer.state[placeholder].update((kind, values[kind]) for kind in self._kinds[sub_group])
+            del values
+            yield placeholder
+            found = self._per_element(sub_group)
+            self._tier.keep(sub_group, {MASTER: placeholder.data} | found)
+            self._kinds[sub_group] = tuple(found)
+        finally:
+            self.show(sub_group)
+
+    def replace(self, sub_group: int, master: torch.Tensor, *, with_state: bool) -> None:
+        """Puts loaded values in the place of a sub-group's.
+
+        Args:
+            sub_group: which one.
+            master: the master weights, 1-D, in any float dtype.
+            with_state: what ``optimizer.state`` holds for the sub-group now was loaded as well, and is all the state
+                it has: every other is as if no step had been taken. Without, the states stay as they are.
+
+        Raises:
+            SpaceError: the loaded states need more room on NVMe than there is.
+            TenCacheError: the loaded states are those of another optimizer.
+        """
+        master = master.detach().to(self._placeholders[sub_group].dtype)
+        if not with_state:
+            self._tier.write(sub_group, {MASTER: master})
+            return
+        loaded = self._optimizer.state.get(self._placeholders[sub_group], {})
+        missing = self._needed - set(loaded)
+        if loaded and missing:
+            raise TenCacheError(
+                f"the loaded optimizer state of sub-group {sub_group} holds {sorted(loaded)}, but "
+                f"{type(self._optimizer).__name__} needs {sorted(missing)} too: it was saved with another optimizer. "
+                "Load it with load_optimizer_states=False, or use the optimizer it was saved with."
+            )
+        found = self._per_element(sub_group)
+        self._tier.replace(sub_group, {MASTER: master} | found)
+        self._kinds[sub_group] = tuple(found)
+        self._begin(sub_group)
+        self.show(sub_group)
+
+    def _per_element(self, sub_group: int) -> dict[str, torch.Tensor]:
+        """What ``optimizer.state`` holds with one value per element of a sub-group."""
+        shape = (self._tier.numel(sub_group),)
+        state = self._optimizer.state.get(self._placeholders[sub_group], {})
+        return {
+            kind: value.detach()
+            for kind, value in state.items()
+            if torch.is_tensor(value) and value.shape == shape and value.layout is torch.strided
+        }
+
+    def show(self, sub_group: int) -> None:
+        """Leaves under the placeholder what is seen between two steps."""
+        placeholder = self._placeholders[sub_group]
+        placeholder.grad = None
+        if self._tier.residency(sub_group) is StateResidency.HOST:
+            values = self._tier.borrow(sub_group)
+            placeholder.data = values[MASTER]
+            if self._kinds[sub_group]:
+                self._optimizer.state[placeholder].update((kind, values[kind]) for kind in self._kinds[sub_group])
+            return
+        state = self._optimizer.state.get(placeholder, {})
+        for kind in self._per_element(sub_group):
+            del state[kind]
+        placeholder.data = torch.empty(0, dtype=placeholder.dtype)
+
+    def _begin(self, sub_group: int) -> None:
+        """torch's Adagrad makes its states when it is made, for parameters that ZeRO has replaced since."""
+        if not isinstance(self._optimizer, torch.optim.Adagrad) or self.started(sub_group):
+            return
+        with self.whole(sub_group) as placeholder:
+            fresh = torch.optim.Adagrad([placeholder], **self._optimizer.defaults)
+            self._optimizer.state[placeholder] = fresh.state[placeholder]

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of the optimizers that DeepSpeed may wrap: how they are updated, what they keep, which cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.lion import DeepSpeedCPULion
+
+from tencache_ds.errors import ConfigError
+
+_Groups = list[dict[str, Any]]
+_KINDS: Mapping[type, Callable[[_Groups], tuple[str, ...]]] = {
+    DeepSpeedCPUAdam: lambda groups: ("exp_avg", "exp_avg_sq"),
+    DeepSpeedCPULion: lambda groups: ("exp_avg", "exp_avg_sq"),  # the second is made, and never used
+    DeepSpeedCPUAdagrad: lambda groups: ("exp_avg_sq",),
+    torch.optim.Adam: lambda groups: ("exp_avg", "exp_avg_sq", *_where(groups, "amsgrad", "max_exp_avg_sq")),
+    torch.optim.AdamW: lambda groups: ("exp_avg", "exp_avg_sq", *_where(groups, "amsgrad", "max_exp_avg_sq")),
+    torch.optim.NAdam: lambda groups: ("exp_avg", "exp_avg_sq"),
+    torch.optim.RAdam: lambda groups: ("exp_avg", "exp_avg_sq"),
+    torch.optim.Adamax: lambda groups: ("exp_avg", "exp_inf"),
+    torch.optim.Adadelta: lambda groups: ("square_avg", "acc_delta"),
+    torch.optim.Adagrad: lambda groups: ("sum",),
+    torch.optim.ASGD: lambda groups: ("ax",),
+    torch.optim.Rprop: lambda groups: ("prev", "step_size"),
+    torch.optim.SGD: lambda groups: _where(groups, "momentum", "momentum_buffer"),
+    torch.optim.RMSprop: lambda groups: (
+        "square_avg",
+        *_where(groups, "momentum", "momentum_buffer"),
+        *_where(groups, "centered", "grad_avg"),
+    ),
+}
+
+
+def known_kinds(optimizer: Any, master_dtype: torch.dtype) -> tuple[tuple[str, torch.dtype], ...]:
+    """``(kind, dtype)`` of the states an optimizer is known to keep per element, besides the master weight.
+
+    Of optimizers not listed they turn up at the first step; knowing them reserves their space at the start.
+    """
+    kinds = _KINDS.get(type(optimizer), lambda groups: ())(optimizer.param_groups)
+    in_fp32 = getattr(optimizer, "fp32_optimizer_states", False)
+    return tuple((kind, torch.float32 if in_fp32 else master_dtype) for kind in kinds)
+
+
+def updates_by_chunks(optimizer: Any) -> bool:
+    """Whether an optimizer's arithmetic is known here, so that it can be applied to any run of elements."""
+    return type(optimizer) is DeepSpeedCPUAdam
+
+
+def needed_states(optimizer: Any) -> frozenset[str]:
+    """States without which an update by chunks cannot go on once it has begun."""
+    if not updates_by_chunks(optimizer):
+        return frozenset()
+    return frozenset({"step", "exp_avg", "exp_avg_sq"})
+
+
+def refuse_optimizer(optimizer: Any) -> None:
+    """Refuses an optimizer that cannot work here.
+
+    Raises:
+        ConfigError: names the optimizer, the reason and the remedy.
+    """
+    if type(optimizer).__name__ == "MuonWithAuxAdam":
+        raise ConfigError(
+            'the optimizer "Muon" needs whole gradients on the device and is not supported with "offload_engine": '
+            '"tencache". Use another optimizer, or remove the key.'
+        )
+
+
+def _where(groups: _Groups, option: str, kind: str) -> tuple[str, ...]:
+    """``kind`` if an option of some parameter group asks for it."""
+    return (kind,) if any(group.get(option) for group in groups) else ()
