@@ -10,6 +10,7 @@ import torch
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
+from torch.optim import optimizer as torch_optimizer
 
 from tencache_ds.errors import ConfigError
 
@@ -49,6 +50,24 @@ def known_kinds(optimizer: Any, master_dtype: torch.dtype) -> tuple[tuple[str, t
 def updates_by_chunks(optimizer: Any) -> bool:
     """Whether an optimizer's arithmetic is known here, so that it can be applied to any run of elements."""
     return type(optimizer) is DeepSpeedCPUAdam
+
+
+def step_is_watched(optimizer: Any) -> bool:
+    """Whether something looks at what ``optimizer.step()`` works on: a step hook, its own or a global one, or a
+    function that was put in the place of ``step``.
+
+    The function that an LR scheduler puts there only notes that ``step`` was called.
+    """
+    hooks = (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+    )
+    step = optimizer.step
+    while hasattr(step, "_wrapped_by_lr_sched"):
+        step = step.__wrapped__
+    return any(hooks) or getattr(step, "__func__", step) is not type(optimizer).step
 
 
 def needed_states(optimizer: Any) -> frozenset[str]:

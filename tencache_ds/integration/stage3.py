@@ -8,6 +8,7 @@ loading take those paths, and the tensors they expect come from the tiers.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import weakref
 from collections.abc import Iterator
@@ -22,7 +23,13 @@ from tencache_ds.engine import TenCacheEngine
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater
 from tencache_ds.integration.optimizer_states import OptimizerStates
-from tencache_ds.integration.optimizers import known_kinds, needed_states, refuse_optimizer, updates_by_chunks
+from tencache_ds.integration.optimizers import (
+    known_kinds,
+    needed_states,
+    refuse_optimizer,
+    step_is_watched,
+    updates_by_chunks,
+)
 from tencache_ds.integration.param_swapper import ParamSwapper, engines_of, joined_engine_of
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.integration.surroundings import build_engine
@@ -32,6 +39,7 @@ from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency, SubGroupSpec
 
 _GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+logger = logging.getLogger("DeepSpeed.tencache")
 OVERFLOW_CHECK_NUMEL = 16 * 2**20
 
 
@@ -50,6 +58,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._optimizer_on_nvme = False
         self._combined_scale: Any = 1.0
         self._weights_changing = False
+        self._by_chunks = False
+        self._warned_of_watched_step = False
         try:
             refuse_optimizer(init_optimizer)
             super().__init__(module, init_optimizer, *args, **kwargs)
@@ -260,15 +270,24 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._combined_scale = 1.0 / combined_scale
 
     def _optimizer_step(self, sub_group_id: int) -> None:
+        """One sub-group's update: DeepSpeed's CPU Adam chunk by chunk, anything else through ``optimizer.step()``.
+
+        As in stock DeepSpeed, ``optimizer.step()`` is called once per sub-group. Step hooks, the optimizer's own and
+        torch's global ones, are therefore called once per sub-group and see what they see there: the sub-group's fp32
+        weights as the one parameter of its group, with the gradient that is about to be applied, and, on NVMe too, its
+        states. They may change any of it, and the hyper-parameters. For that, the sub-group's whole state is held in
+        host memory while there are such hooks.
+        """
         if self._state is None:
             self._begin_weight_change()
             super()._optimizer_step(sub_group_id)
             return
-        if self._begin_weight_change() and self._updates_by_chunks:
-            self._state.begin_update()
+        if self._begin_weight_change():
+            self._by_chunks = self._may_update_by_chunks()
+            if self._by_chunks:
+                self._state.begin_update()
         start = self._sub_group_starts[sub_group_id]
-
-        if self._updates_by_chunks:
+        if self._by_chunks:
             group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
             self._updater.update_by_chunks(sub_group_id, group, start, self._combined_scale, self._publish)
         else:
@@ -277,9 +296,20 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
                 sub_group_id, start, self._combined_scale, lambda: stock_step(sub_group_id), self._publish
             )
 
-    @property
-    def _updates_by_chunks(self) -> bool:
-        return updates_by_chunks(self.optimizer) and self.torch_autocast_gradscaler is None
+    def _may_update_by_chunks(self) -> bool:
+        if not updates_by_chunks(self.optimizer) or self.torch_autocast_gradscaler is not None:
+            return False
+        if not step_is_watched(self.optimizer):
+            return True
+        if self._optimizer_on_nvme and not self._warned_of_watched_step and dist.get_rank() == 0:
+            largest = max(int(numel) for numel in self.fp16_partitioned_groups_flat_numel)
+            logger.warning(
+                "step() of the optimizer has hooks or was replaced: the optimizer state of one sub-group is held in "
+                'host memory as a whole for them (%.1f GiB here; a smaller "sub_group_size" needs less)',
+                largest * 16 / 2**30,
+            )
+        self._warned_of_watched_step = True
+        return False
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         if self._state is None:

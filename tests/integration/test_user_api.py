@@ -14,6 +14,8 @@ COMPARED = (
     "read_state",
     "write_full_state",
     "write_local_state",
+    "step_hooks",
+    "scheduler_of_torch",
     "gather_before_and_between",
     "gather_everything",
     "evaluate_between",
@@ -64,6 +66,16 @@ def test_as_with_stock(one_rank: Any, name: str) -> None:
 def test_as_with_stock_on_two_ranks(two_ranks: Any, name: str) -> None:
     for rank in two_ranks.ranks:
         assert two_ranks.result(name, "tencache", rank) == two_ranks.result(name, "stock", rank)
+
+
+def test_step_hooks_are_called_for_every_sub_group(one_rank: Any) -> None:
+    calls = [call if isinstance(call, str) else call[0] for call in one_rank.result("step_hooks", "tencache")["hooks"]]
+    assert {"before", "after", "global"} == set(calls)
+    assert calls.count("before") == calls.count("after") == calls.count("global")
+
+
+def test_a_scheduler_of_torch_sees_the_steps(one_rank: Any) -> None:
+    assert one_rank.result("scheduler_of_torch", "tencache")["warnings"] == []
 
 
 def test_beside_tencache_a_stock_engine_is_stock(one_rank: Any) -> None:

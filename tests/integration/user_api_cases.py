@@ -10,6 +10,7 @@ import gc
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 from models import MODELS, Mlp
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from training import build, digests, train
 
 
@@ -329,6 +331,64 @@ def evaluation_without_optimizer(engine_name: str, folder: str, rank: int) -> di
     return {"losses": losses, "weights": {name: value_of(value) for name, value in kept.items()}}
 
 
+def step_hooks(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """Hooks around ``optimizer.step()`` look at weights, gradients and states, and change them."""
+    s = Scenario(engine_name, folder, rank)
+    optimizer = s.engine.optimizer.optimizer
+    seen: list[Any] = []
+    s.seen["hooks"] = seen
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            seen.append(["before", len(args), group["lr"], *[(value_of(p), value_of(p.grad)) for p in group["params"]]])
+            group["lr"] *= 0.99
+            for p in group["params"]:
+                p.grad.mul_(0.5)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for p in [p for group in optimizer.param_groups for p in group["params"]]:
+            state = optimizer.state[p]
+            seen.append(["after", value_of(p), state["step"], value_of(state["exp_avg"]), sorted(state)])
+            p.data.mul_(0.999)
+            state["exp_avg_sq"].mul_(1.01)
+
+    s.train(2)
+    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    s.train(2)
+    for handle in handles:
+        handle.remove()
+    s.train(2)
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle = register(lambda *args: seen.append("global"))
+        s.train(1)
+        handle.remove()
+    stock_step = optimizer.step
+
+    def step_with_pruning(*args: Any, **kwargs: Any) -> None:
+        stock_step(*args, **kwargs)
+        for p in [p for group in optimizer.param_groups for p in group["params"]]:
+            p.data[::2] = 0
+
+    optimizer.step = step_with_pruning
+    s.train(1)
+    del optimizer.step
+    s.train(1)
+    return s.end()
+
+
+def scheduler_of_torch(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    s = Scenario(engine_name, folder, rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scheduler = torch.optim.lr_scheduler.LambdaLR(s.engine.optimizer.optimizer, lambda step: 0.5**step)
+        for _ in range(3):
+            s.train(1)
+            scheduler.step()
+            s.seen[f"lr {scheduler.last_epoch}"] = s.engine.get_lr()
+    s.seen["warnings"] = [str(warning.message) for warning in caught if "lr_scheduler" in str(warning.message)]
+    return s.end()
+
+
 def scratch_folders(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder, "nvme", "tencache").glob("*-*"))
 
@@ -409,6 +469,8 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         read_state,
         write_full_state,
         write_local_state,
+        step_hooks,
+        scheduler_of_torch,
         gather_before_and_between,
         gather_everything,
         evaluate_between,
