@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 from tqdm import tqdm
 
 from tencache_ds.errors import ConfigError
 from tencache_ds.ops.build_lock import PATIENCE_S, build_locks, explain
 from tencache_ds.profiling.hardware import Hardware
+from tencache_ds.profiling.host_memory import available_nbytes
 
 from .process import PACKAGE, environment, last_error
 
@@ -42,7 +42,7 @@ class Machine:
 
     def available_nbytes(self) -> int:
         """Host memory that can be used without swapping."""
-        return int(psutil.virtual_memory().available)
+        return available_nbytes()
 
     def gpus(self) -> int:
         """GPUs that training would use: none where ``DS_ACCELERATOR`` names another device."""

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tencache_ds.cli.finding import Finding, Level, format_nbytes
-from tencache_ds.profiling.host_memory import container_limit_nbytes
+from tencache_ds.profiling.host_memory import memory_domains
 
 CAP_IPC_LOCK_BIT = 14
 SMALL_LOCKED_MEMORY_NBYTES = 1 << 30
@@ -40,13 +40,14 @@ def check_cpu() -> Finding:
 
 def check_memory() -> Finding:
     """Total and available RAM, and the container's limit if it has a lower one."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    text = f"{format_nbytes(memory.available)} of {format_nbytes(memory.total)} available"
-    limit = container_limit_nbytes()
-    if limit is not None and limit < memory.total:
-        text += f"; this container may use {format_nbytes(limit)}"
+    machine, *groups = memory_domains()
+    text = f"{format_nbytes(machine.available_nbytes)} of {format_nbytes(machine.limit_nbytes)} available"
+    tightest = min(groups, key=lambda group: group.available_nbytes, default=machine)
+    if tightest.available_nbytes < machine.available_nbytes:
+        text += (
+            f"; {tightest.name} may use {format_nbytes(tightest.limit_nbytes)}, of which "
+            f"{format_nbytes(tightest.available_nbytes)} are free"
+        )
     return Finding(Level.OK, "memory", text)
 
 

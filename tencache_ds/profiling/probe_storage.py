@@ -24,11 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
-
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.profiling.filesystem import PAGE_NBYTES, block_device_of, file_system_of, open_direct
 from tencache_ds.profiling.hardware import StorageRates
+from tencache_ds.profiling.host_memory import available_nbytes
 
 _Result = TypeVar("_Result")
 
@@ -83,7 +82,7 @@ def free_nbytes(folder: Path) -> int:
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize
     if file_system_of(folder).kind == "tmpfs":
-        free = min(free, psutil.virtual_memory().available)
+        free = min(free, available_nbytes())
     return free
 
 

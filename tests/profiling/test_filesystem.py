@@ -24,7 +24,6 @@ from tencache_ds.profiling.filesystem import (
     read_block_device,
     supports_direct_io,
 )
-from tencache_ds.profiling.host_memory import container_limit_nbytes
 
 MOUNTS = """\
 /dev/vda1 / ext4 rw,relatime 0 0
@@ -165,15 +164,6 @@ def test_without_a_device_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert writes.nbytes() == 8 * 512
     assert DiskWrites(["/disk", "/ram"], tmp_path).nbytes() is None
     assert DiskWrites([], tmp_path).nbytes() is None
-
-
-@pytest.mark.parametrize(
-    ("text", "limit"), [("max\n", None), ("1073741824\n", 1 << 30), ("9223372036854771712\n", None)]
-)
-def test_container_limit(tmp_path: Path, text: str, limit: int | None) -> None:
-    file = tmp_path / "memory.max"
-    file.write_text(text)
-    assert container_limit_nbytes((tmp_path / "absent", file)) == limit
 
 
 def test_import_is_light() -> None:
