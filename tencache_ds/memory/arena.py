@@ -33,11 +33,14 @@ class HostArena:
     still in flight holds no reference that Python could see.
 
     Every method may be called from any thread; with ``Locking.CUDA`` the caller's current device is the one that the
-    memory is registered with. In a forked child the arena is inert: :meth:`close` leaves the parent's memory alone.
+    memory is registered with. In a forked child the arena is inert: it gives out nothing, and :meth:`free` and
+    :meth:`close` do nothing.
 
     Args:
         limit_nbytes: largest number of bytes in use at a time; None for no limit.
         locking: what is done to the pages.
+        inherited: whether children made by ``fork`` get a copy of plain pages; those of I/O buffers must not be, and
+            locked ones never are. See [Note: children] in :mod:`~tencache_ds.memory.pages`.
         poison: for tests: fill new memory with :data:`POISON_BYTE`, and on :meth:`free` fill it again and keep it
             mapped until :meth:`close`, so that a late reader sees poison instead of ending the process.
 
@@ -46,13 +49,15 @@ class HostArena:
         ConfigError: DeepSpeed's pin_memory op is needed and cannot be loaded.
     """
 
-    def __init__(self, limit_nbytes: int | None, locking: Locking, *, poison: bool = False) -> None:
+    def __init__(
+        self, limit_nbytes: int | None, locking: Locking, *, inherited: bool = False, poison: bool = False
+    ) -> None:
         if limit_nbytes is not None and limit_nbytes < 0:
             raise ValueError(f"limit_nbytes must not be negative, got {limit_nbytes}")
         self.limit_nbytes = limit_nbytes
         self.locking = locking
         self._poison = poison
-        self._locker: PageLocker = open_page_locker(locking)
+        self._locker: PageLocker = open_page_locker(locking, inherited=inherited)
         self._pid = os.getpid()
         # Held for bookkeeping only, never while the system or CUDA is called; no other lock is taken under it.
         self._lock = threading.Lock()
@@ -95,8 +100,10 @@ class HostArena:
         Raises:
             MemoryLimitError: it does not fit the limit, or the system has no such memory.
             LockedMemoryError: the memory cannot be locked or registered.
-            ValueError: ``nbytes`` is not positive, or the arena is closed.
+            ValueError: ``nbytes`` is not positive, or the arena is closed or another process's.
         """
+        if os.getpid() != self._pid:  # before any lock: a thread that does not exist here may hold it for ever
+            raise ValueError(f"cannot allocate {nbytes} bytes for {purpose}: the arena is process {self._pid}'s")
         if nbytes <= 0:
             raise ValueError(f"cannot allocate {nbytes} bytes for {purpose}: at least 1 is needed")
         rounded_nbytes = round_up_to_page(nbytes)
@@ -140,6 +147,8 @@ class HostArena:
             ValueError: ``tensor`` is not the start of memory in use here (freed before, a view, another arena's).
             LockedMemoryError: the driver refused; the memory then stays mapped and in use.
         """
+        if os.getpid() != self._pid:  # what is mapped at that address in a child, if anything, is not ours
+            return
         address = tensor.data_ptr()
         with self._lock:
             block = self._blocks.pop(address, None)
@@ -160,13 +169,13 @@ class HostArena:
         Raises:
             LockedMemoryError: the driver refused some of it (the first refusal, after all blocks were tried).
         """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._closed = True
             blocks, self._blocks = list(self._blocks.values()), {}
             quarantine, self._quarantine = self._quarantine, []
             self._nbytes_in_use = 0
-        if os.getpid() != self._pid:
-            return
         errors: list[Exception] = []
         for tensor in [block.tensor for block in blocks] + quarantine:
             try:

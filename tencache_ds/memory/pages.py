@@ -5,6 +5,19 @@
 Python ``mmap`` object cannot be unmapped while a tensor points into it. So pages come straight from ``mmap(2)`` and go
 straight back with ``munmap(2)``: the resident size falls at once, and **touching a tensor after its pages were given
 back is a segmentation fault**, as in C. Only :class:`~tencache_ds.memory.arena.HostArena` calls this module.
+
+[Note: children] ``fork`` (a data loader's workers, in every epoch) gives the child a copy of all private memory, lazily
+where it can. For these pages that is costly or wrong, so most are kept from children with ``MADV_DONTFORK``; a child
+that touches them ends with a segmentation fault:
+
+- registered with CUDA: the driver has pinned them for DMA, and the kernel copies pinned pages at once, in the fork: 4.6
+  s and 8.4 GB for each worker with 8 GiB registered. Memory that CUDA allocates, as stock does, is no child's either.
+- buffers of direct I/O, locked or not: while parent and child share a page, the first one to write gets a copy, and a
+  request in flight reads or fills the other's ("O_DIRECT I/Os should never be run concurrently with the fork(2) system
+  call, if the memory buffer is a private mapping", open(2)). And each write of the parent would fault and copy for as
+  long as the workers live. Nobody but this process knows these buffers.
+- resident weights and gradients in plain pages stay with children: on the CPU accelerator they are the model's own
+  tensors, which a worker may read, as in stock.
 """
 
 from __future__ import annotations
@@ -36,11 +49,13 @@ class Locking(enum.Enum):
     """What is done to host pages so that a device or the kernel can reach them without a copy."""
 
     NONE = "none"
-    """Plain pages, resident once touched."""
+    """Plain pages, resident once touched; children made by ``fork`` get them if their owner wants it."""
     CUDA = "cuda"
-    """Registered with ``cudaHostRegister``: resident, copies to and from the GPU run asynchronously at PCIe speed."""
+    """Registered with ``cudaHostRegister``: resident, copies to and from the GPU run asynchronously at PCIe speed.
+    Never in children."""
     MLOCK = "mlock"
-    """Allocated and ``mlock``-ed by DeepSpeed's pin manager, so that its aio op takes them without a bounce copy."""
+    """Allocated and ``mlock``-ed by DeepSpeed's pin manager, so that its aio op takes them without a bounce copy.
+    Never in children."""
 
 
 class PageLocker(Protocol):
@@ -64,8 +79,12 @@ class PageLocker(Protocol):
         """
 
 
-def open_page_locker(locking: Locking) -> PageLocker:
+def open_page_locker(locking: Locking, *, inherited: bool = False) -> PageLocker:
     """Return the :class:`PageLocker` of ``locking``.
+
+    Args:
+        locking: what is done to the pages.
+        inherited: whether plain pages are copied to children; see [Note: children].
 
     Raises:
         LockedMemoryError: CUDA was asked for where there is no CUDA device.
@@ -73,7 +92,7 @@ def open_page_locker(locking: Locking) -> PageLocker:
     """
     match locking:
         case Locking.NONE:
-            return PlainPages()
+            return PlainPages(inherited=inherited)
         case Locking.CUDA:
             return CudaPages()
         case Locking.MLOCK:
@@ -85,9 +104,14 @@ class PlainPages:
 
     name = "none"
 
+    def __init__(self, *, inherited: bool = False) -> None:
+        self._inherited = inherited
+
     def lock(self, nbytes: int) -> torch.Tensor:
         """See :meth:`PageLocker.lock`."""
         address = _map(nbytes)
+        if not self._inherited:
+            _keep_from_children(address, nbytes)
         storage = (ctypes.c_ubyte * nbytes).from_address(address)
         return torch.frombuffer(storage, dtype=torch.uint8)
 
@@ -102,6 +126,7 @@ class CudaPages(PlainPages):
     name = "cuda"
 
     def __init__(self) -> None:
+        super().__init__(inherited=False)
         if not torch.cuda.is_available():
             raise LockedMemoryError(
                 "host memory cannot be registered with CUDA: torch sees no CUDA device; run with a GPU or set "
@@ -154,10 +179,13 @@ class DeepSpeedPages:
         tensor: torch.Tensor = self._handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
         if tensor.data_ptr() == 0:
             raise _refusal(nbytes, "DeepSpeed's pin manager returned no memory")
+        _keep_from_children(tensor.data_ptr(), nbytes)
         return tensor
 
     def unlock(self, tensor: torch.Tensor) -> None:
         """See :meth:`PageLocker.unlock`."""
+        # The memory is malloc's: whoever gets it next may want it in a child.
+        _give_to_children(tensor.data_ptr(), tensor.numel())
         if not self._handle.free_cpu_locked_tensor(tensor):
             raise LockedMemoryError(f"DeepSpeed's pin manager does not know the {tensor.numel()} bytes to be freed")
         # The manager's memory is malloc's, which may keep what is freed for later.
@@ -253,6 +281,17 @@ def _map(nbytes: int) -> int:
     if _libc().madvise(start, nbytes, mmap.MADV_HUGEPAGE) != 0 and ctypes.get_errno() != errno.EINVAL:
         logger.debug("no huge pages for %d bytes: %s", nbytes, os.strerror(ctypes.get_errno()))
     return int(start)
+
+
+def _keep_from_children(address: int, nbytes: int) -> None:
+    """Leave whole pages out of what ``fork`` copies. Ends with their mapping, or with :func:`_give_to_children`."""
+    if _libc().madvise(address, nbytes, mmap.MADV_DONTFORK) != 0:
+        logger.warning("every fork copies %d bytes of host memory: %s", nbytes, os.strerror(ctypes.get_errno()))
+
+
+def _give_to_children(address: int, nbytes: int) -> None:
+    if _libc().madvise(address, nbytes, mmap.MADV_DOFORK) != 0:
+        logger.warning("%d bytes of host memory stay unknown to children: %s", nbytes, os.strerror(ctypes.get_errno()))
 
 
 def _unmap(address: int, nbytes: int) -> None:

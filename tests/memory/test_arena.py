@@ -143,21 +143,49 @@ def test_memory_from_inference_mode_can_be_trained_on() -> None:
     arena.close()
 
 
-def test_a_forked_child_leaves_the_parents_memory_alone() -> None:
-    script = (
-        "import os\n"
-        "from tencache_ds.memory import HostArena, Locking\n"
-        "arena = HostArena(None, Locking.NONE)\n"
-        "tensor = arena.allocate(8192, 'staging').fill_(9)\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    arena.close()\n"
-        "    os._exit(0 if int(tensor[5000]) == 9 else 1)\n"
-        "_, status = os.waitpid(child, 0)\n"
-        "assert os.waitstatus_to_exitcode(status) == 0\n"
-        "assert int(tensor[5000]) == 9\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=50)
+FORK = """
+import os
+from tencache_ds.memory import HostArena, Locking
+
+NBYTES = 96 << 20
+
+def anonymous_nbytes(process):
+    with open(f"/proc/{process}/status") as status:
+        return int(next(line for line in status if line.startswith("RssAnon")).split()[1]) * 1024
+
+def in_child(arena, tensor, inherited):
+    try:
+        arena.allocate(1, "staging")
+    except ValueError as error:
+        if f"process {os.getppid()}'s" not in str(error):
+            return 2
+    else:
+        return 3
+    arena.free(tensor)
+    arena.close()
+    return 0 if not inherited or int(tensor[NBYTES // 2]) == 9 else 4
+
+for locking, inherited in ((Locking.NONE, False), (Locking.MLOCK, False), (Locking.NONE, True)):
+    arena = HostArena(None, locking, inherited=inherited)
+    tensor = arena.allocate(NBYTES, "staging").fill_(9)
+    wake, awake = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(wake, 1)
+        os._exit(in_child(arena, tensor, inherited))
+    shared_nbytes = anonymous_nbytes(child) - (anonymous_nbytes("self") - NBYTES)
+    os.write(awake, b"x")
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, (locking, os.waitstatus_to_exitcode(status))
+    assert bool((tensor == 9).all())
+    arena.close()
+    assert shared_nbytes > NBYTES // 2 if inherited else shared_nbytes < NBYTES // 16, (locking, shared_nbytes)
+"""
+
+
+def test_children_get_no_buffers_and_leave_the_parent_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_threads_share_the_limit() -> None:

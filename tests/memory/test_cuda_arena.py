@@ -7,7 +7,9 @@ race test has a control that gives the slot back too early and must then find po
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +61,35 @@ def test_memory_is_pinned_exact_and_unpinned_again(arena: HostArena) -> None:
     assert again.is_pinned()
     assert arena.nbytes_in_use == again.numel()
     assert address % 4096 == 0
+
+
+def test_a_fork_neither_copies_registered_memory_nor_takes_time(arena: HostArena) -> None:
+    host = arena.allocate(2 << 30, "resident weights")
+    host.fill_(3)
+    pattern = torch.full((SLOT_NBYTES,), 5, dtype=torch.uint8, device="cuda")
+    wake, awake = os.pipe()
+    t_start_s = time.perf_counter()
+    child = os.fork()
+    if child == 0:  # a data loader's worker: touches neither CUDA nor the arena's memory
+        os.read(wake, 1)
+        os._exit(0)
+    seconds = time.perf_counter() - t_start_s
+    with open(f"/proc/{child}/statm", encoding="ascii") as statm:
+        child_nbytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        own_nbytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    host[:SLOT_NBYTES].copy_(pattern, non_blocking=True)  # while the child lives, DMA still reaches the parent's pages
+    torch.cuda.synchronize()
+    os.write(awake, b"x")
+    _, status = os.waitpid(child, 0)
+    os.close(wake)
+    os.close(awake)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert bool((host[:SLOT_NBYTES] == 5).all())
+    assert bool((host[SLOT_NBYTES:] == 3).all())
+    assert torch.equal(host[: 2 * SLOT_NBYTES].to("cuda").cpu(), host[: 2 * SLOT_NBYTES])
+    assert own_nbytes - child_nbytes > (2 << 30) - 256 * MIB, "the child has a copy"
+    assert seconds < 0.05
 
 
 class RefusingCudart:
