@@ -23,7 +23,7 @@ from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
-from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES, StagingPlan, plan_staging, resident_budget
+from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES, StagingPlan, plan_staging
 from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES, align
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
 from tencache_ds.planning.striping import Striping
@@ -56,13 +56,14 @@ class Surroundings:
 
     Attributes:
         rank: global rank.
-        local_ranks: ranks on this host, which share its memory and disks.
+        local_ranks: ranks on this machine, which share its memory, cores and disks.
         on_cuda: whether the compute device copies over PCIe from registered host memory.
         weights_paths: NVMe folders for weights; none when weights are not offloaded to NVMe.
         optimizer_paths: NVMe folders for optimizer state; none when it stays in host memory.
         pin_memory: DeepSpeed's ``pin_memory`` option.
         aio: DeepSpeed's ``aio`` section.
-        available_nbytes: host memory free for this job when the model is built, the same figure on every rank.
+        resident_nbytes: bytes of weights that may stay in host memory, the same figure on every rank.
+        resident_reason: where that figure comes from.
     """
 
     rank: int
@@ -72,7 +73,8 @@ class Surroundings:
     optimizer_paths: tuple[str, ...]
     pin_memory: bool
     aio: AioSettings
-    available_nbytes: int
+    resident_nbytes: int
+    resident_reason: str
 
 
 class TenCacheEngine:
@@ -82,6 +84,7 @@ class TenCacheEngine:
         self.options = options
         self.surroundings = surroundings
         self.counters = Counters()
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
         self.nvme = NvmePaths(surroundings.rank, self._open_backend, Striping)
@@ -98,7 +101,7 @@ class TenCacheEngine:
         )
         self._routes: list[RoutedBackend] = []  # of each of self.nvme.paths, where it may be read into GPU memory
         self._transient_arena = HostArena(None, Locking.NONE)
-        self._resident_arena = HostArena(None, Locking.CUDA if self._pins_for_copies else Locking.NONE)
+        self._resident_arena = HostArena(None, Locking.CUDA if self._pins_for_copies else Locking.NONE, inherited=True)
         self.weights = WeightTier(
             store=lambda: self._open_store("weights", surroundings.weights_paths),
             resident_arena=self._resident_arena,
@@ -286,7 +289,10 @@ class TenCacheEngine:
             pool.assert_idle()
 
     def close(self) -> None:
-        """Waits for I/O in flight, frees all memory and removes the scratch folders. Idempotent."""
+        """Waits for I/O in flight, frees all memory and removes the scratch folders. Idempotent; a forked child leaves
+        all of that to its parent."""
+        if os.getpid() != self._pid:  # before any lock
+            return
         with self._lock:
             if self._closed:
                 return
@@ -309,10 +315,8 @@ class TenCacheEngine:
     # Mechanics
 
     def _resident_budget(self) -> int:
-        near = self.surroundings
-        budget = resident_budget(self.options.host_memory, near.available_nbytes, near.local_ranks)
-        source = "tencache.host_memory" if self.options.host_memory is not None else "half of the available memory"
-        logger.info("weights may fill %s of host memory per rank (%s)", _gib(budget), source)
+        budget = self.surroundings.resident_nbytes
+        logger.info("weights may fill %s of host memory per rank (%s)", _gib(budget), self.surroundings.resident_reason)
         return budget
 
     def _require_chunk_pool(self) -> BufferPool:

@@ -19,6 +19,10 @@ class SeamError(TenCacheError, RuntimeError):
     """The installed DeepSpeed does not have a seam TenCache plugs into: names the version and the seam."""
 
 
+class AgreementError(TenCacheError, RuntimeError):
+    """Ranks differ in something that has to be the same on all of them: names it, the ranks and what each has."""
+
+
 class MemoryLimitError(TenCacheError, MemoryError):
     """A pinned-memory plan does not fit its limit: names what is needed, the limit and which option to change."""
 

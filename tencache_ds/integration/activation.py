@@ -72,6 +72,7 @@ def activate() -> None:
     if hasattr(engine_module.DeepSpeedEngine._configure_zero_optimizer, _HOOKED):
         return
     from tencache_ds.integration.param_swapper import ParamSwapper, swapper_factory
+    from tencache_ds.integration.rank_checks import agree_on_options
     from tencache_ds.integration.seams import verify_seams
 
     verify_seams()
@@ -90,6 +91,16 @@ def activate() -> None:
 
     partition_parameters.Init._partition_param = _partition_param
 
+    validate = partition_parameters.Init._validate_remote_device
+
+    @functools.wraps(validate)
+    def _validate_remote_device(self: Any, remote_device: Any, ds_config: Any) -> None:
+        validate(self, remote_device, ds_config)
+        if options_of(ds_config) is not None:
+            agree_on_options(ds_config)
+
+    partition_parameters.Init._validate_remote_device = _validate_remote_device
+
     configure = engine_module.DeepSpeedEngine._configure_zero_optimizer
 
     @functools.wraps(configure)
@@ -98,6 +109,7 @@ def activate() -> None:
         if options is None:
             return configure(self, optimizer)
         t_start_s = time.perf_counter()
+        agree_on_options(self._config)
         with _substituted_classes(self, options):
             configured = configure(self, optimizer)
         if not hasattr(configured, "tencache"):
@@ -156,10 +168,12 @@ def _substituted_classes(engine: Any, options: Any) -> Iterator[None]:
 def _complete_without_optimizer(offload: Any) -> None:
     """For evaluation DeepSpeed makes a bare ``DeepSpeedZeRoOffload``: gives it staging buffers and an end."""
     from tencache_ds.integration.param_swapper import joined_engine_of
+    from tencache_ds.integration.rank_checks import agree_on_homes
 
     engine = joined_engine_of(offload.module)
     if engine is None:
         return
+    agree_on_homes(engine.all(), offload.module)
     engine.build_staging([])
     offload.tencache = engine
     stock_destroy = offload.destroy

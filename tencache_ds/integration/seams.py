@@ -76,6 +76,12 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         _PARAMETERS,
+        "Init._validate_remote_device",
+        ("self", "remote_device", "ds_config"),
+        "compares the ranks' configs before a model is partitioned",
+    ),
+    Seam(
+        _PARAMETERS,
         "Init._partition_param",
         ("self", "param", "buffer", "has_been_updated", "free_data"),
         "gives an updated weight a buffer to be written from",

@@ -31,6 +31,7 @@ from tencache_ds.integration.optimizers import (
     updates_by_chunks,
 )
 from tencache_ds.integration.param_swapper import ParamSwapper, engines_of, joined_engine_of
+from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.integration.surroundings import build_engine
 from tencache_ds.observability.counters import Link, monitor_events
@@ -78,6 +79,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self.tencache = joined_engine_of(self.parameter_offload.module)
         if self.tencache is None:
             self.tencache = build_engine(self._deepspeed_engine()._config, self._tencache_options)
+        agree_on_homes(self.tencache.all(), self.parameter_offload.module)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         if not self.params_in_nvme_and_cpu:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-import psutil
-import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.constants import (
@@ -19,7 +19,10 @@ from deepspeed.runtime.swap_tensor.constants import (
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.engine import AioSettings, Surroundings, TenCacheEngine, logger
+from tencache_ds.integration.agreement import Agreement, Post
 from tencache_ds.io.scratch import device_of
+from tencache_ds.planning.budget import HostBudget, RankMemory, plan_host_memory
+from tencache_ds.profiling.host_memory import MemoryDomain, memory_domains
 
 
 def is_true(value: object) -> bool:
@@ -28,12 +31,17 @@ def is_true(value: object) -> bool:
 
 
 def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
-    """A TenCache engine for a parsed DeepSpeed config. Collective: every rank of the job calls it."""
+    """A TenCache engine for a parsed DeepSpeed config. Every rank of the job calls it: they agree on host memory.
+
+    Raises:
+        AgreementError: not all of them do.
+    """
+    rank, budget = dist.get_rank(), agree_on_host_memory(options)
     zero, aio = ds_config.zero_config, ds_config.aio_config
     pins = [section.pin_memory for section in (zero.offload_param, zero.offload_optimizer) if section is not None]
     surroundings = Surroundings(
-        rank=dist.get_rank(),
-        local_ranks=local_ranks(),
+        rank=rank,
+        local_ranks=budget.local_ranks[rank],
         on_cuda=not get_accelerator().is_synchronized_device() and get_accelerator().device_name().startswith("cuda"),
         weights_paths=_nvme_paths(zero.offload_param, options),
         optimizer_paths=_nvme_paths(zero.offload_optimizer, options),
@@ -44,16 +52,32 @@ def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
             single_submit=is_true(aio[AIO_SINGLE_SUBMIT]),
             overlap_events=is_true(aio[AIO_OVERLAP_EVENTS]),
         ),
-        available_nbytes=_agreed_minimum(psutil.virtual_memory().available),
+        resident_nbytes=budget.resident_nbytes,
+        resident_reason=budget.reason,
     )
-    if surroundings.rank == 0:
+    if rank == 0:
+        if budget.warning:
+            logger.warning(budget.warning)
         _warn_of_shared_devices(surroundings.weights_paths + surroundings.optimizer_paths, bool(options.nvme_paths))
     return TenCacheEngine(options, surroundings)
 
 
-def local_ranks() -> int:
-    """Ranks on this host."""
-    return max(int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 0), 1)
+def agree_on_host_memory(options: TenCacheConfig) -> HostBudget:
+    """The host memory for weights and the ranks of each machine, from what every rank sees of its own machine."""
+    mine = RankMemory(socket.gethostname(), options.host_memory, memory_domains())
+    return HostBudget(**Agreement.of_job().reach("host memory", asdict(mine), _plan_host_memory))
+
+
+def _plan_host_memory(posts: Sequence[Post]) -> dict[str, Any]:
+    values = [post.value for post in posts]
+    return asdict(
+        plan_host_memory(
+            [
+                RankMemory(v["host"], v["wanted_nbytes"], tuple(MemoryDomain(**domain) for domain in v["domains"]))
+                for v in values
+            ]
+        )
+    )
 
 
 def _nvme_paths(section: Any, options: TenCacheConfig) -> tuple[str, ...]:
@@ -77,13 +101,3 @@ def _warn_of_shared_devices(paths: tuple[str, ...], several: bool) -> None:
                 'several gain nothing. "tencache.nvme_paths" is for folders on different drives.',
                 " and ".join(shared),
             )
-
-
-def _agreed_minimum(value: int) -> int:
-    """The smallest value of any rank: what is decided from it must be the same everywhere, because the weights' places
-    decide which of them enter a collective together."""
-    if dist.get_world_size() == 1:
-        return value
-    tensor = torch.tensor([value], dtype=torch.int64, device=get_accelerator().current_device_name())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-    return int(tensor.item())

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tencache_ds.errors import ConfigError
 from tencache_ds.planning.size_classes import plan_size_classes, smallest_budget_nbytes
+from tencache_ds.profiling.host_memory import MemoryDomain
 
 AUTO_HOST_SHARE = 0.5
 """Share of the available host memory that weights may fill when the user names no budget. The other half is left for
@@ -44,11 +46,85 @@ class StagingPlan:
     weight_nbytes: int
 
 
-def resident_budget(host_memory: int | None, available_nbytes: int, local_ranks: int) -> int:
-    """Bytes of weights one rank may keep in host memory: the user's figure or a share of what is available."""
-    if host_memory is not None:
-        return host_memory
-    return int(available_nbytes * AUTO_HOST_SHARE) // max(local_ranks, 1)
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What one rank knows of the host memory it may use.
+
+    Attributes:
+        host: name of its host, for messages.
+        wanted_nbytes: the user's ``host_memory`` there, or None for automatic.
+        domains: the memory it shares with others: its machine's first, then that of its control groups.
+    """
+
+    host: str
+    wanted_nbytes: int | None
+    domains: tuple[MemoryDomain, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HostBudget:
+    """What all ranks of a job decide together about their host memory.
+
+    Attributes:
+        resident_nbytes: bytes of weights that each rank may keep in host memory, the same on all.
+        reason: where the figure comes from.
+        local_ranks: of each rank, how many ranks run on its machine, itself included.
+        warning: what the user should know; empty if nothing.
+    """
+
+    resident_nbytes: int
+    reason: str
+    local_ranks: tuple[int, ...]
+    warning: str = ""
+
+
+def plan_host_memory(ranks: Sequence[RankMemory]) -> HostBudget:
+    """The host memory for weights, from what every rank of the job says, in the order of ranks.
+
+    A rank's own figure is the user's, or a share of what its machine and each of its control groups have available,
+    divided by the ranks that share it. The smallest figure counts for all: which weights are on NVMe decides what
+    enters a collective, so it has to be the same everywhere.
+    """
+    sharers = Counter(domain.identity for rank in ranks for domain in rank.domains)
+    budgets = [_own_budget(rank, sharers) for rank in ranks]
+    smallest = min(range(len(ranks)), key=lambda index: budgets[index][0])
+    nbytes, reason = budgets[smallest]
+    if len({budget for budget, _ in budgets}) > 1:
+        reason += f"; the smallest figure of all ranks, that of rank {smallest} on {ranks[smallest].host}"
+    machines = Counter(rank.domains[0].identity for rank in ranks)
+    return HostBudget(
+        nbytes, reason, tuple(machines[rank.domains[0].identity] for rank in ranks), _differing(ranks, nbytes)
+    )
+
+
+def _own_budget(rank: RankMemory, sharers: Counter[str]) -> tuple[int, str]:
+    """One rank's own figure, and where it comes from."""
+    if rank.wanted_nbytes is not None:
+        return rank.wanted_nbytes, "tencache.host_memory"
+    shares = [
+        (int(domain.available_nbytes * AUTO_HOST_SHARE) // sharers[domain.identity], domain) for domain in rank.domains
+    ]
+    nbytes, domain = min(shares, key=lambda share: share[0])
+    count = sharers[domain.identity]
+    divided = f", divided by its {count} ranks" if count > 1 else ""
+    return nbytes, f"half of the {domain.available_nbytes / 2**30:.2f} GiB that {domain.name} has available{divided}"
+
+
+def _differing(ranks: Sequence[RankMemory], nbytes: int) -> str:
+    """A warning where the user gave ranks different figures."""
+    first_with: dict[int | None, int] = {}
+    for index, rank in enumerate(ranks):
+        first_with.setdefault(rank.wanted_nbytes, index)
+    if len(first_with) == 1:
+        return ""
+    given = ", ".join(
+        f"{'automatic' if wanted is None else f'{wanted} bytes'} on rank {index} ({ranks[index].host})"
+        for wanted, index in first_with.items()
+    )
+    return (
+        f'"tencache.host_memory" differs between ranks: {given}. The smallest figure, {nbytes} bytes, counts for all: '
+        "the weights' places have to be the same everywhere. Give all hosts the same config."
+    )
 
 
 def plan_staging(

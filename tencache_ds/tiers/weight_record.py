@@ -59,6 +59,23 @@ class CopyEvent(Protocol):
     def synchronize(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class WeightHome:
+    """Where a weight's shard lives between two uses.
+
+    Attributes:
+        key: DeepSpeed's parameter id.
+        name: what messages call it.
+        numel: elements of the shard, padding included.
+        on_nvme: on NVMe, or else in host memory.
+    """
+
+    key: int
+    name: str
+    numel: int
+    on_nvme: bool
+
+
 @dataclass(slots=True)
 class StagingBuffer:
     """Memory behind a weight that is not resident: a lease of a pool, or ordinary host memory when there is none.

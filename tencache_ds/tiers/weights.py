@@ -23,7 +23,7 @@ from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall
 from tencache_ds.tiers.ordinary_memory import WRITES_BEHIND_NBYTES, OrdinaryMemory, wait_quietly
 from tencache_ds.tiers.resident_memory import ResidentMemory
-from tencache_ds.tiers.weight_record import CopyEvent, StagingBuffer, Weight, WeightState
+from tencache_ds.tiers.weight_record import CopyEvent, StagingBuffer, Weight, WeightHome, WeightState
 from tencache_ds.tiers.weight_staging import WeightStaging
 
 
@@ -316,6 +316,14 @@ class WeightTier:
     def stored_nbytes(self) -> list[int]:
         """Bytes of each shard that lives on NVMe, in the order of registration."""
         return [weight.nbytes for weight in self._weights.values() if weight.state is not WeightState.RESIDENT]
+
+    def homes(self) -> list[WeightHome]:
+        """Where each weight lives, in the order of registration."""
+        with self._lock:
+            return [
+                WeightHome(weight.key, weight.name, weight.numel, weight.state is not WeightState.RESIDENT)
+                for weight in self._weights.values()
+            ]
 
     @property
     def resident_nbytes(self) -> int:

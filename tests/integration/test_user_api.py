@@ -19,6 +19,7 @@ COMPARED = (
     "gather_before_and_between",
     "gather_everything",
     "evaluate_between",
+    "data_loader_workers",
     "two_engines",
     "destroy_one_of_two",
     "second_zero_init",

@@ -59,8 +59,8 @@ class Scenario:
     def train(self, steps: int = 3) -> None:
         self.seen["losses"] += train(self.engine, steps, self.generator, oracle=self.name == "stock")
 
-    def backward(self, *, step: bool = True) -> None:
-        loss = self.engine(*self.batch())
+    def backward(self, *, step: bool = True, batch: Any = None) -> None:
+        loss = self.engine(*(self.batch() if batch is None else [tensor.to(self.engine.device) for tensor in batch]))
         self.seen["losses"].append(float(loss.detach()).hex())
         self.engine.backward(loss)
         if step:
@@ -195,6 +195,34 @@ def evaluate_between(engine_name: str, folder: str, rank: int) -> dict[str, Any]
         with torch.no_grad():
             seen.append(float(s.engine(tokens)).hex())
     s.seen["evaluations"] = seen
+    return s.end()
+
+
+class Rows(torch.utils.data.Dataset):
+    """Batches made in a data loader's workers, which also look at the model where its weights are in host memory."""
+
+    def __init__(self, model: Any, look: bool) -> None:
+        self.model = model
+        self.look = look
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[Any, list[Any]]:
+        seen = [(value_of(p.data), value_of(p.ds_tensor)) for p in self.model.parameters()] if self.look else []
+        return self.model.batch(torch.Generator().manual_seed(index)), seen
+
+
+def data_loader_workers(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """Workers are forked from the training process, anew in every epoch."""
+    s = Scenario(engine_name, folder, rank, tencache={"host_memory": "8GiB"})
+    rows = Rows(s.engine.module, s.engine.device.type == "cpu")
+    loader = torch.utils.data.DataLoader(rows, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    s.seen["in_workers"] = []
+    for _ in range(2):
+        for batch, seen in loader:
+            s.seen["in_workers"].append(seen)
+            s.backward(batch=batch)
     return s.end()
 
 
@@ -474,6 +502,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         gather_before_and_between,
         gather_everything,
         evaluate_between,
+        data_loader_workers,
         two_engines,
         destroy_one_of_two,
         second_zero_init,

@@ -12,27 +12,97 @@ from tencache_ds.planning.budget import (
     AUTO_CHUNK_SLOTS,
     AUTO_WEIGHT_STAGING_NBYTES,
     MIN_CHUNK_SLOTS,
+    RankMemory,
+    plan_host_memory,
     plan_staging,
-    resident_budget,
 )
 from tencache_ds.planning.chunks import align
 from tencache_ds.planning.size_classes import plan_size_classes
+from tencache_ds.profiling.host_memory import MemoryDomain
 
 PAGE = 4096
 MIB = 2**20
+GIB = 2**30
 SHARDS = st.lists(st.one_of(st.integers(1, 40 * PAGE), st.integers(1, 600 * MIB)), max_size=14)
 CHUNK = st.integers(1, 2**14).map(lambda pages: pages * PAGE)
 CHUNKS = st.integers(1, 40)
 
 
-@given(st.none() | st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 16))
-def test_resident_budget(host_memory, available, ranks):
-    budget = resident_budget(host_memory, available, ranks)
-    if host_memory is not None:
-        assert budget == host_memory
-    else:
-        assert 0 <= budget * max(ranks, 1) <= available // 2
-        assert budget >= available // 2 // max(ranks, 1) - 1
+def memory(
+    available_gib: float, machine: str = "a", group: tuple[str, float] | None = None, wanted: int | None = None
+) -> RankMemory:
+    """A rank on ``machine``, perhaps in a control group with a limit of its own, in GiB."""
+    domains = [MemoryDomain(machine, "this machine", 2048 * GIB, int(available_gib * GIB))]
+    if group is not None:
+        name, left_gib = group
+        domains.append(MemoryDomain(f"{machine}:{name}", f"control group {name}", 64 * GIB, int(left_gib * GIB)))
+    return RankMemory(f"host-{machine}", wanted, tuple(domains))
+
+
+def test_half_of_what_is_available() -> None:
+    budget = plan_host_memory([memory(100)])
+    assert budget.resident_nbytes == 50 * GIB
+    assert budget.reason == "half of the 100.00 GiB that this machine has available"
+    assert budget.local_ranks == (1,)
+    assert budget.warning == ""
+
+
+def test_the_users_figure_is_taken_as_it_is() -> None:
+    budget = plan_host_memory([memory(1, wanted=5 * GIB), memory(1, wanted=5 * GIB)])
+    assert (budget.resident_nbytes, budget.reason) == (5 * GIB, "tencache.host_memory")
+    assert budget.warning == ""
+
+
+def test_ranks_of_one_container_share_its_limit() -> None:
+    budget = plan_host_memory([memory(1900, group=("pod", 64))] * 4)
+    assert budget.resident_nbytes == 8 * GIB
+    assert budget.reason == "half of the 64.00 GiB that control group pod has available, divided by its 4 ranks"
+
+
+def test_ranks_in_containers_of_their_own_share_the_machine_only() -> None:
+    roomy = plan_host_memory([memory(1900, group=(name, 64)) for name in "pqrs"])
+    assert roomy.resident_nbytes == 32 * GIB
+    assert roomy.local_ranks == (4, 4, 4, 4)
+    crowded = plan_host_memory([memory(80, group=(name, 64)) for name in "pqrs"])
+    assert crowded.resident_nbytes == 10 * GIB
+    assert "this machine" in crowded.reason
+
+
+def test_hosts_with_different_numbers_of_ranks_and_memory() -> None:
+    budget = plan_host_memory([memory(100, "a"), memory(100, "b"), memory(90, "b"), memory(100, "b")])
+    assert budget.local_ranks == (1, 3, 3, 3)
+    assert budget.resident_nbytes == 15 * GIB
+    assert "the smallest figure of all ranks, that of rank 2 on host-b" in budget.reason
+
+
+def test_the_users_figures_that_differ_are_named() -> None:
+    budget = plan_host_memory([memory(100, "a", wanted=7), memory(100, "b"), memory(100, "b", wanted=9)])
+    assert budget.resident_nbytes == 7
+    for words in ("7 bytes on rank 0 (host-a)", "automatic on rank 1 (host-b)", "9 bytes on rank 2", "same config"):
+        assert words in budget.warning
+
+
+@given(
+    st.lists(
+        st.builds(
+            memory,
+            st.integers(0, 4000),
+            st.sampled_from("ab"),
+            st.none() | st.tuples(st.sampled_from("xy"), st.integers(0, 100)),
+            st.none() | st.integers(0, 2**40),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_no_domain_is_planned_beyond_half_of_it(ranks: list[RankMemory]) -> None:
+    budget = plan_host_memory(ranks)
+    assert budget.resident_nbytes <= min((rank.wanted_nbytes for rank in ranks if rank.wanted_nbytes), default=2**62)
+    automatic = [rank for rank in ranks if rank.wanted_nbytes is None]
+    for rank in automatic:
+        for domain in rank.domains:
+            sharers = sum(any(domain.identity == other.identity for other in one.domains) for one in automatic)
+            assert budget.resident_nbytes * sharers <= domain.available_nbytes / 2
 
 
 def least(shards: list[int], largest: int, chunks: int) -> int:

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all ranks decide together, and a clear error on every one of them where they cannot.
+
+[Note: through the store] Ranks meet in the key-value store of the process group, not in a collective. A rank that runs
+without TenCache, or does something else, is in a collective of its own at that time: a second one would be taken for
+its counterpart, which aborts the process or hangs it until the watchdog comes. In the store it can be told who is
+missing. The first rank decides, from what every rank has posted, and posts the result: what is decided cannot differ.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed
+from deepspeed import comm as dist
+
+from tencache_ds.errors import AgreementError
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+PATIENCE_S = 20.0
+"""After that it is said for whom is being waited."""
+
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1
+"""Between two looks at the store."""
+
+GRACE_S = 15.0
+"""By so much others wait longer for the first rank's result than the first rank waits for them."""
+
+_SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """What one rank has to say.
+
+    Attributes:
+        host: the name of its host.
+        topic: what it thinks is being decided.
+        value: its contribution, as JSON has it.
+    """
+
+    host: str
+    topic: str
+    value: Any
+
+
+class Agreement:
+    """The ranks of a job, deciding one thing after another. Training thread only; every rank has to take part.
+
+    Args:
+        store: the process group's store, or None for one rank alone.
+        rank: global rank.
+        world_size: number of ranks.
+        timeout_s: longest wait for all ranks.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def of_job(cls) -> Agreement:
+        """All ranks of the initialized process group, for as long as its collectives may take."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if world_size == 1:
+            return cls(None, rank, 1, 0.0)
+        store = torch.distributed.distributed_c10d._get_default_store()
+        return cls(store, rank, world_size, store.timeout.total_seconds())
+
+    def reach(self, topic: str, value: Any, decide: Callable[[Sequence[Post]], Any]) -> Any:
+        """What ``decide`` makes of the posts of all ranks, in the order of ranks: the same on each of them.
+
+        Args:
+            topic: what is decided, for messages.
+            value: this rank's contribution, which JSON can express.
+            decide: called once, on the first rank; its result is something JSON can express, too.
+
+        Raises:
+            AgreementError: raised by ``decide``, on every rank; or a rank did not come, or came for something else.
+        """
+        mine = Post(socket.gethostname(), topic, value)
+        if self._world_size == 1:
+            return decide([mine])
+        try:
+            return self._reach(mine, decide)
+        except torch.distributed.DistNetworkError as error:
+            raise AgreementError(
+                f"rank {self._rank} lost the store of the process group while the ranks were agreeing on {topic}: "
+                f"the process that holds it, mostly rank 0, has ended; see its log ({error})"
+            ) from error
+
+    def _reach(self, mine: Post, decide: Callable[[Sequence[Post]], Any]) -> Any:
+        # The store counts, so that no state outlives what it is about: the n-th meeting of each rank is the same one.
+        number = self._store.add(f"tencache/meetings/{self._rank}", 1)
+        keys = [f"tencache/meeting/{number}/{rank}" for rank in range(self._world_size)]
+        result = f"tencache/meeting/{number}/result"
+        self._store.set(keys[self._rank], json.dumps([mine.host, mine.topic, mine.value]))
+        if self._rank == 0:
+            try:
+                outcome = {"result": self._decided(keys, mine, decide)}
+            except Exception as error:
+                self._store.set(result, json.dumps({"error": str(error)}))
+                raise
+            self._store.set(result, json.dumps(outcome))
+            for key in keys:
+                self._store.delete_key(key)
+        else:
+            self._wait(keys, mine.topic, self._timeout_s + GRACE_S, until=result)
+        outcome = json.loads(self._store.get(result))
+        if "error" in outcome:
+            raise AgreementError(outcome["error"])
+        return outcome["result"]
+
+    def _decided(self, keys: list[str], mine: Post, decide: Callable[[Sequence[Post]], Any]) -> Any:
+        self._wait(keys, mine.topic, self._timeout_s)
+        posts = [Post(*json.loads(self._store.get(key))) for key in keys]
+        if any(post.topic != mine.topic for post in posts):
+            raise AgreementError(
+                f"{difference('what is to be agreed on', [post.topic for post in posts], posts)}. They do not run the "
+                "same program, or not with the same config."
+            )
+        return decide(posts)
+
+    def _wait(self, keys: list[str], topic: str, limit_s: float, until: str | None = None) -> None:
+        """Waits for the posts of all ranks, or ``until`` another key is there.
+
+        By asking again and again: each kind of store has its own answer to a wait that takes too long.
+        """
+        wanted = keys if until is None else [until]
+        t_start, pause_s, said = time.monotonic(), SHORTEST_PAUSE_S, False
+        while not self._store.check(wanted):
+            waited_s = time.monotonic() - t_start
+            if waited_s > limit_s:
+                # All are there where the first rank ended before it had a result.
+                missing = self._missing(keys) or [0]
+                raise AgreementError(
+                    f"{_names(missing)} did not come within {limit_s:.0f} s to agree on {topic}. {_WHY_MISSING}"
+                )
+            if waited_s > PATIENCE_S and not said:
+                said, missing = True, self._missing(keys)
+                if missing and (self._rank == 0 or 0 in missing):  # where the first rank waits too, it speaks for all
+                    logger.warning(
+                        "rank %d is waiting for %s to agree on %s. %s", self._rank, _names(missing), topic, _WHY_MISSING
+                    )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _missing(self, keys: list[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+
+_WHY_MISSING = (
+    "Either they are slower, or have failed (see their logs), or run without TenCache: every rank's config needs "
+    '"offload_engine": "tencache", and every host the same tencache_ds installed.'
+)
+
+
+def difference(what: str, values: Sequence[Any], posts: Sequence[Post]) -> str:
+    """A sentence that says which ranks have which value of ``what``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value if isinstance(value, str) else json.dumps(value), []).append(rank)
+    parts = [f"{value} on {_names(found)} ({posts[found[0]].host})" for value, found in ranks.items()]
+    return f"the ranks differ in {what}: {'; '.join(parts)}"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:_SHOWN_RANKS])
+    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that were not started alike: other variables, options or weights on one of them. Run like ``training.py``.
+
+``{"by_rank": {"1": …}}`` is laid over the case on that rank, ``"variables"`` are those of its environment, and
+``"circumstance"`` names something else that is wrong there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import training
+
+
+@contextlib.contextmanager
+def another_home() -> Iterator[None]:
+    """The weight with id 2 stays in host memory, whatever the budget."""
+    from tencache_ds.tiers.weights import WeightTier
+
+    register = WeightTier.register
+
+    def registered(self: Any, key: int, *args: Any, always_resident: bool) -> Any:
+        return register(self, key, *args, always_resident=always_resident or key % 8 == 2)
+
+    with mock.patch.object(WeightTier, "register", registered):
+        yield
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """Collectives may take two seconds."""
+    from tencache_ds.integration import agreement
+
+    initialize = agreement.Agreement.__init__
+
+    def initialized(self: Any, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+        initialize(self, store, rank, world_size, 2.0)
+
+    with mock.patch.object(agreement.Agreement, "__init__", initialized):
+        yield
+
+
+CIRCUMSTANCES: dict[str, Callable[[], Any]] = {
+    "": contextlib.nullcontext, "another_home": another_home, "impatient": impatient,
+}  # fmt: skip
+
+
+def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    case = case | case.get("by_rank", {}).get(str(rank), {})
+    result: dict[str, Any] = {"failure": ""}
+    t_start = time.monotonic()
+    with mock.patch.dict(os.environ, case.get("variables", {})), CIRCUMSTANCES[case.get("circumstance", "")]():
+        try:
+            engine = training.build(case, case.get("engine", engine_name), os.path.join(folder, "nvme"))
+        except Exception as error:
+            result["failure"] = f"{type(error).__name__}: {error}"
+            result["seconds"] = time.monotonic() - t_start
+            gc.collect()
+            return result
+        generator = torch.Generator().manual_seed(1000 + rank)
+        result["losses"] = training.train(engine, 3, generator, oracle=engine_name == "stock")
+        if engine_name == "tencache":
+            import tencache_ds
+
+            result["resident_nbytes"] = tencache_ds.stats(engine).resident_weight_nbytes
+            result["local_ranks"] = engine.optimizer.tencache.surroundings.local_ranks
+        engine.destroy()
+    return result
+
+
+if __name__ == "__main__":
+    training.main(run)
