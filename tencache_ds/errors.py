@@ -15,6 +15,14 @@ class ConfigError(TenCacheError, ValueError):
     """The DeepSpeed config cannot be run with TenCache: names the key, what was given and what is allowed."""
 
 
+class InstallationError(TenCacheError, ImportError):
+    """A config asks for TenCache, and a part of it or of what it needs cannot be imported: names that part."""
+
+
+class ProcessLimitError(TenCacheError, RuntimeError):
+    """A limit of this process, user or container is too low: names what was needed, the limit and how to raise it."""
+
+
 class SeamError(TenCacheError, RuntimeError):
     """The installed DeepSpeed does not have a seam TenCache plugs into: names the version and the seam."""
 

@@ -10,8 +10,10 @@ from tencache_ds import errors
 from tencache_ds.errors import (
     ConfigError,
     CorruptionError,
+    InstallationError,
     LockedMemoryError,
     MemoryLimitError,
+    ProcessLimitError,
     SeamError,
     SpaceError,
     StorageError,
@@ -32,6 +34,8 @@ def test_one_base_class_catches_all():
     [
         (ConfigError, ValueError),
         (SeamError, RuntimeError),
+        (InstallationError, ImportError),
+        (ProcessLimitError, RuntimeError),
         (MemoryLimitError, MemoryError),
         (LockedMemoryError, MemoryLimitError),
         (StorageError, OSError),

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from tencache_ds.errors import StorageError
+from tencache_ds.errors import ProcessLimitError, StorageError
 from tencache_ds.io.backend import (
     ALIGNMENT_NBYTES,
     IoCounters,
@@ -30,6 +30,7 @@ from tencache_ds.io.backend import (
     StorageTimeoutError,
     Ticket,
 )
+from tencache_ds.limits import start_threads
 
 Transfer = Callable[[int, Operation, str, int, torch.Tensor, str], None]
 """``transfer(lane, operation, path, offset, piece, tag)``: moves one piece, blocking, and raises what went wrong."""
@@ -79,6 +80,7 @@ class LanePool:
 
     Raises:
         ValueError: a size that makes no sense.
+        ProcessLimitError: the lanes cannot be started.
     """
 
     def __init__(
@@ -112,8 +114,12 @@ class LanePool:
             threading.Thread(target=self._run, args=(lane,), name=f"tencache-lane-{lane}", daemon=True)
             for lane in range(n_lanes)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            start_threads(self._threads, "lanes of I/O")
+        except ProcessLimitError:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._end_lanes()
+            raise
         # A daemon thread that returns from native code while the interpreter is torn down can abort the process.
         self._at_exit = stop_at_exit(self)
 
@@ -155,17 +161,21 @@ class LanePool:
             return
         if threading.current_thread() in self._threads:
             raise RuntimeError("a storage backend cannot be closed from a callback of its own requests")
+        self._end_lanes()
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        stuck = self._give_up()
+        if stuck:
+            raise never_finished(stuck, self._close_timeout_s)
+
+    def _end_lanes(self) -> None:
+        """Lets the lanes finish what was submitted, and waits for them."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         t_end_s = time.monotonic() + self._close_timeout_s
         for thread in self._threads:
             thread.join(max(0.0, t_end_s - time.monotonic()))
-        self._closed = True
-        atexit.unregister(self._at_exit)
-        stuck = self._give_up()
-        if stuck:
-            raise never_finished(stuck, self._close_timeout_s)
 
     def _give_up(self) -> list[Ticket]:
         """Ends what has not ended; returns what the device has of it."""

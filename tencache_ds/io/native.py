@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tencache_ds.errors import ConfigError, StorageError
+from tencache_ds.errors import ConfigError, ProcessLimitError, StorageError
 from tencache_ds.io.backend import (
     ALIGNMENT_NBYTES,
     IoCounters,
@@ -41,6 +41,7 @@ from tencache_ds.io.lanes import (
     stop_at_exit,
 )
 from tencache_ds.io.posix import Descriptor, PosixFiles, give_back_pages, storage_error
+from tencache_ds.limits import remedy, start_threads, too_few_threads
 
 BACKGROUND_NBYTES = 6 << 20
 """Background bytes the kernel has at a time when urgent requests are about: so few that an urgent read of 4 MiB takes
@@ -95,6 +96,7 @@ class NativeBackend:
 
     Raises:
         ConfigError: the op cannot be built or loaded, a size makes no sense, or the kernel refuses its contexts.
+        ProcessLimitError: this process may not have so many threads or open files.
     """
 
     name = "native"
@@ -122,7 +124,7 @@ class NativeBackend:
         try:
             self._queue = op.IoQueue(n_lanes, block_nbytes, queue_depth, background_nbytes)
         except OSError as error:
-            raise _explained(error, n_lanes * queue_depth) from error
+            raise _explained(error, n_lanes, queue_depth) from error
         self.counters: IoCounters = _Counters(self._queue)
         self._files = PosixFiles(direct)
         self._close_timeout_s = close_timeout_s
@@ -136,8 +138,12 @@ class NativeBackend:
             threading.Thread(target=self._run, name=f"tencache-finisher-{index}", daemon=True)
             for index in range(_N_FINISHERS)
         ]
-        for thread in self._finishers:
-            thread.start()
+        try:
+            start_threads(self._finishers, "threads that end requests")
+        except ProcessLimitError:
+            self._finishers = [thread for thread in self._finishers if thread.is_alive()]
+            self._stop(close_timeout_s, drop_waiting=True)
+            raise
         # A daemon thread that returns from native code while the interpreter is torn down can abort the process.
         self._at_exit = stop_at_exit(self)
 
@@ -313,8 +319,14 @@ class NativeBackend:
         )
 
 
-def _explained(error: OSError, n_events: int) -> ConfigError:
-    """Why the kernel gives no context, and what to do."""
+def _explained(error: OSError, n_lanes: int, queue_depth: int) -> ConfigError | ProcessLimitError:
+    """Why the op cannot start, and what to do."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return ProcessLimitError(f"the native backend cannot open its {n_lanes} lanes{remedy(error.errno)}")
+    # The op names the call that failed; a thread that cannot be made has no call's name.
+    if error.errno == errno.EAGAIN and "io_setup" not in str(error.strerror):
+        return too_few_threads(f"a part of the {n_lanes} native lanes of I/O", error)
+    n_events = n_lanes * queue_depth
     if error.errno == errno.EAGAIN:
         numbers = ""
         try:

@@ -19,6 +19,7 @@ from tencache_ds.errors import SpaceError, StorageError
 from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation
 from tencache_ds.io.lane_backend import LaneBackend
 from tencache_ds.io.open_files import OpenFile, OpenFiles
+from tencache_ds.limits import remedy
 
 _logger = logging.getLogger("DeepSpeed.tencache.io")
 
@@ -183,7 +184,8 @@ def give_back_pages(operation: Operation, descriptor: Descriptor, offset: int, n
 def storage_error(operation: Operation, path: str, offset: int, nbytes: int, error: OSError, tag: str) -> StorageError:
     """The typed error for what the operating system said."""
     kind = SpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
-    return kind(operation.value, path, offset, nbytes, error.strerror or str(error), errno=error.errno, tag=tag)
+    cause = f"{error.strerror or error}{remedy(error.errno)}"
+    return kind(operation.value, path, offset, nbytes, cause, errno=error.errno, tag=tag)
 
 
 class PosixBackend(LaneBackend):

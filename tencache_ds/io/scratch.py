@@ -20,6 +20,7 @@ import shutil
 import stat
 import time
 
+from tencache_ds import limits
 from tencache_ds.errors import ConfigError
 
 _logger = logging.getLogger("DeepSpeed.tencache.io")
@@ -228,6 +229,7 @@ def _explain(root: str, error: OSError) -> str:
         errno.ENOENT: f"{error.filename} does not exist and cannot be made; mount the device or correct the path",
     }
     remedies |= dict.fromkeys(_NO_LOCKS, "its file system has no file locks; choose a local one")
+    remedies |= {number: f"{error.strerror}{limits.remedy(number)}" for number in (errno.EMFILE, errno.ENFILE)}
     remedy = remedies.get(error.errno or 0, f"{error.strerror or error}; choose another folder")
     return f"nvme_path {root!r} cannot hold scratch files: {remedy}"
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import threading
 from collections.abc import Sequence
 
 from tencache_ds.errors import SpaceError, StorageError
 from tencache_ds.io.extents import FreeList, round_up
+from tencache_ds.limits import limit, remedy
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -37,7 +39,8 @@ class SpaceFile:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise StorageError("create", path, 0, 0, error.strerror or str(error), errno=error.errno) from error
+            cause = f"{error.strerror or error}{remedy(error.errno)}"
+            raise StorageError("create", path, 0, 0, cause, errno=error.errno) from error
         if preallocate_nbytes > 0:
             try:
                 self._reserve(round_up(preallocate_nbytes), "preallocation")
@@ -139,18 +142,34 @@ class SpaceFile:
             cause = error.strerror or str(error)
             if error.errno not in _FULL:
                 raise StorageError("allocate", self._path, start, nbytes, cause, errno=error.errno, tag=tag) from error
-            free_nbytes, _ = self.device_nbytes()
             raise SpaceError(
                 "allocate",
                 self._path,
                 start,
                 nbytes,
-                f"{cause}: {max(0, nbytes - free_nbytes)} bytes are missing ({free_nbytes} free); free some space, "
-                "choose a larger nvme_path, or let more state stay in RAM",
+                f"{cause}: {self._what_is_missing(error, start + nbytes)}",
                 errno=error.errno,
                 tag=tag,
             ) from error
         self._free.extend(nbytes)
+
+    def _what_is_missing(self, error: OSError, end: int) -> str:
+        """Which limit a file of ``end`` bytes meets, and what to do."""
+        if error.errno == errno.EFBIG:
+            most = limit(resource.RLIMIT_FSIZE)
+            if most != "unlimited":
+                return f"the file needs {end} bytes, and this process may write {most} per file; raise `ulimit -f`"
+            return f"the file needs {end} bytes, more than the file system allows in one; choose another nvme_path"
+        free_nbytes, _ = self.device_nbytes()
+        if error.errno == errno.EDQUOT:
+            return (
+                f"this user's quota has no {end} bytes left for the file, whatever is free on the device "
+                f"({free_nbytes} bytes); raise the quota, or choose another nvme_path"
+            )
+        return (
+            f"{max(0, end - self._free.end - free_nbytes)} bytes are missing ({free_nbytes} free); free some space, "
+            "choose a larger nvme_path, or let more state stay in RAM"
+        )
 
 
 class SpaceFiles:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from tencache_ds.io.fingerprint import Fingerprint
+from tencache_ds.limits import too_few_threads
 
 _N_THREADS = 2
 
@@ -58,7 +59,8 @@ class Witnesses:
             witness._taking = self._threads.submit(self._fingerprint, buffer, witness.generation)
         except RuntimeError as error:  # closed, or the interpreter exits: the write must end all the same
             witness._taking = Future()
-            witness._taking.set_exception(error)
+            started = f"a part of the {_N_THREADS} threads that take fingerprints"
+            witness._taking.set_exception(too_few_threads(started, error) if "new thread" in str(error) else error)
 
     def differ(self, witness: Witness, buffer: torch.Tensor) -> bool:
         """Whether the buffer is not what the write wrote, here and now in the caller's thread."""

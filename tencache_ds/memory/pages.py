@@ -36,6 +36,7 @@ from typing import Any, Protocol
 import torch
 
 from tencache_ds.errors import LockedMemoryError, MemoryLimitError
+from tencache_ds.limits import limit
 
 logger = logging.getLogger("DeepSpeed.tencache.memory")
 
@@ -267,7 +268,8 @@ def _map(nbytes: int) -> int:
     if address is None or address == ctypes.c_void_p(-1).value:
         cause = os.strerror(ctypes.get_errno())
         raise MemoryLimitError(
-            f'cannot map {nbytes} bytes of host memory: {cause}; lower "tencache.staging_memory" or raise `ulimit -v`'
+            f"cannot map {nbytes} bytes of host memory: {cause}; raise `ulimit -v` (now {limit(resource.RLIMIT_AS)}) "
+            'or the memory of the host or container, or lower "tencache.host_memory" or "tencache.staging_memory"'
         )
     if not huge:
         return int(address)
