@@ -3,21 +3,20 @@
 
 torch (>= 2.5) calls :func:`autoload` through the ``torch.backends`` entry point on ``import torch``, so every process
 the ``deepspeed`` launcher starts gets it. The hook only waits for ``deepspeed.runtime.config`` to be imported; it
-imports nothing heavy and never raises: a broken TenCache must not break a program that does not ask for it.
+imports nothing heavy and never raises: a broken TenCache must not break a program that does not ask for it. It is there
+with ``TENCACHE_DISABLE`` too, to say that a config asks in vain.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import os
 import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
 WATCHED_MODULE = "deepspeed.runtime.config"
-DISABLE_VARIABLE = "TENCACHE_DISABLE"
 
 
 class _HookingLoader(importlib.abc.Loader):
@@ -51,17 +50,18 @@ class _PostImportFinder(importlib.abc.MetaPathFinder):
 
 def _hook_config(module: ModuleType) -> None:
     try:
-        from tencache_ds.integration.activation import hook_config_module
+        from tencache_ds.integration.config_hook import hook_config_module
 
         hook_config_module(module)
     except Exception as error:  # only a broken installation gets here; stock DeepSpeed must go on
-        warnings.warn(f"TenCache could not be hooked into DeepSpeed and stays inactive: {error!r}", stacklevel=2)
+        warnings.warn(
+            f"TenCache could not be hooked into DeepSpeed and stays inactive, whatever a config asks for: {error!r}",
+            stacklevel=2,
+        )
 
 
 def install() -> None:
     """Waits for DeepSpeed's config module, or hooks it now if it is already imported. Idempotent, never raises."""
-    if os.environ.get(DISABLE_VARIABLE, "") not in ("", "0"):
-        return
     module = sys.modules.get(WATCHED_MODULE)
     if module is not None and hasattr(module, "DeepSpeedConfig"):
         _hook_config(module)

@@ -13,13 +13,11 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from tencache_ds.errors import ConfigError
-
-ENGINE_KEY = "offload_engine"
-OPTIONS_KEY = "tencache"
-ENGINE_NAME = "tencache"
+from tencache_ds.keys import OPTIONS_KEY
+from tencache_ds.spelling import did_you_mean
 
 _UNITS = {
     "": 1,
@@ -36,25 +34,62 @@ _UNITS = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*")
 
 
+LARGEST_SIZE_NBYTES = 2**60
+LEAST_HOST_MEMORY_NBYTES = 2**16
+
+
 def parse_size(value: object) -> int:
     """Bytes of ``4294967296``, ``4e9``, ``"4GiB"`` or ``"4 GB"``.
 
     Raises:
-        ValueError: not a size, or negative.
+        ValueError: not a size, negative, a part of a byte, or more than an exbibyte.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"{value!r} is not a size: write a number of bytes or a string such as '4GiB'")
+    unit = 1
+    number: int | float
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         if match is None or match.group(2).upper() not in _UNITS:
             raise ValueError(f"{value!r} is not a size: write a number of bytes or a string such as '4GiB' or '500MB'")
-        value = float(match.group(1)) * _UNITS[match.group(2).upper()]
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"a size cannot be {value!r}")
-    return int(value)
+        unit = _UNITS[match.group(2).upper()]
+        number = float(match.group(1)) * unit
+    else:
+        number = value
+    if not 0 <= number <= LARGEST_SIZE_NBYTES:
+        raise ValueError(f"a size cannot be {value!r}: it is from 0 to 1024 PiB")
+    if (unit == 1 and number != int(number)) or 0 < number < 1:
+        raise ValueError(f"{value!r} is not a whole number of bytes: write a unit, as in '4GiB'")
+    return int(number)
+
+
+def parse_host_memory(value: object) -> int:
+    """A size that is 0, or large enough to hold a weight.
+
+    Raises:
+        ValueError: not a size, or too few bytes to be meant.
+    """
+    nbytes = parse_size(value)
+    if 0 < nbytes < LEAST_HOST_MEMORY_NBYTES:
+        raise ValueError(
+            f"{nbytes} bytes hold no weight: write a unit, as in '{nbytes}GiB', or 0 to send every weight to NVMe"
+        )
+    return nbytes
+
+
+def refuse_boolean(value: object) -> object:
+    """Passes on what may be a number; true and false, which Python counts as 1 and 0, may not.
+
+    Raises:
+        ValueError: a boolean.
+    """
+    if isinstance(value, bool):
+        raise ValueError("true and false are no numbers")
+    return value
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
+HostMemory = Annotated[int, BeforeValidator(parse_host_memory)]
 
 
 class IoBackend(StrEnum):
@@ -102,10 +137,10 @@ class Verify(StrEnum):
 class TenCacheConfig(DeepSpeedConfigModel):
     """The ``"tencache"`` section. Omitted or null means automatic, for the section and for each option."""
 
-    host_memory: Size | None = None
+    host_memory: HostMemory | None = None
     """Host memory per rank in which weights stay resident instead of going to NVMe, filled first. Beyond it come what
     training cannot do without (gradients, ``staging_memory``). Automatic: half of the memory available when the model
-    is built, divided by the ranks on the host. 0 sends every weight to NVMe."""
+    is built, divided by the ranks on the host. 0 sends every weight to NVMe; else at least 64 KiB."""
 
     staging_memory: Size | None = None
     """Pinned host memory per rank through which everything on its way from or to NVMe passes. Automatic: 12 optimizer
@@ -124,7 +159,7 @@ class TenCacheConfig(DeepSpeedConfigModel):
     io_lanes: int = Field(8, ge=1, le=64)
     """Requests moved at the same time per NVMe path. 4 to 8 reach the limit of the devices measured."""
 
-    io_request_size: Size = Field(8 * 2**20, ge=2**12, multiple_of=2**12)
+    io_request_size: Size = Field(8 * 2**20, ge=2**12, le=2**30, multiple_of=2**12)
     """Larger transfers are cut into requests of this size, which several lanes move at the same time. A multiple of 4
     KiB, as direct I/O needs."""
 
@@ -144,6 +179,14 @@ class TenCacheConfig(DeepSpeedConfigModel):
     poison_buffers: bool = False
     """For debugging: fills every returned staging buffer with a pattern, so that a use after return shows."""
 
+    allow_faults: bool = False
+    """For drills: without it, a run with ``TENCACHE_FAULTS`` in its environment is refused."""
+
+    @field_validator("io_lanes", "io_timeout_s", mode="before")
+    @classmethod
+    def _refuse_boolean(cls, value: object) -> object:
+        return refuse_boolean(value)
+
 
 def options_from(section: object) -> TenCacheConfig:
     """Validated options of a ``"tencache"`` section.
@@ -155,18 +198,26 @@ def options_from(section: object) -> TenCacheConfig:
         section = {}
     if not isinstance(section, Mapping):
         raise ConfigError(f'"{OPTIONS_KEY}" must be an object with options or null, not {section!r}')
-    given = {key: value for key, value in section.items() if value is not None}
-    if "strict" in given:  # the base class's constructor would take it for its own argument
-        raise ConfigError(_explain({"loc": ("strict",), "type": "extra_forbidden", "input": given["strict"]}))
+    # Looked for here: the base class drops what is "auto" before it looks at names.
+    unknown = [_explain_unknown(key, value) for key, value in section.items() if key not in TenCacheConfig.model_fields]
+    known = {key: value for key, value in section.items() if key in TenCacheConfig.model_fields}
     try:
-        return TenCacheConfig(**given)
+        options = TenCacheConfig(**{key: value for key, value in known.items() if value is not None})
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
+        raise ConfigError("; ".join([*unknown, *(_explain(item) for item in error.errors())])) from None
+    if unknown:
+        raise ConfigError("; ".join(unknown))
+    return options
+
+
+def _explain_unknown(key: object, value: object) -> str:
+    allowed = sorted(TenCacheConfig.model_fields)
+    return (
+        f'unknown option "{OPTIONS_KEY}.{key}" (given: {value!r}).{did_you_mean(key, allowed)} Allowed: '
+        f"{', '.join(allowed)}"
+    )
 
 
 def _explain(item: Any) -> str:
-    name = ".".join(str(part) for part in item["loc"]) or OPTIONS_KEY
-    if item["type"] == "extra_forbidden":
-        allowed = ", ".join(sorted(TenCacheConfig.model_fields))
-        return f'unknown option "{OPTIONS_KEY}.{name}" (given: {item["input"]!r}). Allowed: {allowed}'
-    return f'"{OPTIONS_KEY}.{name}" cannot be {item["input"]!r}: {item["msg"]}'
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"])
+    return f'"{OPTIONS_KEY}{name}" cannot be {item["input"]!r}: {item["msg"]}'

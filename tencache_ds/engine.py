@@ -19,6 +19,7 @@ from tencache_ds.gpu_staging import GpuStaging
 from tencache_ds.io import ExtentStore, NvmePaths, RoutedBackend, StorageBackend, open_backend
 from tencache_ds.io.fingerprint import Fingerprint, sampled_fingerprint, whole_fingerprint
 from tencache_ds.io.scratch import device_of, free_nbytes
+from tencache_ds.keys import FAULTS_VARIABLE
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
@@ -356,7 +357,7 @@ class TenCacheEngine:
             route = RoutedBackend(backend)
             self._routes.append(route)
             backend = route
-        faults = os.environ.get("TENCACHE_FAULTS")
+        faults = os.environ.get(FAULTS_VARIABLE) if self.options.allow_faults else None
         return self._with_faults(backend, reason, faults) if faults else (backend, reason)
 
     def _open_plain_backend(self) -> tuple[StorageBackend, str]:
@@ -385,8 +386,13 @@ class TenCacheEngine:
         except ConfigError:
             backend.close()
             raise
-        if self.surroundings.rank == 0 and not self.nvme.paths:
-            logger.warning("TENCACHE_FAULTS is set: faults are INJECTED into the storage of this run: %s", faults)
+        if not self.nvme.paths:  # on every rank: a rule may be for one of them
+            logger.warning(
+                "%s is set: faults are INJECTED into the storage of rank %d: %s",
+                FAULTS_VARIABLE,
+                self.surroundings.rank,
+                faults,
+            )
         return FaultBackend(backend, rules, self.surroundings.rank), f"{reason}; WITH INJECTED FAULTS: {faults}"
 
 

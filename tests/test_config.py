@@ -40,7 +40,7 @@ def test_sizes(given, nbytes):
     assert type(parsed) is int
 
 
-@given(st.integers(0, 2**40), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]), st.booleans())
+@given(st.integers(0, 2**20), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]), st.booleans())
 def test_every_unit_in_any_case(count, unit, space, lower):
     text = f"{count}{space}{unit.lower() if lower else unit}"
     assert parse_size(text) == int(float(count) * UNITS[unit])
@@ -53,6 +53,12 @@ def test_what_is_not_a_size(given):
     with pytest.raises(ValueError, match="not a size") as caught:
         parse_size(given)
     assert repr(given) in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [0.5, 1.5, "1.5", "0.0001KB", "2.5B"])
+def test_no_part_of_a_byte(given):
+    with pytest.raises(ValueError, match="not a whole number of bytes"):
+        parse_size(given)
 
 
 @pytest.mark.parametrize("given", [-1, -0.5, float("nan"), float("inf"), float("-inf")])
@@ -95,6 +101,7 @@ def test_every_option_takes_effect():
         "gds": "on",
         "gds_memory": "512MiB",
         "poison_buffers": True,
+        "allow_faults": True,
     }
     assert given.keys() == TenCacheConfig.model_fields.keys()
     options = options_from(json.loads(json.dumps(given)))
@@ -110,6 +117,7 @@ def test_every_option_takes_effect():
     assert options.gds == Gds.on
     assert options.gds_memory == 2**29
     assert options.poison_buffers is True
+    assert options.allow_faults is True
 
 
 @pytest.mark.parametrize(
@@ -117,6 +125,11 @@ def test_every_option_takes_effect():
     [
         ("host_memory", "four", "4GiB"),
         ("host_memory", -1, "size"),
+        ("host_memory", 16, "'16GiB'"),
+        ("host_memory", 1e30, "1024 PiB"),
+        ("io_lanes", True, "no numbers"),
+        ("io_timeout_s", False, "no numbers"),
+        ("io_request_size", 2**31, str(2**30)),
         ("staging_memory", True, "number of bytes"),
         ("chunk_size", 2**16 - 1, str(2**16)),
         ("chunk_size", 2**30 + 1, str(2**30)),
@@ -153,6 +166,15 @@ def test_an_unknown_option_lists_the_known_ones():
     assert 'unknown option "tencache.host_ram"' in message
     assert "'4GiB'" in message
     assert all(name in message for name in TenCacheConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("host_memry", "host_memory"), ("Host-Memory", "host_memory"), ("io_lane", "io_lanes")]
+)
+@pytest.mark.parametrize("value", ["4GiB", None, "auto"])  # what means automatic does not hide a wrong name
+def test_an_unknown_option_that_is_nearly_one(given, meant, value):
+    with pytest.raises(ConfigError, match=f'unknown option "tencache.{given}".* Did you mean "{meant}"'):
+        options_from({given: value})
 
 
 def test_all_mistakes_are_named_at_once():

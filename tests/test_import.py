@@ -114,7 +114,7 @@ def test_a_broken_tencache_does_not_break_deepspeed(tmp_path):
     fake_deepspeed(tmp_path)
     code = (
         "import sys, tencache_ds\n"
-        "sys.modules['tencache_ds.integration.activation'] = None\n"
+        "sys.modules['tencache_ds.integration.config_hook'] = None\n"
         "import deepspeed.runtime.config as config\n"
         "print(config.DeepSpeedConfig.__name__)\n"
         "tencache_ds._autoload.autoload()"
@@ -134,14 +134,52 @@ def test_a_module_half_imported_by_somebody_else_is_waited_for():
     assert run_python(code) == "1\n"
 
 
-@pytest.mark.parametrize(("value", "installed"), [("1", 0), ("true", 0), ("0", 1), ("", 1)])
-def test_the_variable_that_switches_it_off(value, installed):
-    code = (
-        "import sys, tencache_ds\n"
-        "tencache_ds._autoload.autoload()\n"
-        "print(sum(isinstance(f, tencache_ds._autoload._PostImportFinder) for f in sys.meta_path))"
-    )
-    assert run_python(code, TENCACHE_DISABLE=value) == f"{installed}\n"
+@pytest.mark.parametrize(("value", "off"), [("1", True), ("true", True), ("0", False), ("", False)])
+def test_the_variable_that_switches_it_off(value, off):
+    code = "from tencache_ds.integration.config_hook import is_disabled; print(is_disabled())"
+    assert run_python(code, TENCACHE_DISABLE=value) == f"{off}\n"
+
+
+PARSE = """
+import importlib.abc, sys
+import torch, deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
+
+class Broken(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in broken:
+            raise ImportError(f"{name} is broken here")
+
+def parse(**keys):
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}} | keys.pop("zero", {})
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero} | keys
+    try:
+        return "with TenCache" if getattr(DeepSpeedConfig(config), "tencache", None) else "stock"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+kept = ("tencache_ds", "tencache_ds._autoload", "tencache_ds.integration", "tencache_ds.integration.config_hook",
+        "tencache_ds.keys", "tencache_ds.spelling")
+sys.meta_path.insert(0, Broken())
+for broken in (["xxhash"], ["tencache_ds.config"], ["tencache_ds.engine"], ["tencache_ds.errors"],
+               ["tencache_ds.integration.engine_choice", "tencache_ds.io"]):
+    for name in [n for n in sys.modules if n in broken or (n.startswith("tencache_ds") and n not in kept)]:
+        del sys.modules[name]
+    print(parse(), "|", parse(zero={"offload_param": {"device": "cpu"}}), "|", parse(offload_engine="tencache"))
+"""
+
+
+def test_only_a_config_that_asks_needs_an_installation_that_works():
+    """One process: what a config needs that does not ask for TenCache is loaded before anything is broken."""
+    printed = [line.split(" | ") for line in run_python(PARSE).splitlines() if " | " in line]
+    assert [line[:2] for line in printed] == [["stock", "stock"]] * 5
+    for broken, (_, _, asked) in zip(("xxhash", "tencache_ds.config", "tencache_ds.engine"), printed, strict=False):
+        assert asked.startswith("InstallationError: ")
+        assert f"ImportError: {broken} is broken here" in asked
+        assert "pip install --force-reinstall tencache-ds" in asked
+        assert 'remove "offload_engine"' in asked
+    assert printed[3][2] == "ImportError: tencache_ds.errors is broken here"
+    assert printed[4][2] == "ImportError: tencache_ds.integration.engine_choice is broken here"
 
 
 REAL_DEEPSPEED = """
@@ -159,10 +197,7 @@ print(type(config.__spec__.loader).__name__, type(engine.__spec__.loader).__name
 """
 
 
-@pytest.mark.parametrize(
-    ("disable", "loader"), [("", "_HookingLoader"), ("1", "SourceFileLoader")], ids=["hooked", "disabled"]
-)
-def test_deepspeed_keeps_its_source(disable, loader):
-    printed = run_python(REAL_DEEPSPEED.format(first="tencache_ds"), TENCACHE_DISABLE=disable)
-    assert f"{loader} SourceFileLoader\n" in printed
+def test_deepspeed_keeps_its_source():
+    printed = run_python(REAL_DEEPSPEED.format(first="tencache_ds"))
+    assert "_HookingLoader SourceFileLoader\n" in printed
     assert "stays inactive" not in printed

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from tencache_ds import __version__
 from tencache_ds.cli.finding import Finding, Level
+from tencache_ds.keys import DISABLE_VARIABLE
 from tencache_ds.ops.build_lock import build_locks, is_held, remedy
 
 DISTRIBUTION = "tencache-ds"
@@ -82,8 +83,8 @@ def check_autoload(environment: Mapping[str, str] | None = None) -> Finding:
     """
     environment = os.environ if environment is None else environment
     by_hand = "import tencache_ds in the script, or start it with: deepspeed --module tencache_ds.run train.py"
-    if environment.get("TENCACHE_DISABLE", "") not in ("", "0"):
-        return Finding(Level.PROBLEM, "activation", "switched off by TENCACHE_DISABLE", "unset TENCACHE_DISABLE")
+    if environment.get(DISABLE_VARIABLE, "") not in ("", "0"):
+        return Finding(Level.PROBLEM, "activation", f"switched off by {DISABLE_VARIABLE}", f"unset {DISABLE_VARIABLE}")
     if AUTOLOAD_NAME not in {point.name for point in metadata.entry_points(group=AUTOLOAD_GROUP)}:
         return Finding(
             Level.WARNING, "activation", "the entry point is not installed, so scripts do not load TenCache", by_hand

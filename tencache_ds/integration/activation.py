@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plugging into DeepSpeed: the config is watched always, everything else is replaced only once a config asks for it."""
+"""Plugging into DeepSpeed: what is replaced once a config, watched by ``config_hook``, asks for TenCache."""
 
 from __future__ import annotations
 
@@ -7,55 +7,18 @@ import functools
 import importlib
 import logging
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from tencache_ds.integration.config_hook import options_of
 
 if TYPE_CHECKING:
     from tencache_ds.engine import TenCacheEngine
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
-CONFIG_ATTRIBUTE = "tencache"
-"""Attribute of a parsed DeepSpeedConfig that holds its ``TenCacheConfig``; absent or None means stock DeepSpeed."""
-
 _HOOKED = "__tencache_hook__"
-
-
-def hook_config_module(module: ModuleType) -> None:
-    """Makes ``DeepSpeedConfig`` recognise ``"offload_engine"``. Idempotent.
-
-    Configs without the key are parsed by DeepSpeed's own function and nothing else happens.
-    """
-    config_class = module.DeepSpeedConfig
-    original = config_class._initialize_params
-    if hasattr(original, _HOOKED):
-        return
-
-    @functools.wraps(original)
-    def _initialize_params(self: Any, param_dict: MutableMapping[str, Any]) -> None:
-        from tencache_ds.config import ENGINE_KEY
-
-        zero = param_dict.get("zero_optimization")
-        if ENGINE_KEY not in param_dict and not (isinstance(zero, dict) and ENGINE_KEY in zero):
-            original(self, param_dict)
-            return
-        from tencache_ds.integration.config_checks import check_config, take_engine_choice
-
-        chosen = take_engine_choice(param_dict)
-        original(self, param_dict)
-        if chosen:
-            setattr(self, CONFIG_ATTRIBUTE, check_config(self, param_dict))
-            activate()
-
-    setattr(_initialize_params, _HOOKED, True)
-    config_class._initialize_params = _initialize_params
-
-
-def options_of(ds_config: Any) -> Any:
-    """The ``TenCacheConfig`` of a parsed DeepSpeed config, or None when it does not ask for TenCache."""
-    return getattr(ds_config, CONFIG_ATTRIBUTE, None)
 
 
 def activate() -> None:
@@ -66,6 +29,8 @@ def activate() -> None:
     Raises:
         SeamError: the installed DeepSpeed differs from the tested one; nothing was replaced.
     """
+    import deepspeed
+    from deepspeed import comm as dist
     from deepspeed.runtime import engine as engine_module
     from deepspeed.runtime.zero import partition_parameters
 
@@ -73,9 +38,10 @@ def activate() -> None:
         return
     from tencache_ds.integration.param_swapper import ParamSwapper, swapper_factory
     from tencache_ds.integration.rank_checks import agree_on_options
-    from tencache_ds.integration.seams import verify_seams
+    from tencache_ds.integration.seams import verify_seams, warn_of_version
 
     verify_seams()
+    warn_of_version(deepspeed.__version__, dist.get_rank() if dist.is_initialized() else 0)
 
     partition_parameters.AsyncPartitionedParameterSwapper = swapper_factory(
         partition_parameters.AsyncPartitionedParameterSwapper

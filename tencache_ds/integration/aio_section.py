@@ -1,12 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``aio`` section of a DeepSpeed config, for what looks at it without an engine."""
+"""The ``aio`` section of a DeepSpeed config: as DeepSpeed understands it, and what in it cannot be meant."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+from deepspeed.runtime.swap_tensor.constants import (
+    AIO,
+    AIO_BLOCK_SIZE,
+    AIO_INTRA_OP_PARALLELISM,
+    AIO_OVERLAP_EVENTS,
+    AIO_QUEUE_DEPTH,
+    AIO_SINGLE_SUBMIT,
+    AIO_USE_GDS,
+)
+
+from tencache_ds.errors import ConfigError
+from tencache_ds.io.backend import ALIGNMENT_NBYTES
+from tencache_ds.spelling import closest, did_you_mean
+
+LARGEST_BLOCK_NBYTES = 2**30
+DEEPEST_QUEUE = 2**16
+MOST_THREADS = 1024
+LEGACY_KEYS = ("thread_count", "num_threads")
+"""Older names of ``intra_op_parallelism``, which DeepSpeed ignores; ``ds_nvme_tune`` still writes the second."""
 
 
 def read_aio_section(config: Mapping[str, Any]) -> dict[str, bool | int]:
@@ -16,3 +36,74 @@ def read_aio_section(config: Mapping[str, Any]) -> dict[str, bool | int]:
         config: a whole DeepSpeed config; an empty one gives the defaults. Sizes are in bytes.
     """
     return dict(get_aio_config(dict(config)))
+
+
+def is_true(value: object) -> bool:
+    """A flag of the section, where ``ds_nvme_tune`` writes the strings ``"true"`` and ``"false"``."""
+    return value.strip().lower() == "true" if isinstance(value, str) else bool(value)
+
+
+def check_aio_section(section: object) -> tuple[str, ...]:
+    """Checks the section as it was written: DeepSpeed takes every value as it is.
+
+    Args:
+        section: what the config has under ``"aio"``, or None.
+
+    Returns:
+        Warnings, of keys that DeepSpeed ignores.
+
+    Raises:
+        ConfigError: names the key, what was given and what is allowed.
+    """
+    if section is None:
+        return ()
+    if not isinstance(section, Mapping):
+        raise ConfigError(f'"{AIO}" must be an object, not {section!r}')
+    warnings = []
+    for key, value in section.items():
+        if key in _CHECKS:
+            _CHECKS[key](f"{AIO}.{key}", value)
+        elif closest(key, _CHECKS) is not None:
+            raise ConfigError(f'unknown key "{AIO}.{key}" (given: {value!r}).{did_you_mean(key, _CHECKS)}')
+        elif key not in LEGACY_KEYS:
+            warnings.append(f'DeepSpeed knows no key "{AIO}.{key}" and ignores it. It knows: {", ".join(_CHECKS)}.')
+    if section.get(AIO_USE_GDS) and get_accelerator().device_name() != "cuda":
+        raise ConfigError(
+            f'"{AIO}.{AIO_USE_GDS}" is on, which DeepSpeed allows with CUDA GPUs only. Remove it: TenCache reads '
+            'weights into GPU memory with "tencache.gds".'
+        )
+    return tuple(warnings)
+
+
+def _check_count(least: int, most: int, multiple_of: int = 1) -> Callable[[str, object], None]:
+    def check(key: str, value: object) -> None:
+        is_whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
+        if not is_whole or not least <= value <= most or value % multiple_of:
+            multiple = f" and a multiple of {multiple_of}" if multiple_of > 1 else ""
+            raise ConfigError(
+                f'"{key}" cannot be {value!r}: it is a whole number from {least} to {most}{multiple}. Leave it out for '
+                "DeepSpeed's default."
+            )
+
+    return check
+
+
+def _check_boolean(key: str, value: object) -> None:
+    """For what DeepSpeed takes for true when it is the string "false"."""
+    if not isinstance(value, bool):
+        raise ConfigError(f'"{key}" cannot be {value!r}: it is true or false, without quotes')
+
+
+def _check_flag(key: str, value: object) -> None:
+    if not (isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false"))):
+        raise ConfigError(f'"{key}" cannot be {value!r}: it is true or false')
+
+
+_CHECKS: dict[str, Callable[[str, object], None]] = {
+    AIO_BLOCK_SIZE: _check_count(ALIGNMENT_NBYTES, LARGEST_BLOCK_NBYTES, ALIGNMENT_NBYTES),
+    AIO_QUEUE_DEPTH: _check_count(1, DEEPEST_QUEUE),
+    AIO_INTRA_OP_PARALLELISM: _check_count(1, MOST_THREADS),
+    AIO_SINGLE_SUBMIT: _check_flag,
+    AIO_OVERLAP_EVENTS: _check_flag,
+    AIO_USE_GDS: _check_boolean,
+}

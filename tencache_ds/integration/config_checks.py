@@ -4,39 +4,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tencache_ds.config import ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, Gds, TenCacheConfig, Verify, options_from
+from deepspeed.runtime.swap_tensor.constants import AIO
+
+from tencache_ds.config import Gds, TenCacheConfig, Verify, options_from
 from tencache_ds.errors import ConfigError
+from tencache_ds.integration.aio_section import check_aio_section
+from tencache_ds.integration.path_checks import check_nvme_path
+from tencache_ds.keys import ENGINE_KEY, ENGINE_NAME, FAULTS_VARIABLE, OPTIONS_KEY, ZERO_KEY
+from tencache_ds.spelling import closest
 
-ZERO_KEY = "zero_optimization"
 
-
-def take_engine_choice(param_dict: MutableMapping[str, Any]) -> bool:
-    """Whether a config asks for TenCache; removes the alias inside ``zero_optimization``, which DeepSpeed would refuse.
+def check_sections(param_dict: Mapping[str, Any]) -> tuple[str, ...]:
+    """Checks, before DeepSpeed parses it, what DeepSpeed would fail at without a word on the key, or take as it is.
 
     Args:
-        param_dict: the shallow copy that DeepSpeed parses; the user's own dict is not changed.
+        param_dict: the config as it was written, without the engine's key.
+
+    Returns:
+        What the user should know, and no reason to stop.
 
     Raises:
-        ConfigError: an unknown engine, or two that contradict each other.
+        ConfigError: names the key, what was given, and what is allowed or what to do.
     """
-    choices = {}
-    if ENGINE_KEY in param_dict:
-        choices[ENGINE_KEY] = param_dict[ENGINE_KEY]
     zero = param_dict.get(ZERO_KEY)
-    if isinstance(zero, Mapping) and ENGINE_KEY in zero:
-        choices[f"{ZERO_KEY}.{ENGINE_KEY}"] = zero[ENGINE_KEY]
-        param_dict[ZERO_KEY] = {key: value for key, value in zero.items() if key != ENGINE_KEY}
-    for key, value in choices.items():
-        if value is not None and value != ENGINE_NAME:
-            raise ConfigError(
-                f'"{key}" is {value!r}. Allowed: "{ENGINE_NAME}", or null (or no key) for DeepSpeed\'s own offload.'
-            )
-    if len(set(choices.values())) > 1:
-        raise ConfigError(f"the offload engine is given twice and differs: {choices}. Keep one of them.")
-    return any(value == ENGINE_NAME for value in choices.values())
+    if not isinstance(zero, Mapping):
+        meant = next((key for key in param_dict if key != ZERO_KEY and closest(key, (ZERO_KEY,))), None)
+        found = f"is {zero!r}" if ZERO_KEY in param_dict else "is missing"
+        hint = f' Did you mean it by "{meant}"?' if meant is not None else ""
+        raise ConfigError(
+            f'"{ENGINE_KEY}": "{ENGINE_NAME}" needs ZeRO stage 3, but "{ZERO_KEY}" {found}.{hint} Write '
+            f'"{ZERO_KEY}": {{"stage": 3, "offload_param": …, "offload_optimizer": …}}.'
+        )
+    return check_aio_section(param_dict.get(AIO))
 
 
 def check_config(ds_config: Any, param_dict: Mapping[str, Any]) -> TenCacheConfig:
@@ -50,6 +52,7 @@ def check_config(ds_config: Any, param_dict: Mapping[str, Any]) -> TenCacheConfi
         ConfigError: names the key, what was given, and what is allowed or what to do.
     """
     options = options_from(param_dict.get(OPTIONS_KEY))
+    _check_faults(options)
     zero = ds_config.zero_config
     if int(zero.stage) != 3:
         raise ConfigError(
@@ -62,8 +65,11 @@ def check_config(ds_config: Any, param_dict: Mapping[str, Any]) -> TenCacheConfi
         config = getattr(zero, section)
         devices[section] = "none" if config is None else str(getattr(config.device, "value", config.device))
         if devices[section] == "nvme":
-            nvme_paths[f"{ZERO_KEY}.{section}.nvme_path"] = config.nvme_path
-            check_nvme_path(f"{ZERO_KEY}.{section}.nvme_path", config.nvme_path)
+            # As it was written: DeepSpeed's own value is a Path, for which "" is the working directory.
+            written = param_dict[ZERO_KEY].get(section)
+            path = written.get("nvme_path") if isinstance(written, Mapping) else config.nvme_path
+            nvme_paths[f"{ZERO_KEY}.{section}.nvme_path"] = path
+            check_nvme_path(f"{ZERO_KEY}.{section}.nvme_path", path)
     if set(devices.values()) == {"none"}:
         raise ConfigError(
             f'"{ENGINE_KEY}": "{ENGINE_NAME}" has nothing to offload: set "{ZERO_KEY}.offload_param.device" and/or '
@@ -98,7 +104,7 @@ def _refuse_combinations(ds_config: Any) -> None:
         (
             optimizer is not None and optimizer.ratio < 1.0,
             f"{ZERO_KEY}.offload_optimizer.ratio",
-            "updating part of the sub-groups on the GPU (Twin-Flow) is not supported yet; leave it at 1.0",
+            "updating a part of the state on the GPU (Twin-Flow) is not possible yet; leave it at 1.0",
         ),
         (
             weights_on_nvme and zero.zero_hpz_partition_size > 1,
@@ -118,6 +124,15 @@ def _refuse_combinations(ds_config: Any) -> None:
             )
 
 
+def _check_faults(options: TenCacheConfig) -> None:
+    """A variable that was left over from a drill must not damage a run, nor be passed over by who wants a drill."""
+    if os.environ.get(FAULTS_VARIABLE) and not options.allow_faults:
+        raise ConfigError(
+            f"{FAULTS_VARIABLE} is set in the environment, which makes storage fail on purpose. For a drill add "
+            f'"{OPTIONS_KEY}": {{"allow_faults": true}} to the config; otherwise unset {FAULTS_VARIABLE}.'
+        )
+
+
 def _check_gds(options: TenCacheConfig, weights_device: str) -> None:
     """What ``"gds": "on"`` needs of the rest of the config."""
     key = f"{OPTIONS_KEY}.gds"
@@ -133,7 +148,7 @@ def _check_gds(options: TenCacheConfig, weights_device: str) -> None:
         )
 
 
-def _check_further_paths(paths: Sequence[str], nvme_paths: Mapping[str, object], devices: Mapping[str, str]) -> None:
+def _check_further_paths(paths: Sequence[str], nvme_paths: Mapping[str, Any], devices: Mapping[str, str]) -> None:
     """Checks ``nvme_paths`` of the options against DeepSpeed's own, which are given by key."""
     if paths and not nvme_paths:
         given = " and ".join(f'"{ZERO_KEY}.{section}.device" is "{device}"' for section, device in devices.items())
@@ -141,10 +156,10 @@ def _check_further_paths(paths: Sequence[str], nvme_paths: Mapping[str, object],
             f'"{OPTIONS_KEY}.nvme_paths" is given, but {given}: nothing would be stored there. Set one of them to '
             f'"nvme" with a "nvme_path", or remove "{OPTIONS_KEY}.nvme_paths".'
         )
-    known = {os.path.realpath(str(path)): key for key, path in nvme_paths.items()}
+    known = {os.path.realpath(os.fspath(path)): key for key, path in nvme_paths.items()}
     for index, path in enumerate(paths):
         key = f"{OPTIONS_KEY}.nvme_paths[{index}]"
-        check_nvme_path(key, path or None)
+        check_nvme_path(key, path)
         folder = os.path.realpath(path)
         if folder in known:
             raise ConfigError(
@@ -152,24 +167,3 @@ def _check_further_paths(paths: Sequence[str], nvme_paths: Mapping[str, object],
                 "on other drives."
             )
         known[folder] = key
-
-
-def check_nvme_path(key: str, path: object) -> None:
-    """Checks that scratch files can be made under ``path``; makes the folder as DeepSpeed would.
-
-    Raises:
-        ConfigError: names the key, the path and the remedy.
-    """
-    if path is None:
-        raise ConfigError(f'"{key}" is missing: with "device": "nvme" it must name a folder on the NVMe drive.')
-    folder = str(path)
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f'"{key}" is {folder!r}, which cannot be made a folder: {error.strerror}. Name a folder you may write to.'
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f'"{key}" is {folder!r}, which is not writable for this user. Name a folder you may write to.'
-        )

@@ -36,7 +36,7 @@ from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CON
 
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import TenCacheError
-from tencache_ds.integration.activation import options_of
+from tencache_ds.integration.config_hook import options_of
 from tencache_ds.integration.surroundings import build_engine
 from tencache_ds.observability.counters import Access, Link
 

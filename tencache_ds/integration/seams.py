@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+
 from tencache_ds.errors import SeamError
 
+logger = logging.getLogger("DeepSpeed.tencache")
+
 TESTED_VERSIONS = ("0.19.8",)
+SUPPORTED_VERSIONS = ">=0.19.8,<0.20"
+"""What the package declares it works with; a test compares."""
 
 _RUNTIME = "deepspeed.runtime"
 _PARAMETERS = f"{_RUNTIME}.zero.partition_parameters"
@@ -169,6 +177,23 @@ SEAMS: tuple[Seam, ...] = (
         )
     ),
 )
+
+
+def warn_of_version(version: str, rank: int) -> None:
+    """Says on rank 0 that a DeepSpeed is not one of those that TenCache declares, though every seam is as expected."""
+    try:
+        is_supported = SpecifierSet(SUPPORTED_VERSIONS).contains(version, prereleases=True)
+    except InvalidVersion:
+        is_supported = False
+    if not is_supported and rank == 0:
+        logger.warning(
+            "DeepSpeed %s is outside the range that TenCache is tested with (%s). Every place it plugs into looks as "
+            "expected, but what lies behind may have changed, and the training with it: install deepspeed==%s, or "
+            "compare some steps with those of DeepSpeed's own CPU offload first.",
+            version,
+            SUPPORTED_VERSIONS,
+            TESTED_VERSIONS[-1],
+        )
 
 
 def verify_seams() -> None:

@@ -20,14 +20,10 @@ from deepspeed.runtime.swap_tensor.constants import (
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.engine import AioSettings, Surroundings, TenCacheEngine, logger
 from tencache_ds.integration.agreement import Agreement, Post
+from tencache_ds.integration.aio_section import is_true
 from tencache_ds.io.scratch import device_of
 from tencache_ds.planning.budget import HostBudget, RankMemory, plan_host_memory
 from tencache_ds.profiling.host_memory import MemoryDomain, memory_domains
-
-
-def is_true(value: object) -> bool:
-    """A flag of the ``aio`` section, where ``ds_nvme_tune`` writes the strings ``"true"`` and ``"false"``."""
-    return value.strip().lower() == "true" if isinstance(value, str) else bool(value)
 
 
 def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:

@@ -48,9 +48,11 @@ from tencache_ds.io.backend import (
 )
 from tencache_ds.io.lanes import cancelled, check_request, refusal, stop_at_exit
 from tencache_ds.io.posix import storage_error
+from tencache_ds.keys import FAULTS_VARIABLE
+from tencache_ds.limits import start_threads
 from tencache_ds.memory.device_arena import wait_for_device
 
-VARIABLE = "TENCACHE_FAULTS"
+VARIABLE = FAULTS_VARIABLE
 _NOTE = f"injected by {VARIABLE}"
 
 
@@ -219,7 +221,7 @@ class FaultBackend:
         self._closing = False
         self.inject(faults)
         self._thread = threading.Thread(target=self._run, name="tencache-faults", daemon=True)
-        self._thread.start()
+        start_threads([self._thread], "thread that injects faults")
         self._at_exit = stop_at_exit(self)
 
     def inject(self, faults: Sequence[Fault]) -> None:

@@ -75,6 +75,49 @@ def small_files_only(folder: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def few_descriptors(folder: str) -> Iterator[None]:
+    """Six files can be opened beyond those that are: enough to look at the machine, too few for eight lanes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name in os.listdir("/proc/self/fd")) + 8, hard))
+    taken: list[int] = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    for _ in range(6):
+        os.close(taken.pop())
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def few_threads(folder: str) -> Iterator[None]:
+    """The system refuses the third thread of a backend, as it does under ``ulimit -u``."""
+    start = threading.Thread.start
+    started = []
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("tencache-"):
+            started.append(thread)
+            if len(started) > 2:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with mock.patch.object(threading.Thread, "start", limited):
+        yield
+
+
+@contextlib.contextmanager
+def faults_left_over(folder: str) -> Iterator[None]:
+    """The variable of a drill is still set."""
+    with mock.patch.dict(os.environ, {"TENCACHE_FAULTS": "op=write,kind=eio"}):
+        yield
+
+
+@contextlib.contextmanager
 def little_space(folder: str) -> Iterator[None]:
     """The disk says that 1 MiB is free."""
     with mock.patch("tencache_ds.engine.free_nbytes", return_value=2**20):
@@ -101,6 +144,9 @@ CIRCUMSTANCES: dict[str, Callable[[str], Any]] = {
     "memlock": without_permission_to_lock,
     "small_files": small_files_only,
     "little_space": little_space,
+    "few_descriptors": few_descriptors,
+    "few_threads": few_threads,
+    "faults_left_over": faults_left_over,
     "foreign": foreign_folder,
 }
 

@@ -189,9 +189,52 @@ def test_explicit_import(script: Script, first: str) -> None:
 
 
 def test_disabled_by_the_environment(script: Script) -> None:
-    _, report = script.config("cpu", offload_engine="tencache").python(TENCACHE_DISABLE="1")
-    assert not ours(report)
+    script.config("cpu").config("cpu", offload_engine="tencache").config("cpu", zero={"offload_engine": "tencache"})
+    finished, report = script.python(TENCACHE_DISABLE="1")
+    assert [ours(report, index) for index in range(3)] == [False] * 3
     assert report["before"] == report["after"]
+    # Each config is parsed twice, for zero.Init and for the engine.
+    assert finished.log.count("TenCache is OFF") == 4
+    assert 'the config says "zero_optimization.offload_engine": "tencache", but TENCACHE_DISABLE is set' in finished.log
+
+
+def test_what_looks_like_asking_is_never_passed_over(script: Script) -> None:
+    """One process: configs that only nearly ask, and two that are meant as they are."""
+    script.config("cpu", tencache={"io_lanes": 4}).config("cpu", offload_engines=None)  # run on stock, with a warning
+    script.config("cpu", offload_engine=None, tencache={}).config("cpu", name="tencache")  # without a word
+    script.config("cpu", offload_engin="tencache").config("cpu", **{"Offload-Engine": "TenCache"})
+    script.config("cpu", use_engine="tencache").config("cpu", zero={"offload_engin": None})
+    script.config("cpu", zero={"tencache": {}, "offload_engine": "tencache"})
+    script.config("cpu", offload_engine="tencache", tencahe={"io_lanes": 4})
+    finished, report = script.python()
+    assert [ours(report, index) for index in range(4)] == [False] * 4
+    assert finished.log.count("TenCache is NOT ACTIVE") == 4
+    assert finished.log.count('NOT ACTIVE: the config has "tencache", but nothing in it asks for the engine') == 2
+    assert finished.log.count('NOT ACTIVE: the config has "offload_engines"') == 2
+    wrong = ["offload_engin", "Offload-Engine", "use_engine", "zero_optimization.offload_engin",
+             "zero_optimization.tencache", "tencahe"]  # fmt: skip
+    for key, error in zip(wrong, report["errors"], strict=True):
+        assert error.startswith(f'ConfigError: "{key}" (given: ')
+        meant = "tencache" if key.endswith(("tencache", "tencahe")) else "offload_engine"
+        assert f'Did you mean "{meant}"?' in error
+
+
+def test_without_the_hook_deepspeed_refuses_the_recommended_spelling(script: Script) -> None:
+    script.config("cpu", zero={"offload_engine": "tencache"})
+    _, report = script.python(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    (error,) = report["errors"]
+    assert error.startswith("ValidationError")
+    assert "offload_engine" in error
+
+
+def test_a_deepspeed_outside_the_declared_range_is_said_once(script: Script) -> None:
+    change = "deepspeed.__version__ = '0.21.3'"
+    script.config("cpu", offload_engine="tencache").config("cpu", offload_engine="tencache")
+    finished, report = script.python(SCRIPT_EXTRA=change)
+    assert len(report["engines"]) == 2
+    assert (
+        finished.log.count("DeepSpeed 0.21.3 is outside the range that TenCache is tested with (>=0.19.8,<0.20)") == 1
+    )
 
 
 def test_a_changed_seam_is_an_error_and_nothing_is_replaced(script: Script) -> None:

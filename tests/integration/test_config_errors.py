@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         options(nvme_paths=["further", "cases.json/nvme"]),
         ("ConfigError", '"tencache.nvme_paths[1]"', "cases.json/nvme", "Not a directory"),
     ),
-    "further_path_is_empty": (options(nvme_paths=[""]), ("ConfigError", '"tencache.nvme_paths[0]"', "missing")),
+    "further_path_is_empty": (options(nvme_paths=[""]), ("ConfigError", '"tencache.nvme_paths[0]"', "an empty name")),
     "further_path_cannot_be_made": (
         options(nvme_paths=["/proc/tencache"]),
         ("ConfigError", '"tencache.nvme_paths[0]"', "/proc/tencache"),
@@ -120,7 +120,30 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"circumstance": "little_space"},
         ("SpaceError", "GiB", "missing", "zero_optimization.offload_optimizer.nvme_path"),
     ),
-    "files_cannot_grow": ({"circumstance": "small_files"}, ("SpaceError", ".bin")),
+    "files_cannot_grow": (
+        {"circumstance": "small_files"},
+        ("SpaceError", ".bin", "this process may write 1048576 per file; raise `ulimit -f`"),
+    ),
+    "no_file_can_be_opened": ({"circumstance": "few_descriptors"}, ("ulimit -n", "too many files are open")),
+    "no_thread_can_be_started": (
+        {"circumstance": "few_threads", "change": {"tencache": {"io_backend": "posix"}}},
+        ("ProcessLimitError", "only 2 of 8 lanes of I/O could be started", "ulimit -u", '"tencache.io_lanes"'),
+    ),
+    "faults_left_over": (
+        {"circumstance": "faults_left_over"},
+        ("ConfigError", "TENCACHE_FAULTS is set", '"tencache": {"allow_faults": true}', "unset TENCACHE_FAULTS"),
+    ),
+    "misspelt_engine_within_zero": (
+        zero(offload_engin="tencache"),
+        ("ConfigError", '"zero_optimization.offload_engin"', 'Did you mean "offload_engine"'),
+    ),
+    "queue_too_deep": (
+        {"change": {"aio": {"queue_depth": 10**9}}}, ("ConfigError", '"aio.queue_depth"', "from 1 to 65536"),
+    ),
+    "nvme_path_with_a_variable": (
+        zero(offload_param={"nvme_path": "$HOME/nvme"}),
+        ("ConfigError", '"zero_optimization.offload_param.nvme_path"', "'$HOME/nvme'", "Write the whole path"),
+    ),
     "too_little_staging_memory": (
         options(staging_memory=4096),
         ("ConfigError", '"tencache.staging_memory"', "4096", "at least", '"tencache.chunk_size"'),

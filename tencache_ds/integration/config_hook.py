@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watching DeepSpeed parse its configs. A config without a word of TenCache is parsed by DeepSpeed's own function, and
+nothing of TenCache but :mod:`tencache_ds.keys` and :mod:`tencache_ds.spelling` is needed for that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from types import ModuleType
+from typing import Any
+
+from tencache_ds.keys import DISABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, ZERO_KEY
+from tencache_ds.spelling import closest
+
+CONFIG_ATTRIBUTE = "tencache"
+"""Attribute of a parsed DeepSpeedConfig that holds its ``TenCacheConfig``; absent or None means stock DeepSpeed."""
+
+_HOOKED = "__tencache_hook__"
+_NEEDED = ("config_checks", "activation", "param_swapper", "coordinator", "stage3")
+
+
+def hook_config_module(module: ModuleType) -> None:
+    """Makes ``DeepSpeedConfig`` recognise ``"offload_engine"``. Idempotent."""
+    config_class = module.DeepSpeedConfig
+    original = config_class._initialize_params
+    if hasattr(original, _HOOKED):
+        return
+
+    @functools.wraps(original)
+    def _initialize_params(self: Any, param_dict: MutableMapping[str, Any]) -> None:
+        if not mentions_tencache(param_dict):
+            original(self, param_dict)
+            return
+        from tencache_ds.integration.engine_choice import say_loudly, take_engine_choice
+
+        rank = getattr(self, "global_rank", 0)
+        choice = take_engine_choice(param_dict, disabled=is_disabled())
+        say_loudly(choice.notices, rank)
+        if not choice.active:
+            original(self, param_dict)
+            return
+        _load_everything()
+        from tencache_ds.integration.activation import activate
+        from tencache_ds.integration.config_checks import check_config, check_sections
+
+        say_loudly(check_sections(param_dict), rank)
+        original(self, param_dict)
+        setattr(self, CONFIG_ATTRIBUTE, check_config(self, param_dict))
+        activate()
+
+    setattr(_initialize_params, _HOOKED, True)
+    config_class._initialize_params = _initialize_params
+
+
+def options_of(ds_config: Any) -> Any:
+    """The ``TenCacheConfig`` of a parsed DeepSpeed config, or None when it does not ask for TenCache."""
+    return getattr(ds_config, CONFIG_ATTRIBUTE, None)
+
+
+def is_disabled() -> bool:
+    """Whether ``TENCACHE_DISABLE`` is set."""
+    return os.environ.get(DISABLE_VARIABLE, "") not in ("", "0")
+
+
+def sections_of(param_dict: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """The parts of a config where somebody may write a key of TenCache, each with the prefix of its keys."""
+    yield "", param_dict
+    zero = param_dict.get(ZERO_KEY)
+    if isinstance(zero, Mapping):
+        yield f"{ZERO_KEY}.", zero
+        for name in ("offload_param", "offload_optimizer"):
+            if isinstance(zero.get(name), Mapping):
+                yield f"{ZERO_KEY}.{name}.", zero[name]
+
+
+def meant(key: object, value: object) -> str | None:
+    """The key of TenCache that this one is, or was meant to be; None for all others."""
+    found = closest(key, (ENGINE_KEY, OPTIONS_KEY))
+    if found is not None or not isinstance(key, str):
+        return found
+    names_engine = closest(value, (ENGINE_NAME,)) is not None
+    return ENGINE_KEY if names_engine and any(word in key.lower() for word in ("offload", "engine")) else None
+
+
+def mentions_tencache(param_dict: Mapping[str, Any]) -> bool:
+    """Whether a config has a key of TenCache, or one that looks like it."""
+    return any(meant(key, value) for _, section in sections_of(param_dict) for key, value in section.items())
+
+
+def _load_everything() -> None:
+    """Imports all that a config needs that asks for TenCache.
+
+    Raises:
+        InstallationError: names what cannot be imported and the remedy.
+    """
+    try:
+        for name in _NEEDED:
+            importlib.import_module(f"tencache_ds.integration.{name}")
+    except Exception as error:  # a broken installation fails in too many ways to list
+        from tencache_ds.errors import InstallationError
+
+        raise InstallationError(
+            f'the config asks for "{ENGINE_KEY}": "{ENGINE_NAME}", but TenCache cannot be loaded: '
+            f"{type(error).__name__}: {error}. Install it again with what it needs (pip install --force-reinstall "
+            f'tencache-ds; "tencache doctor" looks at the rest), or remove "{ENGINE_KEY}" to run with DeepSpeed\'s own '
+            "offload."
+        ) from error

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a config asks for TenCache; what looks as if it did, and does not, is never passed over in silence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from tencache_ds.errors import ConfigError
+from tencache_ds.integration.config_hook import meant, sections_of
+from tencache_ds.keys import DISABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, ZERO_KEY
+from tencache_ds.spelling import closest
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+_ASK = f'"{ENGINE_KEY}": "{ENGINE_NAME}"'
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """What a config says about the engine.
+
+    Attributes:
+        active: it asks for TenCache, which is not switched off.
+        notices: what the user has to be told, because this run may not be what the config was written for.
+    """
+
+    active: bool
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Mistake:
+    """A key that is none, in its full spelling, and the key it was meant to be."""
+
+    key: str
+    value: object
+    wanted: str
+
+    @property
+    def correction(self) -> str:
+        if self.wanted == ENGINE_KEY:
+            return f'Write "{ZERO_KEY}": {{{_ASK}, …}}'
+        return f'Write the options at the top of the config: "{OPTIONS_KEY}": {{…}}'
+
+    @property
+    def is_certain(self) -> bool:
+        """It cannot be meant for anything else: it names the engine, or lies where DeepSpeed refuses what it does not
+        know."""
+        return "." in self.key or (self.wanted == ENGINE_KEY and closest(self.value, (ENGINE_NAME,)) is not None)
+
+
+def take_engine_choice(param_dict: MutableMapping[str, Any], *, disabled: bool = False) -> EngineChoice:
+    """Whether a config asks for TenCache; removes the key inside ``zero_optimization``, which DeepSpeed would refuse.
+
+    Args:
+        param_dict: the shallow copy that DeepSpeed parses; the user's own dict is not changed.
+        disabled: ``TENCACHE_DISABLE`` is set.
+
+    Raises:
+        ConfigError: an unknown engine, two that contradict each other, or a key that is misspelt or in a wrong place.
+    """
+    choices = {}
+    if ENGINE_KEY in param_dict:
+        choices[ENGINE_KEY] = param_dict[ENGINE_KEY]
+    zero = param_dict.get(ZERO_KEY)
+    if isinstance(zero, Mapping) and ENGINE_KEY in zero:
+        choices[f"{ZERO_KEY}.{ENGINE_KEY}"] = zero[ENGINE_KEY]
+        param_dict[ZERO_KEY] = {key: value for key, value in zero.items() if key != ENGINE_KEY}
+    if disabled:
+        return EngineChoice(False, tuple(_say_disabled(key, value) for key, value in choices.items() if value))
+    for key, value in choices.items():
+        if value is not None and value != ENGINE_NAME:
+            raise ConfigError(
+                f'"{key}" is {value!r}. Allowed: "{ENGINE_NAME}", or null (or no key) for DeepSpeed\'s own offload.'
+            )
+    if len(set(choices.values())) > 1:
+        raise ConfigError(f"the offload engine is given twice and differs: {choices}. Keep one of them.")
+    active = ENGINE_NAME in choices.values()
+    mistakes = list(_mistakes(param_dict))
+    for mistake in mistakes:
+        if active or mistake.is_certain:
+            raise ConfigError(
+                f'"{mistake.key}" (given: {mistake.value!r}) is no key of DeepSpeed or TenCache, or not in its place, '
+                f'and would have no effect. Did you mean "{mistake.wanted}"? {mistake.correction}.'
+            )
+    if choices:
+        return EngineChoice(active)
+    unused = [mistake.key for mistake in mistakes] + ([OPTIONS_KEY] if OPTIONS_KEY in param_dict else [])
+    return EngineChoice(False, tuple(_say_inactive(key) for key in unused))
+
+
+def say_loudly(notices: Iterable[str], rank: int) -> None:
+    """Puts notices into the log of rank 0, as warnings: DeepSpeed shows those unless it is told not to."""
+    for notice in notices:
+        if rank == 0:
+            logger.warning(notice)
+
+
+def _mistakes(param_dict: Mapping[str, Any]) -> Iterable[_Mistake]:
+    for prefix, section in sections_of(param_dict):
+        for key, value in section.items():
+            wanted = meant(key, value)
+            if wanted is not None and (prefix, key) not in (("", ENGINE_KEY), ("", OPTIONS_KEY)):
+                yield _Mistake(f"{prefix}{key}", value, wanted)
+
+
+def _say_disabled(key: str, value: object) -> str:
+    return (
+        f'TenCache is OFF: the config says "{key}": "{value}", but {DISABLE_VARIABLE} is set in the environment. This '
+        f"run uses DeepSpeed's own offload. Unset {DISABLE_VARIABLE} to run with TenCache."
+    )
+
+
+def _say_inactive(key: str) -> str:
+    return (
+        f'TenCache is NOT ACTIVE: the config has "{key}", but nothing in it asks for the engine. This run uses '
+        f'DeepSpeed\'s own offload. Write "{ZERO_KEY}": {{{_ASK}, …}} to run with TenCache, or "{ENGINE_KEY}": null if '
+        "that is meant."
+    )

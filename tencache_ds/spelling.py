@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which known word a misspelt one was meant to be. Needs the standard library only."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+CUTOFF = 0.8
+
+
+def closest(word: object, known: Iterable[str], cutoff: float = CUTOFF) -> str | None:
+    """The known word that ``word`` comes closest to, whatever its case and separators; None when none is close.
+
+    Args:
+        word: what was written; anything but a string is close to nothing.
+        known: words in lower case, with underscores.
+        cutoff: smallest ratio of equal characters, from 0 to 1.
+    """
+    if not isinstance(word, str):
+        return None
+    plain = word.strip().lower().replace("-", "_").replace(" ", "_")
+    found = difflib.get_close_matches(plain, list(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """`` Did you mean "…"?``, or nothing when no known word is close enough to be offered."""
+    found = closest(word, known, cutoff=0.6)
+    return f' Did you mean "{found}"?' if found is not None else ""
