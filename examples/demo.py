@@ -70,7 +70,7 @@ class RunFailed(Exception):
 def stock_nvme_config(size: str, nvme_path: Path) -> dict[str, Any]:
     """``configs/zero_infinity_nvme.json`` without TenCache, with buffers fit for the model."""
     config: dict[str, Any] = json.loads(configs.path("zero_infinity_nvme").read_text())
-    del config["offload_engine"]
+    del config["zero_optimization"]["offload_engine"]
     largest = LARGEST_WEIGHT[size]
     zero = config["zero_optimization"]
     zero["sub_group_size"] = max(5_000_000, 2 * largest)
@@ -91,7 +91,8 @@ def in_ram(config: dict[str, Any]) -> dict[str, Any]:
 
 def with_tencache(config: dict[str, Any], host_memory: str | None) -> dict[str, Any]:
     """The same training with the one line added (and the RAM budget for weights, if the user gave one)."""
-    config = copy.deepcopy(config) | {"offload_engine": "tencache"}
+    config = copy.deepcopy(config)
+    config["zero_optimization"]["offload_engine"] = "tencache"
     if host_memory is not None:
         config["tencache"] = {"host_memory": host_memory}
     return config
@@ -140,7 +141,8 @@ def train(name: str, config: dict[str, Any], arguments: argparse.Namespace, cons
     if code != 0 or len(steps) != arguments.steps:
         tail = "\n".join(log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
         raise RunFailed(f"{name}: exit code {code} after {len(steps)} of {arguments.steps} steps.\n{tail}")
-    if "offload_engine" in config and not ACTIVATION_LINE.search(log_file.read_text(errors="replace")):
+    with_tencache = "offload_engine" in config["zero_optimization"]
+    if with_tencache and not ACTIVATION_LINE.search(log_file.read_text(errors="replace")):
         raise RunFailed(f"{name}: DeepSpeed ran without it. `tencache doctor` says why")
     return Run(name, parameters, tuple(steps))
 
