@@ -195,7 +195,7 @@ class TenCacheEngine:
         largest = max([LEAST_SLOT_NBYTES, *(align(nbytes) for nbytes in chunk_nbytes)]) if chunk_nbytes else 0
         self._gpu_staging.build(
             [
-                (path.scratch.folder, route)
+                (path.scratch.path("gds-trial.bin"), route)
                 for engine in self.all()
                 for path, route in zip(engine.nvme.paths, engine._routes, strict=False)
                 if any(kind == "weights" for kind, _, _ in path.stores)
@@ -290,7 +290,7 @@ class TenCacheEngine:
             pool.assert_idle()
 
     def close(self) -> None:
-        """Waits for I/O in flight, frees all memory and removes the scratch folders. Idempotent; a forked child leaves
+        """Waits for I/O in flight, frees all memory and closes the scratch files. Idempotent; a forked child leaves
         all of that to its parent."""
         if os.getpid() != self._pid:  # before any lock
             return

@@ -65,7 +65,7 @@ class GpuStaging:
         """Decides; then allocates the memory and opens the backends, if weights are to be read into GPU memory.
 
         Args:
-            paths: scratch folder and backend of every path that weights are on.
+            paths: what the file of a trial is called, and the backend, of every path that weights are on.
             shards: bytes of every weight on NVMe.
 
         Raises:
@@ -79,7 +79,7 @@ class GpuStaging:
             self.choice = choose_gds(wanted, GdsTrial(problem))
             return
         classes = plan_size_classes([align(nbytes) for nbytes in shards], plan_gpu_staging(options.gds_memory, shards))
-        self.choice = choose_gds(wanted, self._try([folder for folder, _ in paths]))
+        self.choice = choose_gds(wanted, self._try([trial for trial, _ in paths]))
         if self.choice.warning:
             self._warn(self.choice.warning)
         if not self.choice.use:
@@ -111,11 +111,11 @@ class GpuStaging:
         if self._arena is not None:
             self._arena.close()
 
-    def _try(self, folders: Sequence[str]) -> GdsTrial:
+    def _try(self, files: Sequence[str]) -> GdsTrial:
         return combined(
             [
                 try_gds(
-                    folder,
+                    file,
                     self._device,
                     self._open_host,
                     self._open_gds,
@@ -123,7 +123,7 @@ class GpuStaging:
                     request_nbytes=self._options.io_request_size,
                     timeout_s=self._options.io_timeout_s,
                 )
-                for folder in folders
+                for file in files
             ]
         )
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,16 +48,15 @@ def open_area(stack: ExitStack, nvme_path: Path, most_nbytes: int) -> Area:
     Raises:
         ConfigError: the folder cannot be used, or its file system has no O_DIRECT.
     """
-    scratch = ScratchFolder(str(nvme_path), 0, "micro")
-    stack.callback(scratch.close)
-    folder = Path(scratch.folder)
+    root = ScratchFolder(str(nvme_path), 0, "micro").folder
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".tencache-micro-", dir=root)))
     if not supports_direct_io(folder):
         raise ConfigError(
             f"{nvme_path} has no O_DIRECT: the page cache would be measured; name a folder on ext4 or xfs"
         )
     system = file_system_of(nvme_path)
     description = f"{system.kind} (RAM, stands in for a fast array)" if system.in_memory else system.kind
-    return Area(folder, min(most_nbytes, int(free_nbytes(scratch.folder) * SHARE_OF_FREE_SPACE)), description)
+    return Area(folder, min(most_nbytes, int(free_nbytes(root) * SHARE_OF_FREE_SPACE)), description)
 
 
 def open_buffers(stack: ExitStack, nbytes: int) -> tuple[torch.Tensor, bool, str]:

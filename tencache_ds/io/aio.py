@@ -4,6 +4,7 @@
 ``sync_pread``/``sync_pwrite`` release the GIL, the ``async_*`` variants do not, so every lane has a thread and a handle
 of its own. What the op does not do is done here or one level up:
 
+- it opens the file by a path for each request, which is that of an open descriptor here;
 - a file that is missing or too short makes the op abort the process (a C++ ``assert``) when it reads, and it makes a
   missing one when it writes: checked before each request;
 - it never looks at ``io_event.res``, so a failed or short transfer counts as done: the extent store's fingerprints
@@ -26,7 +27,8 @@ import torch
 
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, StorageTimeoutError
-from tencache_ds.io.posix import PosixBackend
+from tencache_ds.io.posix import PosixBackend, storage_error
+from tencache_ds.io.scratch import openable
 
 _first_write_lock = threading.Lock()
 _first_write_done = threading.Event()
@@ -95,34 +97,42 @@ class AioBackend(PosixBackend):
         self._handles.clear()
 
     def _transfer(self, lane: int, operation: Operation, path: str, offset: int, piece: torch.Tensor, tag: str) -> None:
-        nbytes = piece.numel()
-        try:
-            size_nbytes = os.stat(path).st_size
-            direct = self._files.is_direct(operation, path)
-        except OSError as error:
-            cause = error.strerror or str(error)
-            raise StorageError(operation.value, path, offset, nbytes, cause, errno=error.errno, tag=tag) from error
-        if operation is Operation.READ and offset + nbytes > size_nbytes:
-            raise StorageError(operation.value, path, offset, nbytes, f"file ends after {size_nbytes} bytes", tag=tag)
         handle = self._handles[lane]
-        if not direct or not handle.is_pinned(piece):
-            # The handle would copy through a locked bounce buffer, and end the process where memory cannot be locked.
-            self._files.transfer(operation, path, offset, piece, tag)
-            return
+        try:
+            with self._files.using(operation, path) as descriptor:
+                size_nbytes = os.fstat(descriptor.fd).st_size
+                if operation is Operation.READ and offset + piece.numel() > size_nbytes:
+                    cause = f"file ends after {size_nbytes} bytes"
+                    raise StorageError(operation.value, path, offset, piece.numel(), cause, tag=tag)
+                # Not pinned, the handle would copy through a locked bounce buffer, and end the process where memory
+                # cannot be locked.
+                if descriptor.direct and handle.is_pinned(piece):
+                    self._move(handle, operation, path, openable(descriptor.fd), offset, piece, tag)
+                    return
+        except StorageError:
+            raise
+        except OSError as error:
+            raise storage_error(operation, path, offset, piece.numel(), error, tag) from error
+        self._files.transfer(operation, path, offset, piece, tag)
+
+    @staticmethod
+    def _move(
+        handle: Any, operation: Operation, path: str, location: str, offset: int, piece: torch.Tensor, tag: str
+    ) -> None:
         if operation is Operation.READ:
-            n_completed = handle.sync_pread(piece, path, offset)
+            n_completed = handle.sync_pread(piece, location, offset)
         elif _first_write_done.is_set():
-            n_completed = handle.sync_pwrite(piece, path, offset)
+            n_completed = handle.sync_pwrite(piece, location, offset)
         else:
             with _first_write_lock:
-                n_completed = handle.sync_pwrite(piece, path, offset)
+                n_completed = handle.sync_pwrite(piece, location, offset)
             _first_write_done.set()
         if n_completed != 1:
             raise StorageError(
                 operation.value,
                 path,
                 offset,
-                nbytes,
+                piece.numel(),
                 f"DeepSpeed's aio_handle returned {n_completed}; the reason is on the process's standard error",
                 tag=tag,
             )

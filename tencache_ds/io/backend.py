@@ -353,7 +353,7 @@ class StorageBackend(Protocol):
 
         Args:
             operation: direction.
-            path: the file, which exists: a write to one that does not fails with ENOENT, as a read does.
+            path: the file, which was added or exists: a write to one that does not fails with ENOENT, as a read does.
             offset: first byte in the file, a multiple of the alignment.
             buffer: 1-D contiguous uint8 tensor; the caller keeps its bytes untouched until the ticket is done.
             tag: what the bytes are, for messages.
@@ -367,8 +367,14 @@ class StorageBackend(Protocol):
         """
         ...
 
+    def add(self, path: str, fd: int) -> None:
+        """From now on, and until :meth:`forget`, ``path`` means the file of ``fd``, which stays open, and no longer the
+        one that has that name. The backend opens it anew as it needs.
+        """
+        ...
+
     def forget(self, path: str) -> None:
-        """Drops what the backend keeps about a file (descriptors); call it before or after removing the file."""
+        """Drops what the backend keeps about a file (descriptors); call it before closing or removing the file."""
         ...
 
     def close(self) -> None:

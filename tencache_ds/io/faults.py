@@ -261,6 +261,10 @@ class FaultBackend:
                     return ticket
         return self._inner.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
 
+    def add(self, path: str, fd: int) -> None:
+        """See :meth:`tencache_ds.io.backend.StorageBackend.add`."""
+        self._inner.add(path, fd)
+
     def forget(self, path: str) -> None:
         """See :meth:`tencache_ds.io.backend.StorageBackend.forget`."""
         self._inner.forget(path)

@@ -194,10 +194,10 @@ class _Files(OpenFiles[_Handle]):
         super().__init__()
         self._open_file = open_file
 
-    def _open(self, operation: Operation, path: str) -> _Handle:
+    def _open(self, operation: Operation, path: str, location: str) -> _Handle:
         # KvikIO's error has no errno: the system says first what it thinks of the file.
-        os.close(os.open(path, (os.O_RDONLY if operation is Operation.READ else os.O_RDWR) | os.O_CLOEXEC))
-        return _Handle(self._open_file(path, _MODES[operation]))
+        os.close(os.open(location, (os.O_RDONLY if operation is Operation.READ else os.O_RDWR) | os.O_CLOEXEC))
+        return _Handle(self._open_file(location, _MODES[operation]))
 
 
 def plain_cause(error: BaseException) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from tencache_ds.io.backend import Operation, Priority, StorageBackend
 from tencache_ds.io.gds import compatibility_mode, missing_kvikio, plain_cause
+from tencache_ds.io.scratch import close_unnamed, make_unnamed
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.device_arena import DeviceArena, wait_for_device
 from tencache_ds.planning.gds import GdsTrial
@@ -43,7 +44,7 @@ def obstacle(on_cuda: bool, verify: str) -> str:
 
 
 def try_gds(
-    folder: str,
+    path: str,
     device: torch.device,
     open_host: Callable[[], StorageBackend],
     open_gds: Callable[[], StorageBackend],
@@ -57,7 +58,7 @@ def try_gds(
     """Writes a file, reads it into device memory both ways, compares and times.
 
     Args:
-        folder: where the file is made; it is removed again.
+        path: what the file is called; it has no name once it is made.
         device: where GDS reads to.
         open_host, open_gds: give new backends, for host and for device memory; closed here.
         locking: of the host memory that weights would be staged in.
@@ -69,7 +70,7 @@ def try_gds(
     Returns:
         What was found. Errors of GDS and of the disk are its ``problem``; nothing is raised for them.
     """
-    path = os.path.join(folder, "gds-trial.bin")
+    folder = os.path.dirname(path)
     try:
         with contextlib.ExitStack() as stack:
             mode = compatibility()
@@ -83,8 +84,10 @@ def try_gds(
             staged, wanted = (host_arena.allocate(nbytes, "GDS trial") for _ in range(2))
             direct = device_arena.allocate(nbytes, "GDS trial")
             wanted.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            stack.callback(os.unlink, path)
+            fd = make_unnamed(path)
+            stack.callback(close_unnamed, fd)
+            for backend in (host, gds):
+                backend.add(path, fd)
             host.submit(Operation.WRITE, path, 0, wanted, tag="GDS trial").wait(timeout_s)
 
             def read_by_gds() -> None:

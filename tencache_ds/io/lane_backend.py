@@ -57,6 +57,10 @@ class LaneBackend(abc.ABC):
         """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
         return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
 
+    def add(self, path: str, fd: int) -> None:
+        """See :meth:`tencache_ds.io.backend.StorageBackend.add`."""
+        self._files.add(path, fd)
+
     def forget(self, path: str) -> None:
         """Closes what is open of a file that is about to be, or has been, removed. Any thread."""
         self._files.forget(path)

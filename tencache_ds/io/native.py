@@ -166,6 +166,10 @@ class NativeBackend:
         self._submit(_Request(ticket, buffer, finish), Priority(priority))
         return ticket
 
+    def add(self, path: str, fd: int) -> None:
+        """See :meth:`tencache_ds.io.backend.StorageBackend.add`."""
+        self._files.add(path, fd)
+
     def forget(self, path: str) -> None:
         """Closes the descriptors of a file that is about to be, or has been, removed. Any thread."""
         self._files.forget(path)

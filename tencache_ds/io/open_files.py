@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that stay open from one transfer to the next, one per path and direction."""
+"""Files that stay open from one transfer to the next, one per path and direction.
+
+Scratch files have no names: a path says in messages what is meant, and a descriptor where it is.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from tencache_ds.io.backend import Operation
+from tencache_ds.io.scratch import openable
 
 
 @dataclass(slots=True)
@@ -34,12 +38,20 @@ class OpenFiles(abc.ABC, Generic[File]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: dict[tuple[str, Operation], File] = {}
+        self._locations: dict[str, str] = {}
 
     @abc.abstractmethod
-    def _open(self, operation: Operation, path: str) -> File:
-        """Opens a file that exists, for one direction. Called with the lock held; never makes a file: one that has
-        vanished must not come back empty.
+    def _open(self, operation: Operation, path: str, location: str) -> File:
+        """Opens a file that exists, for one direction: called ``path``, to be found at ``location``. Called with the
+        lock held; never makes a file: one that has vanished must not come back empty.
         """
+
+    def add(self, path: str, fd: int) -> None:
+        """From now on, and until :meth:`forget`, ``path`` means the file of ``fd``, which stays open. Others are opened
+        by their names.
+        """
+        with self._lock:
+            self._locations[path] = openable(fd)
 
     def acquire(self, operation: Operation, path: str) -> File:
         """The file, opened if it is not open yet; :meth:`release` has to follow.
@@ -50,7 +62,7 @@ class OpenFiles(abc.ABC, Generic[File]):
         with self._lock:
             file = self._files.get((path, operation))
             if file is None:
-                file = self._files[path, operation] = self._open(operation, path)
+                file = self._files[path, operation] = self._open(operation, path, self._locations.get(path, path))
             file.n_users += 1
             return file
 
@@ -72,6 +84,7 @@ class OpenFiles(abc.ABC, Generic[File]):
     def forget(self, path: str) -> None:
         """Closes what is open of a path, as soon as no transfer uses it."""
         with self._lock:
+            self._locations.pop(path, None)
             for operation in Operation:
                 self._retire(path, operation)
 

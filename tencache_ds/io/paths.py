@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVMe paths of one engine: a scratch folder and a backend for each, and the stores that lie on them.
+"""The NVMe paths of one engine: a folder for scratch files and a backend for each, and the stores that lie on them.
 
 Every path has lanes of its own: a device that is slow, or hangs, holds up nothing that another one could do.
 """
@@ -16,6 +16,7 @@ import torch
 from tencache_ds.errors import SpaceError, StorageError
 from tencache_ds.io.backend import Operation, Priority, StorageBackend, StorageCancelledError, Ticket
 from tencache_ds.io.fingerprint import Fingerprint
+from tencache_ds.io.former_scratch import warn_of_former_leftovers
 from tencache_ds.io.meter import BandwidthMeter
 from tencache_ds.io.scratch import ScratchFolder
 from tencache_ds.io.store import ExtentStore
@@ -58,6 +59,10 @@ class MeteredBackend:
         ticket.add_done_callback(self._on_done)
         return ticket
 
+    def add(self, path: str, fd: int) -> None:
+        """See :meth:`tencache_ds.io.backend.StorageBackend.add`."""
+        self._inner.add(path, fd)
+
     def forget(self, path: str) -> None:
         """See :meth:`tencache_ds.io.backend.StorageBackend.forget`."""
         self._inner.forget(path)
@@ -75,7 +80,7 @@ class NvmePath:
 
     Attributes:
         root: the folder.
-        scratch: where this rank's files are.
+        scratch: where this rank's files are, and what they are called.
         backend: moves what is stored here, and nothing else.
         reason: in words, why it is this backend.
         meter: what the path gives; sees only what belongs to stores over several paths.
@@ -113,7 +118,7 @@ class NvmePaths:
     one at a time.
 
     Args:
-        rank: global rank, part of the scratch folders' names.
+        rank: global rank, part of the files' names.
         open_backend: gives a new backend and, in words, why it is this one.
         new_placement: gives a new placement for a store over so many paths.
     """
@@ -207,10 +212,8 @@ class NvmePaths:
                 error.add_note(what_was_on(path.root, path.contents()))
 
     def close(self) -> None:
-        """Closes stores, backends and scratch folders, each of them whatever an earlier one raises."""
+        """Closes stores and backends, each of them whatever an earlier one raises."""
         with contextlib.ExitStack() as stack:
-            for path in self._paths.values():
-                stack.callback(path.scratch.close)
             for path in self._paths.values():
                 stack.callback(path.backend.close)
             for store, _ in self._stores:
@@ -220,10 +223,8 @@ class NvmePaths:
         key = os.path.abspath(root)
         if key not in self._paths:
             scratch = ScratchFolder(root, self._rank, "engine")
-            try:
-                backend, reason = self._open_backend()
-            except BaseException:
-                scratch.close()
-                raise
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a host is enough to say it
+                warn_of_former_leftovers(root)
+            backend, reason = self._open_backend()
             self._paths[key] = NvmePath(root, scratch, backend, reason)
         return self._paths[key]

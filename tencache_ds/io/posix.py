@@ -19,6 +19,7 @@ from tencache_ds.errors import SpaceError, StorageError
 from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation
 from tencache_ds.io.lane_backend import LaneBackend
 from tencache_ds.io.open_files import OpenFile, OpenFiles
+from tencache_ds.io.scratch import openable
 from tencache_ds.limits import remedy
 
 _logger = logging.getLogger("DeepSpeed.tencache.io")
@@ -86,15 +87,6 @@ class PosixFiles(OpenFiles[Descriptor]):
         except OSError as error:
             raise storage_error(operation, path, offset, len(view), error, tag) from error
 
-    def is_direct(self, operation: Operation, path: str) -> bool:
-        """Opens the file if it is not open yet; True when its transfers bypass the page cache.
-
-        Raises:
-            OSError: the file cannot be opened.
-        """
-        with self.using(operation, path) as descriptor:
-            return descriptor.direct
-
     def forget(self, path: str) -> None:
         """See :meth:`tencache_ds.io.open_files.OpenFiles.forget`; whether the file has O_DIRECT is forgotten too."""
         with self._lock:
@@ -110,16 +102,16 @@ class PosixFiles(OpenFiles[Descriptor]):
                 if descriptor is not None and descriptor.direct:
                     self._retire(path, operation)
 
-    def _open(self, operation: Operation, path: str) -> Descriptor:
+    def _open(self, operation: Operation, path: str, location: str) -> Descriptor:
         flags = (os.O_RDONLY if operation is Operation.READ else os.O_WRONLY) | os.O_CLOEXEC
         if self._direct and path not in self._buffered_paths:
             try:
-                return Descriptor(os.open(path, flags | _O_DIRECT), direct=True)
+                return Descriptor(os.open(location, flags | _O_DIRECT), direct=True)
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 self._note_buffered(path, "its file system has no O_DIRECT")
-        return Descriptor(os.open(path, flags), direct=False)
+        return Descriptor(os.open(location, flags), direct=False)
 
     def _note_buffered(self, path: str, reason: str) -> None:
         if path not in self._buffered_paths:
@@ -130,7 +122,7 @@ class PosixFiles(OpenFiles[Descriptor]):
         n_moved = _move_some(operation, descriptor.fd, offset, view)
         if n_moved < len(view):
             # What stopped in the middle of a block cannot go on with O_DIRECT: the kernel finishes it.
-            fd = os.open(f"/proc/self/fd/{descriptor.fd}", os.O_RDONLY if operation is Operation.READ else os.O_WRONLY)
+            fd = os.open(openable(descriptor.fd), os.O_RDONLY if operation is Operation.READ else os.O_WRONLY)
             try:
                 while n_moved < len(view):
                     n_more = _move_some(operation, fd, offset + n_moved, view[n_moved:], stop_at_blocks=False)

@@ -25,6 +25,7 @@ class RoutedBackend:
         self._totals = _Sum(host.counters)
         self.counters: IoCounters = self._totals
         self._host = host
+        self._files: dict[str, int] = {}  # for a device that comes later
         self._device: StorageBackend | None = None
         self._owns: Callable[[torch.Tensor], bool] = lambda buffer: False
 
@@ -37,6 +38,8 @@ class RoutedBackend:
         if self._device is not None:
             raise ValueError("this path has a backend for device memory already")
         self._totals.parts.append(device.counters)
+        for path, fd in self._files.items():
+            device.add(path, fd)
         self._owns = owns
         self._device = device
 
@@ -56,8 +59,16 @@ class RoutedBackend:
         backend = device if device is not None and (buffer.is_cuda or self._owns(buffer)) else self._host
         return backend.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
 
+    def add(self, path: str, fd: int) -> None:
+        """See :meth:`tencache_ds.io.backend.StorageBackend.add`."""
+        self._files[path] = fd
+        self._host.add(path, fd)
+        if self._device is not None:
+            self._device.add(path, fd)
+
     def forget(self, path: str) -> None:
         """See :meth:`tencache_ds.io.backend.StorageBackend.forget`."""
+        self._files.pop(path, None)
         self._host.forget(path)
         if self._device is not None:
             self._device.forget(path)

@@ -1,155 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders for scratch files: one per engine and rank, never shared, removed at the end and by the next start.
+"""Scratch files without names: nobody else can reach them, and they end with the process that made them.
 
-Ownership is a file lock, which the kernel releases however a process ends; process numbers alone say nothing across
-containers. The lock file appears under its final name only when it is locked, so that nobody can take a folder for
-dead while it is being made.
+A file is made under a name that nobody can guess and loses it at once; from then on it is what its descriptor says. So
+there is nothing to clean up, and nothing that could be taken for somebody else's:
+
+- *However a process ends*, by itself, by SIGTERM, SIGHUP, SIGKILL, for want of memory or in an abort, the kernel closes
+  its descriptors and with them frees the space. Signal handlers would do that for some signals only, not while the main
+  thread waits in a collective, and would have to be shared with the user's; a process that watches this one and cleans
+  up after it dies with it when a control group is killed. Here the signals stay as the user and Python have set them.
+- *No other user*, not even the folder's owner, can replace, rename or open a file that has no name; a planted link can
+  redirect nothing; no cleaner of old files finds one.
+- *No start removes anything*: there are no leftovers, so that nodes on one shared file system need not know of each
+  other, and a user's own folders cannot be taken for ours.
+
+The price: ``df`` counts the space and ``du`` does not see it; ``lsof +L1 <folder>`` says which process holds it, with
+the former names of its files. Backends open a file for reading, for writing, with or without O_DIRECT, through
+``/proc/self/fd``, which is proven when a folder is taken into use.
+
+A process that is killed between the making of a file and the loss of its name leaves an empty file. On NFS the client
+keeps a name of its own (``.nfs...``) until the file is closed.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
-import fcntl
-import logging
 import os
 import re
 import secrets
-import shutil
-import stat
-import time
 
 from tencache_ds import limits
 from tencache_ds.errors import ConfigError
 
-_logger = logging.getLogger("DeepSpeed.tencache.io")
-
-_PARENT = "tencache"
-_LOCK = "owner.lock"
-_JOB_FOLDER = re.compile(r".+-\d+-[0-9a-f]{8}")
-"""Only what is named like a job's folder is ever removed: ``tencache`` under the root may be somebody's own folder."""
-_LOCKLESS_AGE_S = 60.0
-_N_ATTEMPTS = 8
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-
 
 class ScratchFolder:
-    """``<root>/tencache/<label>-<pid>-<8 hex>/rank<r>/``, owned for the life of this process.
-
-    Making one first removes what dead jobs of the same user left under ``<root>/tencache/``.
+    """The user's folder, proven to take files without names. Holds nothing open.
 
     Args:
         root: the user's ``nvme_path``; made if it is missing.
-        rank: global rank, part of the path.
-        label: what the folder is for, part of the path.
+        rank: global rank, part of the files' names in messages.
+        label: what the files are for, likewise.
 
     Raises:
-        ConfigError: the root is not a folder, cannot be made or written, or its file system is read-only or has no
-            file locks; names the path and what to do.
+        ConfigError: the root is not a folder, cannot be made or written, its file system is read-only or full, or it
+            cannot open a file that has lost its name; names the path and what to do.
     """
 
     def __init__(self, root: str, rank: int, label: str) -> None:
-        self._pid = os.getpid()
-        self._lock_fd = -1
-        parent = os.path.join(os.path.abspath(root), _PARENT)
+        self._folder = os.path.abspath(root)
+        label = re.sub(r"[^A-Za-z0-9._-]", "_", label)
+        self._prefix = f"tencache-{label}-{os.getpid()}-{secrets.token_hex(8)}-rank{rank}-"
         try:
-            self._make(root, parent, rank, re.sub(r"[^A-Za-z0-9._-]", "_", label))
+            os.makedirs(self._folder, exist_ok=True)
+            fd = make_unnamed(self.path("proof"))
         except OSError as error:
             raise ConfigError(_explain(root, error)) from error
-        _owned.add(self)
-        atexit.register(self.close)
-        remove_leftovers(root)
+        try:
+            _prove_that_it_opens(root, fd)
+        finally:
+            close_unnamed(fd)
 
     @property
     def folder(self) -> str:
-        """Absolute path of the rank's folder."""
+        """Absolute path of the root."""
         return self._folder
 
     def path(self, name: str) -> str:
-        """Absolute path of a file in the folder.
+        """What a file is called in messages, and for the moment of its making: an absolute path in the folder.
 
         Raises:
             ValueError: the name is not a plain file name.
         """
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise ValueError(f"not a plain file name: {name!r}")
-        return os.path.join(self._folder, name)
-
-    def close(self) -> None:
-        """Removes the folder with everything in it. Idempotent; does nothing in a forked child."""
-        if os.getpid() != self._pid or self._lock_fd < 0:
-            return
-        atexit.unregister(self.close)
-        _owned.discard(self)
-        job_folder = os.path.dirname(self._folder)
-        try:
-            shutil.rmtree(job_folder)
-        except OSError as error:
-            _logger.warning("scratch folder %s could not be removed: %s", job_folder, error)
-        finally:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-        with contextlib.suppress(OSError):  # other jobs may be using it
-            os.rmdir(os.path.dirname(job_folder))
-
-    def _make(self, root: str, parent: str, rank: int, label: str) -> None:
-        if os.path.lexists(root) and not os.path.isdir(root):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), root)
-        for attempt in range(_N_ATTEMPTS):
-            job_folder = os.path.join(parent, f"{label}-{self._pid}-{secrets.token_hex(4)}")
-            try:
-                os.makedirs(root, exist_ok=True)
-                _make_shared(parent)
-                os.mkdir(job_folder, 0o700)
-            except (FileExistsError, FileNotFoundError):
-                # The name was taken, or another job's end removed the empty parent in between.
-                if attempt == _N_ATTEMPTS - 1:
-                    raise
-            else:
-                break
-        draft = os.path.join(job_folder, f".{_LOCK}")
-        try:
-            self._lock_fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(self._lock_fd, f"{self._pid}\n".encode())
-            os.rename(draft, os.path.join(job_folder, _LOCK))
-            self._folder = os.path.join(job_folder, f"rank{rank}")
-            os.mkdir(self._folder, 0o700)
-        except OSError:
-            if self._lock_fd >= 0:
-                os.close(self._lock_fd)
-                self._lock_fd = -1
-            shutil.rmtree(job_folder, ignore_errors=True)
-            raise
+        return os.path.join(self._folder, self._prefix + name)
 
 
-def remove_leftovers(root: str) -> int:
-    """Removes folders of dead jobs under ``<root>/tencache/`` that belong to this user.
-
-    A folder whose lock can be taken has no living owner; neither has one without a lock file after a minute.
+def make_unnamed(path: str) -> int:
+    """Makes a file and takes its name away. Any thread.
 
     Returns:
-        Bytes of storage given back.
+        A descriptor to read and write it; :func:`close_unnamed` ends it. The space is freed with the last descriptor.
+
+    Raises:
+        OSError: the file exists or cannot be made.
     """
-    parent = os.path.join(os.path.abspath(root), _PARENT)
-    n_removed_bytes = 0
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        names = sorted(os.listdir(parent))
-    except OSError:
-        return 0
-    for name in filter(_JOB_FOLDER.fullmatch, names):
-        folder = os.path.join(parent, name)
-        try:
-            status = os.lstat(folder)
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                continue
-            n_removed_bytes += _remove_if_dead(folder, time.time() - status.st_mtime)
-        except FileNotFoundError:
-            continue  # its owner, or another job's start, was faster
-        except OSError as error:
-            _logger.warning("left-over scratch folder %s could not be removed: %s", folder, error)
-    return n_removed_bytes
+        os.unlink(path)
+    except BaseException:
+        os.close(fd)
+        raise
+    _unnamed[fd] = _identity(fd)
+    return fd
+
+
+def close_unnamed(fd: int) -> None:
+    """Closes what :func:`make_unnamed` gave. Once."""
+    _unnamed.pop(fd, None)
+    os.close(fd)
+
+
+def openable(fd: int) -> str:
+    """A path at which this process can open the file of ``fd`` anew, with other flags, while ``fd`` is open."""
+    return f"/proc/self/fd/{fd}"
 
 
 def free_nbytes(root: str) -> int:
@@ -178,44 +132,25 @@ def _existing_parent(root: str) -> str:
     return folder
 
 
-def _remove_if_dead(folder: str, age_s: float) -> int:
-    lock_path = os.path.join(folder, _LOCK)
+def _prove_that_it_opens(root: str, fd: int) -> None:
     try:
-        fd = os.open(lock_path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        if age_s < _LOCKLESS_AGE_S:
-            return 0
-        return _remove(folder)
+        again = os.open(openable(fd), os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        why = "/proc is not mounted" if not os.path.exists("/proc/self/fd") else error.strerror
+        raise ConfigError(
+            f"nvme_path {root!r} cannot hold scratch files: a file without a name cannot be opened there ({why}). "
+            "Choose a folder on a local file system (ext4, xfs), and mount /proc where it is missing"
+        ) from error
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES, *_NO_LOCKS):
-                return 0
-            raise
-        return _remove(folder)
+        if _identity(again) != _identity(fd):
+            raise ConfigError(f"nvme_path {root!r} cannot hold scratch files: its files change their identity")
     finally:
-        os.close(fd)
+        os.close(again)
 
 
-def _remove(folder: str) -> int:
-    nbytes = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                nbytes += os.lstat(os.path.join(where, name)).st_blocks * 512
-    shutil.rmtree(folder)
-    _logger.warning("removed the scratch folder of a dead job: %s (%.3f GB)", folder, nbytes / 1e9)
-    return nbytes
-
-
-def _make_shared(parent: str) -> None:
-    """Like /tmp: every user may make folders in it, nobody may remove another user's."""
-    try:
-        os.mkdir(parent)
-    except FileExistsError:
-        return
-    os.chmod(parent, 0o1777)
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _explain(root: str, error: OSError) -> str:
@@ -226,24 +161,31 @@ def _explain(root: str, error: OSError) -> str:
         errno.ENOTDIR: f"{error.filename} is not a folder; choose a folder",
         errno.EEXIST: f"{error.filename} is not a folder; choose a folder",
         errno.ENOSPC: "no space left; free some or choose another device",
+        errno.EDQUOT: "this user's quota is used up; free some space or choose another device",
         errno.ENOENT: f"{error.filename} does not exist and cannot be made; mount the device or correct the path",
     }
-    remedies |= dict.fromkeys(_NO_LOCKS, "its file system has no file locks; choose a local one")
     remedies |= {number: f"{error.strerror}{limits.remedy(number)}" for number in (errno.EMFILE, errno.ENFILE)}
     remedy = remedies.get(error.errno or 0, f"{error.strerror or error}; choose another folder")
     return f"nvme_path {root!r} cannot hold scratch files: {remedy}"
 
 
-# A forked child (a data loader's worker) shares the lock and would keep a dead job's folder alive: it lets go at once.
-_owned: set[ScratchFolder] = set()
+# A forked child (a data loader's worker) inherits the descriptors and would keep a dead job's space. It lets go of all
+# of them at once, those that backends opened too. Their numbers stay taken: what closes one later in the child must not
+# close another file that got its number.
+_unnamed: dict[int, tuple[int, int]] = {}
 
 
 def _let_go_in_child() -> None:
-    for folder in list(_owned):
-        if folder._lock_fd >= 0:
-            os.close(folder._lock_fd)
-            folder._lock_fd = -1
-    _owned.clear()
+    ours = set(_unnamed.values())
+    _unnamed.clear()
+    if not ours:
+        return
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing is closed by now
+            if _identity(int(name)) in ours:
+                os.dup2(nothing, int(name), inheritable=False)
+    os.close(nothing)
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch files that only ever hand out space the device has really reserved."""
+"""Scratch files that only ever hand out space the device has really reserved. They have no names, see ``scratch``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from tencache_ds.errors import SpaceError, StorageError
 from tencache_ds.io.extents import FreeList, round_up
+from tencache_ds.io.scratch import close_unnamed, make_unnamed
 from tencache_ds.limits import limit, remedy
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -21,7 +22,7 @@ class SpaceFile:
     """Makes a file and hands out ranges of it. Every method may be called from any thread.
 
     Args:
-        path: must not exist.
+        path: what it is called; must not exist, and does not exist afterwards either.
         preallocate_nbytes: length reserved at once.
         growth_nbytes: least growth when no free range is long enough; less if the device has no more.
 
@@ -37,7 +38,7 @@ class SpaceFile:
         self._free = FreeList()
         self._n_taken = 0
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._fd = make_unnamed(path)
         except OSError as error:
             cause = f"{error.strerror or error}{remedy(error.errno)}"
             raise StorageError("create", path, 0, 0, cause, errno=error.errno) from error
@@ -45,8 +46,13 @@ class SpaceFile:
             try:
                 self._reserve(round_up(preallocate_nbytes), "preallocation")
             except StorageError:
-                self.remove()
+                self.close()
                 raise
+
+    @property
+    def descriptor(self) -> int:
+        """The file, until :meth:`close`."""
+        return self._fd
 
     @property
     def nbytes_file(self) -> int:
@@ -115,11 +121,10 @@ class SpaceFile:
         with self._lock:
             self._reserve(round_up(nbytes), tag)
 
-    def remove(self) -> None:
-        """Closes and removes the file. Called once."""
-        os.close(self._fd)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+    def close(self) -> None:
+        """Gives the space back, as soon as nobody else has the file open. Called once."""
+        fd, self._fd = self._fd, -1  # its number may soon be another file's
+        close_unnamed(fd)
 
     def _grow(self, needed_nbytes: int, tag: str) -> None:
         if self._growth_nbytes > needed_nbytes:
@@ -179,7 +184,7 @@ class SpaceFiles:
     writer at a time into a file, ext4 does so until every block has been written once.
 
     Args:
-        paths: of the files; none may exist.
+        paths: what the files are called, see :class:`SpaceFile`.
         preallocate_nbytes: length reserved at once, over all files. A range that fits no share grows one of them.
         growth_nbytes: least growth when no free range is long enough, over all files.
 
@@ -199,8 +204,12 @@ class SpaceFiles:
                     growth_nbytes=-(-growth_nbytes // len(paths)),
                 )
         except BaseException:
-            self.remove()
+            self.close()
             raise
+
+    def descriptor(self, path: str) -> int:
+        """See :attr:`SpaceFile.descriptor`."""
+        return self._files[path].descriptor
 
     @property
     def nbytes(self) -> int:
@@ -256,10 +265,10 @@ class SpaceFiles:
         """Returns a range."""
         self._files[path].give(offset, nbytes)
 
-    def remove(self) -> None:
-        """Closes and removes the files. Called once."""
+    def close(self) -> None:
+        """Gives the space back, see :meth:`SpaceFile.close`. Called once."""
         for file in self._files.values():
-            file.remove()
+            file.close()
 
     def _emptiest_first(self) -> list[str]:
         return sorted(self._files, key=lambda path: self._files[path].nbytes_taken)

@@ -25,6 +25,7 @@ from tencache_ds.io.extent_queue import ExtentQueue, ExtentTicket, Request
 from tencache_ds.io.extents import Extent, round_up
 from tencache_ds.io.fingerprint import Fingerprint, sampled_fingerprint
 from tencache_ds.io.lanes import cancelled, check_request, refusal
+from tencache_ds.io.scratch import openable
 from tencache_ds.io.space import SpaceFiles
 from tencache_ds.io.stripes import Placement, StripedSpace
 from tencache_ds.io.verification import verify_read
@@ -35,8 +36,8 @@ class ExtentStore:
     """Extents in scratch files. Every method may be called from any thread; tickets end in lane threads.
 
     Args:
-        path: the file; must not exist, is made here and removed by :meth:`close`. Of several files, each gets a number
-            before its suffix.
+        path: what the file is called, of which the device keeps no name: see :mod:`tencache_ds.io.scratch`. It must not
+            exist. Of several files, each gets a number before its suffix.
         backend: moves the bytes; not owned, close it after the store.
         others: the same, path and backend, on each further device the store lies on.
         placement: with ``others``, chooses which device an extent goes to; used by this store alone.
@@ -92,6 +93,12 @@ class ExtentStore:
         self._space = self._stripes or SpaceFiles(
             self.paths, preallocate_nbytes=preallocate_nbytes, growth_nbytes=growth_nbytes
         )
+        for name, each in self._backends.items():
+            each.add(name, self._space.descriptor(name))
+
+    def location(self, file: str) -> str:
+        """A path at which this process can open one of the files, until :meth:`close`."""
+        return openable(self._space.descriptor(file))
 
     @property
     def nbytes_allocated(self) -> int:
@@ -261,10 +268,10 @@ class ExtentStore:
             raise error
 
     def close(self) -> None:
-        """Waits for what is in flight, then closes and removes the files. Idempotent.
+        """Waits for what is in flight, then closes the files, which ends them. Idempotent.
 
         Raises:
-            StorageError: an error of a write that nobody has seen; the files are removed all the same.
+            StorageError: an error of a write that nobody has seen; the files are closed all the same.
         """
         with self._lock:
             if self._closed:
@@ -278,7 +285,7 @@ class ExtentStore:
             for path, backend in self._backends.items():
                 backend.forget(path)
             self._witnesses.close()
-            self._space.remove()
+            self._space.close()
 
     def _check_open(self, operation: str, path: str, offset: int, nbytes: int, tag: str) -> None:
         if self._closed:
@@ -428,7 +435,10 @@ class ExtentStore:
 
     def _verify_read(self, extent: Extent, request: Request) -> None:
         """In a lane thread, after the last byte: raises when the buffer is not what was last written."""
-        if request.witness is not None and not verify_read(self._witnesses, request.witness, extent, request.buffer):
+        if request.witness is None:
+            return
+        fd = self._space.descriptor(extent.file)
+        if not verify_read(self._witnesses, request.witness, extent, fd, request.buffer):
             with self._lock:
                 self.n_healed_reads += 1
 

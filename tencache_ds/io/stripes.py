@@ -51,7 +51,7 @@ class StripedSpace:
     """Files on several paths as one space. Any thread may call every method.
 
     Args:
-        files: the files' names on each path; none may exist.
+        files: what the files on each path are called, see :class:`tencache_ds.io.space.SpaceFile`.
         placement: chooses paths; used by this space alone.
         preallocate_nbytes: length reserved at once, over all paths; one that is too small leaves it to the others.
         growth_nbytes: least growth of a path when no free range is long enough.
@@ -83,8 +83,12 @@ class StripedSpace:
             if preallocate_nbytes > 0:
                 self._preallocate(round_up(preallocate_nbytes))
         except BaseException:
-            self.remove()
+            self.close()
             raise
+
+    def descriptor(self, file: str) -> int:
+        """See :attr:`tencache_ds.io.space.SpaceFile.descriptor`."""
+        return self._paths[self._index[file]].descriptor(file)
 
     @property
     def nbytes(self) -> int:
@@ -139,10 +143,10 @@ class StripedSpace:
         """Returns a range."""
         self._paths[self._index[file]].give(file, offset, nbytes)
 
-    def remove(self) -> None:
-        """Closes and removes the files. Called once."""
+    def close(self) -> None:
+        """Gives the space back, see :meth:`tencache_ds.io.space.SpaceFile.close`. Called once."""
         for path in self._paths:
-            path.remove()
+            path.close()
 
     # Mechanics, called with the lock held
 

@@ -18,8 +18,9 @@ from tencache_ds.memory.device_arena import wait_for_device
 _logger = logging.getLogger("DeepSpeed.tencache.io")
 
 
-def verify_read(witnesses: Witnesses, witness: Witness, extent: Extent, buffer: torch.Tensor) -> bool:
-    """Compares a buffer that was read with the last write of its extent; reads it once more if they differ. Any thread.
+def verify_read(witnesses: Witnesses, witness: Witness, extent: Extent, fd: int, buffer: torch.Tensor) -> bool:
+    """Compares a buffer that was read with the last write of its extent; reads it once more, from the file of ``fd``,
+    if they differ. Any thread.
 
     Returns:
         False when the bytes differed and are right now: in ``buffer`` too, but the device is one to watch.
@@ -32,6 +33,7 @@ def verify_read(witnesses: Witnesses, witness: Witness, extent: Extent, buffer: 
         return True
     # The aio op cannot say what went wrong. Plain descriptors can: this raises the device's errno, if it has one.
     files = PosixFiles()
+    files.add(extent.file, fd)
     again = buffer
     if buffer.device.type != "cpu":
         again = torch.frombuffer(mmap.mmap(-1, buffer.numel()), dtype=torch.uint8)  # page aligned, for O_DIRECT

@@ -312,7 +312,7 @@ class OptimizerStateTier:
         pieces = []
         for chunk, extent in zip(group.chunks, group.extents, strict=True):
             piece = chunk.piece(kind)
-            pieces.append((extent.file, extent.offset + piece.offset, piece.nbytes))
+            pieces.append((self._store.location(extent.file), extent.offset + piece.offset, piece.nbytes))
         return map_pieces(pieces).view(group.dtype(kind))
 
     # Lifetime

@@ -302,10 +302,9 @@ class WeightTier:
             if weight.state is WeightState.RESIDENT:
                 assert weight.resident is not None
                 return weight.resident
-            assert weight.extent is not None
+            store, extent = self._stored_at(weight)
             self.drain()
-            extent = weight.extent
-            return map_pieces([(extent.file, extent.offset, weight.nbytes)]).view(weight.dtype)
+            return map_pieces([(store.location(extent.file), extent.offset, weight.nbytes)]).view(weight.dtype)
 
     def overwrite(self, key: int, value: torch.Tensor) -> None:
         """Replaces a weight's value by ``value`` (1-D, the shard's length); returns before it is on NVMe."""

@@ -43,6 +43,7 @@ class MemoryBackend:
         self.gate = threading.Event()
         self.gate.set()
         self.order: list[tuple[Operation, str]] = []
+        self.added: dict[str, int] = {}
         self.forgotten: list[str] = []
         self._pool = LanePool(n_lanes, self._transfer, request_nbytes)
         self.counters = self._pool.counters
@@ -59,6 +60,9 @@ class MemoryBackend:
         finish: Callable[[], None] | None = None,
     ) -> Ticket:
         return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+
+    def add(self, path: str, fd: int) -> None:
+        self.added[path] = fd
 
     def forget(self, path: str) -> None:
         self.forgotten.append(path)

@@ -133,7 +133,8 @@ def test_what_direct_io_cannot_take_is_refused(backend, path, offset, buffer, me
 def test_a_store(backend, tmp_path):
     path = str(tmp_path / "store")
     store = ExtentStore(path, backend, growth_nbytes=MIB)
-    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert os.stat(store.location(path)).st_mode & 0o777 == 0o600
+    assert not os.path.lexists(path)
     extents = [store.allocate(300_000 + 5000 * i, f"chunk {i}") for i in range(6)]
     for repetition in range(3):
         buffers = [aligned(e.allocated_nbytes, fill=None, seed=10 * repetition + i) for i, e in enumerate(extents)]

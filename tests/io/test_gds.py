@@ -258,7 +258,7 @@ def test_injected_faults_hit_reads_into_device_memory(files, path, tmp_path, kin
 
 def trial(folder, files, *, nbytes: int = 2 * MIB, **options):
     return try_gds(
-        str(folder),
+        str(folder / "trial.bin"),
         CPU,
         lambda: PosixBackend(2),
         lambda: GdsBackend(CPU, n_lanes=2, open_file=files),
@@ -532,7 +532,7 @@ def test_gpu_memory_is_quiet_when_it_is_handed_out(gpu_arena, gpu_pool):
 @pytest.mark.timeout(60)
 def test_gpu_trial(cuda, tmp_path):
     found = try_gds(
-        str(tmp_path),
+        str(tmp_path / "trial.bin"),
         cuda,
         lambda: PosixBackend(8),
         lambda: GdsBackend(cuda, n_lanes=8),

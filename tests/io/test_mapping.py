@@ -162,7 +162,7 @@ def test_each_rewrite_by_the_store_is_seen(tmp_path):
             for extent, buffer in zip(extents, data, strict=True):
                 store.write(extent, buffer)
             store.drain()
-            kept = map_pieces([(extent.file, extent.offset, extent.nbytes) for extent in extents])
+            kept = map_pieces([(store.location(extent.file), extent.offset, extent.nbytes) for extent in extents])
             expected = torch.cat([b[: e.nbytes] for b, e in zip(data, extents, strict=True)])
             assert torch.equal(kept, expected), round_
     finally:

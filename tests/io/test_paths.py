@@ -61,7 +61,8 @@ def fill(store, count, value=1):
 def test_one_path_is_what_it_was(nvme, roots):
     store = nvme.open_store("weights", roots[:1], **OPTIONS)
     (path,) = nvme.paths
-    assert [os.path.relpath(name, path.scratch.folder) for name in store.paths] == ["weights-0.bin", "weights-1.bin"]
+    called = [os.path.relpath(name, path.scratch.folder).partition("-rank0-")[2] for name in store.paths]
+    assert called == ["weights-0.bin", "weights-1.bin"]
     fill(store, 4)
     nvme.reweigh()
     stats = path.stats()
@@ -151,7 +152,7 @@ def test_an_error_nobody_waited_for_says_it_too(nvme, roots):
     assert len(again.value.__notes__) == 1
 
 
-def test_close_removes_every_folder_whatever_goes_wrong(roots):
+def test_close_ends_every_file_whatever_goes_wrong(roots):
     class Stubborn(PosixBackend):
         def close(self):
             super().close()
@@ -159,10 +160,13 @@ def test_close_removes_every_folder_whatever_goes_wrong(roots):
 
     nvme = NvmePaths(3, lambda: (Stubborn(n_lanes=1), "why not"), Striping)
     store = nvme.open_store("weights", roots, **OPTIONS)
-    assert all(os.path.basename(path.scratch.folder) == "rank3" for path in nvme.paths)
+    assert all("-rank3-" in name for name in store.paths)
     fill(store, 3)
+    locations = [store.location(name) for name in store.paths]
+    assert all(os.path.exists(location) for location in locations)
     with pytest.raises(StorageError, match="does not want to"):
         nvme.close()
+    assert not any(os.path.exists(location) for location in locations)
     assert [os.listdir(root) for root in roots] == [[], [], []]
 
 
@@ -175,7 +179,7 @@ def test_a_path_that_cannot_be_opened_leaves_the_rest_to_close(nvme, roots):
     assert os.listdir(roots[0]) == []
 
 
-def test_without_a_backend_there_is_no_folder(roots):
+def test_without_a_backend_there_is_no_file(roots):
     def no_backend():
         raise ConfigError("nothing works here")
 

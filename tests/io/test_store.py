@@ -63,17 +63,22 @@ def test_bytes_come_back(disk, path):
         disk.read(extent, back, priority=Priority.URGENT).wait()
         assert torch.equal(back, buffer)
     assert disk.nbytes_allocated == 78 * PAGE
-    assert disk.nbytes_files == MIB == os.stat(path).st_size
+    assert disk.nbytes_files == MIB == os.stat(disk.location(path)).st_size
 
 
-def test_close_removes_the_file(path, memory_backend):
+def test_close_gives_the_space_back(path, memory_backend):
     store = ExtentStore(path, memory_backend, preallocate_nbytes=10_000)
-    assert os.stat(path).st_size == store.nbytes_files == 3 * PAGE
-    assert os.stat(path).st_blocks * 512 >= 3 * PAGE
-    extent = store.allocate(PAGE, "t")
-    store.close()
-    store.close()
+    status = os.stat(store.location(path))
+    assert status.st_size == store.nbytes_files == 3 * PAGE
+    assert status.st_blocks * 512 >= 3 * PAGE
+    assert status.st_nlink == 0
     assert not os.path.exists(path)
+    extent = store.allocate(PAGE, "t")
+    descriptor = memory_backend.added[path]
+    store.close()
+    store.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
     assert memory_backend.forgotten == [path]
     for use in (
         lambda: store.allocate(PAGE, "t"),
@@ -243,13 +248,14 @@ def test_a_failing_callback_of_a_write_is_an_error_of_drain(store, memory_backen
         store.drain()
 
 
-def test_close_reports_a_lost_write_and_still_removes_the_file(path, memory_backend):
+def test_close_reports_a_lost_write_and_still_gives_the_space_back(path, memory_backend):
     store = ExtentStore(path, memory_backend)
     memory_backend.fail = fails(Operation.WRITE)
     store.write(store.allocate(PAGE, "t"), aligned(PAGE))
     with pytest.raises(StorageError, match="injected"):
         store.close()
-    assert not os.path.exists(path)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(memory_backend.added[path])
     store.close()
 
 
@@ -292,7 +298,7 @@ def test_what_waits_behind_a_request_that_hangs_never_starts(path, memory_backen
     hung.wait_ended(10)
     with pytest.raises(StorageError, match="the store was closed before it could start"):
         behind.wait(10)
-    assert len(memory_backend.order) == 1  # the file is gone, and its name may be somebody else's
+    assert len(memory_backend.order) == 1  # the file is gone, and its descriptor's number may be another's
 
 
 def test_a_closed_backend_fails_tickets_and_does_not_hang(path):
@@ -343,7 +349,7 @@ def test_one_torn_page_is_found(disk, path):
     extent = disk.allocate(64 * PAGE, "t")
     for generation in range(4):
         disk.write(extent, aligned(64 * PAGE, fill=None, seed=generation)).wait()
-    with open(path, "r+b") as file:
+    with open(disk.location(path), "r+b") as file:
         file.seek(extent.offset + 17 * PAGE)
         file.write(bytes(PAGE))
     with pytest.raises(CorruptionError, match="not those of write 4"):
@@ -355,7 +361,7 @@ def test_without_verification_changes_go_unseen(path):
     store = ExtentStore(path, backend, fingerprint=None)
     extent = store.allocate(PAGE, "t")
     store.write(extent, aligned(PAGE, 1)).wait()
-    with open(path, "r+b") as file:
+    with open(store.location(path), "r+b") as file:
         file.write(bytes(PAGE))
     back = aligned(PAGE, 5)
     store.read(extent, back).wait()

@@ -274,8 +274,9 @@ class FaultyStoreMachine(RuleBasedStateMachine):
         """Really, underneath the store, while it is at rest."""
         self.settle()
         path = self.picked(pick).file
-        end = min(os.stat(path).st_size, n_pages * PAGE)
-        os.truncate(path, end)
+        location = self.store.location(path)
+        end = min(os.stat(location).st_size, n_pages * PAGE)
+        os.truncate(location, end)
         self.cut_files.add(path)
         self.tally.faults["cut short"] += 1
         for extent, content in self.contents.items():

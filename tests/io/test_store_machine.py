@@ -100,6 +100,9 @@ class NativeOnDisk:
         self.gate.pass_through(go_on)
         return ticket
 
+    def add(self, path: str, fd: int) -> None:
+        self._native.add(path, fd)
+
     def forget(self, path: str) -> None:
         self._native.forget(path)
 
@@ -241,12 +244,12 @@ class StoreMachine(RuleBasedStateMachine):
             mine = [extent for extent in self.model if extent.file == path]
             ranges = sorted((extent.offset, extent.offset + extent.allocated_nbytes) for extent in mine)
             assert all(left[1] <= right[0] for left, right in zip(ranges, ranges[1:], strict=False))
-            assert all(stop <= os.stat(path).st_size for _, stop in ranges)
+            assert all(stop <= os.stat(self.store.location(path)).st_size for _, stop in ranges)
         in_use = sum(extent.allocated_nbytes for extent in self.model)
         assert self.store.nbytes_allocated >= in_use
         if not self.pending:
             assert self.store.nbytes_allocated == in_use
-        assert sum(os.stat(path).st_size for path in self.store.paths) == self.store.nbytes_files
+        assert sum(os.stat(self.store.location(path)).st_size for path in self.store.paths) == self.store.nbytes_files
 
     def teardown(self):
         self.settle()

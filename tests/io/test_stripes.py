@@ -63,6 +63,11 @@ def make(folders, *, preallocate_nbytes=0, growth_nbytes=4 * PAGE, n_files=2):
     return StripedSpace(files, placement, preallocate_nbytes=preallocate_nbytes, growth_nbytes=growth_nbytes)
 
 
+def size(space, folder):
+    """Of both files on a path."""
+    return sum(os.fstat(space.descriptor(f"{folder}/{index}")).st_size for index in range(2))
+
+
 def folder_of(place):
     return os.path.dirname(place[0])
 
@@ -73,19 +78,19 @@ def test_ranges_take_turns_and_are_reserved(folders):
     assert [folder_of(place) for place in places] == folders * 2
     assert space.held() == [(2, 2 * PAGE)] * 3
     assert space.nbytes_taken == 6 * PAGE
-    assert space.nbytes == sum(os.stat(f"{folder}/{i}").st_size for folder in folders for i in range(2))
-    assert all(os.stat(place[0]).st_blocks * 512 >= PAGE for place in places)
+    assert space.nbytes == sum(size(space, folder) for folder in folders)
+    assert all(os.fstat(space.descriptor(place[0])).st_blocks * 512 >= PAGE for place in places)
     space.give(*places[0], PAGE)
     assert space.held() == [(1, PAGE), (2, 2 * PAGE), (2, 2 * PAGE)]
     assert space.take(PAGE, "t") == places[0]
-    space.remove()
+    space.close()
     assert [os.listdir(folder) for folder in folders] == [[], [], []]
 
 
 def test_a_preallocation_is_shared(folders):
     space = make(folders[:2], preallocate_nbytes=16 * PAGE)
-    assert [sum(os.stat(f"{folder}/{i}").st_size for i in range(2)) for folder in folders[:2]] == [8 * PAGE] * 2
-    space.remove()
+    assert [size(space, folder) for folder in folders[:2]] == [8 * PAGE] * 2
+    space.close()
 
 
 def test_a_small_path_leaves_its_share_to_the_others(folders, device):
@@ -95,7 +100,7 @@ def test_a_small_path_leaves_its_share_to_the_others(folders, device):
     assert space.nbytes == 30 * PAGE
     assert len([space.take(PAGE, "t") for _ in range(30)]) == 30
     assert space.held()[1] == (6, 6 * PAGE)
-    space.remove()
+    space.close()
 
 
 def test_a_real_small_device_leaves_its_share_to_the_others(folders, small_device):
@@ -104,7 +109,7 @@ def test_a_real_small_device_leaves_its_share_to_the_others(folders, small_devic
     (n_large, _), (n_small, _) = space.held()
     assert 8 <= n_small <= 16
     assert n_large + n_small == 128
-    space.remove()
+    space.close()
 
 
 def test_a_path_that_was_filled_by_somebody_else_meanwhile_leaves_its_share_too(folders, device, monkeypatch):
@@ -113,7 +118,7 @@ def test_a_path_that_was_filled_by_somebody_else_meanwhile_leaves_its_share_too(
     space = make(folders[:2], preallocate_nbytes=30 * PAGE, n_files=1)
     assert space.nbytes == 30 * PAGE
     assert device.used(folders[0]) == 0
-    space.remove()
+    space.close()
 
 
 def test_all_paths_full_says_so_and_leaves_no_file(folders, device):
@@ -139,7 +144,7 @@ def test_a_full_path_is_not_asked_again_until_the_next_step(folders, device, mon
     device.limits = dict.fromkeys(folders, 0)
     with pytest.raises(SpaceError, match="none of 2 paths"):
         space.take(64 * PAGE, "big")
-    space.remove()
+    space.close()
 
 
 def test_ranges_move_to_the_faster_path_and_no_further(folders):
@@ -156,7 +161,7 @@ def test_ranges_move_to_the_faster_path_and_no_further(folders):
     assert space.n_moved == pytest.approx(10, abs=1)
     assert space.held()[0][0] == pytest.approx(30, abs=1)
     assert len(set(places)) == 40
-    space.remove()
+    space.close()
 
 
 def test_nothing_moves_where_there_is_no_room(folders, device):
@@ -173,7 +178,7 @@ def test_nothing_moves_where_there_is_no_room(folders, device):
     device.limits[folders[0]] = 20 * PAGE
     assert [space.take_elsewhere(place[0], PAGE, "t") for place in places] == [None] * 40
     assert space.held() == [(20, 20 * PAGE)] * 2
-    space.remove()
+    space.close()
 
 
 def test_moves_leave_a_part_of_the_device_free(folders, device):
@@ -188,7 +193,7 @@ def test_moves_leave_a_part_of_the_device_free(folders, device):
                 space.give(*place, PAGE)
                 places[index] = moved
     assert 90 < device.used(folders[0]) / PAGE <= 95
-    space.remove()
+    space.close()
 
 
 def test_a_device_that_is_gone_gets_nothing_more(folders, monkeypatch):
@@ -202,7 +207,7 @@ def test_a_device_that_is_gone_gets_nothing_more(folders, monkeypatch):
     space.reweigh([1e9, 1e6])
     moved = [space.take_elsewhere(place[0], PAGE, "t") for place in places]
     assert all(place is None or folder_of(place) == folders[0] for place in moved)
-    space.remove()
+    space.close()
 
 
 def test_an_error_other_than_a_full_device_is_raised(folders, monkeypatch):
@@ -215,4 +220,4 @@ def test_an_error_other_than_a_full_device_is_raised(folders, monkeypatch):
     with pytest.raises(StorageError, match="Input/output error") as caught:
         space.take(PAGE, "t")
     assert not isinstance(caught.value, SpaceError)
-    space.remove()
+    space.close()
