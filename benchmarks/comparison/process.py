@@ -30,7 +30,7 @@ PACKAGE = __name__.partition(".comparison.")[0]
 
 POLL_S = 0.2
 GRACE_S = 5.0
-"""What an interrupted or timed-out run gets to stop by itself, with its scratch folder removed, before it is killed."""
+"""What an interrupted or timed-out run gets to stop by itself before it is killed."""
 
 ERROR_CHARACTERS = 300
 

@@ -181,7 +181,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     while any(thread.name == "tencache-close" for thread in threading.enumerate()) and time.monotonic() < t_end:
         time.sleep(0.02)
     result["threads"] = [thread.name for thread in threading.enumerate() if "lane" in thread.name]
-    result["scratch"] = [str(path) for path in Path(folder).glob("**/tencache/*-*")]
+    result["scratch"] = training.scratch_engines(folder)
     return result
 
 

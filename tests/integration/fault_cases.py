@@ -21,6 +21,7 @@ import torch
 import training
 
 from tencache_ds.errors import StorageError
+from tencache_ds.io import ExtentStore, NvmePath
 from tencache_ds.io.faults import VARIABLE, parse_faults
 
 NOBODY = 65534
@@ -49,12 +50,25 @@ class Circumstance:
     def _folders(self) -> list[Path]:
         if self._engine_name == "stock_nvme":
             return list(self._stock_folder.glob(f"{STOCK_FOLDERS[self._case['what']]}/rank{self._rank}"))
-        return [Path(path.scratch.folder) for path in self._paths]
+        return [Path(path.root) for path in self._paths]
 
     @property
     def _files(self) -> list[Path]:
-        pattern = f"*{self._case['what']}*" if self._paths else "*"
-        return [path for folder in self._folders for path in folder.glob(pattern)]
+        if self._engine_name == "stock_nvme":
+            return [path for folder in self._folders for path in folder.glob("*")]
+        return [Path(store.location(name)) for _, store, name in self._stored]
+
+    @property
+    def _stored(self) -> list[tuple[NvmePath, ExtentStore, str]]:
+        """TenCache's files of the case's kind, which have no names to find them by."""
+        kind = self._case["what"]
+        found = [(path, store) for path in self._paths for each, store, _ in path.stores if each == kind]
+        return [
+            (p, store, name)
+            for p, store in found
+            for name in store.paths
+            if Path(name).parent == Path(p.scratch.folder)
+        ]
 
     def begin(self) -> None:
         act = self._case["act"]
@@ -65,7 +79,7 @@ class Circumstance:
                 path.backend.inject(parse_faults(self._case["rule"]))
             return
         if act == "libaio":
-            match = f"rank{self._rank}/{self._case['what']}" if self._paths else "/".join(self._folders[0].parts[-2:])
+            match = f"rank{self._rank}-{self._case['what']}" if self._paths else "/".join(self._folders[0].parts[-2:])
             rule = Path(os.environ[LIBAIO_RULE])
             rule.with_suffix(".new").write_text(f"{self._case['rule']},match={match}")
             rule.with_suffix(".new").rename(rule)
@@ -78,16 +92,16 @@ class Circumstance:
                 os.truncate(path, min(path.stat().st_size, 8192))
         elif act == "remove":
             for folder in self._folders:
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # which another rank may have done
         elif act == "forbid":
             for path in files:
                 path.chmod(0)
             if self._was_root:  # for whom permissions mean nothing
                 os.setresuid(NOBODY, NOBODY, 0)
         if self._case.get("reopen"):  # as if these files had not been open
-            for nvme in self._paths:
-                for path in files:
-                    nvme.backend.forget(str(path))
+            for nvme, store, name in self._stored:
+                nvme.backend.forget(name)
+                nvme.backend.add(name, int(os.path.basename(store.location(name))))
 
     def end(self) -> None:
         if self._case["act"] == "libaio" and self._here:

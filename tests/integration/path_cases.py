@@ -72,7 +72,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     if watch is not None:
         stats = tencache_ds.stats(engine)
         result |= {"held": watch.held, "relocated": stats.relocated_extents}
-        result["scratch"] = sorted({p.parts[-3] for p in Path(folder).glob("*/tencache/*")})
+        result["scratch"] = sorted(Path(engine).parent.name for engine in training.scratch_engines(folder))
         result["paths"] = {
             Path(path.path).name: [path.nbytes_read, path.nbytes_written, path.bytes_per_s] for path in stats.paths
         }
@@ -85,7 +85,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
         result["at_the_end"] = str(error)
     result["seconds_to_destroy"] = time.monotonic() - t_start
     result["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("tencache")]
-    result["left"] = [str(path) for path in Path(folder).glob(f"*/tencache/*/rank{rank}")]
+    result["left"] = training.scratch_engines(folder)
     return result
 
 

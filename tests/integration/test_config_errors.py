@@ -3,11 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +10,6 @@ import torch
 
 pytestmark = pytest.mark.timeout(240)
 
-HERE = Path(__file__).parent
 PROGRAM = "error_cases.py"
 ZENFLOW = {"topk_ratio": 0.1, "select_strategy": "auto", "select_interval": "auto", "update_interval": 4,
            "full_warm_up_rounds": 0, "overlap_step": True}  # fmt: skip
@@ -206,27 +200,3 @@ def test_works(outcome: Any, name: str) -> None:
 
 def test_backend_without_permission_to_lock(outcome: Any) -> None:
     assert outcome.result("without_permission_to_lock", "tencache")["io_backend"] == "native"
-
-
-def test_the_next_start_removes_what_a_killed_one_left(harness: Any) -> None:
-    folder = harness.folder()
-    cases = folder / "killed.json"
-    cases.write_text('[["long", {"model": "mlp", "steps": 100000}, "tencache"]]')
-    command = [sys.executable, str(HERE / "training.py"), "--cases", str(cases), "--folder", str(folder)]
-    process = harness.start(command, folder, harness.environment())
-    scratch = folder / "nvme" / "tencache"
-    try:
-        t_end = time.monotonic() + 90
-        while not list(scratch.glob("*/rank0/optimizer-*.bin")):
-            assert process.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < t_end, "training did not start"
-            time.sleep(0.1)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    (left,) = scratch.iterdir()
-    after = harness.run([("next", {"model": "mlp", "steps": 1}, "tencache")], folder=folder, timeout_s=90)
-    after.result("next", "tencache")
-    assert not left.exists()
-    assert str(left) in after.finished.log, "the log says what was removed"
-    assert not scratch.exists()

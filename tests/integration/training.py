@@ -10,6 +10,7 @@ accumulation it is given the gradients of weights that only an earlier micro-ste
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import functools
 import hashlib
@@ -192,6 +193,17 @@ def smallest_staging_nbytes(case: dict[str, Any], nvme: str) -> int:
             raise
         return int(found.group(1))
     raise RuntimeError("one byte of staging memory was accepted")
+
+
+def scratch_engines(folder: str) -> list[str]:
+    """Those whose scratch files below a folder this process has open: path and number; the files have no names."""
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            link = os.readlink(f"/proc/self/fd/{descriptor}")
+            if link.startswith(f"{os.path.abspath(folder)}/") and "/tencache-engine-" in link:
+                found.add(link.split("-rank")[0])
+    return sorted(found)
 
 
 class TrafficMeter:

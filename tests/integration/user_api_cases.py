@@ -417,22 +417,18 @@ def scheduler_of_torch(engine_name: str, folder: str, rank: int) -> dict[str, An
     return s.end()
 
 
-def scratch_folders(folder: str) -> list[str]:
-    return sorted(path.name for path in Path(folder, "nvme", "tencache").glob("*-*"))
-
-
 def io_threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 def destroy(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
-    before = scratch_folders(folder), io_threads()
+    before = training.scratch_engines(folder), io_threads()
     s = Scenario(engine_name, folder, rank)
     s.train()
-    during = scratch_folders(folder), io_threads()
+    during = training.scratch_engines(folder), io_threads()
     s.engine.destroy()
     s.engine.destroy()
-    after = scratch_folders(folder), io_threads()
+    after = training.scratch_engines(folder), io_threads()
     message = ""
     try:
         s.train(1)
@@ -442,17 +438,17 @@ def destroy(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
 
 
 def dropped_model(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
-    before = scratch_folders(folder), io_threads()
+    before = training.scratch_engines(folder), io_threads()
     config = training.config_for({}, engine_name, os.path.join(folder, "nvme"))
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = Mlp()
-    during = scratch_folders(folder), io_threads()
+    during = training.scratch_engines(folder), io_threads()
     del model
     gc.collect()
     t_end = time.monotonic() + 10
-    while (scratch_folders(folder), io_threads()) != before and time.monotonic() < t_end:
+    while (training.scratch_engines(folder), io_threads()) != before and time.monotonic() < t_end:
         time.sleep(0.05)
-    return {"before": before, "during": during, "after": (scratch_folders(folder), io_threads())}
+    return {"before": before, "during": during, "after": (training.scratch_engines(folder), io_threads())}
 
 
 def stats_and_monitor(engine_name: str, folder: str, rank: int) -> dict[str, Any]:

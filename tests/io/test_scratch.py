@@ -13,6 +13,7 @@ import signal
 import stat
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tencache_ds.errors import ConfigError
 from tencache_ds.io import NvmePaths, PosixBackend, ScratchFolder, free_nbytes
 from tencache_ds.io.scratch import close_unnamed, make_unnamed, openable
 from tencache_ds.planning.striping import Striping
+from tests.integration.stop_cases import holders
 from tests.io.conftest import aligned
 
 pytestmark = pytest.mark.timeout(60)
@@ -89,19 +91,6 @@ class Job:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def holders(root):
-    """Processes that have a file of the folder open, with a name or without."""
-    found = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-        except OSError:  # it ended, or is another user's
-            continue
-        if any(link.startswith(f"{root}/") for link in links):
-            found.add(int(pid))
-    return found
-
-
 def everything_below(folder):
     return sorted(os.path.join(where, name) for where, folders, files in os.walk(folder) for name in folders + files)
 
@@ -115,11 +104,11 @@ ENDINGS = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_signal_leaves_nothing_and_is_what_the_process_died_of(root, ending):
     job = Job(root, prepare=lambda: signal.signal(ending, signal.SIG_DFL) if ending != signal.SIGKILL else None)
-    assert holders(root) == {job.pid}
+    assert holders(Path(root)) == [job.pid]
     os.kill(job.pid, ending)
     assert job.ended() == -ending
     assert everything_below(root) == []
-    assert holders(root) == set()
+    assert holders(Path(root)) == []
 
 
 def test_an_end_without_any_cleaning_up_leaves_nothing(root):
@@ -151,9 +140,9 @@ def test_a_forked_worker_does_not_keep_the_space_of_a_dead_job(root, tmp_path):
         os.kill(job.pid, signal.SIGKILL)
         job.ended()
         t_end = time.monotonic() + 10  # the worker may just have begun
-        while holders(root) and time.monotonic() < t_end:
+        while holders(Path(root)) and time.monotonic() < t_end:
             time.sleep(0.01)
-        assert holders(root) == set()
+        assert holders(Path(root)) == []
         os.kill(worker, 0)
     finally:
         os.kill(worker, signal.SIGKILL)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training that is told to stop: one process imports everything and forks a trainer for each case.
+
+A case names a signal, when the trainer gets it, and what the user's script has made of that signal. Reported is how the
+trainer ended, what it left in its folder and which processes still had a file there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import json
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PATIENCE_S = 60.0
+STEPS_BEFORE, STEPS_AFTER = 2, 2
+
+
+def holders(folder: Path) -> list[int]:
+    """Processes that have a file below the folder open, with a name or without."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        except OSError:  # it has ended, or is another user's
+            continue
+        if any(link.startswith(f"{folder.resolve()}/") for link in links):
+            found.add(int(pid))
+    return sorted(found)
+
+
+def left_in(folder: Path) -> dict[str, int]:
+    """Files and their bytes of storage; folders that are empty end in a slash."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            found[str(path.relative_to(folder))] = path.stat().st_blocks * 512
+        elif not any(path.iterdir()):
+            found[f"{path.relative_to(folder)}/"] = 0
+    return found
+
+
+# The trainer
+
+
+def prepare(case: dict[str, Any], when: str, tell: int) -> None:
+    """What the user's script does with the signal, before or after DeepSpeed is initialized."""
+    if case.get("handler") == when:
+        signal.signal(case["signal"], lambda *_: os.write(tell, b"handler\n"))
+    elif case.get("ignored") == when:
+        signal.signal(case["signal"], signal.SIG_IGN)
+
+
+def be_a_trainer(case: dict[str, Any], engine_name: str, folder: Path, tell: int, go_on: int) -> None:
+    """In the forked process; ``tell`` gets a line for whatever has happened."""
+    import training
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    prepare(case, "before", tell)
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    engine = training.build({"model": "mlp", **case}, engine_name, str(folder))
+    if handlers != {number: signal.getsignal(number) for number in signal.valid_signals()}:
+        raise RuntimeError("DeepSpeed's initialization has changed the signals' handlers")
+    prepare(case, "after", tell)
+    generator = torch.Generator().manual_seed(1000)
+    training.train(engine, STEPS_BEFORE, generator, oracle=False)
+    if case.get("workers"):
+        # As a data loader makes them, but that its own SIGCHLD handler ends the script when one of them dies.
+        workers = [multiprocessing.get_context("fork").Process(target=time.sleep, args=[10]) for _ in range(2)]
+        for worker in workers:
+            worker.start()
+        os.write(tell, f"workers {' '.join(str(worker.pid) for worker in workers)}\n".encode())
+    os.write(tell, b"steps\n")
+    if case.get("in_native_code"):
+        ctypes.PyDLL(None).sleep(int(PATIENCE_S))  # with the GIL, as a collective in C++ may: no Python handler runs
+    while not select.select([go_on], [], [], 0)[0]:
+        training.train(engine, 1, generator, oracle=False)
+    training.train(engine, STEPS_AFTER, generator, oracle=False)
+    os.write(tell, b"more steps\n")
+    engine.destroy()
+
+
+def start(case: dict[str, Any], engine_name: str, folder: Path, log: Path) -> tuple[int, Any, int]:
+    """Forks a trainer; its number, what it tells, and where it is told to come to its end."""
+    told, tell = os.pipe()
+    wait, go_on = os.pipe()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            for descriptor in (1, 2):
+                os.dup2(output, descriptor)
+            import deepspeed
+
+            deepspeed.init_distributed()
+            be_a_trainer(case, engine_name, folder, tell, wait)
+            code = 0
+        except KeyboardInterrupt:
+            print("KeyboardInterrupt reached the script", flush=True)
+            code = 130
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    os.close(tell)
+    os.close(wait)
+    return pid, os.fdopen(told, "rb", buffering=0), go_on
+
+
+# The one who stops it
+
+
+def wait_for(told: Any, what: str) -> str:
+    """The rest of the line that begins so."""
+    t_end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < t_end:
+        if select.select([told], [], [], 1.0)[0]:
+            line = told.readline().decode()
+            if line.startswith(what):
+                return line[len(what) :].strip()
+            if not line:
+                raise RuntimeError(f"the trainer has ended before it said {what!r}")
+    raise TimeoutError(f"the trainer has not said {what!r}")
+
+
+def wait_for_scratch(folder: Path, pid: int) -> None:
+    t_end = time.monotonic() + PATIENCE_S
+    while pid not in holders(folder):
+        if time.monotonic() > t_end:
+            raise TimeoutError("the trainer makes no scratch files")
+
+
+def run(case: dict[str, Any], engine_name: str, folder: Path, log: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True)
+    pid, told, go_on = start(case, engine_name, folder, log)
+    ended = False
+    result: dict[str, Any] = {}
+    try:
+        if case.get("while") == "initializing":
+            wait_for_scratch(folder, pid)
+        else:
+            workers = [int(worker) for worker in wait_for(told, "workers").split()] if case.get("workers") else []
+            wait_for(told, "steps")
+            result["held_by_trainer"] = holders(folder) == [pid]
+            if workers:
+                os.kill(workers[0], signal.SIGTERM)
+                os.write(go_on, b"x")
+                wait_for(told, "more steps")
+        os.kill(pid, case["signal"])
+        if case.get("handler"):
+            wait_for(told, "handler")
+        if case.get("handler") or case.get("ignored"):
+            os.write(go_on, b"x")
+            wait_for(told, "more steps")
+        t_start = time.monotonic()
+        while not ended and time.monotonic() < t_start + PATIENCE_S:
+            waited, status = os.waitpid(pid, os.WNOHANG)
+            ended = waited == pid
+            time.sleep(0 if ended else 0.01)
+        if not ended:
+            raise TimeoutError("the trainer does not end")
+        result["seconds"] = time.monotonic() - t_start
+        result["code"] = os.waitstatus_to_exitcode(status)
+        result["holders"] = holders(folder)
+        result["left"] = left_in(folder)
+    finally:
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        told.close()
+        os.close(go_on)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", required=True, help="JSON file: list of [name, case, engine]")
+    parser.add_argument("--folder", required=True)
+    arguments = parser.parse_args()
+    import cpuinfo
+    import deepspeed  # noqa: F401
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    from tencache_ds.ops.tencache_aio import load_tencache_aio
+
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
+    CPUAdamBuilder().load(verbose=False)
+    load_tencache_aio()
+    import torch._inductor.lowering  # noqa: F401  (DeepSpeed's choice of optimizer brings it in)
+
+    results: dict[str, Any] = {}
+    base = Path(arguments.folder)
+    for name, case, engine in json.loads(Path(arguments.cases).read_text()):
+        key, log = f"{name}/{engine}", base / f"{name}-{engine}.log"
+        t_start = time.monotonic()
+        try:
+            results[key] = run(case, engine, base / f"{name}-{engine}", log)
+        except Exception as error:  # reported to the test, which fails with it
+            results[key] = {"error": str(error), "traceback": traceback.format_exc() + log.read_text()[-3000:]}
+        else:
+            results[key]["log"] = log.read_text()[-3000:]
+        print(f"{key}: {results[key].get('error', 'done')} ({time.monotonic() - t_start:.1f} s)", flush=True)
+        (base / "results_0.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
