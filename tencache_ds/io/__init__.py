@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage: backends that move bytes, the scratch folder they live in, the extent store that knows what is where."""
+"""Storage: backends that move bytes, the scratch files they live in, the extent store that knows what is where."""
 
 from __future__ import annotations
 

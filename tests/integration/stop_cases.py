@@ -28,15 +28,15 @@ PATIENCE_S = 60.0
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 
 
-def holders(folder: Path) -> list[int]:
-    """Processes that have a file below the folder open, with a name or without."""
+def holders(folder: Path, name: str = "") -> list[int]:
+    """Processes that have a file below the folder open whose name, now or once, has ``name`` in it."""
     found = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
         except OSError:  # it has ended, or is another user's
             continue
-        if any(link.startswith(f"{folder.resolve()}/") for link in links):
+        if any(link.startswith(f"{folder.resolve()}/") and name in link for link in links):
             found.add(int(pid))
     return sorted(found)
 
