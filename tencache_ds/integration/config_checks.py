@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.constants import AIO
 
 from tencache_ds.config import Gds, TenCacheConfig, Verify, options_from
@@ -15,6 +16,20 @@ from tencache_ds.integration.aio_section import check_aio_section
 from tencache_ds.integration.path_checks import check_nvme_path
 from tencache_ds.keys import ENGINE_KEY, ENGINE_NAME, FAULTS_VARIABLE, OPTIONS_KEY, ZERO_KEY
 from tencache_ds.spelling import closest
+
+_ON_THE_GPU = "its kernel updates on the GPU, and the optimizer state is offloaded"
+_NO_MUON = "Muon needs whole gradients on the device"
+_REFUSED_OPTIMIZERS = {
+    "muon": (_NO_MUON, "AdamW"),
+    "muonwithauxadam": (_NO_MUON, "AdamW"),
+    "lamb": (_ON_THE_GPU, "AdamW"),
+    "fusedlamb": (_ON_THE_GPU, "AdamW"),
+    "fusedadam": (_ON_THE_GPU, "deepspeed.ops.adam.DeepSpeedCPUAdam"),
+    "fusedlion": (_ON_THE_GPU, "deepspeed.ops.lion.DeepSpeedCPULion"),
+    "lbfgs": ("it calls a closure that computes the loss again, which DeepSpeed's step has not", "AdamW"),
+    "sparseadam": ("it takes sparse gradients, which ZeRO-3 has not", "AdamW"),
+}
+"""By name in lower case, as a config or a class spells it: the reason, and what to use."""
 
 
 def check_sections(param_dict: Mapping[str, Any]) -> tuple[str, ...]:
@@ -60,6 +75,12 @@ def check_config(ds_config: Any, param_dict: Mapping[str, Any]) -> TenCacheConfi
             "Set it to 3."
         )
     _refuse_combinations(ds_config)
+    offload_optimizer = zero.offload_optimizer
+    refuse_optimizer(
+        str(ds_config.optimizer_name),
+        offloaded=offload_optimizer is not None and offload_optimizer.device != "none",
+        on_gpu=get_accelerator().device_name() != "cpu",
+    )
     devices, nvme_paths = {}, {}
     for section in ("offload_param", "offload_optimizer"):
         config = getattr(zero, section)
@@ -131,6 +152,26 @@ def _check_faults(options: TenCacheConfig) -> None:
             f"{FAULTS_VARIABLE} is set in the environment, which makes storage fail on purpose. For a drill add "
             f'"{OPTIONS_KEY}": {{"allow_faults": true}} to the config; otherwise unset {FAULTS_VARIABLE}.'
         )
+
+
+def refuse_optimizer(name: str, *, offloaded: bool, on_gpu: bool) -> None:
+    """Refuses an optimizer that cannot work here.
+
+    Args:
+        name: its ``"type"`` in the config, or its class's name.
+        offloaded: whether its state is offloaded.
+        on_gpu: whether the compute device is another than the CPU, which has kernels of its own.
+
+    Raises:
+        ConfigError: names the optimizer, the reason and what to use.
+    """
+    reason, other = _REFUSED_OPTIMIZERS.get(name.lower(), ("", ""))
+    if not reason or (reason is _ON_THE_GPU and not (offloaded and on_gpu)):
+        return
+    raise ConfigError(
+        f'the optimizer "{name}" does not work with "{ENGINE_KEY}": "{ENGINE_NAME}": {reason}. '
+        f"Use another optimizer ({other}), or remove the key."
+    )
 
 
 def _check_gds(options: TenCacheConfig, weights_device: str) -> None:

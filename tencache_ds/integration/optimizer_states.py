@@ -125,13 +125,16 @@ class OptimizerStates:
         self.show(sub_group)
 
     def _per_element(self, sub_group: int) -> dict[str, torch.Tensor]:
-        """What ``optimizer.state`` holds with one value per element of a sub-group."""
+        """What ``optimizer.state`` holds with one value per element of a sub-group.
+
+        A state that has the name of the tier's master weights stays where it is.
+        """
         shape = (self._tier.numel(sub_group),)
         state = self._optimizer.state.get(self._placeholders[sub_group], {})
         return {
             kind: value.detach()
             for kind, value in state.items()
-            if torch.is_tensor(value) and value.shape == shape and value.layout is torch.strided
+            if torch.is_tensor(value) and value.shape == shape and value.layout is torch.strided and kind != MASTER
         }
 
     def show(self, sub_group: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the optimizers that DeepSpeed may wrap: how they are updated, what they keep, which cannot work."""
+"""What is known of the optimizers that DeepSpeed may wrap: how they are updated and what they keep."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
 from torch.optim import optimizer as torch_optimizer
-
-from tencache_ds.errors import ConfigError
 
 _Groups = list[dict[str, Any]]
 _KINDS: Mapping[type, Callable[[_Groups], tuple[str, ...]]] = {
@@ -75,19 +73,6 @@ def needed_states(optimizer: Any) -> frozenset[str]:
     if not updates_by_chunks(optimizer):
         return frozenset()
     return frozenset({"step", "exp_avg", "exp_avg_sq"})
-
-
-def refuse_optimizer(optimizer: Any) -> None:
-    """Refuses an optimizer that cannot work here.
-
-    Raises:
-        ConfigError: names the optimizer, the reason and the remedy.
-    """
-    if type(optimizer).__name__ == "MuonWithAuxAdam":
-        raise ConfigError(
-            'the optimizer "Muon" needs whole gradients on the device and is not supported with "offload_engine": '
-            '"tencache". Use another optimizer, or remove the key.'
-        )
 
 
 def _where(groups: _Groups, option: str, kind: str) -> tuple[str, ...]:

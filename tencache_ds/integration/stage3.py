@@ -22,11 +22,11 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater
+from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import (
     known_kinds,
     needed_states,
-    refuse_optimizer,
     step_is_watched,
     updates_by_chunks,
 )
@@ -62,7 +62,11 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._by_chunks = False
         self._warned_of_watched_step = False
         try:
-            refuse_optimizer(init_optimizer)
+            refuse_optimizer(
+                type(init_optimizer).__name__,
+                offloaded=kwargs.get("offload_optimizer_config") is not None,
+                on_gpu=get_accelerator().device_name() != "cpu",
+            )
             super().__init__(module, init_optimizer, *args, **kwargs)
         except BaseException:
             # DeepSpeed's debugging tables keep a model alive whose engine failed: its files and threads end here.

@@ -252,7 +252,8 @@ class OptimizerStateTier:
         if spec.residency is StateResidency.HOST:
             zeroed = {kind: tensor.zero_() for kind, tensor in group.tensors.items() if kind not in values}
             tensors = {kind: values[kind].contiguous() if kind in values else zeroed[kind] for kind in dtypes}
-            self._groups[sub_group] = _SubGroup(spec, self._cut(sub_group, spec), tensors=tensors)
+            chunks = group.chunks if spec == group.spec else self._cut(sub_group, spec)
+            self._groups[sub_group] = _SubGroup(spec, chunks, tensors=tensors)
             return
         if spec != group.spec:
             self._relocate(sub_group, spec)

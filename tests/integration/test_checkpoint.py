@@ -39,6 +39,7 @@ RELOADS: dict[str, dict[str, Any]] = {
     "adamw": {"model": "mlp"},
     "torch_sgd": {"model": "mlp", "optimizer": "torch_sgd"},
     "torch_adamw_in_ram": {"model": "mlp", "optimizer": "torch_adamw", "offload_optimizer": "cpu"},
+    "odd_states": {"model": "mlp", "optimizer": "odd_states"},
 }
 """Go back to a checkpoint of before the first step, when SGD's momentum is not even zero: there is none."""
 LOADS_SOMETHING_ELSE = ("without_optimizer_states", "module_only")

@@ -159,6 +159,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"change": {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "weight_decay": None}}}},
         ("ConfigError", "Muon", "Use another optimizer"),
     ),
+    "lbfgs": ({"change": {"optimizer": {"type": "LBFGS"}}}, ("ConfigError", "LBFGS", "closure", "another optimizer")),
 }  # fmt: skip
 if torch.cuda.is_available():
     # Memory registered with CUDA does not count against the limit on locked memory.

@@ -36,6 +36,21 @@ TRAINING: dict[str, dict[str, Any]] = {
     "two_groups_scheduler": {"model": "gpt2", "optimizer": "two_groups", "scheduler": True},
     "lion": {"model": "mlp", "optimizer": "lion"},
     "cpu_adagrad": {"model": "mlp", "optimizer": "cpu_adagrad"},
+    # One chunk of the whole model, which CPU Lion's second state enlarges.
+    "lion_by_name": {
+        "model": "mlp",
+        "steps": 4,
+        "sub_group_size": 10**9,
+        "tencache": {"chunk_size": None},
+        "config": {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
+    },
+    "torch_adafactor": {"model": "mlp", "steps": 5, "optimizer": "torch.optim.Adafactor"},
+    "torch_rmsprop_in_ram": {
+        "model": "mlp",
+        "steps": 5,
+        "optimizer": "torch.optim.RMSprop",
+        "offload_optimizer": "cpu",
+    },
     "torch_adamw": {"model": "tied", "optimizer": "torch_adamw"},
     "torch_sgd": {"model": "mlp", "optimizer": "torch_sgd"},
     "initialized_whole": {"model": "gpt2", "zero_init": False, "steps": 8},

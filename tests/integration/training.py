@@ -110,7 +110,42 @@ def optimizer_for(case: dict[str, Any], model: nn.Module) -> Any:
         return torch.optim.AdamW(params, lr=1e-3)
     if name == "torch_sgd":
         return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+    if name == "fusedadam":
+        from deepspeed.ops.adam import FusedAdam
+
+        return FusedAdam(params, lr=1e-3)
+    if name == "odd_states":
+        return OddStates(params, lr=1e-1)
+    if name.startswith("torch.optim."):
+        return getattr(torch.optim, name.rpartition(".")[2])(params, **case.get("optimizer_params", {}))
     raise ValueError(f"unknown optimizer {name!r}")
+
+
+class OddStates(torch.optim.Optimizer):
+    """Keeps states of every shape that an optimizer may come up with, and makes one of them late.
+
+    Each is used, and each is a new tensor after every step; a checkpoint turns floating-point and integer states into
+    the parameters' dtype.
+    """
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                count = state["count"] = state.get("count", torch.zeros((), dtype=torch.int64)) + 1
+                mean = state.get("mean", torch.zeros_like(p, dtype=torch.bfloat16)).float() * 0.9 + p.grad * 0.1
+                state["mean"] = mean.to(torch.bfloat16)
+                state["sign"] = (torch.sign(mean) + state.get("sign", 0)).clamp(-2, 2).to(torch.int8)
+                state["row"] = mean.view(1, -1) + state.get("row", 0)
+                state["norms"] = [*state.get("norms", []), float(mean.norm())][-3:]
+                if count > 3:
+                    state["late"] = state.get("late", torch.zeros_like(p)) + mean * mean
+                update = mean + 1e-3 * state["sign"].float() + 1e-2 * state["row"].view(-1) + state.get("late", 0)
+                p.sub_(update * group["lr"] / (1 + sum(state["norms"])))
 
 
 # Running
