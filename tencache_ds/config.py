@@ -163,7 +163,7 @@ class TenCacheConfig(DeepSpeedConfigModel):
     """Larger transfers are cut into requests of this size, which several lanes move at the same time. A multiple of 4
     KiB, as direct I/O needs."""
 
-    io_timeout_s: float = Field(600.0, gt=0, le=86400)
+    io_timeout_s: float = Field(600.0, ge=1, le=86400)
     """A wait for one transfer or one buffer that takes longer than this stops the run with an error that names it."""
 
     verify: Verify = Verify.sampled

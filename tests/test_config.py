@@ -141,7 +141,7 @@ def test_every_option_takes_effect():
         ("io_lanes", 65, "64"),
         ("io_lanes", "many", "integer"),
         ("io_request_size", 4095, "4096"),
-        ("io_timeout_s", 0, "greater than 0"),
+        ("io_timeout_s", 0.9, "greater than or equal to 1"),
         ("io_timeout_s", "soon", "number"),
         ("verify", "always", "'sampled'"),
         ("gds", True, "'auto'"),

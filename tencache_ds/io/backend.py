@@ -47,6 +47,10 @@ class StorageTimeoutError(StorageError, TimeoutError):
     """A request did not finish in the time its waiter allowed. The request itself goes on."""
 
 
+class StorageGivenUpError(StorageTimeoutError):
+    """A request ended because its backend closed. The device never answered, and may still touch the buffer."""
+
+
 class StorageCancelledError(StorageError):
     """A request was cancelled before all of it had been handed to the device."""
 
@@ -124,6 +128,11 @@ class Ticket:
     def error(self) -> BaseException | None:
         """What went wrong, or None. Final once :attr:`done` is true."""
         return self._error
+
+    @property
+    def given_up(self) -> bool:
+        """True when it ended without an answer of the device, which may still read or write the buffer."""
+        return isinstance(self._error, StorageGivenUpError)
 
     @property
     def error_seen(self) -> bool:

@@ -7,13 +7,14 @@ semicolons, each a list of ``key=value``, separated by commas. The first rule th
 - ``kind`` (required): ``eio``, ``enospc``, ``eacces``, ``erofs``: fails with that errno, nothing is moved; ``short``:
   only the first half is moved, which is reported as an error; ``torn`` (writes): only the first half is moved, success
   is reported; ``bitflip``: one bit of what is read or written changes, success is reported; ``delay``: begins
-  ``seconds`` later; ``lost``: this and every later request to the same folder fails with ENODEV; ``hang``: never ends.
+  ``seconds`` later; ``lost``: this and every later request to the same folder fails with ENODEV; ``hang``: never ends,
+  or with ``seconds`` goes on that much later, and then touches its buffer even if the backend was closed meanwhile.
 - ``op``: ``read``, ``write`` or ``any`` (the default).
 - ``match``: text that the tag or the path must contain, such as ``optimizer`` or a weight's name.
 - ``rank``: only on this global rank.
 - ``after``: so many matching requests pass first (0); ``every``: of those that follow, each so-manieth is hit (1);
   ``times``: at most so many are hit (no limit).
-- ``seconds``: of ``delay``. ``seed``: of the bit that flips (0).
+- ``seconds``: of ``delay``, and of a ``hang`` that ends. ``seed``: of the bit that flips (0).
 
 The single word ``none`` installs the wrapper without a rule, for :meth:`FaultBackend.inject`. Halves are whole 4 KiB
 pages, rounded down: of a single page nothing is moved.
@@ -43,7 +44,7 @@ from tencache_ds.io.backend import (
     Priority,
     StorageBackend,
     StorageCancelledError,
-    StorageTimeoutError,
+    StorageGivenUpError,
     Ticket,
 )
 from tencache_ds.io.lanes import cancelled, check_request, refusal, stop_at_exit
@@ -53,6 +54,9 @@ from tencache_ds.limits import start_threads
 from tencache_ds.memory.device_arena import wait_for_device
 
 VARIABLE = FAULTS_VARIABLE
+LATE_BYTE = 0xEE
+"""What a read that hung puts into its buffer when it is answered after the backend was closed."""
+
 _NOTE = f"injected by {VARIABLE}"
 
 
@@ -134,8 +138,8 @@ def _parse_rule(rule: str, index: int) -> Fault:
         raise ConfigError(f"{where}: op cannot be {operation!r}. Allowed: read, write, any")
     if kind is Kind.torn and operation != "write":
         raise ConfigError(f'{where}: only a write can be torn: add "op=write"')
-    if (kind is Kind.delay) != ("seconds" in given):
-        raise ConfigError(f'{where}: "seconds" belongs to kind=delay, which needs it')
+    if (kind is Kind.delay) != ("seconds" in given) and not (kind is Kind.hang and "seconds" in given):
+        raise ConfigError(f'{where}: "seconds" belongs to kind=delay, which needs it, and to kind=hang')
     return Fault(
         kind,
         None if operation == "any" else Operation(operation),
@@ -346,9 +350,26 @@ class FaultBackend:
                 raise refusal(ticket, "the backend is closed")
             if kind is Kind.hang:
                 self._hung.append(held)
+                if held.fault.seconds:
+                    late = threading.Timer(held.fault.seconds, self._answer_late, (held,))
+                    late.daemon = True
+                    late.start()
             else:
                 heapq.heappush(self._due, (time.monotonic() + held.fault.seconds, next(self._order), held))
                 self._changed.notify_all()
+
+    def _answer_late(self, held: _Held) -> None:
+        """The device comes back to what hung; whoever gave it up in the meantime must not have freed the buffer."""
+        with self._changed:
+            waited_for = held in self._hung
+            if waited_for:
+                self._hung.remove(held)
+        if waited_for:
+            self._pass_on_or_fail(held)
+        elif held.ticket.operation is Operation.READ:
+            held.buffer.fill_(LATE_BYTE)
+        else:
+            held.buffer.sum()
 
     def _pass_on(self, held: _Held, nbytes: int) -> None:
         """Hands the first ``nbytes`` to the wrapped backend; the ticket ends when they have moved."""
@@ -405,13 +426,19 @@ class FaultBackend:
             self._end(held)
             del held  # an idle thread must not keep a buffer alive
 
+    def _pass_on_or_fail(self, held: _Held) -> None:
+        try:
+            self._pass_on(held, held.ticket.nbytes)
+        except BaseException as raised:  # refused by the wrapped backend: the waiter raises it
+            held.ticket.complete(raised)
+
     def _end(self, held: _Held) -> None:
         kind, ticket = held.fault.kind, held.ticket
+        if kind is Kind.delay:
+            self._pass_on_or_fail(held)
+            return
         error: BaseException | None = None
         try:
-            if kind is Kind.delay:
-                self._pass_on(held, ticket.nbytes)
-                return
             if kind is Kind.short:
                 error = _short(ticket, held.buffer, n_moved=0)
             elif kind is not Kind.torn:
@@ -420,7 +447,7 @@ class FaultBackend:
                 error = storage_error(ticket.operation, ticket.path, ticket.offset, ticket.nbytes, cause, ticket.tag)
             elif held.finish is not None:
                 held.finish()
-        except BaseException as raised:  # refused by the wrapped backend, or by finish(): the waiter raises it
+        except BaseException as raised:  # of finish(): the waiter raises it
             error = raised
         ticket.complete(error)
 
@@ -470,6 +497,6 @@ def _short(ticket: Ticket, buffer: torch.Tensor, n_moved: int | None = None) -> 
     return ticket.failure(cause, StorageError)
 
 
-def _given_up(ticket: Ticket) -> StorageTimeoutError:
+def _given_up(ticket: Ticket) -> StorageGivenUpError:
     cause = f"given up: the device had not finished it when the backend was closed, {_NOTE}"
-    return ticket.failure(cause, StorageTimeoutError, errno.ETIMEDOUT)
+    return ticket.failure(cause, StorageGivenUpError, errno.ETIMEDOUT)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from tencache_ds.io.backend import Operation, Priority, StorageBackend
+from tencache_ds.io.backend import Operation, Priority, StorageBackend, Ticket
 from tencache_ds.io.gds import compatibility_mode, missing_kvikio, plain_cause
 from tencache_ds.io.scratch import close_unnamed, make_unnamed
 from tencache_ds.memory.arena import HostArena, Locking
@@ -75,8 +75,9 @@ def try_gds(
         with contextlib.ExitStack() as stack:
             mode = compatibility()
             host_arena, device_arena = HostArena(None, locking), DeviceArena(device)
-            stack.callback(host_arena.close)
-            stack.callback(device_arena.close)
+            submitted: list[Ticket] = []
+            stack.callback(_free, host_arena, submitted)
+            stack.callback(device_arena.close)  # what GDS has not answered, its backend holds on to
             gds = open_gds()
             stack.callback(gds.close)
             host = open_host()
@@ -88,13 +89,14 @@ def try_gds(
             stack.callback(close_unnamed, fd)
             for backend in (host, gds):
                 backend.add(path, fd)
-            host.submit(Operation.WRITE, path, 0, wanted, tag="GDS trial").wait(timeout_s)
+            submitted.append(host.submit(Operation.WRITE, path, 0, wanted, tag="GDS trial"))
+            submitted[0].wait(timeout_s)
 
             def read_by_gds() -> None:
-                _read(gds, path, direct, direct, request_nbytes, timeout_s)
+                _read(gds, path, direct, direct, request_nbytes, timeout_s, [])
 
             def read_staged() -> None:
-                _read(host, path, staged, direct, request_nbytes, timeout_s)
+                _read(host, path, staged, direct, request_nbytes, timeout_s, submitted)
 
             read_by_gds()
             staged.copy_(direct)
@@ -115,6 +117,7 @@ def _read(
     target: torch.Tensor,
     request_nbytes: int,
     timeout_s: float,
+    submitted: list[Ticket],
 ) -> None:
     """Reads the file into ``buffer``, in requests of their own, and copies each to ``target`` if that is elsewhere."""
     spans = [slice(start, start + request_nbytes) for start in range(0, buffer.numel(), request_nbytes)]
@@ -122,10 +125,19 @@ def _read(
         backend.submit(Operation.READ, path, span.start, buffer[span], tag="GDS trial", priority=Priority.URGENT)
         for span in spans
     ]
+    submitted.extend(tickets)
     for ticket, span in zip(tickets, spans, strict=True):
         ticket.wait(timeout_s)
         if buffer is not target:
             target[span].copy_(buffer[span], non_blocking=True)
+
+
+def _free(arena: HostArena, submitted: list[Ticket]) -> None:
+    """Frees host memory after the backends were closed, unless a device that hangs may still write there."""
+    late = next((ticket for ticket in submitted if not ticket.done or ticket.given_up), None)
+    if late is not None:
+        arena.keep_all(late.tag)
+    arena.close()
 
 
 def _seconds_in_turn(ways: list[Callable[[], None]], settle: Callable[[], None]) -> list[list[float]]:

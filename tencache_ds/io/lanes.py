@@ -27,6 +27,7 @@ from tencache_ds.io.backend import (
     Operation,
     Priority,
     StorageCancelledError,
+    StorageGivenUpError,
     StorageTimeoutError,
     Ticket,
 )
@@ -349,10 +350,10 @@ def keep_for_the_device(buffer: torch.Tensor) -> None:
     _in_use_by_device.append(buffer)
 
 
-def given_up(ticket: Ticket) -> StorageTimeoutError:
+def given_up(ticket: Ticket) -> StorageGivenUpError:
     """The error of a request that the device had not finished when its backend had to close."""
     cause = "given up: the device had not finished it when the backend had to close"
-    return ticket.failure(cause, StorageTimeoutError, errno.ETIMEDOUT)
+    return ticket.failure(cause, StorageGivenUpError, errno.ETIMEDOUT)
 
 
 def never_finished(stuck: Sequence[Ticket], timeout_s: float) -> StorageTimeoutError:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from dataclasses import dataclass
@@ -13,10 +14,15 @@ from tencache_ds.errors import MemoryLimitError
 from tencache_ds.memory.pages import Locking, PageLocker, locked_memory_headroom_nbytes, open_page_locker
 from tencache_ds.planning.size_classes import round_up_to_page
 
+logger = logging.getLogger("DeepSpeed.tencache.memory")
+
 __all__ = ["POISON_BYTE", "HostArena", "Locking", "PageLocker", "locked_memory_headroom_nbytes"]
 
 POISON_BYTE = 0xCB
 """What fresh and freed memory is filled with under ``poison=True``."""
+
+_kept: list[tuple[PageLocker, torch.Tensor]] = []
+"""Memory that devices may still touch, and who would free it when garbage-collected: kept until the process ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class HostArena:
         # Held for bookkeeping only, never while the system or CUDA is called; no other lock is taken under it.
         self._lock = threading.Lock()
         self._blocks: dict[int, _Block] = {}  # by address
+        self._kept: set[int] = set()  # addresses of blocks that close() leaves mapped
         self._quarantine: list[torch.Tensor] = []
         self._nbytes_in_use = 0
         self._nbytes_peak = 0
@@ -152,6 +159,8 @@ class HostArena:
         address = tensor.data_ptr()
         with self._lock:
             block = self._blocks.pop(address, None)
+            was_kept = address in self._kept
+            self._kept.discard(address)
         if block is None:
             raise ValueError("this tensor is not memory of the arena: it was freed before, or is a view into a block")
         try:
@@ -159,12 +168,50 @@ class HostArena:
         except BaseException:
             with self._lock:
                 self._blocks[address] = block
+                if was_kept:
+                    self._kept.add(address)
             raise
         with self._lock:
             self._nbytes_in_use -= block.nbytes
 
+    def keep(self, tensor: torch.Tensor, owner: str) -> None:
+        """Leak what :meth:`allocate` returned, on purpose: :meth:`close` leaves it mapped. Says so in the log, once.
+
+        For memory of a request that a device has not answered: an answer that comes late must not land in memory that
+        is somebody else's by then. :meth:`free` still takes it back, should the request end after all.
+
+        Args:
+            tensor: the block.
+            owner: whose bytes the device has, for the log.
+
+        Raises:
+            ValueError: as for :meth:`free`.
+        """
+        address = tensor.data_ptr()
+        with self._lock:
+            block = self._blocks.get(address)
+            if block is None:
+                raise ValueError("this tensor is not memory of the arena: it was freed before, or is a view of a block")
+            if address in self._kept:
+                return
+            self._kept.add(address)
+        _kept.append((self._locker, block.tensor))
+        logger.warning(
+            "%d bytes of host memory stay mapped until the process ends: a device has not answered, and may still "
+            "touch those of %s",
+            block.nbytes,
+            owner,
+        )
+
+    def keep_all(self, owner: str) -> None:
+        """:meth:`keep` every block."""
+        with self._lock:
+            blocks = list(self._blocks.values())
+        for block in blocks:
+            self.keep(block.tensor, owner)
+
     def close(self) -> None:
-        """Free everything. Idempotent; later allocations raise. The same care as for :meth:`free` applies.
+        """Free everything but what is kept. Idempotent; later allocations raise; the same care as for :meth:`free`.
 
         Raises:
             LockedMemoryError: the driver refused some of it (the first refusal, after all blocks were tried).
@@ -173,9 +220,10 @@ class HostArena:
             return
         with self._lock:
             self._closed = True
-            blocks, self._blocks = list(self._blocks.values()), {}
+            blocks = [block for address, block in self._blocks.items() if address not in self._kept]
+            self._blocks = {address: self._blocks[address] for address in self._kept}
             quarantine, self._quarantine = self._quarantine, []
-            self._nbytes_in_use = 0
+            self._nbytes_in_use = sum(block.nbytes for block in self._blocks.values())
         errors: list[Exception] = []
         for tensor in [block.tensor for block in blocks] + quarantine:
             try:

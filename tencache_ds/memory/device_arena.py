@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import torch
 
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.planning.size_classes import PAGE_NBYTES, round_up_to_page
+
+logger = logging.getLogger("DeepSpeed.tencache.memory")
+
+_kept: list[torch.Tensor] = []
+"""Memory that storage may still write to, for the life of the process."""
 
 
 class DeviceArena:
@@ -70,6 +76,22 @@ class DeviceArena:
         with self._lock:
             if self._blocks.pop(tensor.data_ptr(), None) is None:
                 raise ValueError("this tensor is not memory of the arena: it was freed before, or is a view of a block")
+
+    def keep(self, tensor: torch.Tensor, owner: str) -> None:
+        """Never gives memory back to torch's allocator, until the process ends. Says so in the log.
+
+        Args:
+            tensor: the block.
+            owner: whose bytes a device may still write, for the log.
+        """
+        _kept.append(tensor)
+        logger.warning(
+            "%d bytes of memory of %s stay taken until the process ends: a device has not answered, and may still "
+            "touch those of %s",
+            tensor.numel(),
+            self.device,
+            owner,
+        )
 
     def close(self) -> None:
         """Gives everything back. Idempotent. The same care as for :meth:`free` applies."""

@@ -27,6 +27,8 @@ class LeaseState(enum.Enum):
     """The owner is done; a GPU copy or an I/O request still reads or writes it."""
     RETURNED = "returned"
     """Nobody of this lease touches it: it is free, or leased to somebody else."""
+    LOST = "lost"
+    """Its request was given up, and the device may still answer: nobody gets the slot again."""
 
 
 class Event(Protocol):
@@ -41,6 +43,10 @@ class Event(Protocol):
 
 class Completion(Protocol):
     """What :meth:`Lease.release_with` waits for; :class:`tencache_ds.io.Ticket` is one."""
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it is over only because nobody waits any more: a device may still read or write the buffer."""
 
     def add_done_callback(self, fn: Callable[[Any], None], /) -> None:
         """Call ``fn(self)`` once, in any thread, when the request is over; at once if it is over already."""
@@ -69,6 +75,9 @@ class Returns(Protocol):
 
     def finish_return(self, lease: Lease) -> None:
         """RETURNING → RETURNED."""
+
+    def lose(self, lease: Lease) -> None:
+        """RETURNING → LOST: the device may touch the slot at any time."""
 
     def cancel_return(self, lease: Lease) -> None:
         """RETURNING → HELD: what the slot should have waited for could not be waited for."""
@@ -168,6 +177,8 @@ class Lease:
     def release_with(self, ticket: Completion) -> None:
         """Give the slot back when the I/O request behind ``ticket`` is over, failed or not, in whatever thread ends it.
 
+        If the request is given up, the slot does not come back, and the pool's memory is never freed.
+
         Do not hold a lock here that the thread ending the request takes.
 
         Raises:
@@ -175,10 +186,16 @@ class Lease:
         """
         self._pool.begin_return(self, None)
         try:
-            ticket.add_done_callback(lambda _: self._pool.finish_return(self))
+            ticket.add_done_callback(self._end_with)
         except BaseException:
             self._pool.cancel_return(self)
             raise
+
+    def _end_with(self, ticket: Completion) -> None:
+        if ticket.given_up:
+            self._pool.lose(self)
+        else:
+            self._pool.finish_return(self)
 
     def require_held(self, what: str) -> None:
         """Raise :class:`LeaseError`, saying ``what`` was tried, unless the lease is held."""

@@ -44,6 +44,10 @@ class Arena(Protocol):
         """Takes back what :meth:`allocate` returned."""
         ...
 
+    def keep(self, tensor: torch.Tensor, owner: str) -> None:
+        """Never frees what :meth:`allocate` returned, unless :meth:`free` is called: a device may still touch it."""
+        ...
+
 
 class _Waiter:
     """A thread in :meth:`BufferPool.lease`; ``lease`` is set by whoever hands it a slot."""
@@ -101,7 +105,8 @@ class BufferPool:
                 wait_for_device(self._slab)
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)  # a lease came back, or began to
-        self._live: dict[Lease, None] = {}  # every lease that is not RETURNED, oldest first
+        self._live: dict[Lease, None] = {}  # every lease that is neither RETURNED nor LOST, oldest first
+        self._lost: list[Lease] = []
         self._pending: deque[tuple[Event, Lease]] = deque()  # given back, waiting for an event; oldest first
         self._waiters: list[_Waiter] = []
         self._closing = False
@@ -222,31 +227,44 @@ class BufferPool:
                 event.synchronize()
 
     def assert_idle(self) -> None:
-        """Raise :class:`PoolBusyError`, listing them, if leases are held or still coming back. Does not wait."""
+        """Raise :class:`PoolBusyError`, listing them, if leases are held, still coming back or lost. Does not wait."""
         self._reap()
         with self._lock:
-            if self._live:
+            if self._live or self._lost:
                 raise PoolBusyError(f"pool {self.name!r} should be idle", self._holders(0))
 
     def close(self, *, timeout_s: float = 600.0) -> None:
         """Refuse new leases, wake those who wait, wait for what is coming back and free the memory. Idempotent.
 
+        Memory that a device may still touch is leaked on purpose: it stays mapped when the arena is closed, too.
+
         Raises:
             PoolBusyError: leases are held. The memory stays; release them and close again.
-            PoolTimeout: an I/O request did not end in time. The memory stays.
+            PoolTimeout: an I/O request did not end in time. The memory stays, until it has ended and the pool is closed
+                again.
         """
         with self._lock:
             self._closing = True
             for waiter in self._waiters:
                 waiter.changed.notify()
-        self.drain(timeout_s=timeout_s)
+        try:
+            self.drain(timeout_s=timeout_s)
+        except PoolTimeout:
+            with self._lock:
+                slab, owners = self._slab, self._owners([le for le in self._live if le.state is not LeaseState.HELD])
+            if slab is not None:
+                self._arena.keep(slab, owners)
+            raise
         with self._lock:
             if self._live:
                 raise PoolBusyError(f"pool {self.name!r} cannot be closed", self._holders(0))
+            owners = self._owners(self._lost)
             slab, self._slab = self._slab, None
             for slots in self._free:
                 slots.clear()
-        if slab is not None:
+        if slab is not None and owners:
+            self._arena.keep(slab, owners)
+        elif slab is not None:
             self._arena.free(slab)
 
     # The leases' side: called by Lease only.
@@ -265,6 +283,14 @@ class BufferPool:
     def finish_return(self, lease: Lease) -> None:
         """RETURNING → RETURNED; see :class:`~tencache_ds.memory.lease.Returns`."""
         self._finish_returns((lease,))
+
+    def lose(self, lease: Lease) -> None:
+        """RETURNING → LOST; see :class:`~tencache_ds.memory.lease.Returns`."""
+        with self._lock:
+            lease._state = LeaseState.LOST
+            del self._live[lease]
+            self._lost.append(lease)
+            self._settled.notify_all()
 
     def cancel_return(self, lease: Lease) -> None:
         """RETURNING → HELD; see :class:`~tencache_ds.memory.lease.Returns`."""
@@ -379,6 +405,13 @@ class BufferPool:
                 (now_ns - lease.t_lease_ns) / 1e9,
                 lease.state,
             )
-            for lease in self._live
+            for lease in (*self._live, *self._lost)
             if lease.slot.class_index >= home
         ]
+
+    def _owners(self, leases: Sequence[Lease]) -> str:
+        """Whose bytes a device may still touch, "" for nobody's."""
+        if not leases:
+            return ""
+        first = f"pool {self.name!r}: {leases[0].owner} ({leases[0].purpose}, {leases[0].nbytes} bytes)"
+        return first if len(leases) == 1 else f"{first} and {len(leases) - 1} more"

@@ -24,7 +24,7 @@ from tencache_ds.io import (
     StorageCancelledError,
     StorageTimeoutError,
 )
-from tencache_ds.io.faults import Fault, FaultBackend, Kind, parse_faults
+from tencache_ds.io.faults import LATE_BYTE, Fault, FaultBackend, Kind, parse_faults
 from tests.io.conftest import MemoryBackend, aligned
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the ops
@@ -263,6 +263,31 @@ def test_a_hang_ends_for_its_waiter_and_when_the_backend_is_closed(backend, path
     assert ended.is_set()
     assert ticket.error is not None
     backend.close()
+
+
+def test_a_hang_that_ends_in_time_is_a_delay(backend, path):
+    data = aligned(PAGE, fill=None)
+    backend.inject(parse_faults("kind=hang,op=write,seconds=0.1"))
+    ticket = backend.submit(Operation.WRITE, path, 0, data)
+    assert ticket.cancel() is False
+    ticket.wait(5)
+    with open(path, "rb") as file:
+        assert file.read() == data.numpy().tobytes()
+
+
+def test_a_hang_that_ends_too_late_still_writes_into_its_buffer(backend, path):
+    buffer = aligned(PAGE)
+    backend.inject(parse_faults("kind=hang,op=read,seconds=0.3"))
+    ticket = backend.submit(Operation.READ, path, 0, buffer)
+    with pytest.raises(StorageTimeoutError):
+        backend.close()
+    assert ticket.done
+    assert ticket.given_up
+    assert not bool((buffer == LATE_BYTE).any())
+    t_end_s = time.monotonic() + 5
+    while not bool((buffer == LATE_BYTE).all()) and time.monotonic() < t_end_s:
+        time.sleep(0.02)
+    assert bool((buffer == LATE_BYTE).all())
 
 
 # The protocol

@@ -270,7 +270,7 @@ def test_close_gives_up_on_a_device_that_hangs(device):
     for thread in pool._threads:
         thread.join(10)
         assert not thread.is_alive()
-    assert sorted(ends) == ["StorageCancelledError", "StorageTimeoutError"]
+    assert sorted(ends) == ["StorageCancelledError", "StorageGivenUpError"]
     assert len(device.calls) == 1
 
 

@@ -362,8 +362,9 @@ def test_a_write_that_moves_nothing_is_an_error(under_faults):
 
 
 def test_a_device_that_never_answers(under_faults):
-    given_up = f"StorageTimeoutError {errno.ETIMEDOUT} write True {4 << 20}"
-    assert under_faults["hang"] == [given_up, "StorageTimeoutError", given_up]
+    request = f"{errno.ETIMEDOUT} write True {4 << 20}"
+    ends = [f"StorageTimeoutError {request}", "StorageTimeoutError", f"StorageGivenUpError {request}"]
+    assert under_faults["hang"] == ends
 
 
 def test_the_interpreter_exits_with_requests_queued(path):

@@ -115,6 +115,26 @@ def test_negative_limit_is_an_error() -> None:
         HostArena(-1, Locking.NONE)
 
 
+def test_what_is_kept_stays_mapped_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    arena = HostArena(None, Locking.NONE)
+    kept, other = arena.allocate(8192, "staging"), arena.allocate(4096, "staging")
+    for _ in range(2):
+        arena.keep(kept, "layer.3")
+    with pytest.raises(ValueError, match="not memory of the arena"):
+        arena.keep(other[16:], "layer.3")
+    arena.close()
+    kept.fill_(1)
+    assert arena.nbytes_in_use == 8192
+    assert [message.split(";")[0] for message in caplog.messages] == [
+        "8192 bytes of host memory stay mapped until the process ends: a device has not answered, and may still touch "
+        "those of layer.3"
+    ]
+    before = mapped_nbytes()
+    arena.free(kept)  # the request has ended after all
+    assert before - mapped_nbytes() == 8192
+    assert arena.nbytes_in_use == 0
+
+
 def test_close_is_final_and_idempotent() -> None:
     arena = HostArena(None, Locking.NONE)
     arena.allocate(4096, "staging")

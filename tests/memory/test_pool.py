@@ -65,6 +65,12 @@ class BrokenEvent(ManualEvent):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
 
+class ManualTicket(Future[None]):
+    """A request that ends when the test says so."""
+
+    given_up = False
+
+
 class PoolFixture:
     def __init__(self, *classes: tuple[int, int], poison: bool = True) -> None:
         self.arena = HostArena(None, Locking.NONE)
@@ -196,7 +202,7 @@ def test_a_lease_that_was_given_back_is_of_no_use(make: Make) -> None:
     uses: list[Callable[[], object]] = [
         lease.release,
         lambda: lease.release_after(ManualEvent()),
-        lambda: lease.release_with(Future()),
+        lambda: lease.release_with(ManualTicket()),
         lambda: lease.buffer,
         lambda: lease.view(torch.uint8, 1),
     ]
@@ -208,9 +214,9 @@ def test_a_lease_that_was_given_back_is_of_no_use(make: Make) -> None:
 
 def test_a_slot_returns_with_its_ticket_whether_it_failed_or_not(make: Make) -> None:
     f = make((SMALL, 3))
-    good: Future[None] = Future()
-    bad: Future[None] = Future()
-    over: Future[None] = Future()
+    good = ManualTicket()
+    bad = ManualTicket()
+    over = ManualTicket()
     over.set_result(None)
     for ticket in (good, bad, over):
         f.lease(10).release_with(ticket)
@@ -234,7 +240,7 @@ def test_a_ticket_that_takes_no_callback_leaves_the_lease_held(make: Make) -> No
 
 def test_poison_shows_on_every_way_back(make: Make) -> None:
     f = make((SMALL, 1))
-    event, ticket = ManualEvent(), Future[None]()
+    event, ticket = ManualEvent(), ManualTicket()
     ends: list[tuple[Callable[[Lease], None], Callable[[], None]]] = [
         (lambda lease: lease.release(), lambda: None),
         (lambda lease: lease.release_after(event), event.done.set),
@@ -278,7 +284,7 @@ def test_timeout_names_who_has_the_slots(make: Make) -> None:
     f = make((SMALL, 1), (LARGE, 2))
     small = f.lease(10, "layer.0.bias")
     one, two = f.lease(LARGE, "layer.1.weight"), f.lease(2 * P, "layer.2.weight")
-    ticket: Future[None] = Future()
+    ticket = ManualTicket()
     two.release_with(ticket)
     t_start_s = time.monotonic()
     with pytest.raises(PoolTimeout) as caught:
@@ -418,7 +424,7 @@ def test_statistics(make: Make) -> None:
 
 def test_close_waits_for_what_is_coming_back(make: Make) -> None:
     f = make((SMALL, 2))
-    event, ticket = ManualEvent(), Future[None]()
+    event, ticket = ManualEvent(), ManualTicket()
     f.lease(10).release_after(event)
     f.lease(10).release_with(ticket)
     closing = f.threads.submit(f.pool.close)
@@ -449,7 +455,7 @@ def test_close_refuses_while_leases_are_held_and_wakes_who_waits(make: Make) -> 
 
 def test_drain_gives_up_on_a_ticket_in_time(make: Make) -> None:
     f = make((SMALL, 2))
-    ticket: Future[None] = Future()
+    ticket = ManualTicket()
     held = f.lease(10, "held")
     f.lease(10, "stuck").release_with(ticket)
     with pytest.raises(PoolTimeout, match="stuck"):
@@ -457,6 +463,33 @@ def test_drain_gives_up_on_a_ticket_in_time(make: Make) -> None:
     ticket.set_result(None)
     f.pool.drain(timeout_s=5)
     held.release()
+
+
+def test_a_slot_whose_request_was_given_up_is_nobodys_and_stays_mapped(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    f = make((SMALL, 2))
+    ticket = ManualTicket()
+    lease = f.lease(10, "layer.7")
+    memory = lease.buffer
+    lease.release_with(ticket)
+    ticket.given_up = True
+    ticket.set_result(None)
+    assert lease.state is LeaseState.LOST
+    assert f.free() == (1,)
+    with pytest.raises(PoolBusyError, match=r"layer\.7.*lost"):
+        f.pool.assert_idle()
+    f.pool.drain(timeout_s=5)
+    for _ in range(2):
+        f.pool.close()
+    f.arena.close()
+    memory.fill_(1)
+    assert f.arena.nbytes_in_use == 2 * SMALL
+    (said,) = caplog.messages
+    assert "8192 bytes of host memory" in said
+    assert "pool 'test': layer.7 (read, 10 bytes)" in said
+    for block in list(f.arena._blocks.values()):  # the device has answered after all
+        f.arena.free(block.tensor)
 
 
 def test_many_threads_never_share_a_slot(make: Make) -> None:
@@ -491,7 +524,7 @@ def test_many_threads_never_share_a_slot(make: Make) -> None:
                     lease.release_after(event)
                     readers.append(timers.submit(finish, tensor, pattern, event.done.set, rng.random() * 1e-3))
                 case _:
-                    ticket: Future[None] = Future()
+                    ticket = ManualTicket()
                     lease.release_with(ticket)
                     end = lambda ticket=ticket: ticket.set_result(None)  # noqa: E731
                     readers.append(timers.submit(finish, tensor, pattern, end, rng.random() * 1e-3))

@@ -41,6 +41,7 @@ class ManualTicket:
 
     def __init__(self) -> None:
         self.done = False
+        self.given_up = False
         self.callbacks: list[Callable[[Any], None]] = []
 
     def add_done_callback(self, fn: Callable[[Any], None], /) -> None:
