@@ -2,13 +2,13 @@
 """Fetching and prefetching of weights: DeepSpeed's coordinator, fed from the recorded order of accesses.
 
 DeepSpeed looks one stored parameter ahead and waits for every read in flight. Here reads go as deep as there are free
-staging buffers, in the order of the last recorded pass, and only what the current module needs is ever waited for.
+staging buffers, in the order of the last recorded pass and on into the next one.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from deepspeed.utils import z3_leaf_module
 
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.observability.counters import Event
+from tencache_ds.planning.lookahead import CommitWindow, Walk
 from tencache_ds.profiling.access_trace import AccessTrace
 
 
@@ -31,6 +32,10 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         super().__init__(*args, prefetch_nvme=False, **kwargs)
         self._tencache_lock = threading.RLock()
         self._tencache_trace: AccessTrace[int] = AccessTrace()
+        self._tencache_reads = Walk(self._tencache_trace)
+        self._tencache_commits = Walk(self._tencache_trace)
+        self._tencache_window: CommitWindow[int] | None = None
+        self._tencache_committed: set[int] = set()  # since their last use
         self._tencache_params: dict[int, Any] = {}
         self._tencache_swappers: dict[int, ParamSwapper] = {}
         self.weights_stay: Callable[[], bool] = lambda: True
@@ -40,39 +45,41 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
         """DeepSpeed's fetch, between committing what has arrived and reading further ahead."""
         params = self._stored_params(current_submodule)
+        needed = {param.ds_id for param in params}
         with self._tencache_lock:
             for param in params:
-                self._tencache_params[param.ds_id] = param
-                self._tencache_swappers.setdefault(id(param.nvme_swapper), param.nvme_swapper)
-                if not self._tencache_trace.access(param.ds_id):
-                    param.nvme_swapper.engine.counters.happened(Event.DIVERGENCE)
+                self._access(param)
             self._commit(params)
         super().fetch_sub_module(current_submodule, forward)
         with self._tencache_lock:
             for swapper in self._swappers():
-                swapper.retire(self._PartitionedParameterCoordinator__allgather_stream)
+                # What was gathered ahead of its use has a use before the one that its bytes would be kept for.
+                swapper.retire(
+                    self._issued, lambda key: self._tencache_reads.worth_keeping(key, skip=key not in needed)
+                )
             self.read_ahead()
 
     def reset_step(self) -> None:
         """The start of a forward pass."""
         super().reset_step()
         with self._tencache_lock:
-            for swapper in self._swappers():
-                swapper.hide_unused()
+            self.hide_unused()
             self._tencache_trace.begin_cycle()
             self.read_ahead()
 
-    def read_ahead(self) -> None:
-        """Starts the reads that come next, as far as there are free staging buffers; never blocks."""
+    def read_ahead(self, *, updated: bool = False) -> None:
+        """Starts the reads that come next, as far as there are free staging buffers; never blocks.
+
+        Args:
+            updated: the weights have the values of the next pass, although this is the micro-step before an update: the
+                update is over. A read of a weight whose write is still under way waits for it in the store.
+        """
         with self._tencache_lock:
-            swappers = self._swappers()
-            for swapper in swappers:
-                upcoming = (
-                    self._tencache_params[key] for key in self._tencache_trace.upcoming(wrap=self.weights_stay())
-                )
-                swapper.read_ahead(
-                    upcoming if len(swappers) == 1 else (p for p in upcoming if p.nvme_swapper is swapper)
-                )
+            trace = self._tencache_trace
+            end = trace.cycle_end
+            if updated or self.weights_stay():
+                end = trace.now + len(trace.order)
+            self._tencache_reads.go(self._read_one_ahead, end)
 
     def hide_unused(self) -> None:
         """Takes back weights that were committed but not gathered, before they go out of date."""
@@ -83,32 +90,73 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     def _commit(self, needed: list[Any]) -> None:
         """Makes weights visible to DeepSpeed's gather of this module and to its prefetch of the next ones.
 
-        On one rank only what has arrived is committed, so that nothing waits for a read that is not needed yet. On
-        several, which weights enter a collective must not depend on the timing of this rank's disk: everything within
-        the prefetch bucket is committed.
+        On one rank what lies ahead is committed when it has arrived, so that nothing waits for a read that is not
+        needed yet. On several, which weights enter a collective must not depend on the timing of this rank's disk: it
+        is a distance in the recorded order, the same on every rank (:class:`CommitWindow`).
         """
         single = dist.get_world_size() == 1
-        exposed = [param for param in needed if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
-        numel = 0
-        for param in self._next_on_nvme():
-            numel += param.ds_numel
-            if numel > self._PartitionedParameterCoordinator__prefetch_bucket_sz or (
-                single and not param.nvme_swapper.ready(param)
-            ):
-                break
-            if all(param is not other for other in needed):
-                exposed.append(param)
+        chosen = {param.ds_id: param for param in needed if param.ds_status is ZeroParamStatus.NOT_AVAILABLE}
+
+        def choose(key: int) -> bool:
+            param = self._tencache_params[key]
+            if param.ds_status is ZeroParamStatus.NOT_AVAILABLE and key not in chosen:
+                if single and not param.nvme_swapper.ready(param):
+                    return False
+                chosen[key] = param
+            return True
+
+        self._tencache_commits.go(choose, self._window_end())
+        self._tencache_committed.update(chosen.keys() - {param.ds_id for param in needed})
         for swapper in self._swappers():
-            mine = [param for param in exposed if param.nvme_swapper is swapper]
+            mine = [param for param in chosen.values() if param.nvme_swapper is swapper]
             if mine:
                 with get_accelerator().stream(self._PartitionedParameterCoordinator__allgather_stream):
                     swapper.commit(mine)
 
-    def _next_on_nvme(self) -> Iterator[Any]:
-        for key in self._tencache_trace.upcoming():
-            param = self._tencache_params[key]
-            if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
-                yield param
+    def _window_end(self) -> int:
+        """The first place too far ahead to commit. The first call of all is a collective, to agree on figures."""
+        swappers = self._swappers()
+        if not swappers:
+            return self._tencache_trace.now
+        if self._tencache_window is None:
+            params = self._tencache_params
+            self._tencache_window = CommitWindow(
+                self._tencache_trace,
+                lambda key: params[key].ds_numel,
+                lambda key: params[key].ds_tensor.ds_numel * params[key].dtype.itemsize,
+                bucket_numel=self._PartitionedParameterCoordinator__prefetch_bucket_sz,
+                read_ahead_nbytes=_smallest_of_all_ranks(swappers[0].read_ahead_nbytes),
+            )
+        return self._tencache_window.end()
+
+    def _read_one_ahead(self, key: int) -> bool:
+        param = self._tencache_params[key]
+        return bool(param.nvme_swapper.read_ahead(param))
+
+    def _issued(self, param: Any) -> bool:
+        """Whether the copy of a shard to the device was issued: DeepSpeed calls a parameter INFLIGHT before that, and
+        files the gather's handle afterwards. Several autograd threads may be fetching.
+        """
+        return (
+            param.ds_status is ZeroParamStatus.AVAILABLE
+            or param in self._PartitionedParameterCoordinator__inflight_param_registry
+        )
+
+    def _access(self, param: Any) -> None:
+        """Takes down that a weight is used now."""
+        swapper, key = param.nvme_swapper, param.ds_id
+        self._tencache_params[key] = param
+        if id(swapper) not in self._tencache_swappers:
+            self._tencache_swappers[id(swapper)] = swapper
+            swapper.engine.weights.follow(self._tencache_reads)
+            swapper.follow(self._tencache_reads.gone)
+            swapper.follow(self._tencache_commits.gone)
+        held = param.ds_status is not ZeroParamStatus.NOT_AVAILABLE and key not in self._tencache_committed
+        self._tencache_committed.discard(key)
+        if not self._tencache_trace.access(key, held=held):
+            swapper.engine.counters.happened(Event.DIVERGENCE)
+        if held and not self._tencache_reads.worth_keeping(key):
+            swapper.engine.weights.forget(key)
 
     def _stored_params(self, module: Any) -> list[Any]:
         params = {param.ds_id: param for param in iter_params(module, recurse=z3_leaf_module(module))}
@@ -120,3 +168,11 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
 
     def _swappers(self) -> list[ParamSwapper]:
         return list(self._tencache_swappers.values())
+
+
+def _smallest_of_all_ranks(value: int) -> int:
+    if dist.get_world_size() == 1:
+        return value
+    agreed = torch.tensor([value], dtype=torch.int64, device=get_accelerator().current_device_name())
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return int(agreed.item())

@@ -12,7 +12,11 @@ here:
   rank, because it decides which parameters enter a collective together.
 - Once the gather has copied the shard to the device, the staging buffer goes back to the pool (``retire``), but
   ``ds_tensor.status`` stays AVAILABLE, with an empty tensor, until DeepSpeed partitions the parameter. So a parameter
-  that is live on the device never holds host memory, whatever ``stage3_max_live_parameters`` says.
+  that is live on the device holds no host memory, whatever ``stage3_max_live_parameters`` says; unless its next use
+  comes before that of every weight that waits for a buffer: then the bytes stay staged, and are not read again.
+- ``ds_status`` INFLIGHT does not say that the shard was copied: DeepSpeed sets it before it issues the copies, and
+  another autograd thread may look in between. The coordinator knows (``issued``): it is true when DeepSpeed has filed
+  the handle of the gather. The copy was issued on the stream that was current when the shard was exposed.
 - A shard that was read straight into GPU memory is copied at once, on the stream on which DeepSpeed gathers, and its
   staging buffer goes back behind that copy (``commit``). DeepSpeed would not copy it: on one rank the gathered weight
   would be the staging buffer itself, and on several a collective would read the buffer on a stream of its own. The copy
@@ -26,7 +30,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +86,8 @@ class ParamSwapper:
         self._persistence_threshold = persistence_threshold
         self._params: dict[int, Any] = {}
         self._exposed: dict[int, Any] = {}
+        self._copied_on: dict[int, Any] = {}  # the stream on which an exposed shard is copied to the device
+        self._followers: list[Callable[[int], None]] = []
         self._copied: dict[int, Any] = {}  # their ds_tensor is a copy in GPU memory, until the gather is over
         self._bypassed_host: set[int] = set()  # what is gathered of them never was in host memory
         self._lock = threading.RLock()
@@ -119,6 +125,7 @@ class ParamSwapper:
                     self._weights.write_exposed(param.ds_id)
                 else:
                     self._weights.store_initial(param.ds_id)
+                self._gone(param.ds_id)
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
         """DeepSpeed announces its largest sub-group; the weight tier needs no extra buffer for it."""
@@ -138,6 +145,7 @@ class ParamSwapper:
         with self._lock:
             params = [param for param in params if param.ds_id not in self._copied]  # those wait for their gather
             shards = self._weights.expose([param.ds_id for param in params])
+            stream = get_accelerator().current_stream()
             copied = []
             for param, shard in zip(params, shards, strict=True):
                 key = param.ds_id
@@ -150,6 +158,7 @@ class ParamSwapper:
                     self._bypassed_host.add(key)
                 else:
                     self._exposed[key] = param
+                    self._copied_on[key] = stream
                     self._bypassed_host.discard(key)
             event = _event_on(None) if copied else None
             for key in copied:
@@ -188,8 +197,18 @@ class ParamSwapper:
                 self._copied.pop(key, None)
                 self._bypassed_host.discard(key)
                 self._hide(param)
+                self._gone(key)
 
     # What the coordinator uses
+
+    def follow(self, gone: Callable[[int], None]) -> None:
+        """From now on ``gone(ds_id)`` is told of weights that were on the device, or committed for it, and left."""
+        self._followers.append(gone)
+
+    @property
+    def read_ahead_nbytes(self) -> int:
+        """Bytes of the staging buffers that shards are read ahead into."""
+        return self._weights.read_ahead_nbytes
 
     def manages(self, param: Any) -> bool:
         """Whether the parameter's shard is in the weight tier, resident or stored."""
@@ -208,24 +227,29 @@ class ParamSwapper:
         """Whether the shard can be exposed without waiting."""
         return param.ds_id in self._copied or self._weights.ready(param.ds_id)
 
-    def read_ahead(self, params: Iterable[Any]) -> None:
-        """Starts reading the shards that are not on the device, nearest first, while there are free buffers."""
-        with self._lock:
-            self._weights.read_ahead(
-                param.ds_id
-                for param in params
-                if param.ds_status is ZeroParamStatus.NOT_AVAILABLE
-                and param.ds_id not in self._copied
-                and self.stored(param)
-            )
+    def read_ahead(self, param: Any) -> bool:
+        """Starts reading a shard, unless it is on the device, in memory or on its way there; never blocks.
 
-    def retire(self, stream: Any) -> None:
-        """Gives back the staging buffers of shards whose copy to the device was issued on ``stream``."""
+        Returns:
+            False when it has to wait for a free staging buffer.
+        """
         with self._lock:
-            event = None
+            if param.ds_status is not ZeroParamStatus.NOT_AVAILABLE or param.ds_id in self._copied:
+                return True
+            return not self.stored(param) or self._weights.read_one_ahead(param.ds_id)
+
+    def retire(self, issued: Callable[[Any], bool], keep: Callable[[int], bool]) -> None:
+        """Gives back the staging buffers of shards that are copied to the device.
+
+        Args:
+            issued: whether the copy of a parameter's shard has been issued; :meth:`commit` has seen the stream.
+            keep: whether the bytes of a weight (by its id) are to stay staged for its next use.
+        """
+        with self._lock:
+            events: dict[Any, Any] = {}
             for key, param in list(self._exposed.items()):
-                if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
-                    continue  # committed for a gather that has not been issued yet
+                if not issued(param):
+                    continue
                 if getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
                     continue  # the user may change it and have it written from this buffer
                 if get_accelerator().is_synchronized_device():
@@ -234,11 +258,12 @@ class ParamSwapper:
                         param.data = param.data.clone()
                     elif param.ds_status is ZeroParamStatus.INFLIGHT:
                         continue  # a collective may still read the shard
-                else:
-                    event = event or _event_on(stream)
+                stream = self._copied_on.pop(key, None)
+                if stream not in events:
+                    events[stream] = _event_on(stream)
                 del self._exposed[key]
                 param.ds_tensor.data = _nothing(param.ds_tensor.dtype)
-                self._weights.give_back(key, event)
+                self._weights.give_back(key, events[stream], keep=keep(key))
             for key, param in list(self._copied.items()):
                 if param.ds_status is ZeroParamStatus.AVAILABLE:
                     del self._copied[key]
@@ -252,11 +277,13 @@ class ParamSwapper:
                     del self._copied[key]
                     self._bypassed_host.discard(key)
                     self._hide(param)
+                    self._gone(key)
             for key, param in list(self._exposed.items()):
                 if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
                     del self._exposed[key]
                     self._hide(param)
                     self._weights.give_back(key)
+                    self._gone(key)
 
     # Changing weights outside the optimizer
 
@@ -284,6 +311,10 @@ class ParamSwapper:
             self._weights.overwrite(param.ds_id, value)
 
     # Mechanics
+
+    def _gone(self, key: int) -> None:
+        for gone in self._followers:
+            gone(key)
 
     def _require_open(self) -> None:
         if self.engine.closed:

@@ -243,8 +243,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             self._weights_changing = False
         if self._gradients is not None:
             self._gradients.end_step()
-        coordinator = self._get_param_coordinator()
-        coordinator.read_ahead()
+        self._get_param_coordinator().read_ahead(updated=True)
         record = engine.step_done(time.perf_counter_ns() - t_start_ns)
         deepspeed_engine = self._deepspeed_engine()
         if deepspeed_engine is not None and deepspeed_engine.monitor.enabled and dist.get_rank() == 0:

@@ -9,8 +9,8 @@ moves.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import islice
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
@@ -20,17 +20,24 @@ RESYNC_WINDOW = 256
 
 
 class AccessTrace(Generic[Item]):
-    """Order of accesses in the last complete cycle, and the position in it.
+    """Order of accesses in the last complete cycle, and the place in it.
 
-    Not thread-safe: the owner serialises calls.
+    Places count accesses and only ever grow: cycle follows cycle, and the item at a place is the one predicted there.
+    Predictions made before :attr:`epoch` changed are void.
+
+    Not thread-safe: the owner serialises calls, but for :meth:`next_use`, which other threads may call for a guess.
     """
 
     def __init__(self, initial_order: Sequence[Item] = ()) -> None:
         """Starts from ``initial_order`` (a guess, such as the order of definition) until a cycle has been recorded."""
-        self._order: tuple[Item, ...] = tuple(initial_order)
-        self._position = 0
         self._recording: list[Item] = []
+        self._held_recording: list[bool] = []
+        self._held: tuple[bool, ...] = ()  # of each place of the order, if there is one for each
         self._divergences = 0
+        self._start = 0  # place of the first item of the cycle
+        self._position = 0  # accesses since
+        self._epoch = -1
+        self._learn(tuple(initial_order))
 
     @property
     def divergences(self) -> int:
@@ -42,6 +49,42 @@ class AccessTrace(Generic[Item]):
         """The cycle that predictions come from."""
         return self._order
 
+    @property
+    def epoch(self) -> int:
+        """Changes when places ahead mean something else than before: another order, or a jump back in it."""
+        return self._epoch
+
+    @property
+    def now(self) -> int:
+        """The place of the next access."""
+        return self._start + self._position
+
+    @property
+    def cycle_end(self) -> int:
+        """The first place of the next cycle."""
+        return self._start + len(self._order)
+
+    def item_at(self, place: int) -> Item:
+        """What is predicted at a place; there has to be an order."""
+        return self._order[(place - self._start) % len(self._order)]
+
+    def next_use(self, item: Item, *, skip: int = 0) -> int | None:
+        """The place of an item's next use (the one after ``skip`` others), in this cycle or a later one; None if it is
+        not in the order.
+        """
+        order, indices = self._order, self._indices.get(item)
+        if not indices:
+            return None
+        cycles, which = divmod(bisect_left(indices, self._position) + skip, len(indices))
+        return self._start + cycles * len(order) + indices[which]
+
+    def is_held(self, place: int) -> bool:
+        """Whether the item at a place is still on the device from its use before, as it was in the last cycle.
+
+        True when that is not known.
+        """
+        return len(self._held) != len(self._order) or self._held[(place - self._start) % len(self._order)]
+
     def begin_cycle(self) -> None:
         """Marks the start of a pass (a forward): what was recorded since the last call becomes the predicted cycle.
 
@@ -49,37 +92,45 @@ class AccessTrace(Generic[Item]):
         evaluation) does not replace it.
         """
         recorded, self._recording = tuple(self._recording), []
+        held, self._held_recording = tuple(self._held_recording), []
+        follows = self._position == len(self._order)
+        self._start, self._position = self.now, 0
         if recorded and recorded != self._order[: len(recorded)]:
-            self._order = recorded
-        self._position = 0
+            self._learn(recorded)
+        elif not follows:
+            self._epoch += 1
+        if len(recorded) == len(self._order):
+            self._held = held
 
-    def access(self, item: Item) -> bool:
-        """Records an access; returns whether it was the predicted one."""
+    def access(self, item: Item, *, held: bool = False) -> bool:
+        """Records an access; returns whether it was the predicted one.
+
+        Args:
+            item: what is used.
+            held: whether it was still on the device from its use before.
+        """
         self._recording.append(item)
+        self._held_recording.append(held)
         order = self._order
         if self._position < len(order) and order[self._position] == item:
             self._position += 1
             return True
         found = self._find(item)
         if found is not None:
+            if found < self._position:  # back: the place goes on growing, and means something else
+                self._start += self._position - found
+                self._epoch += 1
             self._position = found + 1
         self._divergences += 1
         return False
 
-    def upcoming(self, limit: int | None = None, *, wrap: bool = False) -> Iterator[Item]:
-        """Items predicted next, nearest first, without repeats; with ``wrap`` beyond the end of the cycle."""
-        order, start = self._order, self._position
-        length = len(order) if wrap else len(order) - start
-
-        def unique() -> Iterator[Item]:
-            seen: set[Item] = set()
-            for step in range(length):
-                item = order[(start + step) % len(order)]
-                if item not in seen:
-                    seen.add(item)
-                    yield item
-
-        return islice(unique(), limit)
+    def _learn(self, order: tuple[Item, ...]) -> None:
+        self._order = order
+        indices: dict[Item, list[int]] = {}
+        for index, item in enumerate(order):
+            indices.setdefault(item, []).append(index)
+        self._indices = indices
+        self._epoch += 1
 
     def _find(self, item: Item) -> int | None:
         order, start = self._order, self._position

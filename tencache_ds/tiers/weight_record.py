@@ -46,7 +46,7 @@ _TRANSITIONS: dict[WeightState, frozenset[WeightState]] = {
     WeightState.STORED: frozenset({WeightState.READING, WeightState.EXPOSED, WeightState.UPDATING}),
     WeightState.READING: frozenset({WeightState.STAGED, WeightState.EXPOSED, WeightState.STORED}),
     WeightState.STAGED: frozenset({WeightState.EXPOSED, WeightState.STORED}),
-    WeightState.EXPOSED: frozenset({WeightState.STORED}),
+    WeightState.EXPOSED: frozenset({WeightState.STORED, WeightState.STAGED}),
     WeightState.UPDATING: frozenset({WeightState.STORED}),
 }
 
@@ -113,7 +113,9 @@ class Weight:
         resident: its memory when it is resident, 1-D.
         ticket: the read under way or just done.
         trainable: whether the optimizer updates it.
-        prefetched: whether the last read was asked for ahead of its use.
+        prefetched: whether it was in memory, or on its way there, before it was asked for.
+        kept: whether it is staged still, from an earlier exposure.
+        reader: of a staged weight that was exposed before: what still copies from its buffer.
     """
 
     key: int
@@ -127,6 +129,8 @@ class Weight:
     ticket: Ticket | None = None
     trainable: bool = True
     prefetched: bool = False
+    kept: bool = False
+    reader: CopyEvent | None = None
 
     @property
     def nbytes(self) -> int:

@@ -11,15 +11,27 @@ when, does not.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from tencache_ds.memory.pool import BufferPool, PoolTimeout
 from tencache_ds.observability.counters import Counters, Event, Stall
 from tencache_ds.planning.chunks import align
+from tencache_ds.planning.lookahead import farthest_first
 from tencache_ds.tiers.ordinary_memory import OrdinaryMemory
 from tencache_ds.tiers.weight_record import StagingBuffer, Weight, WeightState
 
 UPDATE_PATIENCE_S = 5.0
 """How long an update waits for a staging buffer before it takes ordinary memory (which is bounded too)."""
+
+
+class UseOrder(Protocol):
+    """What is known of the order in which weights will be asked for. Called with the tier's lock held."""
+
+    def next_use(self, key: int, /) -> int | None:
+        """When a weight is used next, in any unit that grows; None when nothing is known."""
+
+    def gone(self, key: int, /) -> None:
+        """The staging buffer of a weight that nobody had used was given up."""
 
 
 class StagingPool:
@@ -53,6 +65,9 @@ class WeightStaging:
         ordinary: where buffers come from that no pool has.
         discard: gives up the buffer of a weight that nobody uses yet.
         counters: where waits and overflows are counted.
+
+    Attributes:
+        orders: what says who is given up first: of every training that these weights are part of.
     """
 
     def __init__(
@@ -66,6 +81,7 @@ class WeightStaging:
         self._ordinary = ordinary
         self._discard = discard
         self._counters = counters
+        self.orders: list[UseOrder] = []
         self._host: StagingPool | None = None
         self._gpu: StagingPool | None = None
 
@@ -73,6 +89,17 @@ class WeightStaging:
         """Takes buffers from ``pool`` from now on; from ``gpu_pool``, if there is one, those for the GPU."""
         self._host = StagingPool(pool)
         self._gpu = StagingPool(gpu_pool, for_gpu=True) if gpu_pool is not None else None
+
+    @property
+    def read_ahead_nbytes(self) -> int:
+        """Bytes of the pool that weights for the compute device are read into."""
+        pool = self._pool(for_host=False)
+        return 0 if pool is None else pool.pool.stats().nbytes_total
+
+    def ever(self, weight: Weight, *, for_host: bool) -> bool:
+        """Whether there are, or will be, buffers for a weight; not if it is larger than each of them."""
+        pool = self._pool(for_host)
+        return pool is None or pool.fits(align(weight.nbytes))
 
     def ahead(self, weight: Weight, *, for_host: bool) -> StagingBuffer | None:
         """A buffer for a weight that nobody waits for, if one is free."""
@@ -115,8 +142,8 @@ class WeightStaging:
             return None
         buffer = pool.try_lease(nbytes, weight.name, "needed now")
         if buffer is None:
-            for victim in reversed([w for w in self._weights.values() if w.evictable and w.key not in kept]):
-                if victim.buffer is None or victim.buffer.for_gpu is not pool.for_gpu:
+            for victim in self._given_up_first(nbytes, pool.for_gpu):
+                if not victim.evictable or victim.key in kept:
                     continue
                 self._discard(victim)
                 buffer = pool.try_lease(nbytes, weight.name, "needed now")
@@ -126,13 +153,25 @@ class WeightStaging:
 
     def _discard_one_reading(self, weight: Weight) -> None:
         """Makes sure that a wait for a buffer ends, even if weights that are still being read have all of them."""
-        for other in reversed(self._weights.values()):
-            buffer = other.buffer
-            if other.state is not WeightState.READING or buffer is None or buffer.lease is None or buffer.for_gpu:
-                continue
-            if weight.nbytes <= buffer.lease.slot.tensor.numel():
+        for other in self._given_up_first(weight.nbytes, for_gpu=False):
+            if other.state is WeightState.READING:
                 self._discard(other)
                 return
+
+    def _given_up_first(self, nbytes: int, for_gpu: bool) -> list[Weight]:
+        """Weights that nobody uses yet, in buffers of one pool that hold ``nbytes``: farthest next use first."""
+        found = []
+        for weight in self._weights.values():
+            buffer = weight.buffer
+            if buffer is None or buffer.lease is None or buffer.for_gpu is not for_gpu or not weight.unused:
+                continue
+            if nbytes <= buffer.lease.slot.tensor.numel():
+                found.append(weight.key)
+        return [self._weights[key] for key in farthest_first(found, self._next_use)]
+
+    def _next_use(self, key: int) -> int | None:
+        uses = [use for order in self.orders if (use := order.next_use(key)) is not None]
+        return min(uses, default=None)
 
     def _overflow(self, weight: Weight) -> StagingBuffer:
         if self._host is not None:

@@ -10,7 +10,6 @@ of requests can deadlock.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -21,10 +20,10 @@ from tencache_ds.io.mapping import map_pieces
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall
-from tencache_ds.tiers.ordinary_memory import WRITES_BEHIND_NBYTES, OrdinaryMemory, wait_quietly
+from tencache_ds.tiers.ordinary_memory import WRITES_BEHIND_NBYTES, OrdinaryMemory
 from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weight_record import CopyEvent, StagingBuffer, Weight, WeightHome, WeightState
-from tencache_ds.tiers.weight_staging import WeightStaging
+from tencache_ds.tiers.weight_staging import UseOrder, WeightStaging
 
 
 class WeightTier:
@@ -106,7 +105,7 @@ class WeightTier:
             weight.extent = self._store.allocate(weight.nbytes, weight.name)
             buffer = weight.buffer
             assert buffer is not None
-            self._ordinary.release_after(self._write(weight, buffer.bytes), buffer)
+            self._ordinary.release_with(self._write(weight, buffer.bytes), buffer)
             weight.buffer = None
             weight.move_to(WeightState.STORED)
 
@@ -133,18 +132,37 @@ class WeightTier:
             keys: which.
             for_host: they will be exposed for the host.
         """
-        with self._lock:
-            if self._store is None:
+        for key in keys:
+            if not self.read_one_ahead(key, for_host=for_host):
                 return
-            for key in keys:
-                weight = self._weights.get(key)
-                if weight is None or weight.state is not WeightState.STORED:
-                    continue
-                buffer = self._staging.ahead(weight, for_host=for_host)
-                if buffer is None:
-                    return
-                self._start_reading(weight, buffer, Priority.BACKGROUND)
-                weight.prefetched = True
+
+    def read_one_ahead(self, key: int, *, for_host: bool = False) -> bool:
+        """Starts reading one weight, if it is on NVMe only; False when that takes a staging buffer and none is free.
+
+        A weight larger than every staging buffer is left to whoever asks for it.
+        """
+        with self._lock:
+            weight = self._weights.get(key)
+            if weight is None or weight.state is not WeightState.STORED:
+                return True
+            if not self._staging.ever(weight, for_host=for_host):
+                return True
+            buffer = self._staging.ahead(weight, for_host=for_host)
+            if buffer is None:
+                return False
+            self._start_reading(weight, buffer, Priority.BACKGROUND)
+            weight.prefetched = True
+            return True
+
+    def follow(self, order: UseOrder) -> None:
+        """From now on ``order`` says whose staging buffer is given up first, and hears of weights that were."""
+        with self._lock:
+            self._staging.orders.append(order)
+
+    @property
+    def read_ahead_nbytes(self) -> int:
+        """Bytes of the staging buffers that weights for the compute device are read into; 0 before there is a pool."""
+        return self._staging.read_ahead_nbytes
 
     def ready(self, key: int) -> bool:
         """Whether the weight can be exposed without waiting."""
@@ -189,6 +207,9 @@ class WeightTier:
                 if weight.state is WeightState.READING:
                     self._finish_reading(weight)
                 if weight.state is WeightState.STAGED:
+                    if weight.reader is not None:  # long done; whoever gets the buffer now may change it
+                        weight.reader.synchronize()
+                        weight.reader = None
                     weight.move_to(WeightState.EXPOSED)
                 exposed.append(weight.view())
             return exposed
@@ -199,14 +220,22 @@ class WeightTier:
             buffer = self._weights[key].buffer
             return buffer is not None and buffer.for_gpu
 
-    def give_back(self, key: int, event: CopyEvent | None = None) -> None:
-        """Ends an exposure: the staging buffer is free once ``event`` (its last reader) is done, or now without one."""
+    def give_back(self, key: int, event: CopyEvent | None = None, *, keep: bool = False) -> None:
+        """Ends an exposure: the staging buffer is free once ``event`` (its last reader) is done, or now without one.
+
+        With ``keep`` it is not free: the weight stays staged in it, unchanged as it is, for its next use. Only if there
+        is no doubt that this use comes before those of all weights that wait for a buffer.
+        """
         with self._lock:
             weight = self._weights[key]
             if weight.state is not WeightState.EXPOSED:
                 return
+            assert weight.buffer is not None
+            if keep and weight.buffer.lease is not None:
+                weight.reader, weight.kept, weight.prefetched = event, True, True
+                weight.move_to(WeightState.STAGED)
+                return
             buffer, weight.buffer = weight.buffer, None
-            assert buffer is not None
             weight.move_to(WeightState.STORED)
             if event is None:
                 self._ordinary.release(buffer)
@@ -215,6 +244,13 @@ class WeightTier:
             else:
                 event.synchronize()
                 self._ordinary.release(buffer)
+
+    def forget(self, key: int) -> None:
+        """Gives up the staged copy of a weight, if it has one that nobody uses."""
+        with self._lock:
+            weight = self._weights[key]
+            if weight.unused:
+                self._discard(weight)
 
     def drop_stale(self) -> None:
         """Before an update: forgets the staged copies of trainable weights, which the update makes out of date."""
@@ -334,16 +370,12 @@ class WeightTier:
         return self._weights[key].nbytes
 
     def close(self) -> None:
-        """Gives every buffer back. Idempotent; the store is closed by its owner."""
+        """Gives every buffer back, those that a device is writing to once it is done. Idempotent; the store is closed
+        by its owner."""
         with self._lock:
-            self._ordinary.settle(0, check=False)
-            deadline_s = time.monotonic() + self._timeout_s  # one for all: a device that hangs does so for each of them
             for weight in self._weights.values():
-                if weight.buffer is not None:
-                    if weight.ticket is not None and not weight.ticket.done:
-                        wait_quietly(weight.ticket, max(0.0, deadline_s - time.monotonic()))
-                    self._ordinary.release(weight.buffer)
-                    weight.buffer = None
+                self._end_buffer(weight)
+            self._ordinary.close()
             self._weights.clear()
 
     # Mechanics, called with the lock held
@@ -361,8 +393,9 @@ class WeightTier:
         try:
             weight.ticket = self._read(weight, priority)
         except BaseException:
-            self._release_buffer(weight)
+            self._end_buffer(weight)
             raise
+        weight.kept = False
         weight.move_to(WeightState.READING)
 
     def _finish_reading(self, weight: Weight) -> None:
@@ -376,31 +409,34 @@ class WeightTier:
                     ticket.wait(self._timeout_s)
         except BaseException:
             if ticket.done:  # a failed read leaves nothing worth keeping; after a time-out the device may still write
-                self._release_buffer(weight)
+                self._end_buffer(weight)
                 weight.move_to(WeightState.STORED)
             raise
         weight.ticket = None
         weight.move_to(WeightState.STAGED)
 
     def _discard(self, weight: Weight) -> None:
-        buffer, weight.buffer = weight.buffer, None
-        assert buffer is not None
-        ticket, weight.ticket = weight.ticket, None
-        if ticket is not None:
-            ticket.cancel()  # nobody wants the bytes any more
-        if weight.state is WeightState.READING and ticket is not None and not ticket.done and buffer.lease is not None:
-            buffer.lease.release_with(ticket)
-        else:
-            if ticket is not None and not ticket.done:
-                wait_quietly(ticket, self._timeout_s)
-            self._ordinary.release(buffer)
+        self._end_buffer(weight)
         weight.move_to(WeightState.STORED)
-        self._counters.happened(Event.DISCARDED_READ)
+        if not weight.kept:
+            self._counters.happened(Event.DISCARDED_READ)
+        for order in self._staging.orders:
+            order.gone(weight.key)
 
-    def _release_buffer(self, weight: Weight) -> None:
+    def _end_buffer(self, weight: Weight) -> None:
+        """Parts a weight from its buffer, which goes back now, or when the read into it has ended and not before."""
         buffer, weight.buffer = weight.buffer, None
-        if buffer is not None:
+        ticket, weight.ticket = weight.ticket, None
+        reader, weight.reader = weight.reader, None
+        if buffer is None:
+            return
+        if reader is not None and buffer.lease is not None:
+            buffer.lease.release_after(reader)
+        elif ticket is None:
             self._ordinary.release(buffer)
+        else:
+            ticket.cancel()  # nobody wants the bytes any more
+            self._ordinary.release_with(ticket, buffer)
 
     def _read(self, weight: Weight, priority: Priority) -> Ticket:
         store, extent = self._stored_at(weight)
@@ -424,8 +460,6 @@ class WeightTier:
         ticket = self._write(weight, buffer.bytes)
         weight.buffer = None
         weight.move_to(WeightState.STORED)
-        if buffer.lease is not None:
-            buffer.lease.release_with(ticket)
-        else:
-            self._ordinary.release_after(ticket, buffer)
+        self._ordinary.release_with(ticket, buffer)
+        if buffer.lease is None:
             self._ordinary.settle(WRITES_BEHIND_NBYTES)

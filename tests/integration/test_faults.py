@@ -77,6 +77,10 @@ GOES_ON_BELOW = {
 }
 """Short transfers are continued, and what differs is read again."""
 
+LATE_S = 4.5
+LATE = inject("kind=hang,op=read,times=1,seconds=4,match=weight id", answers_after_s=LATE_S, what="weights", **HANG)
+"""A read that the device answers when the engine is long closed."""
+
 EVERY_PAIR = [(name, kind) for kind in KINDS for name in (*STOPS, *GOES_ON)]
 A_FEW_PAIRS = [
     ("eio_read", "weights"),
@@ -108,7 +112,8 @@ def cases_of(pairs: list[tuple[str, str]]) -> list[tuple[str, dict[str, Any], st
 @pytest.fixture(scope="module")
 def alone(harness: Any) -> Any:
     small = ("small_device", {"act": "small_device", "size": "8m"}, "tencache")
-    return harness.run([*cases_of(EVERY_PAIR), small], program=PROGRAM, timeout_s=200)
+    late = ("late", LATE, "tencache")
+    return harness.run([*cases_of(EVERY_PAIR), small, late], program=PROGRAM, timeout_s=200)
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +159,14 @@ def check_it_went_on(outcome: Any, name: str, kind: str, rank: int) -> None:
 @pytest.mark.parametrize("name", STOPS)
 def test_the_run_stops_with_the_reason(alone: Any, name: str, kind: str) -> None:
     check_it_stopped(alone, name, kind, 0)
+
+
+def test_a_device_that_answers_after_the_end_harms_nobody(alone: Any) -> None:
+    result = alone.result("late", "tencache")
+    assert f"not finished after {IO_TIMEOUT_S} s" in result["failure"]
+    assert result["seconds_to_destroy"] < STOP_WITHIN_S
+    assert "stay mapped until the process ends" in alone.finished.log
+    assert "the device has answered, and this process lives" in alone.finished.log
 
 
 @pytest.mark.parametrize("kind", KINDS)

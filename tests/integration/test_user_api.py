@@ -40,7 +40,7 @@ COMPARED_ON_TWO_RANKS = (
     "accumulation_unmanaged",
     "evaluation_without_optimizer",
 )
-OURS = ("background_checkpoint", "destroy", "dropped_model", "stats_and_monitor")
+OURS = ("background_checkpoint", "destroy", "dropped_model", "stats_and_monitor", "read_ahead_across_steps")
 
 
 def cases(names: tuple[str, ...]) -> list[tuple[str, dict[str, Any], str]]:
@@ -55,7 +55,8 @@ def one_rank(harness: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
-    return harness.run(cases(COMPARED_ON_TWO_RANKS), ranks=2, program=PROGRAM, timeout_s=200)
+    ours = ("read_ahead_across_steps", {"scenario": "read_ahead_across_steps"}, "tencache")
+    return harness.run([*cases(COMPARED_ON_TWO_RANKS), ours], ranks=2, program=PROGRAM, timeout_s=200)
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -77,6 +78,20 @@ def test_step_hooks_are_called_for_every_sub_group(one_rank: Any) -> None:
 
 def test_a_scheduler_of_torch_sees_the_steps(one_rank: Any) -> None:
     assert one_rank.result("scheduler_of_torch", "tencache")["warnings"] == []
+
+
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_no_step_waits_for_a_read_that_could_have_been_asked_for_before(
+    ranks: str, request: pytest.FixtureRequest
+) -> None:
+    """Not even at its start, and not at the turn from forward to backward: the first two steps record the order."""
+    outcome = request.getfixturevalue(ranks)
+    for rank in outcome.ranks:
+        for model, steps in outcome.result("read_ahead_across_steps", "tencache", rank).items():
+            for step in steps[2:]:
+                assert step["accesses"]["prefetched"] > 0, model
+                assert step["accesses"]["demand"] == 0, (model, step)
+                assert step["events"] == {"divergence": 0, "overflow_buffer": 0, "discarded_read": 0}
 
 
 def test_beside_tencache_a_stock_engine_is_stock(one_rank: Any) -> None:

@@ -451,6 +451,23 @@ def dropped_model(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     return {"before": before, "during": during, "after": (training.scratch_engines(folder), io_threads())}
 
 
+def read_ahead_across_steps(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """Where weights were when they were asked for, in each step; there is time between the steps, and memory."""
+    import tencache_ds
+
+    seen: dict[str, Any] = {}
+    for model, accumulation in (("mlp", 1), ("llama", 2)):
+        s = Scenario(engine_name, folder, rank, model=model, accumulation=accumulation)
+        seen[model] = []
+        for _ in range(5):
+            s.train(1)
+            time.sleep(0.2)
+            record = tencache_ds.stats(s.engine).last_step
+            seen[model].append({"accesses": record.accesses, "events": record.events})
+        s.end()
+    return seen
+
+
 def stats_and_monitor(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     import dataclasses
 

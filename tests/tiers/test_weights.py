@@ -333,6 +333,72 @@ def test_a_weight_needed_now_takes_the_buffer_of_one_that_was_read_unnoticed(sta
     staged.check_and_give_back()
 
 
+class Backward:
+    """An order of uses: the last weight registered is needed first, and what was dropped is told."""
+
+    def __init__(self) -> None:
+        self.dropped: list[int] = []
+
+    def next_use(self, key: int) -> int | None:
+        return 100 - key
+
+    def gone(self, key: int) -> None:
+        self.dropped.append(key)
+
+
+def test_the_weight_with_the_farthest_next_use_loses_its_buffer(staged):
+    order = Backward()
+    staged.tier.follow(order)
+    staged.tier.read_ahead([4, 2, 1])
+    staged.wait_ready(4, 2, 1)
+    staged.check_and_give_back(0)  # a small one, for which the buffer of either 4 or 1 would do
+    assert order.dropped == [1]
+    staged.check_and_give_back(3)  # a large one: that of 2 alone would do
+    assert order.dropped == [1, 2]
+    assert staged.tier.ready(4)
+
+
+def test_a_kept_weight_is_not_read_again(staged):
+    read = staged.storage.counters.total().nbytes["nvme_read"]
+    staged.check(0)
+    event = ManualEvent()
+    staged.tier.give_back(0, event, keep=True)
+    assert staged.tier.ready(0)
+    assert staged.storage.pool.stats().nbytes_leased == P
+    staged.check(0)
+    assert event.done  # whoever has it now may change it
+    staged.tier.give_back(0)
+    assert staged.storage.counters.total().nbytes["nvme_read"] == read + P
+    assert (staged.count(Access.DEMAND), staged.count(Access.PREFETCHED)) == (1, 1)
+    staged.storage.assert_idle()
+
+
+def test_the_buffer_of_a_kept_weight_waits_for_its_reader(staged):
+    staged.check(0)
+    event = ManualEvent()
+    staged.tier.give_back(0, event, keep=True)
+    staged.tier.forget(0)
+    assert staged.storage.pool.stats().nbytes_leased == P
+    event.done = True
+    assert staged.storage.pool.stats().nbytes_leased == 0
+    assert staged.count(Event.DISCARDED_READ) == 0  # it was of use once
+    staged.check_and_give_back(0)
+
+
+def test_an_update_drops_what_was_kept(staged):
+    staged.check(0)
+    staged.tier.give_back(0, keep=True)
+    staged.values[0] = numbers(SMALL, torch.float32, 7)
+    staged.tier.drop_stale()
+    staged.tier.begin_update(0).copy_(staged.values[0])
+    staged.tier.finish_update(0)
+    staged.check_and_give_back(0)
+
+
+def test_one_weight_at_a_time_is_read_ahead_while_there_are_buffers(staged):
+    assert [staged.tier.read_one_ahead(key) for key in (2, 3, 0, 2, 99)] == [True, False, True, True, True]
+
+
 def test_weights_asked_for_together_do_not_evict_one_another(staged):
     staged.tier.read_ahead([0, 1, 2])
     staged.wait_ready(0, 1, 2)
@@ -364,7 +430,8 @@ def test_a_weight_larger_than_every_slot_has_ordinary_memory(bench):
     bench.add(SMALL, 2 * LARGE, SMALL)
     bench.use_pool()
     bench.tier.read_ahead([0, 1, 2])
-    assert bench.tier._weights[2].buffer is None  # what comes after it is not read out of order
+    held = [bench.tier._weights[key].buffer is not None for key in range(3)]
+    assert held == [True, False, True]  # it will never have a slot: nothing waits for one
     bench.check(1)
     assert bench.count(Event.OVERFLOW_BUFFER) == 1
     bench.tier.give_back(1)

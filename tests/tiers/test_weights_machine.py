@@ -85,14 +85,18 @@ class WeightMachine(RuleBasedStateMachine):
             self.exposed[key] = shard
 
     @precondition(lambda self: self.exposed)
-    @rule(pick=KEY, with_event=st.booleans())
-    def give_back(self, pick: int, with_event: bool) -> None:
+    @rule(pick=KEY, with_event=st.booleans(), keep=st.booleans())
+    def give_back(self, pick: int, with_event: bool, keep: bool) -> None:
         key = sorted(self.exposed)[pick % len(self.exposed)]
         event = ManualEvent() if with_event else None
         if event is not None:
             self.events.append(event)
         del self.exposed[key]
-        self.tier.give_back(key, event)
+        self.tier.give_back(key, event, keep=keep)
+
+    @rule(key=KEY)
+    def forget(self, key: int) -> None:
+        self.tier.forget(key)
 
     @precondition(lambda self: self.events)
     @rule(pick=KEY)
