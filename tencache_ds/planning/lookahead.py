@@ -19,8 +19,9 @@ from tencache_ds.profiling.access_trace import AccessTrace
 Item = TypeVar("Item", bound=Hashable)
 
 GROWTH_PER_FETCH = 2
-"""By how many places the distance at which weights are handed over grows with each fetch after a start: the first ones
-wait for what they need themselves, not for a whole bucket that nobody could read ahead."""
+"""By how many places, or by as many as the fetch itself takes if these are more, the distance at which weights are
+handed over grows with each fetch after a start: the first ones wait for what they need themselves, not for a whole
+bucket that nobody could read ahead."""
 
 
 class Walk(Generic[Item]):
@@ -158,16 +159,18 @@ class CommitWindow(Generic[Item]):
         self._bucket = Reach(trace, numel, bucket_numel)
         self._memory = Reach(trace, nbytes, read_ahead_nbytes // 2)
         self._epoch = -1
+        self._now = 0
         self._distance = 0
 
     def end(self) -> int:
         """The first place not to hand over yet. Called once per fetch."""
-        trace = self._trace
+        trace, now = self._trace, self._trace.now
         if trace.epoch != self._epoch:
-            self._epoch, self._distance = trace.epoch, 0
+            self._epoch, self._now, self._distance = trace.epoch, now, 0
         farthest = min(self._bucket.end(), self._memory.end())
-        self._distance = min(self._distance + GROWTH_PER_FETCH, farthest - trace.now)
-        return trace.now + self._distance
+        self._distance = min(self._distance + max(GROWTH_PER_FETCH, now - self._now), farthest - now)
+        self._now = now
+        return now + self._distance
 
 
 def farthest_first(items: Iterable[Item], next_use: Callable[[Item], int | None]) -> list[Item]:

@@ -178,6 +178,19 @@ def test_the_window_opens_slowly_and_ends_with_the_bucket_or_the_memory():
     assert ends(bucket_numel=9, read_ahead_nbytes=10**6) == [0] * 20
 
 
+def test_the_window_opens_by_whole_modules_where_these_are_large():
+    """A mixture of experts takes many weights with one fetch."""
+    trace = AccessTrace(range(1000))
+    trace.begin_cycle()
+    window = CommitWindow(trace, lambda item: 1, lambda item: 1, bucket_numel=150, read_ahead_nbytes=10**6)
+    distances = []
+    for fetch in range(5):
+        for item in range(64 * fetch, 64 * (fetch + 1)):
+            trace.access(item)
+        distances.append(window.end() - trace.now)
+    assert distances == [2, 66, 130, 150, 150]
+
+
 def test_all_ranks_have_the_same_window_whatever_their_reads_do():
     """The same accesses, with walks over memories of different sizes beside them."""
     results = []
