@@ -528,6 +528,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         destroy,
         dropped_model,
         stats_and_monitor,
+        read_ahead_across_steps,
     )
 }
 
