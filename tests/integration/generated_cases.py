@@ -11,7 +11,6 @@ import os
 import tempfile
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -83,7 +82,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
         gc.collect()  # what failed half-way is closed when nothing refers to it any more
 
     attempt()
-    left = [str(path) for path in Path().glob("**/tencache/*-*")]
+    left = training.scratch_engines(folder)
     return {"counts": dict(counts), "wrong": wrong, "left": left}
 
 
