@@ -61,10 +61,11 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._weights_changing = False
         self._by_chunks = False
         self._warned_of_watched_step = False
+        offload = kwargs.get("offload_optimizer_config")
         try:
             refuse_optimizer(
                 type(init_optimizer).__name__,
-                offloaded=kwargs.get("offload_optimizer_config") is not None,
+                offloaded=offload is not None and offload.device != "none",
                 on_gpu=get_accelerator().device_name() != "cpu",
             )
             super().__init__(module, init_optimizer, *args, **kwargs)
