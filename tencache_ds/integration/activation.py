@@ -51,9 +51,10 @@ def activate() -> None:
 
     @functools.wraps(partition_param)
     def _partition_param(self: Any, param: Any, *args: Any, has_been_updated: bool = False, **kwargs: Any) -> Any:
-        if has_been_updated and isinstance(param.nvme_swapper, ParamSwapper):
-            param.nvme_swapper.prepare_overwrite(param)
-        return partition_param(self, param, *args, has_been_updated=has_been_updated, **kwargs)
+        if not (has_been_updated and isinstance(param.nvme_swapper, ParamSwapper)):
+            return partition_param(self, param, *args, has_been_updated=has_been_updated, **kwargs)
+        with param.nvme_swapper.overwriting(param):
+            return partition_param(self, param, *args, has_been_updated=has_been_updated, **kwargs)
 
     partition_parameters.Init._partition_param = _partition_param
 

@@ -11,9 +11,9 @@ here:
   AVAILABLE only when the training asks for it or when the coordinator commits it at a point that is the same on every
   rank, because it decides which parameters enter a collective together.
 - Once the gather has copied the shard to the device, the staging buffer goes back to the pool (``retire``), but
-  ``ds_tensor.status`` stays AVAILABLE, with an empty tensor, until DeepSpeed partitions the parameter. So a parameter
-  that is live on the device holds no host memory, whatever ``stage3_max_live_parameters`` says; unless its next use
-  comes before that of every weight that waits for a buffer: then the bytes stay staged, and are not read again.
+  ``ds_tensor.status`` stays AVAILABLE, with a stand-in for a tensor, until DeepSpeed partitions the parameter. So a
+  parameter that is live on the device holds no host memory, whatever ``stage3_max_live_parameters`` says; unless its
+  next use comes before that of every weight that waits for a buffer: then the bytes stay staged, and are not read again.
 - ``ds_status`` INFLIGHT does not say that the shard was copied: DeepSpeed sets it before it issues the copies, and
   another autograd thread may look in between. The coordinator knows (``issued``): it is true when DeepSpeed has filed
   the handle of the gather. The copy was issued on the stream that was current when the shard was exposed.
@@ -22,12 +22,17 @@ here:
   would be the staging buffer itself, and on several a collective would read the buffer on a stream of its own. The copy
   is ordinary memory; ``ds_tensor`` lets go of it when the gather is over, because until then the collective may hold
   that very tensor.
-- A parameter changed inside ``GatheredParameters`` gets a buffer again before it is partitioned
-  (``prepare_overwrite``).
+- A parameter changed inside ``GatheredParameters`` gets a buffer for its new shard while DeepSpeed partitions it
+  (``overwriting``), and at no other time: when a forward inside the context has released the parameter, its change is
+  gone, as with CPU offload, and there is nothing to write.
+- While a shard is not in memory, ``ds_tensor`` is a stand-in: it has the shard's shape and dtype, but all its elements
+  are one and the same NaN. So nobody takes it for values, and torch refuses to write to it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +93,8 @@ class ParamSwapper:
         self._exposed: dict[int, Any] = {}
         self._copied_on: dict[int, Any] = {}  # the stream on which an exposed shard is copied to the device
         self._followers: list[Callable[[int], None]] = []
+        self._overwriting: set[int] = set()
+        self._stand_ins: dict[int, torch.Tensor] = {}
         self._copied: dict[int, Any] = {}  # their ds_tensor is a copy in GPU memory, until the gather is over
         self._bypassed_host: set[int] = set()  # what is gathered of them never was in host memory
         self._lock = threading.RLock()
@@ -121,8 +128,9 @@ class ParamSwapper:
                 if self._weights.is_resident(param.ds_id):
                     continue
                 self._hide(param)
-                if self._exposed.pop(param.ds_id, None) is not None:
-                    self._weights.write_exposed(param.ds_id)
+                if param.ds_id in self._overwriting:
+                    self._overwriting.remove(param.ds_id)
+                    self._weights.finish_overwrite(param.ds_id)
                 else:
                     self._weights.store_initial(param.ds_id)
                 self._gone(param.ds_id)
@@ -262,12 +270,12 @@ class ParamSwapper:
                 if stream not in events:
                     events[stream] = _event_on(stream)
                 del self._exposed[key]
-                param.ds_tensor.data = _nothing(param.ds_tensor.dtype)
+                param.ds_tensor.data = self._stand_in(param)
                 self._weights.give_back(key, events[stream], keep=keep(key))
             for key, param in list(self._copied.items()):
                 if param.ds_status is ZeroParamStatus.AVAILABLE:
                     del self._copied[key]
-                    param.ds_tensor.data = _nothing(param.ds_tensor.dtype)
+                    param.ds_tensor.data = self._stand_in(param)
 
     def hide_unused(self) -> None:
         """Takes back what was committed but never gathered."""
@@ -287,17 +295,31 @@ class ParamSwapper:
 
     # Changing weights outside the optimizer
 
-    def prepare_overwrite(self, param: Any) -> None:
-        """Before DeepSpeed partitions a changed parameter: a buffer to put the new shard into."""
+    @contextlib.contextmanager
+    def overwriting(self, param: Any) -> Iterator[None]:
+        """Around DeepSpeed's partitioning of a gathered parameter that was changed: ``ds_tensor`` is a buffer for the
+        new shard. DeepSpeed fills it and calls :meth:`swap_out_and_release`; if it does not get there, the old value
+        stays.
+        """
+        key = param.ds_id
+        if param.ds_tensor is None or param.ds_status is not ZeroParamStatus.AVAILABLE or not self.stored(param):
+            yield  # it is partitioned for the first time, was released before, or stays in host memory
+            return
         with self._lock:
-            key = param.ds_id
-            if param.ds_tensor is None or key not in self._params or self._weights.is_resident(key):
-                return
-            if key not in self._exposed:
-                self._copied.pop(key, None)
-                self._bypassed_host.discard(key)
-                param.ds_tensor.data = self._weights.expose_for_overwrite(key)
-                self._exposed[key] = param
+            self._exposed.pop(key, None)
+            self._copied_on.pop(key, None)
+            self._copied.pop(key, None)
+            self._bypassed_host.discard(key)
+            param.ds_tensor.data = self._weights.begin_overwrite(key)
+            self._overwriting.add(key)
+        try:
+            yield
+        finally:
+            with self._lock:
+                if key in self._overwriting:
+                    self._overwriting.remove(key)
+                    param.ds_tensor.data = self._stand_in(param)
+                    self._weights.abandon_overwrite(key)
 
     def show_mapped(self, param: Any) -> None:
         """Lets a checkpoint read or replace a stored shard through a private mapping of its file."""
@@ -306,7 +328,7 @@ class ParamSwapper:
     def hide_mapped(self, param: Any, *, changed: bool) -> None:
         """Ends :meth:`show_mapped`; a changed value goes to NVMe."""
         value = param.ds_tensor.data
-        param.ds_tensor.data = _nothing(value.dtype)
+        param.ds_tensor.data = self._stand_in(param)
         if changed:
             self._weights.overwrite(param.ds_id, value)
 
@@ -320,9 +342,17 @@ class ParamSwapper:
         if self.engine.closed:
             raise TenCacheError("this model's DeepSpeed engine was destroyed: its weights on NVMe are gone")
 
-    @staticmethod
-    def _hide(param: Any) -> None:
-        param.ds_tensor.data = _nothing(param.ds_tensor.dtype)
+    def _stand_in(self, param: Any) -> torch.Tensor:
+        """What ``ds_tensor`` shows while the shard is not in memory: its shape in the memory of one element."""
+        stand_in = self._stand_ins.get(param.ds_id)
+        if stand_in is None:
+            dtype, numel = param.ds_tensor.dtype, param.ds_tensor.ds_numel
+            absent = math.nan if dtype.is_floating_point or dtype.is_complex else -1 if dtype.is_signed else 1
+            stand_in = self._stand_ins[param.ds_id] = torch.full((1,), absent, dtype=dtype).expand(numel)
+        return stand_in
+
+    def _hide(self, param: Any) -> None:
+        param.ds_tensor.data = self._stand_in(param)
         param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
 
@@ -353,10 +383,6 @@ def _by_swapper(params: Sequence[Any]) -> Iterator[tuple[ParamSwapper, list[Any]
         groups.setdefault(id(param.nvme_swapper), []).append(param)
     for group in groups.values():
         yield group[0].nvme_swapper, group
-
-
-def _nothing(dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype)
 
 
 def _shares_storage(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -34,20 +34,25 @@ class WeightState(enum.Enum):
     """On NVMe, with a clean copy in a staging buffer that nobody uses yet."""
 
     EXPOSED = "exposed"
-    """On NVMe, with a copy in a staging buffer that DeepSpeed is reading from or writing to."""
+    """On NVMe, with a clean copy in a staging buffer that DeepSpeed is reading from."""
 
     UPDATING = "updating"
     """The copy on NVMe is out of date: the optimizer is filling a staging buffer that will be written."""
+
+    OVERWRITING = "overwriting"
+    """The copy on NVMe is still the old value: DeepSpeed is filling a staging buffer with a new one from outside the
+    optimizer. What the buffer holds until then is no value of the weight."""
 
 
 _TRANSITIONS: dict[WeightState, frozenset[WeightState]] = {
     WeightState.RESIDENT: frozenset(),
     WeightState.INITIAL: frozenset({WeightState.STORED}),
-    WeightState.STORED: frozenset({WeightState.READING, WeightState.EXPOSED, WeightState.UPDATING}),
-    WeightState.READING: frozenset({WeightState.STAGED, WeightState.EXPOSED, WeightState.STORED}),
+    WeightState.STORED: frozenset({WeightState.READING, WeightState.UPDATING, WeightState.OVERWRITING}),
+    WeightState.READING: frozenset({WeightState.STAGED, WeightState.STORED}),
     WeightState.STAGED: frozenset({WeightState.EXPOSED, WeightState.STORED}),
-    WeightState.EXPOSED: frozenset({WeightState.STORED, WeightState.STAGED}),
+    WeightState.EXPOSED: frozenset({WeightState.STORED, WeightState.STAGED, WeightState.OVERWRITING}),
     WeightState.UPDATING: frozenset({WeightState.STORED}),
+    WeightState.OVERWRITING: frozenset({WeightState.STORED}),
 }
 
 
@@ -141,6 +146,11 @@ class Weight:
     def unused(self) -> bool:
         """Whether it is staged, or being read, and nobody uses it yet."""
         return self.state in (WeightState.STAGED, WeightState.READING)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether its staging buffer is being filled with a new value and holds none yet."""
+        return self.state in (WeightState.UPDATING, WeightState.OVERWRITING)
 
     @property
     def evictable(self) -> bool:

@@ -3,8 +3,8 @@
 
 Residency is static (the access pattern is a cyclic scan, on which recency caching never hits). A stored weight's
 staging buffer is clean at all times except between :meth:`WeightTier.begin_update` and
-:meth:`WeightTier.finish_update`, so it can be dropped whenever a buffer is needed for something more urgent: no order
-of requests can deadlock.
+:meth:`WeightTier.finish_update` (or ``begin_overwrite`` and ``finish_overwrite``), so it can be dropped whenever a
+buffer is needed for something more urgent: no order of requests can deadlock.
 """
 
 from __future__ import annotations
@@ -184,9 +184,17 @@ class WeightTier:
 
         Raises:
             StorageError: a read failed.
+            TenCacheError: a weight has no complete value to show: its first one was not stored yet, or an update or
+                an overwriting of it has not ended.
         """
         with self._lock:
             weights = [self._weights[key] for key in keys]
+            for weight in weights:
+                if weight.incomplete:
+                    raise TenCacheError(
+                        f"weight {weight.name} is needed while it is {weight.state.value}: its new value is not "
+                        "complete"
+                    )
             kept = set(keys)
             for weight in weights:
                 if for_host and weight.unused and weight.buffer is not None and weight.buffer.for_gpu:
@@ -261,8 +269,12 @@ class WeightTier:
 
     # Writing
 
-    def expose_for_overwrite(self, key: int) -> torch.Tensor:
-        """A buffer for a new value of the weight, without reading the old one; :meth:`write_exposed` has to follow."""
+    def begin_overwrite(self, key: int) -> torch.Tensor:
+        """A buffer for a new value of the weight (a 1-D tensor), without reading the old one: the buffer it is exposed
+        in, as it is, or a zeroed one. An exposure ends with it.
+
+        :meth:`finish_overwrite` or :meth:`abandon_overwrite` has to follow; until then the weight has no value to show.
+        """
         with self._lock:
             weight = self._weights[key]
             if weight.state is WeightState.RESIDENT:
@@ -270,21 +282,31 @@ class WeightTier:
                 return weight.resident
             if weight.unused:
                 self._discard(weight)
-            if weight.state is WeightState.STORED:
+            if weight.buffer is not None and weight.buffer.for_gpu:  # the host fills it
+                self.give_back(key)
+            weight.move_to(WeightState.OVERWRITING)
+            if weight.buffer is None:
                 weight.buffer = self._staging.now(weight, {key}, for_host=True)
                 weight.view().zero_()
-                weight.move_to(WeightState.EXPOSED)
             return weight.view()
 
-    def write_exposed(self, key: int) -> None:
-        """Writes the exposed buffer to NVMe and ends the exposure; returns before the bytes are there."""
+    def finish_overwrite(self, key: int) -> None:
+        """The new value is complete: sends it to NVMe; returns before the bytes are there."""
         with self._lock:
             weight = self._weights[key]
             if weight.state is WeightState.RESIDENT:
                 return
-            if weight.state is not WeightState.EXPOSED:
+            if weight.state is not WeightState.OVERWRITING:
                 raise TenCacheError(f"weight {weight.name} has no new value to write: it is {weight.state.value}")
             self._write_and_release(weight)
+
+    def abandon_overwrite(self, key: int) -> None:
+        """There will be no new value after all: the weight keeps the old one."""
+        with self._lock:
+            weight = self._weights[key]
+            if weight.state is WeightState.OVERWRITING:
+                self._end_buffer(weight)
+                weight.move_to(WeightState.STORED)
 
     def begin_update(self, key: int) -> torch.Tensor:
         """The buffer that the optimizer fills with the weight's new value, all of it; waits for a free one.
@@ -344,9 +366,13 @@ class WeightTier:
 
     def overwrite(self, key: int, value: torch.Tensor) -> None:
         """Replaces a weight's value by ``value`` (1-D, the shard's length); returns before it is on NVMe."""
-        target = self.expose_for_overwrite(key)
-        target.copy_(value)
-        self.write_exposed(key)
+        target = self.begin_overwrite(key)
+        try:
+            target.copy_(value)
+        except BaseException:
+            self.abandon_overwrite(key)
+            raise
+        self.finish_overwrite(key)
 
     def stored_nbytes(self) -> list[int]:
         """Bytes of each shard that lives on NVMe, in the order of registration."""

@@ -123,6 +123,10 @@ def write_full_state(engine_name: str, folder: str, rank: int) -> dict[str, Any]
 def write_local_state(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     s = Scenario(engine_name, folder, rank, clipping=0.1)
     s.train()
+    s.seen["shapes"] = {n: list(p.ds_tensor.shape) for n, p in s.params()}
+    first = s.engine.module.layers[0].weight
+    safe_set_local_fp32_param(first, torch.full(first.ds_tensor.shape, 0.125))  # as DeepSpeed's documentation does it
+    s.train()
     for _, p in s.params():
         safe_set_local_fp32_param(p, safe_get_local_fp32_param(p) * 0.75)
         safe_set_local_optimizer_state(p, safe_get_local_optimizer_state(p, "exp_avg") + 0.01, "exp_avg")
@@ -158,6 +162,41 @@ def gather_before_and_between(engine_name: str, folder: str, rank: int) -> dict[
     s.train()
     with deepspeed.zero.GatheredParameters([layers[3].weight]):  # only read
         s.seen["read"] = value_of(layers[3].weight.data)
+    s.train()
+    return s.end()
+
+
+def forward_inside_gathered(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """A forward (or a whole step) inside the context releases what the context has gathered, and the edit with it."""
+
+    def freeze(model: Any) -> None:
+        model.layers[3].weight.requires_grad_(False)
+
+    s = Scenario(engine_name, folder, rank, edit=freeze)
+    s.train()
+    layers = s.engine.module.layers
+    groups = [[layers[1].weight], [layers[3].weight]]
+    several = [layer.weight for layer in layers[1:]]
+    if deepspeed.comm.get_world_size() > 1:
+        groups.append(several)  # on one rank with a CPU accelerator stock shows the shards themselves, not copies
+    for index, gathered in enumerate(groups):
+        for edited in ("before", "after"):
+            for inside in ("forward", "step"):
+                with deepspeed.zero.GatheredParameters(gathered, modifier_rank=0):
+                    if rank == 0 and edited == "before":
+                        for param in gathered:
+                            param.data.mul_(0.5)
+                    s.backward() if inside == "step" else s.engine(*s.batch())
+                    s.seen[f"{inside} {edited} {index}"] = [list(param.shape) for param in gathered]
+                    if rank == 0 and edited == "after":
+                        for param in gathered:
+                            param.data.mul_(0.5)
+                s.seen[f"after {inside} {edited} {index}"] = digests(s.engine.module)
+    with deepspeed.zero.GatheredParameters(several, modifier_rank=0):
+        for param in several if rank == 0 else []:
+            param.data.mul_(0.75)
+    s.engine.optimizer.refresh_fp32_params()
+    s.seen["changed"] = digests(s.engine.module)
     s.train()
     return s.end()
 
@@ -513,6 +552,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         step_hooks,
         scheduler_of_torch,
         gather_before_and_between,
+        forward_inside_gathered,
         gather_everything,
         evaluate_between,
         data_loader_workers,

@@ -150,11 +150,11 @@ def test_a_resident_weight_is_the_same_memory_for_good(tmp_path):
     (shard,) = bench.check(0)
     assert bench.tier.ready(0)
     bench.tier.give_back(0)
-    same = [bench.tier.begin_update(0), bench.tier.expose_for_overwrite(0), bench.tier.mapped(0)]
+    same = [bench.tier.begin_update(0), bench.tier.begin_overwrite(0), bench.tier.mapped(0)]
     assert {tensor.data_ptr() for tensor in same} == {shard.data_ptr()}
     bench.tier.overwrite(0, torch.ones(SMALL))
     bench.tier.finish_update(0)
-    bench.tier.write_exposed(0)
+    bench.tier.finish_overwrite(0)
     assert bool((shard == 1).all())
     total = bench.storage.counters.total()
     assert total.nbytes["nvme_read"] == total.nbytes["nvme_write"] == 0
@@ -183,7 +183,7 @@ def test_a_weight_is_registered_once(bench):
 
 def test_a_weight_is_not_there_before_its_first_value(bench):
     bench.tier.register(0, "first", SMALL, torch.float32, always_resident=False)
-    for use in (bench.tier.begin_update, lambda key: bench.tier.expose([key]), bench.tier.write_exposed):
+    for use in (bench.tier.begin_update, lambda key: bench.tier.expose([key]), bench.tier.finish_overwrite):
         with pytest.raises(TenCacheError, match="first"):
             use(0)
     assert not bench.tier.ready(0)
@@ -537,9 +537,9 @@ def test_a_changed_exposed_weight_is_written(staged):
     """GatheredParameters: the user changes what was exposed, then the partition is written from the same buffer."""
     (shard,) = staged.check(0)
     staged.values[0] = numbers(SMALL, torch.float32, 77)
-    assert staged.tier.expose_for_overwrite(0).data_ptr() == shard.data_ptr()
+    assert staged.tier.begin_overwrite(0).data_ptr() == shard.data_ptr()
     shard.copy_(staged.values[0])
-    staged.tier.write_exposed(0)
+    staged.tier.finish_overwrite(0)
     staged.check_and_give_back(0)
     staged.storage.assert_idle()
 
@@ -551,11 +551,11 @@ def test_an_overwrite_reads_nothing(staged, before):
     if before == "staged":
         staged.wait_ready(0)
     read = staged.storage.counters.total().nbytes["nvme_read"]
-    target = staged.tier.expose_for_overwrite(0)
+    target = staged.tier.begin_overwrite(0)
     assert not target.any()
     staged.values[0] = torch.full((SMALL,), 5.0)
     target.copy_(staged.values[0])
-    staged.tier.write_exposed(0)
+    staged.tier.finish_overwrite(0)
     assert staged.storage.counters.total().nbytes["nvme_read"] == read
     staged.check_and_give_back(0)
 
@@ -571,7 +571,35 @@ def test_overwrite_takes_a_value(staged):
 
 def test_there_has_to_be_a_value_to_write(staged):
     with pytest.raises(TenCacheError, match="w0 has no new value to write: it is stored"):
-        staged.tier.write_exposed(0)
+        staged.tier.finish_overwrite(0)
+
+
+@pytest.mark.parametrize("begin", ["begin_overwrite", "begin_update"])
+@pytest.mark.parametrize("before", ["stored", "staged", "exposed"])
+def test_a_weight_that_is_being_changed_has_no_value_to_show(staged, begin, before):
+    if before == "staged":
+        staged.tier.read_ahead([0])
+        staged.wait_ready(0)
+    if before == "exposed":
+        staged.check(0)
+    getattr(staged.tier, begin)(0)
+    with pytest.raises(TenCacheError, match="w0 is needed while it is .*: its new value is not complete"):
+        staged.tier.expose([1, 0])
+    assert not staged.tier.ready(0)
+    getattr(staged.tier, begin.replace("begin", "finish"))(0)
+
+
+@pytest.mark.parametrize("before", ["stored", "exposed"])
+def test_an_overwrite_that_does_not_come_to_its_end_changes_nothing(staged, before):
+    if before == "exposed":
+        staged.check(0)
+    staged.tier.begin_overwrite(0).fill_(5)
+    staged.tier.abandon_overwrite(0)
+    staged.check_and_give_back(0)
+    with pytest.raises(RuntimeError):
+        staged.tier.overwrite(0, torch.ones(3))
+    staged.check_and_give_back(0)
+    staged.storage.assert_idle()
 
 
 def test_a_mapping_needs_no_buffer_and_changes_nothing(staged):

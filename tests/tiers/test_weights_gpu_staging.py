@@ -170,8 +170,8 @@ def test_a_demand_takes_the_buffer_of_what_was_read_ahead_for_the_gpu(bench):
 
 def test_a_new_value_from_outside_is_put_into_host_memory(bench):
     bench.tier.read_ahead([0])
-    target = bench.tier.expose_for_overwrite(0)
+    target = bench.tier.begin_overwrite(0)
     assert not bench.gpu_arena.owns(target)
     target.copy_(bench.value(7))
-    bench.tier.write_exposed(0)
+    bench.tier.finish_overwrite(0)
     assert torch.equal(bench.tier.mapped(0), bench.value(7))

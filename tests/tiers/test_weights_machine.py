@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tencache_ds.errors import TenCacheError
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers import resident_memory, weight_staging
@@ -55,6 +56,7 @@ class WeightMachine(RuleBasedStateMachine):
         self.values: dict[int, torch.Tensor] = {}
         self.exposed: dict[int, torch.Tensor] = {}
         self.updating: dict[int, torch.Tensor] = {}
+        self.overwriting: dict[int, torch.Tensor] = {}
         self.events: list[ManualEvent] = []
         for key, (numel, dtype) in enumerate(SHAPES):
             self.values[key] = self.new_value(key)
@@ -75,11 +77,22 @@ class WeightMachine(RuleBasedStateMachine):
     @rule(key=KEY)
     def ready(self, key: int) -> None:
         if self.tier.ready(key):
-            assert key not in self.updating
+            assert key not in self.incomplete
+
+    @property
+    def incomplete(self) -> dict[int, torch.Tensor]:
+        return self.updating | self.overwriting
+
+    @precondition(lambda self: self.incomplete)
+    @rule(keys=KEYS, pick=KEY)
+    def expose_what_has_no_value(self, keys: list[int], pick: int) -> None:
+        key = sorted(self.incomplete)[pick % len(self.incomplete)]
+        with pytest.raises(TenCacheError, match=rf"w{key} is needed while it is (updating|overwriting)"):
+            self.tier.expose([*(key for key in keys if key not in self.incomplete), key])
 
     @rule(keys=KEYS)
     def expose(self, keys: list[int]) -> None:
-        keys = [key for key in keys if key not in self.updating]
+        keys = [key for key in keys if key not in self.incomplete]
         for key, shard in zip(keys, self.tier.expose(keys), strict=True):
             assert torch.equal(shard, self.values[key])
             self.exposed[key] = shard
@@ -108,13 +121,32 @@ class WeightMachine(RuleBasedStateMachine):
     def change_exposed(self, pick: int) -> None:
         key = sorted(self.exposed)[pick % len(self.exposed)]
         self.values[key] = self.new_value(key)
-        assert self.tier.expose_for_overwrite(key).data_ptr() == self.exposed[key].data_ptr()
+        assert self.tier.begin_overwrite(key).data_ptr() == self.exposed[key].data_ptr()
         self.exposed.pop(key).copy_(self.values[key])
-        self.tier.write_exposed(key)
+        self.tier.finish_overwrite(key)
+
+    @rule(key=KEY)
+    def begin_overwrite(self, key: int) -> None:
+        if not self.tier.is_resident(key) and key not in self.incomplete:
+            self.exposed.pop(key, None)
+            self.overwriting[key] = self.tier.begin_overwrite(key)
+
+    @precondition(lambda self: self.overwriting)
+    @rule(pick=KEY, complete=st.booleans())
+    def end_overwrite(self, pick: int, complete: bool) -> None:
+        key = sorted(self.overwriting)[pick % len(self.overwriting)]
+        target = self.overwriting.pop(key)
+        if complete:
+            self.values[key] = self.new_value(key)
+            target.copy_(self.values[key])
+            self.tier.finish_overwrite(key)
+        else:
+            target.zero_()
+            self.tier.abandon_overwrite(key)
 
     @rule(key=KEY)
     def begin_update(self, key: int) -> None:
-        if not self.tier.is_resident(key):
+        if not self.tier.is_resident(key) and key not in self.overwriting:
             self.exposed.pop(key, None)  # an exposure ends here
             self.updating[key] = self.tier.begin_update(key)
 
@@ -128,7 +160,7 @@ class WeightMachine(RuleBasedStateMachine):
 
     @rule(key=KEY)
     def overwrite(self, key: int) -> None:
-        if key not in self.updating:
+        if key not in self.incomplete:
             self.values[key] = self.new_value(key)
             if not self.tier.is_resident(key):
                 self.exposed.pop(key, None)
@@ -155,7 +187,7 @@ class WeightMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_shares_a_buffer(self) -> None:
         ranges = sorted(
-            (t.data_ptr(), t.data_ptr() + t.nbytes) for t in (*self.exposed.values(), *self.updating.values())
+            (t.data_ptr(), t.data_ptr() + t.nbytes) for t in (*self.exposed.values(), *self.incomplete.values())
         )
         assert all(before[1] <= after[0] for before, after in zip(ranges, ranges[1:], strict=False))
 
@@ -165,6 +197,8 @@ class WeightMachine(RuleBasedStateMachine):
                 event.done = True
             for key in list(self.updating):
                 self.finish_update(key)
+            for key in self.overwriting:
+                self.tier.abandon_overwrite(key)
             for key in self.values:
                 self.tier.give_back(key)
             for key, value in self.values.items():
