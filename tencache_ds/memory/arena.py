@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ class HostArena:
     """Exactly sized, page-aligned host memory of one rank, under one limit.
 
     Memory is given back by :meth:`free` or :meth:`close`, never by garbage collection: a copy or a disk request that is
-    still in flight holds no reference that Python could see.
+    still in flight holds no reference that Python could see. Only :meth:`disown` leaves it to those who look at it.
 
     Every method may be called from any thread; with ``Locking.CUDA`` the caller's current device is the one that the
     memory is registered with. In a forked child the arena is inert: it gives out nothing, and :meth:`free` and
@@ -216,6 +217,21 @@ class HostArena:
         Raises:
             LockedMemoryError: the driver refused some of it (the first refusal, after all blocks were tried).
         """
+        self._end(self._locker.unlock)
+
+    def disown(self) -> None:
+        """Unregister everything; the pages of each block go with the last tensor that looks at them. Idempotent.
+
+        For memory that users may have got to see: a tensor of it stays what it is for as long as somebody holds it. The
+        caller makes sure that no device still reads or writes it. Later allocations raise.
+
+        Raises:
+            LockedMemoryError: the driver refused some of it (the first refusal, after all blocks were tried).
+            NotImplementedError: not with ``Locking.MLOCK``.
+        """
+        self._end(self._locker.disown)
+
+    def _end(self, give_up: Callable[[torch.Tensor], None]) -> None:
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -227,7 +243,7 @@ class HostArena:
         errors: list[Exception] = []
         for tensor in [block.tensor for block in blocks] + quarantine:
             try:
-                self._locker.unlock(tensor)
+                give_up(tensor)
             except MemoryLimitError as error:
                 errors.append(error)
         if errors:

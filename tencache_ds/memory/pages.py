@@ -31,6 +31,7 @@ import logging
 import mmap
 import os
 import resource
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +80,14 @@ class PageLocker(Protocol):
             LockedMemoryError: the driver refused; the pages then stay mapped.
         """
 
+    def disown(self, tensor: torch.Tensor) -> None:
+        """End the locking of what :meth:`lock` returned; the pages go back with the last tensor that looks at them.
+
+        Raises:
+            LockedMemoryError: the driver refused; the pages then stay mapped.
+            NotImplementedError: these pages have an owner who knows nothing of tensors.
+        """
+
 
 def open_page_locker(locking: Locking, *, inherited: bool = False) -> PageLocker:
     """Return the :class:`PageLocker` of ``locking``.
@@ -107,18 +116,31 @@ class PlainPages:
 
     def __init__(self, *, inherited: bool = False) -> None:
         self._inherited = inherited
+        # What torch's storage keeps alive: it goes when the last tensor over the pages does.
+        self._keepers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def lock(self, nbytes: int) -> torch.Tensor:
         """See :meth:`PageLocker.lock`."""
         address = _map(nbytes)
         if not self._inherited:
             _keep_from_children(address, nbytes)
-        storage = (ctypes.c_ubyte * nbytes).from_address(address)
-        return torch.frombuffer(storage, dtype=torch.uint8)
+        keeper = (ctypes.c_ubyte * nbytes).from_address(address)
+        self._keepers[address] = keeper
+        return torch.frombuffer(keeper, dtype=torch.uint8)
 
     def unlock(self, tensor: torch.Tensor) -> None:
         """See :meth:`PageLocker.unlock`."""
         _unmap(tensor.data_ptr(), tensor.numel())
+
+    def disown(self, tensor: torch.Tensor) -> None:
+        """See :meth:`PageLocker.disown`."""
+        address, nbytes = tensor.data_ptr(), tensor.numel()
+        self._unregister(tensor)
+        # At exit the pages go with the process; a daemon thread may still look at them until then.
+        weakref.finalize(self._keepers.pop(address), _unmap_in, os.getpid(), address, nbytes).atexit = False
+
+    def _unregister(self, tensor: torch.Tensor) -> None:
+        """Ends the locking, which plain pages have none of."""
 
 
 class CudaPages(PlainPages):
@@ -150,13 +172,16 @@ class CudaPages(PlainPages):
 
     def unlock(self, tensor: torch.Tensor) -> None:
         """See :meth:`PageLocker.unlock`."""
+        self._unregister(tensor)
+        super().unlock(tensor)
+
+    def _unregister(self, tensor: torch.Tensor) -> None:
         result = self._cudart.cudaHostUnregister(tensor.data_ptr())
         if int(result) not in (0, _CUDA_ERROR_UNLOADING):
             raise LockedMemoryError(
                 f"cudaHostUnregister of {tensor.numel()} bytes failed: {self._cudart.cudaGetErrorString(result)}; "
                 "the memory stays mapped; an earlier CUDA error is the usual cause"
             )
-        super().unlock(tensor)
 
     def _forget_error(self) -> None:
         """Let a throw-away kernel take the blame, or the next launch of a caller who can do without would get it."""
@@ -192,6 +217,10 @@ class DeepSpeedPages:
         # The manager's memory is malloc's, which may keep what is freed for later.
         if hasattr(_libc(), "malloc_trim"):
             _libc().malloc_trim(0)
+
+    def disown(self, tensor: torch.Tensor) -> None:
+        """See :meth:`PageLocker.disown`: the pin manager frees what it is told to, whoever looks at it."""
+        raise NotImplementedError("memory of DeepSpeed's pin manager cannot go with its last tensor")
 
 
 def locked_memory_headroom_nbytes() -> int | None:
@@ -294,6 +323,12 @@ def _keep_from_children(address: int, nbytes: int) -> None:
 def _give_to_children(address: int, nbytes: int) -> None:
     if _libc().madvise(address, nbytes, mmap.MADV_DOFORK) != 0:
         logger.warning("%d bytes of host memory stay unknown to children: %s", nbytes, os.strerror(ctypes.get_errno()))
+
+
+def _unmap_in(pid: int, address: int, nbytes: int) -> None:
+    """In a child made by ``fork`` something else may lie there by now."""
+    if os.getpid() == pid:
+        _unmap(address, nbytes)
 
 
 def _unmap(address: int, nbytes: int) -> None:

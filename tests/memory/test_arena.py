@@ -319,3 +319,26 @@ def test_close_tries_everything_and_then_raises(cudart: ScriptedCudart) -> None:
     with pytest.raises(LockedMemoryError, match="error 700"):
         arena.close()
     arena.close()
+
+
+def test_disowned_memory_goes_with_the_last_tensor_that_looks_at_it():
+    arena = HostArena(None, Locking.NONE)
+    views = [arena.allocate(256 << 20, "weights")[4096:8192].fill_(number) for number in range(2)]
+    mapped_mib = address_space_mib()
+    arena.disown()
+    arena.disown()
+    assert arena.nbytes_in_use == 0
+    with pytest.raises(ValueError, match="closed"):
+        arena.allocate(1, "more")
+    assert [bool((view == number).all()) for number, view in enumerate(views)] == [True, True]
+    kept = views.pop().view(torch.int32)[5:]
+    assert address_space_mib() == pytest.approx(mapped_mib, abs=100)
+    del kept
+    assert address_space_mib() == pytest.approx(mapped_mib - 256, abs=100)
+    views.clear()
+    assert address_space_mib() == pytest.approx(mapped_mib - 512, abs=100)
+
+
+def address_space_mib() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * 4096 >> 20
