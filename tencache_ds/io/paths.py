@@ -6,6 +6,7 @@ Every path has lanes of its own: a device that is slow, or hangs, holds up nothi
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 from collections.abc import Callable, Sequence
@@ -134,6 +135,7 @@ class NvmePaths:
         self._new_placement = new_placement
         self._paths: dict[str, NvmePath] = {}
         self._stores: list[tuple[ExtentStore, list[NvmePath]]] = []
+        self._n_opened: collections.Counter[str] = collections.Counter()
 
     @property
     def paths(self) -> list[NvmePath]:
@@ -171,9 +173,12 @@ class NvmePaths:
         """
         paths = [self._open(root) for root in roots]
         several = len(paths) > 1
+        number = self._n_opened[kind]
+        self._n_opened[kind] += 1
+        name = f"{kind}-{number}" if number else kind  # those who share the weights each have an optimizer
         places = [
             (
-                path.scratch.path(f"{kind}{FILE_SUFFIX}"),
+                path.scratch.path(f"{name}{FILE_SUFFIX}"),
                 MeteredBackend(path.backend, path.meter) if several else path.backend,
             )
             for path in paths
@@ -193,6 +198,17 @@ class NvmePaths:
         for index, path in enumerate(paths):
             path.stores.append((kind, store, index))
         return store
+
+    def close_store(self, store: ExtentStore) -> None:
+        """Closes a store, and the paths on which there is no other."""
+        with contextlib.ExitStack() as stack:
+            for path in self.paths:
+                path.stores = [entry for entry in path.stores if entry[1] is not store]
+                if not path.stores:
+                    del self._paths[os.path.abspath(path.root)]
+                    stack.callback(path.backend.close)
+            self._stores = [entry for entry in self._stores if entry[0] is not store]
+            stack.callback(store.close)
 
     def reweigh(self) -> None:
         """Between two steps: what each path gave in the last one decides where extents go in the next."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One NVMe path, two ways to it: host memory by one backend, GPU memory by another."""
+"""One NVMe path, several ways to it: host memory by one backend, GPU memory by another for each who reads into it."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -26,22 +27,23 @@ class RoutedBackend:
         self.counters: IoCounters = self._totals
         self._host = host
         self._files: dict[str, int] = {}  # for a device that comes later
-        self._device: StorageBackend | None = None
-        self._owns: Callable[[torch.Tensor], bool] = lambda buffer: False
+        self._devices: tuple[tuple[StorageBackend, Callable[[torch.Tensor], bool]], ...] = ()
 
     def add_device(self, device: StorageBackend, owns: Callable[[torch.Tensor], bool]) -> None:
-        """From now on ``device`` moves what ``owns(buffer)`` accepts; owned too. Before the first such request.
-
-        Raises:
-            ValueError: there is one already.
-        """
-        if self._device is not None:
-            raise ValueError("this path has a backend for device memory already")
+        """From now on ``device`` moves what ``owns(buffer)`` accepts; owned too. Before the first such request."""
         self._totals.parts.append(device.counters)
         for path, fd in self._files.items():
             device.add(path, fd)
-        self._owns = owns
-        self._device = device
+        self._devices = (*self._devices, (device, owns))
+
+    def remove_device(self, owns: Callable[[torch.Tensor], bool]) -> None:
+        """Closes what :meth:`add_device` was given with ``owns``, after the last request for that memory; nothing
+        happens when it is not there (any more).
+        """
+        for device, its in self._devices:
+            if its == owns:
+                self._devices = tuple(pair for pair in self._devices if pair[0] is not device)
+                device.close()
 
     def submit(
         self,
@@ -55,31 +57,29 @@ class RoutedBackend:
         finish: Callable[[], None] | None = None,
     ) -> Ticket:
         """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
-        device = self._device
-        backend = device if device is not None and (buffer.is_cuda or self._owns(buffer)) else self._host
+        backend = next((device for device, owns in self._devices if owns(buffer)), self._host)
         return backend.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
 
     def add(self, path: str, fd: int) -> None:
         """See :meth:`tencache_ds.io.backend.StorageBackend.add`."""
         self._files[path] = fd
         self._host.add(path, fd)
-        if self._device is not None:
-            self._device.add(path, fd)
+        for device, _ in self._devices:
+            device.add(path, fd)
 
     def forget(self, path: str) -> None:
         """See :meth:`tencache_ds.io.backend.StorageBackend.forget`."""
         self._files.pop(path, None)
         self._host.forget(path)
-        if self._device is not None:
-            self._device.forget(path)
+        for device, _ in self._devices:
+            device.forget(path)
 
     def close(self) -> None:
-        """Closes both, whatever the first raises; see :meth:`tencache_ds.io.backend.StorageBackend.close`."""
-        try:
-            if self._device is not None:
-                self._device.close()
-        finally:
-            self._host.close()
+        """Closes all, whatever the first raises; see :meth:`tencache_ds.io.backend.StorageBackend.close`."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._host.close)
+            for device, _ in self._devices:
+                stack.callback(device.close)
 
 
 class _Sum(IoCounters):

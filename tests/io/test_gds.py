@@ -197,10 +197,26 @@ def test_the_memory_of_a_buffer_says_which_backend(routed, files, path):
     assert (backend.counters.n_writes, backend.counters.n_reads) == (1, 1)
     backend.forget(path)
     assert files.n_open == 0
-    other = PosixBackend(1)
-    with pytest.raises(ValueError, match="already"):
-        backend.add_device(other, arena.owns)
-    other.close()
+
+
+def test_each_device_memory_has_its_backend_until_it_is_taken_away(routed, files, path):
+    """Two engines over the same weights, each with GPU memory of its own."""
+    backend, arena = routed
+    backend.submit(Operation.WRITE, path, 0, random_bytes(P, 3)).wait(TIMEOUT_S)
+    with new_kind() as others:
+        other_arena = DeviceArena(CPU)
+        backend.add_device(GdsBackend(CPU, n_lanes=1, open_file=others), other_arena.owns)
+        for memory in (arena, other_arena):
+            backend.submit(Operation.READ, path, 0, memory.allocate(P, "test")).wait(TIMEOUT_S)
+        assert (files.n_opened, others.n_opened) == ({"r": 1}, {"r": 1})
+        backend.remove_device(arena.owns)
+        backend.remove_device(arena.owns)
+        assert files.n_open == 0
+        backend.submit(Operation.READ, path, 0, other_arena.allocate(P, "test")).wait(TIMEOUT_S)
+        assert others.n_open == 1
+        backend.remove_device(other_arena.owns)
+        assert others.n_open == 0
+        other_arena.close()
 
 
 def test_device_memory_without_a_backend_for_it(path):

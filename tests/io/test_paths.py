@@ -193,3 +193,20 @@ def test_without_a_backend_there_is_no_file(roots):
 def test_too_little_space_names_every_path(nvme, roots):
     with pytest.raises(SpaceError, match=f"none of 2 paths has room.*{roots[0]}.*{roots[1]}"):
         nvme.open_store("optimizer", roots[:2], **OPTIONS | {"preallocate_nbytes": 1 << 55})
+
+
+def test_a_closed_store_takes_along_the_paths_that_nothing_else_is_on(nvme, roots):
+    weights = nvme.open_store("weights", roots[:1], **OPTIONS)
+    (extent,) = fill(weights, 1)
+    first, second = (nvme.open_store("optimizer", roots[:2], **OPTIONS) for _ in range(2))
+    for store in (first, second):
+        fill(store, 4)
+    assert not set(first.paths) & set(second.paths)
+    nvme.close_store(first)
+    assert [path.root for path in nvme.paths] == roots[:2]
+    fill(second, 4)
+    nvme.close_store(second)
+    assert [path.root for path in nvme.paths] == roots[:1]
+    assert nvme.stores == [weights]
+    weights.read(extent, aligned(PAGE, 0)).wait()
+    fill(nvme.open_store("optimizer", roots[:2], **OPTIONS), 2)
