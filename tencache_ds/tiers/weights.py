@@ -109,6 +109,52 @@ class WeightTier:
             weight.buffer = None
             weight.move_to(WeightState.STORED)
 
+    def holds(self, key: int) -> bool:
+        """Whether this weight is registered here."""
+        return key in self._weights
+
+    @property
+    def keys(self) -> frozenset[int]:
+        """All weights."""
+        return frozenset(self._weights)
+
+    def hand_over(self, keys: Iterable[int], other: WeightTier) -> None:
+        """Gives weights to a tier with the same store and arenas. None of them may be in a pool's buffer.
+
+        Raises:
+            TenCacheError: a weight is in use.
+        """
+        with self._lock, other._lock:
+            self._ordinary.settle(0)
+            moved = [self._weights[key] for key in keys]
+            for weight in moved:
+                if weight.buffer is not None:
+                    raise TenCacheError(f"weight {weight.name} cannot be handed over: it is {weight.state.value}")
+            other._store = self._store
+            for weight in moved:
+                other._weights[weight.key] = self._weights.pop(weight.key)
+
+    def begin_service(self, counters: Counters) -> None:
+        """A training begins: what happens is counted for it. :meth:`use_pool` follows."""
+        with self._lock:
+            self._counters = counters
+            self._staging = WeightStaging(self._weights, self._ordinary, self._discard, counters)
+
+    def end_service(self) -> None:
+        """The training ended: every staging buffer goes back to its pool, and ordinary memory serves as before.
+
+        Nobody looks at exposed shards any more. A weight whose update or overwriting has not come to its end keeps the
+        value it has on NVMe.
+        """
+        with self._lock:
+            for weight in self._weights.values():
+                if weight.unused:
+                    self._discard(weight)
+                elif weight.buffer is not None and weight.state is not WeightState.INITIAL:
+                    self._end_buffer(weight)
+                    weight.move_to(WeightState.STORED)
+            self.begin_service(Counters())
+
     def use_pool(self, pool: BufferPool, gpu_pool: BufferPool | None = None) -> None:
         """Stages through ``pool`` from now on; before, ordinary memory serves. With ``gpu_pool``, weights are read into
         that one; the store must be able to."""
@@ -387,6 +433,11 @@ class WeightTier:
             ]
 
     @property
+    def allocated_nbytes(self) -> int:
+        """Bytes that the weights take on NVMe."""
+        return sum(w.extent.allocated_nbytes for w in self._weights.values() if w.extent is not None)
+
+    @property
     def resident_nbytes(self) -> int:
         """Bytes of weights kept in host memory."""
         return sum(w.nbytes for w in self._weights.values() if w.state is WeightState.RESIDENT)
@@ -396,12 +447,15 @@ class WeightTier:
         return self._weights[key].nbytes
 
     def close(self) -> None:
-        """Gives every buffer back, those that a device is writing to once it is done. Idempotent; the store is closed
-        by its owner."""
+        """Gives back every buffer, those that a device is writing to once it is done, and the weights' places on NVMe.
+        Idempotent; the store is closed by its owner."""
         with self._lock:
             for weight in self._weights.values():
                 self._end_buffer(weight)
             self._ordinary.close()
+            for weight in self._weights.values():
+                if self._store is not None and weight.extent is not None:
+                    self._store.free(weight.extent)
             self._weights.clear()
 
     # Mechanics, called with the lock held

@@ -602,6 +602,59 @@ def test_an_overwrite_that_does_not_come_to_its_end_changes_nothing(staged, befo
     staged.storage.assert_idle()
 
 
+# From one engine to the next
+
+
+@pytest.mark.parametrize("state", ["reading", "staged", "exposed", "updating", "overwriting"])
+def test_when_an_engine_ends_its_buffers_come_back_and_the_values_stay(staged, state):
+    if state == "reading":
+        staged.storage.backend.gates[Operation.READ].clear()
+    if state in ("reading", "staged"):
+        staged.tier.read_ahead([0, 1])
+    if state == "staged":
+        staged.wait_ready(0, 1)
+    if state == "exposed":
+        staged.check(0)
+    if state == "updating":
+        staged.tier.begin_update(0).fill_(7)
+    if state == "overwriting":
+        staged.tier.begin_overwrite(0).fill_(7)
+    staged.tier.end_service()
+    staged.storage.backend.open_gates()
+    staged.storage.assert_idle()
+    leases = staged.storage.pool.stats().n_leases
+    staged.check_and_give_back()
+    assert staged.storage.pool.stats().n_leases == leases, "without an engine ordinary memory serves"
+    assert staged.transient.nbytes_in_use == 0
+
+
+def test_weights_that_go_to_another_tier_keep_their_place(staged):
+    other = WeightTier(
+        store=staged._open,
+        resident_arena=staged.resident,
+        transient_arena=staged.transient,
+        resident_budget_nbytes=lambda: 0,
+        counters=staged.storage.counters,
+        timeout_s=TIMEOUT_S,
+    )
+    (shard,) = staged.check(0)
+    with pytest.raises(TenCacheError, match="w0 cannot be handed over: it is exposed"):
+        staged.tier.hand_over([1, 0], other)
+    staged.tier.give_back(0)
+    allocated = staged.tier.allocated_nbytes
+    staged.tier.hand_over([0, 1], other)
+    assert other.keys == {0, 1}
+    assert not staged.tier.holds(0)
+    assert other.allocated_nbytes + staged.tier.allocated_nbytes == allocated
+    for key, seen in zip([0, 1], other.expose([0, 1]), strict=True):
+        assert torch.equal(seen, staged.values[key])
+    other.give_back(0)
+    other.give_back(1)
+    other.close()
+    assert staged.storage.store.nbytes_allocated == staged.tier.allocated_nbytes
+    staged.check_and_give_back(2)
+
+
 def test_a_mapping_needs_no_buffer_and_changes_nothing(staged):
     staged.tier.begin_update(2).copy_(staged.values[2].neg_())
     staged.tier.finish_update(2)

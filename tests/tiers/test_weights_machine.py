@@ -44,14 +44,7 @@ class WeightMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.storage = Storage(Path(self.folder.name), CLASSES)
         self.resident, self.transient = HostArena(None, Locking.NONE), HostArena(None, Locking.NONE)
-        self.tier = WeightTier(
-            store=lambda: self.storage.store,
-            resident_arena=self.resident,
-            transient_arena=self.transient,
-            resident_budget_nbytes=lambda: RESIDENT_BUDGET_NBYTES,
-            counters=self.storage.counters,
-            timeout_s=TIMEOUT_S,
-        )
+        self.tier = self.new_tier()
         self.seed = 0
         self.values: dict[int, torch.Tensor] = {}
         self.exposed: dict[int, torch.Tensor] = {}
@@ -64,6 +57,16 @@ class WeightMachine(RuleBasedStateMachine):
             self.tier.store_initial(key)
         self.tier.use_pool(self.storage.pool)
         self.tier.set_trainable(range(0, len(SHAPES), 2))
+
+    def new_tier(self) -> WeightTier:
+        return WeightTier(
+            store=lambda: self.storage.store,
+            resident_arena=self.resident,
+            transient_arena=self.transient,
+            resident_budget_nbytes=lambda: RESIDENT_BUDGET_NBYTES,
+            counters=self.storage.counters,
+            timeout_s=TIMEOUT_S,
+        )
 
     def new_value(self, key: int) -> torch.Tensor:
         self.seed += 1
@@ -169,6 +172,34 @@ class WeightMachine(RuleBasedStateMachine):
     @rule()
     def drop_stale(self) -> None:
         self.tier.drop_stale()
+
+    @rule()
+    def end_service(self) -> None:
+        """An engine is destroyed, whatever its weights were used for, and another one begins."""
+        self.exposed.clear()
+        self.updating.clear()
+        self.overwriting.clear()
+        self.tier.end_service()
+        for event in self.events:
+            event.done = True
+        self.storage.assert_idle()
+        for key, value in self.values.items():
+            assert torch.equal(self.tier.expose([key])[0], value)
+            self.tier.give_back(key)
+        self.tier.begin_service(self.storage.counters)
+        self.tier.use_pool(self.storage.pool)
+
+    @rule(keys=KEYS)
+    def become_a_model_of_their_own(self, keys: list[int]) -> None:
+        """Weights without a buffer go to another tier over the same store, and come back."""
+        keys = [key for key in set(keys) if self.tier._weights[key].buffer is None]
+        other = self.new_tier()
+        self.tier.hand_over(keys, other)
+        for key in keys:
+            assert torch.equal(other.expose([key])[0], self.values[key])
+            other.give_back(key)
+        assert other.keys == set(keys)
+        other.hand_over(keys, self.tier)
 
     @rule(key=KEY)
     def mapped(self, key: int) -> None:
