@@ -5,6 +5,7 @@ composition root (:mod:`tencache_ds.engine`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +21,11 @@ from tencache_ds.planning.budget import plan_gpu_staging
 from tencache_ds.planning.chunks import align
 from tencache_ds.planning.gds import GdsChoice, GdsTrial, choose_gds, combined
 from tencache_ds.planning.size_classes import plan_size_classes
+
+
+def gpu_staging_possible(options: TenCacheConfig, on_cuda: bool) -> bool:
+    """Whether it will be looked into at all: a path that may be read from has to be a ``RoutedBackend``."""
+    return options.gds == Gds.on or (options.gds == Gds.auto and on_cuda)
 
 
 class GpuStaging:
@@ -54,12 +60,7 @@ class GpuStaging:
         self._open_host = open_host
         self._warn = warn
         self._arena: DeviceArena | None = None
-
-    @property
-    def possible(self) -> bool:
-        """Whether it will be looked into at all: a path that may be read from has to be a ``RoutedBackend``."""
-        wanted = self._options.gds
-        return wanted == Gds.on or (wanted == Gds.auto and self._on_cuda)
+        self._routes: list[RoutedBackend] = []
 
     def build(self, paths: Sequence[tuple[str, RoutedBackend]], shards: Sequence[int]) -> None:
         """Decides; then allocates the memory and opens the backends, if weights are to be read into GPU memory.
@@ -92,6 +93,7 @@ class GpuStaging:
             return
         for _, backend in paths:
             backend.add_device(self._open_gds(), self._arena.owns)
+            self._routes.append(backend)
 
     @property
     def nbytes(self) -> int:
@@ -107,9 +109,13 @@ class GpuStaging:
         return f"weights read by GPUDirect Storage into {self.nbytes / 2**30:.2f} GiB on the GPU ({self.choice.reason})"
 
     def close(self) -> None:
-        """Frees the memory, after the pool and the backends were closed by their owners. Idempotent."""
-        if self._arena is not None:
-            self._arena.close()
+        """Closes the backends and frees the memory, after the pool was closed by its owner. Idempotent."""
+        if self._arena is None:
+            return
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._arena.close)
+            for route in self._routes:
+                stack.callback(route.remove_device, self._arena.owns)
 
     def _try(self, files: Sequence[str]) -> GdsTrial:
         return combined(

@@ -11,7 +11,7 @@ import torch
 from tencache_ds import gpu_staging
 from tencache_ds.config import options_from
 from tencache_ds.errors import ConfigError, MemoryLimitError
-from tencache_ds.gpu_staging import GpuStaging
+from tencache_ds.gpu_staging import GpuStaging, gpu_staging_possible
 from tencache_ds.io import GdsBackend, Operation, PosixBackend, RoutedBackend
 from tencache_ds.memory import Locking
 from tencache_ds.planning.gds import GdsTrial
@@ -139,4 +139,4 @@ def test_nothing_on_nvme_needs_no_decision(bench):
 )
 def test_where_it_is_looked_into(wanted, on_cuda, possible):
     options = options_from({"gds": wanted})
-    assert GpuStaging(options, on_cuda, Locking.NONE, lambda: None, warn=print).possible is possible
+    assert gpu_staging_possible(options, on_cuda) is possible

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tencache_ds.integration.config_hook import options_of
 
 if TYPE_CHECKING:
-    from tencache_ds.engine import TenCacheEngine
+    from tencache_ds.session import Session
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -74,13 +74,16 @@ def activate() -> None:
     def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
         options = options_of(self._config)
         if options is None:
+            with _nothing_left_after_failure(self):
+                _refuse_our_weights(self.module)
             return configure(self, optimizer)
         t_start_s = time.perf_counter()
-        agree_on_options(self._config)
-        with _substituted_classes(self, options):
-            configured = configure(self, optimizer)
-        if not hasattr(configured, "tencache"):
-            _complete_without_optimizer(configured)
+        with _nothing_left_after_failure(self):
+            agree_on_options(self._config)
+            with _substituted_classes(self, options):
+                configured = configure(self, optimizer)
+            if not hasattr(configured, "tencache"):
+                _complete_without_optimizer(configured, self._config, options)
         if hasattr(configured, "tencache"):  # a model of which nothing is offloaded has no engine to speak of
             _announce(configured.tencache, time.perf_counter() - t_start_s)
         return configured
@@ -89,7 +92,7 @@ def activate() -> None:
     engine_module.DeepSpeedEngine._configure_zero_optimizer = _configure_zero_optimizer
 
 
-def _announce(engine: TenCacheEngine, seconds: float) -> None:
+def _announce(session: Session, seconds: float) -> None:
     """The one line that says what is active and what lives where, on rank 0.
 
     The user asked for TenCache: it shows whatever DeepSpeed's log level is (INFO is hidden by default).
@@ -103,12 +106,12 @@ def _announce(engine: TenCacheEngine, seconds: float) -> None:
     if dist.get_rank() == 0:
         message = (
             f"TenCache {tencache_ds.__version__} is active with DeepSpeed {deepspeed.__version__}: per rank "
-            f"{engine.describe()}; built in {seconds:.1f} s"
+            f"{session.describe()}; built in {seconds:.1f} s"
         )
         (deepspeed_logger.info if deepspeed_logger.isEnabledFor(logging.INFO) else print)(message)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _substituted_classes(engine: Any, options: Any) -> Iterator[None]:
     """DeepSpeed's stage-3 classes, replaced while one engine chooses its own; afterwards they are as before."""
     # Before the substitution: this module subclasses the stock optimizer when it is first imported.
@@ -132,28 +135,65 @@ def _substituted_classes(engine: Any, options: Any) -> Iterator[None]:
         parameter_offload.PartitionedParameterCoordinator = stock_coordinator
 
 
-def _complete_without_optimizer(offload: Any) -> None:
-    """For evaluation DeepSpeed makes a bare ``DeepSpeedZeRoOffload``: gives it staging buffers and an end."""
-    from tencache_ds.integration.param_swapper import joined_engine_of
-    from tencache_ds.integration.rank_checks import agree_on_homes
+@contextlib.contextmanager
+def _nothing_left_after_failure(engine: Any) -> Iterator[None]:
+    """An engine that cannot be built leaves its model as it was: readable, to be dropped or initialized again."""
+    from tencache_ds.integration.letting_go import let_go_after_failure
 
-    engine = joined_engine_of(offload.module)
-    if engine is None:
+    try:
+        yield
+    except BaseException:
+        let_go_after_failure(engine)
+        raise
+
+
+def _refuse_our_weights(module: Any) -> None:
+    """Stock DeepSpeed can do nothing with weights in TenCache's tiers."""
+    from tencache_ds.errors import ConfigError
+    from tencache_ds.integration.param_swapper import swappers_of
+
+    if swappers_of(module):
+        raise ConfigError(
+            'this model was made with "offload_engine": "tencache", which the config for deepspeed.initialize lacks: '
+            "give both the same key"
+        )
+
+
+def _complete_without_optimizer(offload: Any, ds_config: Any, options: Any) -> None:
+    """For evaluation DeepSpeed makes a bare ``DeepSpeedZeRoOffload``: gives it staging buffers and an end."""
+    from tencache_ds.integration.letting_go import finish_gathers, let_go
+    from tencache_ds.integration.param_swapper import engines_for
+    from tencache_ds.integration.rank_checks import agree_on_homes
+    from tencache_ds.integration.surroundings import session_for
+
+    engines = engines_for(offload.module)
+    if not engines:
         return
-    agree_on_homes(engine.all(), offload.module)
-    engine.build_staging([])
-    offload.tencache = engine
+    session = session_for(engines, ds_config, options)
+    try:
+        agree_on_homes(session.all(), offload.module)
+        session.build_staging([])
+    except BaseException:
+        session.close()
+        offload.destroy()
+        raise
+    offload.tencache = session
     stock_destroy = offload.destroy
 
     def destroy() -> None:
-        stock_destroy()
-        engine.close()
+        if session.closed:
+            return
+        with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
+            stack.callback(let_go, offload.module)
+            stack.callback(session.close)
+            stack.callback(stock_destroy)
+            stack.callback(finish_gathers, offload.module)
 
     offload.destroy = destroy
 
 
-def engine_of(deepspeed_engine: Any) -> TenCacheEngine:
-    """The TenCache engine behind a DeepSpeed engine.
+def engine_of(deepspeed_engine: Any) -> Session:
+    """What TenCache holds for a DeepSpeed engine.
 
     Raises:
         ValueError: it runs without TenCache.

@@ -7,6 +7,7 @@ staging buffers, in the order of the last recorded pass and on into the next one
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,11 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     def __init__(self, *args: Any, prefetch_nvme: bool = False, **kwargs: Any) -> None:
         # DeepSpeed's own NVMe look-ahead is replaced; its prefetch of gathers to the device stays.
         super().__init__(*args, prefetch_nvme=False, **kwargs)
+        # DeepSpeed caches which parameters to release in one table for all coordinators of the process, which keeps
+        # every model. Each gets a table that goes with it.
+        self._PartitionedParameterCoordinator__params_to_release = functools.lru_cache(maxsize=None)(
+            functools.partial(_without_cache(PartitionedParameterCoordinator), self)
+        )
         self._tencache_lock = threading.RLock()
         self._tencache_trace: AccessTrace[int] = AccessTrace()
         self._tencache_reads = Walk(self._tencache_trace)
@@ -176,3 +182,10 @@ def _smallest_of_all_ranks(value: int) -> int:
     agreed = torch.tensor([value], dtype=torch.int64, device=get_accelerator().current_device_name())
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     return int(agreed.item())
+
+
+def _without_cache(coordinator: type[PartitionedParameterCoordinator]) -> Callable[..., Any]:
+    """DeepSpeed's function behind ``__params_to_release``, which is wrapped in a cache and in a profiler range."""
+    wrapped = coordinator._PartitionedParameterCoordinator__params_to_release
+    cached = next(cell.cell_contents for cell in wrapped.__closure__ if hasattr(cell.cell_contents, "cache_info"))
+    return cached.__wrapped__

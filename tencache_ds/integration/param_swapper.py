@@ -13,7 +13,8 @@ here:
 - Once the gather has copied the shard to the device, the staging buffer goes back to the pool (``retire``), but
   ``ds_tensor.status`` stays AVAILABLE, with a stand-in for a tensor, until DeepSpeed partitions the parameter. So a
   parameter that is live on the device holds no host memory, whatever ``stage3_max_live_parameters`` says; unless its
-  next use comes before that of every weight that waits for a buffer: then the bytes stay staged, and are not read again.
+  next use comes before that of every weight that waits for a buffer: then the bytes stay staged and are not
+  read again.
 - ``ds_status`` INFLIGHT does not say that the shard was copied: DeepSpeed sets it before it issues the copies, and
   another autograd thread may look in between. The coordinator knows (``issued``): it is true when DeepSpeed has filed
   the handle of the gather. The copy was issued on the stream that was current when the shard was exposed.
@@ -44,7 +45,6 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
 
 from tencache_ds.engine import TenCacheEngine
-from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.config_hook import options_of
 from tencache_ds.integration.surroundings import build_engine
 from tencache_ds.observability.counters import Access, Link
@@ -63,10 +63,7 @@ def swapper_factory(stock: Callable[[Any, torch.dtype], Any]) -> Callable[[Any, 
         if options is None:
             return stock(ds_config, model_dtype)
         threshold = ds_config.zero_config.param_persistence_threshold
-        swapper = ParamSwapper(build_engine(ds_config, options), model_dtype, threshold)
-        # A model that is dropped without ever getting a DeepSpeed engine takes its files and threads with it.
-        weakref.finalize(swapper, _close_from_any_thread, swapper.engine).atexit = False
-        return swapper
+        return ParamSwapper(build_engine(ds_config, options), model_dtype, threshold)
 
     return make_param_swapper
 
@@ -87,9 +84,8 @@ class ParamSwapper:
         """
         self.engine = engine
         self._weights = engine.weights
-        self._itemsize = dtype.itemsize
+        self._dtype = dtype
         self._persistence_threshold = persistence_threshold
-        self._params: dict[int, Any] = {}
         self._exposed: dict[int, Any] = {}
         self._copied_on: dict[int, Any] = {}  # the stream on which an exposed shard is copied to the device
         self._followers: list[Callable[[int], None]] = []
@@ -98,20 +94,22 @@ class ParamSwapper:
         self._copied: dict[int, Any] = {}  # their ds_tensor is a copy in GPU memory, until the gather is over
         self._bypassed_host: set[int] = set()  # what is gathered of them never was in host memory
         self._lock = threading.RLock()
+        withdraw = weakref.WeakMethod(self._withdraw)
+        engine.before_unclaim = lambda: (withdraw() or (lambda: None))()
+        # The weights live as long as a parameter, or what DeepSpeed makes parameters with, knows this swapper.
+        weakref.finalize(self, _close_from_any_thread, engine).atexit = False
 
     # First partition of a parameter
 
     def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
         """Whether a shard of ``numel`` elements is managed here; smaller ones stay with DeepSpeed, in host memory."""
         numel = param.ds_tensor.ds_numel if numel is None else numel
-        return numel * self._itemsize >= SMALLEST_STORED_NBYTES
+        return numel * self._dtype.itemsize >= SMALLEST_STORED_NBYTES
 
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
         """The 1-D host tensor in which DeepSpeed puts a new parameter's shard for the first time."""
         shape = "x".join(str(size) for size in param.ds_shape) or "scalar"
         name = f"weight id {param.ds_id} ({shape})"
-        with self._lock:
-            self._params[param.ds_id] = param
         resident = param.ds_persist or param.ds_numel <= self._persistence_threshold
         return self._weights.register(param.ds_id, name, numel, param.dtype, always_resident=resident)
 
@@ -149,7 +147,6 @@ class ParamSwapper:
 
     def commit(self, params: Sequence[Any]) -> None:
         """Brings shards into memory, waits for them and shows them to DeepSpeed; on the stream of the coming gather."""
-        self._require_open()
         with self._lock:
             params = [param for param in params if param.ds_id not in self._copied]  # those wait for their gather
             shards = self._weights.expose([param.ds_id for param in params])
@@ -220,16 +217,11 @@ class ParamSwapper:
 
     def manages(self, param: Any) -> bool:
         """Whether the parameter's shard is in the weight tier, resident or stored."""
-        return param.ds_id in self._params
+        return self._weights.holds(param.ds_id)
 
     def stored(self, param: Any) -> bool:
-        """Whether the parameter's shard lives on NVMe.
-
-        Raises:
-            TenCacheError: the engine was destroyed, and its weights with it.
-        """
-        self._require_open()
-        return param.ds_id in self._params and not self._weights.is_resident(param.ds_id)
+        """Whether the parameter's shard lives on NVMe."""
+        return self.manages(param) and not self._weights.is_resident(param.ds_id)
 
     def ready(self, param: Any) -> bool:
         """Whether the shard can be exposed without waiting."""
@@ -338,9 +330,35 @@ class ParamSwapper:
         for gone in self._followers:
             gone(key)
 
-    def _require_open(self) -> None:
-        if self.engine.closed:
-            raise TenCacheError("this model's DeepSpeed engine was destroyed: its weights on NVMe are gone")
+    def _withdraw(self) -> None:
+        """The staging buffers are about to go: nothing that DeepSpeed or a user sees may look into them any more."""
+        with self._lock:
+            for key, param in [*self._exposed.items(), *self._copied.items()]:
+                if key in self._exposed and _shares_storage(param.data, param.ds_tensor):
+                    param.data = param.data.clone()
+                if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+                    self._bypassed_host.discard(key)
+                    self._hide(param)
+                else:
+                    param.ds_tensor.data = self._stand_in(param)
+                self._gone(key)
+            self._exposed.clear()
+            self._copied_on.clear()
+            self._copied.clear()
+            self._followers.clear()
+
+    def split(self, params: Sequence[Any]) -> ParamSwapper:
+        """A swapper, with an engine, for some of the weights: they are a model of their own. None may be in use."""
+        with self._lock:
+            self._withdraw()
+            keys = [param.ds_id for param in params]
+            for param in params:
+                self._weights.give_back(param.ds_id)
+            part = ParamSwapper(self.engine.split(keys), self._dtype, self._persistence_threshold)
+            for param in params:
+                part._bypassed_host.update(self._bypassed_host & {param.ds_id})
+                param.nvme_swapper = part
+        return part
 
     def _stand_in(self, param: Any) -> torch.Tensor:
         """What ``ds_tensor`` shows while the shard is not in memory: its shape in the memory of one element."""
@@ -356,24 +374,33 @@ class ParamSwapper:
         param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
 
-def engines_of(module: torch.nn.Module) -> list[TenCacheEngine]:
-    """The engines that hold a model's weights: one per ``zero.Init`` context in which a part of it was made."""
-    swappers = {id(swapper): swapper for p in module.parameters() if (swapper := getattr(p, "nvme_swapper", None))}
-    return [swapper.engine for swapper in swappers.values() if isinstance(swapper, ParamSwapper)]
+def swappers_of(module: torch.nn.Module) -> dict[ParamSwapper, list[Any]]:
+    """The swappers of a model's weights, each with its parameters: one per ``zero.Init`` context in which a part of the
+    model was made.
+    """
+    found: dict[ParamSwapper, list[Any]] = {}
+    for param in module.parameters():
+        swapper = getattr(param, "nvme_swapper", None)
+        if isinstance(swapper, ParamSwapper) and swapper.manages(param):
+            found.setdefault(swapper, []).append(param)
+    return found
 
 
-def joined_engine_of(module: torch.nn.Module) -> TenCacheEngine | None:
-    """The one engine that answers for a model's weights: the first of :func:`engines_of`, which adopts the others."""
-    engines = engines_of(module)
-    for other in engines[1:]:
-        engines[0].adopt(other)
-    return engines[0] if engines else None
+def engines_for(module: torch.nn.Module) -> list[TenCacheEngine]:
+    """The engines that hold a model's weights, ready to be claimed: where nobody has claimed one that holds weights of
+    other models too (actor and critic made in one ``zero.Init`` context), this model's get one of their own.
+    """
+    engines = []
+    for swapper, params in swappers_of(module).items():
+        alone = swapper.engine.weights.keys == {param.ds_id for param in params}
+        part = swapper if alone or swapper.engine.claimant is not None else swapper.split(params)
+        engines.append(part.engine)
+    return engines
 
 
 def _close_from_any_thread(engine: TenCacheEngine) -> None:
     """Garbage is collected on any thread, also on one of the I/O lanes that closing waits for."""
-    if not engine.closed:
-        threading.Thread(target=engine.close, name="tencache-close", daemon=True).start()
+    threading.Thread(target=engine.close, name="tencache-close", daemon=True).start()
 
 
 def _by_swapper(params: Sequence[Any]) -> Iterator[tuple[ParamSwapper, list[Any]]]:

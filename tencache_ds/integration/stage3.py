@@ -7,6 +7,7 @@ loading take those paths, and the tensors they expect come from the tiers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -19,10 +20,11 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from tencache_ds.engine import TenCacheEngine
+from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater
 from tencache_ds.integration.config_checks import refuse_optimizer
+from tencache_ds.integration.letting_go import finish_gathers, let_go
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import (
     known_kinds,
@@ -30,12 +32,13 @@ from tencache_ds.integration.optimizers import (
     step_is_watched,
     updates_by_chunks,
 )
-from tencache_ds.integration.param_swapper import ParamSwapper, engines_of, joined_engine_of
+from tencache_ds.integration.param_swapper import ParamSwapper, engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.state_access import StateAccessMixin
-from tencache_ds.integration.surroundings import build_engine
+from tencache_ds.integration.surroundings import session_for
 from tencache_ds.observability.counters import Link, monitor_events
 from tencache_ds.planning.chunks import Chunk, cut_sub_group, overlaps
+from tencache_ds.session import Session
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency, SubGroupSpec
 
@@ -51,7 +54,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         options, deepspeed_engine = kwargs.pop("tencache_options"), kwargs.pop("deepspeed_engine")
         self._tencache_options = options
         self._deepspeed_engine = weakref.ref(deepspeed_engine)
-        self.tencache: TenCacheEngine | None = None
+        self.tencache: Session | None = None
         self._state: OptimizerStateTier | None = None
         self._gradients: GradientTier | None = None
         self._optimizer_states: OptimizerStates | None = None
@@ -70,9 +73,11 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             )
             super().__init__(module, init_optimizer, *args, **kwargs)
         except BaseException:
-            # DeepSpeed's debugging tables keep a model alive whose engine failed: its files and threads end here.
-            for engine in [*engines_of(module), *([self.tencache] if self.tencache is not None else [])]:
-                engine.close()
+            # The weights stay their model's, which may get another engine with another config.
+            if self.tencache is not None:
+                self.tencache.close()
+            if hasattr(self, "parameter_offload"):
+                self.parameter_offload.destroy()
             raise
         self._get_param_coordinator().weights_stay = self._weights_stay
 
@@ -81,9 +86,13 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
     def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
         super()._configure_offloading(offload_optimizer_config, offload_param_config)
         self._optimizer_on_nvme, self.swap_optimizer = self.swap_optimizer, False
-        self.tencache = joined_engine_of(self.parameter_offload.module)
-        if self.tencache is None:
-            self.tencache = build_engine(self._deepspeed_engine()._config, self._tencache_options)
+        engines = engines_for(self.parameter_offload.module)
+        if engines and not self.params_in_nvme_and_cpu:
+            raise ConfigError(
+                'this model was made with "offload_param": {"device": "nvme"}, which the config for '
+                'deepspeed.initialize lacks: give both the same "offload_param" section'
+            )
+        self.tencache = session_for(engines, self._deepspeed_engine()._config, self._tencache_options)
         agree_on_homes(self.tencache.all(), self.parameter_offload.module)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
@@ -96,7 +105,9 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
 
     def _create_fp32_partitions(self) -> None:
         engine = self._require_engine()
-        engine.weights.set_trainable(param.ds_id for group in self.fp16_groups for param in group)
+        self._require_claims()
+        for part in engine.claimed:
+            part.weights.set_trainable(param.ds_id for group in self.fp16_groups for param in group)
         if not self.offload_optimizer:
             engine.build_staging([])
             super()._create_fp32_partitions()
@@ -340,7 +351,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
     def _drop_staged_weights(self) -> None:
         """Forgets every staged copy of a weight that is about to change."""
         self._get_param_coordinator().hide_unused()
-        for engine in self._require_engine().all():
+        for engine in self._require_engine().claimed:
             engine.weights.drop_stale()
 
     def _publish(self, chunk: Chunk, master: torch.Tensor) -> None:
@@ -429,14 +440,30 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
 
     # Lifetime
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, as long as there is a state."""
+        self._require_engine()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's, as long as there is a state."""
+        self._require_engine()
+        super().load_state_dict(*args, **kwargs)
+
     def destroy(self) -> None:
-        """DeepSpeed's clean-up, then the engine's: buffers, files and threads. Idempotent."""
-        engine = self.tencache
-        if engine is not None and engine.closed:
+        """DeepSpeed's clean-up, then what belongs to this engine: optimizer state, gradients, staging buffers, files.
+        The weights stay their model's. Idempotent.
+        """
+        session = self.tencache
+        if session is not None and session.closed:
             return
-        super().destroy()
-        if engine is not None:
-            engine.close()
+        module = self.parameter_offload.module
+        with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
+            stack.callback(let_go, module)
+            if session is not None:
+                stack.callback(session.close)
+            stack.callback(super().destroy)
+            stack.callback(finish_gathers, module)
 
     def _weights_stay(self) -> bool:
         deepspeed_engine = self._deepspeed_engine()
@@ -444,10 +471,22 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             return True
         return not deepspeed_engine.is_gradient_accumulation_boundary()
 
-    def _require_engine(self) -> TenCacheEngine:
+    def _require_engine(self) -> Session:
         if self.tencache is None or self.tencache.closed:
-            raise RuntimeError("this DeepSpeed engine was destroyed: its weights and optimizer state are gone")
+            raise TenCacheError(
+                "this DeepSpeed engine was destroyed, and its optimizer state with it: the model's weights are still "
+                "there; call deepspeed.initialize() again to train them"
+            )
         return self.tencache
+
+    def _require_claims(self) -> None:
+        """No two engines may update a weight: each would go on from a master weight of its own."""
+        for param in itertools.chain.from_iterable(self.fp16_groups):
+            if self._in_tier(param) and param.nvme_swapper.engine.claimant is not self.tencache:
+                raise TenCacheError(
+                    f"the parameter of shape {tuple(param.ds_shape)} (ds_id {param.ds_id}) is trained by another "
+                    "DeepSpeed engine already: call that one's destroy() first"
+                )
 
 
 def _no_gather(*args: Any, **kwargs: Any) -> None:

@@ -26,6 +26,7 @@ class StateAccessMixin:
     ) -> tuple[torch.Tensor, int]:
         if self._state is None:
             return super()._get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
+        self._require_engine()
         group, start, numel = self.grad_position[self.get_param_id(param)]
         kind = MASTER if optim_state_key is None else optim_state_key
         if kind != MASTER and kind not in self._optimizer_states.kinds(group):
@@ -62,6 +63,7 @@ class StateAccessMixin:
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         if self._gradients is None:
             return super()._get_fp32_grad_state_partition(param, release_swap_buffers)
+        self._require_engine()
         self._await_gradients()
         group, _, _ = self.grad_position[self.get_param_id(param)]
         return self._gradients.value(param.ds_id), group

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from deepspeed import comm as dist
@@ -24,6 +24,7 @@ from tencache_ds.integration.aio_section import is_true
 from tencache_ds.io.scratch import device_of
 from tencache_ds.planning.budget import HostBudget, RankMemory, plan_host_memory
 from tencache_ds.profiling.host_memory import MemoryDomain, memory_domains
+from tencache_ds.session import Session
 
 
 def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
@@ -74,6 +75,18 @@ def _plan_host_memory(posts: Sequence[Post]) -> dict[str, Any]:
             ]
         )
     )
+
+
+def session_for(engines: list[TenCacheEngine], ds_config: Any, options: TenCacheConfig) -> Session:
+    """What a DeepSpeed engine gets for a model whose weights ``engines`` hold. With none of them, the optimizer's state
+    gets an engine, which every rank of the job has to ask for.
+    """
+    if not engines:
+        engine = build_engine(ds_config, options)
+        return Session(options, engine.surroundings, [engine], owns=True)
+    optimizer_paths = _nvme_paths(ds_config.zero_config.offload_optimizer, options)
+    surroundings = replace(engines[0].surroundings, optimizer_paths=optimizer_paths)
+    return Session(options, surroundings, engines, owns=False)
 
 
 def _nvme_paths(section: Any, options: TenCacheConfig) -> tuple[str, ...]:

@@ -23,6 +23,9 @@ COMPARED = (
     "data_loader_workers",
     "two_engines",
     "destroy_one_of_two",
+    "train_destroy_train",
+    "actor_and_critic",
+    "two_heads_of_a_frozen_backbone",
     "second_zero_init",
     "parts_of_two_zero_inits",
     "accumulation_by_hand",
@@ -38,11 +41,20 @@ COMPARED_ON_TWO_RANKS = (
     "forward_inside_gathered",
     "gather_everything",
     "evaluate_between",
+    "train_destroy_train",
+    "actor_and_critic",
     "parts_of_two_zero_inits",
     "accumulation_unmanaged",
     "evaluation_without_optimizer",
 )
-OURS = ("background_checkpoint", "destroy", "dropped_model", "stats_and_monitor", "read_ahead_across_steps")
+OURS = (
+    "background_checkpoint",
+    "destroy",
+    "failed_initialize",
+    "dropped_model",
+    "stats_and_monitor",
+    "read_ahead_across_steps",
+)
 
 
 def cases(names: tuple[str, ...]) -> list[tuple[str, dict[str, Any], str]]:
@@ -106,13 +118,33 @@ def test_a_checkpoint_written_in_the_background_keeps_its_values(one_rank: Any) 
     assert seen["later"] != seen["before"]
 
 
-def test_destroy_removes_files_and_threads(one_rank: Any) -> None:
-    seen = one_rank.result("destroy", "tencache")
-    folders, threads = zip(seen["before"], seen["during"], strict=True)
-    assert len(folders[1]) == len(folders[0]) + 1
-    assert len(threads[1]) > len(threads[0])
-    assert seen["after"] == seen["before"]
-    assert seen["training_after"].startswith("TenCacheError: this model's DeepSpeed engine was destroyed")
+@pytest.mark.parametrize("place", ["NVMe", "RAM", "interrupted"])
+def test_destroy_ends_what_is_the_engines_and_the_end_of_the_model_the_rest(one_rank: Any, place: str) -> None:
+    seen = one_rank.result("destroy", "tencache")[place]
+    files, threads = zip(seen["before"], seen["during"], seen["after"], strict=True)
+    assert {name.split("-")[0] for name in set(files[1]) - set(files[0])} >= {"optimizer"}
+    assert {name.split("-")[0] for name in set(files[2]) - set(files[0])} == (set() if place == "RAM" else {"weights"})
+    assert len(threads[0]) < len(threads[1])
+    assert (threads[2] == threads[0]) is (place == "RAM")
+    assert min(seen["memory"]) > 0
+    assert seen["memory_after"] == [0, 0]
+    assert len(seen["errors"]) == 3
+    for error in seen["errors"]:
+        assert error.startswith("TenCacheError: this DeepSpeed engine was destroyed, and its optimizer state with it")
+    assert seen["gone"]
+    assert seen["views"], "memory that a user still looks at has changed"
+
+
+def test_after_a_failed_initialize_the_model_can_have_another_engine(one_rank: Any) -> None:
+    seen = one_rank.result("failed_initialize", "tencache")
+    too_small, no_key, no_section, twice = seen["errors"]
+    assert "staging_memory" in too_small
+    assert no_key.startswith('ConfigError: this model was made with "offload_engine": "tencache"')
+    assert no_section.startswith('ConfigError: this model was made with "offload_param"')
+    assert twice.startswith("TenCacheError: the parameter of shape (512, 512)")
+    assert "destroy()" in twice
+    assert seen["later"] == seen["weights"]
+    assert len(set(seen["losses"])) == 2
 
 
 def test_a_dropped_model_takes_its_files_and_threads_along(one_rank: Any) -> None:

@@ -6,11 +6,13 @@ Each scenario returns everything a user would see; ``test_user_api.py`` compares
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,9 +54,26 @@ class Scenario:
     def __init__(self, engine_name: str, folder: str, rank: int, **case: Any) -> None:
         edit = case.pop("edit", None)
         self.name = engine_name
+        self.folder = folder
         self.engine = build({"model": "mlp"} | case, engine_name, os.path.join(folder, "nvme"), edit)
         self.generator = torch.Generator().manual_seed(1000 + rank)
         self.seen: dict[str, Any] = {"losses": []}
+
+    def initialize_again(self, **case: Any) -> None:
+        """Another DeepSpeed engine for the same model."""
+        model = self.engine.module
+        config = training.config_for(case, self.name, os.path.join(self.folder, "nvme"))
+        trained = [param for param in model.parameters() if param.requires_grad]
+        self.engine = deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+
+    def read_model(self, what: str) -> None:
+        """Everything that can be read of a model without an engine."""
+        model = self.engine.module
+        self.seen[f"weights {what}"] = digests(model)
+        with deepspeed.zero.GatheredParameters(list(model.parameters())), torch.no_grad():
+            self.seen[f"forward {what}"] = float(model(*self.batch())).hex()
+        kept = self.engine._zero3_consolidated_16bit_state_dict() or {}
+        self.seen[f"state dict {what}"] = {name: value_of(value) for name, value in kept.items()}
 
     def train(self, steps: int = 3) -> None:
         self.seen["losses"] += train(self.engine, steps, self.generator, oracle=self.name == "stock")
@@ -460,20 +479,217 @@ def io_threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
+def train_destroy_train(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """``destroy()`` ends an engine, not its model: it can be read, changed, and given to DeepSpeed again."""
+    seen = {}
+    for place, options in (("NVMe", {}), ("RAM", {"host_memory": 2**30})):
+        s = Scenario(engine_name, folder, rank, tencache=options)
+        s.train()
+        s.engine.destroy()
+        s.engine.destroy()
+        s.read_model("after the first")
+        with deepspeed.zero.GatheredParameters([s.engine.module.layers[1].weight], modifier_rank=0):
+            if rank == 0:
+                s.engine.module.layers[1].weight.data.mul_(0.5)
+        s.initialize_again(tencache=options, sub_group_size=100_000)
+        s.train()
+        s.engine(*s.batch())  # ends between forward and backward, weights in use
+        s.engine.destroy()
+        s.read_model("after the second")
+        s.initialize_again(tencache=options, offload_optimizer="cpu")
+        s.train()
+        seen[place] = s.end()
+        s.read_model("after the third")
+    return seen
+
+
+def actor_and_critic(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """Models made in one ``zero.Init`` context, two with an engine each, one that is only looked at."""
+    seen: dict[str, Any] = {}
+    for place, case in (
+        ("NVMe", {}),
+        ("RAM", {"tencache": {"host_memory": 2**30}}),
+        ("optimizer in RAM", {"offload_optimizer": "cpu"}),
+    ):
+        config = training.config_for(case, engine_name, os.path.join(folder, "nvme"))
+        torch.manual_seed(7)
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            made = [Mlp(), Mlp(depth=3), Mlp(depth=2)]
+        engines = [
+            deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+            for model in made[:2]
+        ]
+        generator = torch.Generator().manual_seed(1000 + rank)
+
+        def turn(engine: Any, generator: torch.Generator = generator) -> list[str]:
+            return train(engine, 2, generator, oracle=engine_name == "stock")
+
+        losses = [turn(engine) for _ in range(3) for engine in engines]
+        engines[0].destroy()
+        losses.append(turn(engines[1]))
+        seen[place] = losses, [digests(model) for model in made]
+        del made[0], engines[0]
+        gc.collect()
+        losses.append(turn(engines[0]))
+        engines[0].destroy()
+        seen[f"{place}, later"] = losses, [digests(model) for model in made]
+    return seen
+
+
+class Head(torch.nn.Module):
+    """A layer of its own on a backbone that it shares."""
+
+    def __init__(self, backbone: Mlp) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.own = torch.nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.backbone(self.own(x.to(self.own.weight.dtype)), y)
+
+
+def two_heads_of_a_frozen_backbone(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    case = {"prefetch": 0}  # an engine's prefetch does not know of the other engine
+    config = training.config_for(case, engine_name, os.path.join(folder, "nvme"))
+    torch.manual_seed(7)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        backbone = Mlp(depth=3)
+        heads = [Head(backbone), Head(backbone)]
+    backbone.requires_grad_(False)
+    engines = [
+        deepspeed.initialize(model=head, model_parameters=list(head.own.parameters()), config=config)[0]
+        for head in heads
+    ]
+    generator = torch.Generator().manual_seed(1000 + rank)
+    batch = backbone.batch(generator)
+    losses = []
+    for engine in (*engines, *engines):
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()).hex())
+    engines[0].destroy()
+    with torch.no_grad():
+        losses.append(float(engines[1](*batch)).hex())
+    seen = {"losses": losses, "weights": [digests(head) for head in heads]}
+    engines[1].destroy()
+    return seen
+
+
 def destroy(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
-    before = training.scratch_engines(folder), io_threads()
-    s = Scenario(engine_name, folder, rank)
+    """What is there before, while and after a model has an engine, and after the model is gone, on NVMe and in RAM."""
+    return {
+        "NVMe": life_of_an_engine(engine_name, folder, rank),
+        "RAM": life_of_an_engine(engine_name, folder, rank, tencache={"host_memory": 2**30}),
+        "interrupted": life_of_an_engine(engine_name, folder, rank, interrupt=True),
+    }
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_forward(s: Scenario) -> None:
+    """An exception in the middle of a forward, weights in use and others on their way."""
+
+    def interrupt(*args: Any) -> None:
+        raise Interrupted
+
+    hook = s.engine.module.layers[2].register_forward_pre_hook(interrupt)
+    with contextlib.suppress(Interrupted):
+        s.engine(*s.batch())
+    hook.remove()
+
+
+def life_of_an_engine(
+    engine_name: str, folder: str, rank: int, *, interrupt: bool = False, **case: Any
+) -> dict[str, Any]:
+    def there() -> tuple[list[str], list[str]]:
+        return scratch_files(folder), io_threads()
+
+    seen: dict[str, Any] = {"before": there(), "errors": []}
+    s = Scenario(engine_name, folder, rank, **case)
     s.train()
-    during = training.scratch_engines(folder), io_threads()
+    if interrupt:
+        interrupt_forward(s)
+    seen["during"] = there()
+    views = [param.ds_tensor.data for param in s.engine.module.parameters()]
+    views.append(s.engine.optimizer.grad_partitions_flat_buffer[:100])
+    values = [view.clone() for view in views]
+    session = s.engine.optimizer.tencache
+    seen["memory"] = [session._staging_arena.nbytes_in_use, session._gradient_arena.nbytes_in_use]
     s.engine.destroy()
     s.engine.destroy()
-    after = training.scratch_engines(folder), io_threads()
-    message = ""
-    try:
-        s.train(1)
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-    return {"before": before, "during": during, "after": after, "training_after": message}
+    seen["after"] = there()
+    seen["memory_after"] = [session._staging_arena.nbytes_in_use, session._gradient_arena.nbytes_in_use]
+    uses: list[Callable[[Scenario], Any]] = [
+        lambda s: s.engine.step(),
+        lambda s: safe_get_full_fp32_param(s.params()[0][1]),
+        lambda s: s.engine.save_checkpoint(folder),
+    ]
+    for use in uses:
+        try:
+            use(s)
+        except Exception as error:
+            seen["errors"].append(f"{type(error).__name__}: {error}")
+    model = weakref.ref(s.engine.module)
+    del s, session
+    seen["gone"] = wait_until(lambda: there() == seen["before"]) and model() is None
+    seen["views"] = all(
+        torch.equal(view, value) if view.stride(0) else bool(view.isnan().all())
+        for view, value in zip(views, values, strict=True)
+    )
+    return seen
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    gc.collect()
+    t_end = time.monotonic() + 10
+    while not condition() and time.monotonic() < t_end:
+        time.sleep(0.05)
+    return condition()
+
+
+def scratch_files(folder: str) -> list[str]:
+    """The kind and path of each scratch file that this process has open; they have no names."""
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            link = os.readlink(f"/proc/self/fd/{descriptor}")
+            if link.startswith(f"{os.path.abspath(folder)}/") and "/tencache-engine-" in link:
+                found.add(f"{'optimizer' if 'optimizer' in link else 'weights'}-{link}")
+    return sorted(found)
+
+
+def failed_initialize(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """Configs that cannot be, then the right one for the same model; a second engine beside it is refused."""
+    config = training.config_for({}, engine_name, os.path.join(folder, "nvme"))
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Mlp()
+    seen: dict[str, Any] = {"weights": digests(model), "errors": []}
+
+    def initialize(**changes: Any) -> Any:
+        trained = list(model.parameters())
+        try:
+            return deepspeed.initialize(model=model, model_parameters=trained, config=config | changes)[0]
+        except Exception as error:
+            seen["errors"].append(f"{type(error).__name__}: {error}")
+            return None
+
+    initialize(tencache=config["tencache"] | {"staging_memory": 1})
+    stock = training.config_for({}, "stock", "")
+    for key in ("offload_engine", "tencache"):
+        config.pop(key)
+    initialize(zero_optimization=stock["zero_optimization"])
+    config |= training.config_for({}, engine_name, os.path.join(folder, "nvme"))
+    initialize(zero_optimization=stock["zero_optimization"])
+    engine = initialize()
+    seen["hooks"] = len(model._forward_pre_hooks)
+    initialize()
+    seen["later"] = digests(model)
+    seen["losses"] = train(engine, 2, torch.Generator().manual_seed(3), oracle=False)
+    engine.destroy()
+    return seen
 
 
 def dropped_model(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
@@ -565,7 +781,11 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         backward_of_the_user,
         evaluation_without_optimizer,
         background_checkpoint,
+        train_destroy_train,
+        actor_and_critic,
+        two_heads_of_a_frozen_backbone,
         destroy,
+        failed_initialize,
         dropped_model,
         stats_and_monitor,
         read_ahead_across_steps,

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What DeepSpeed keeps of a model whose engine has ended, and would keep for the life of the process.
+
+Weights live as long as their model. A model that nobody holds any more has to go, so DeepSpeed's own references to it
+end with its engine.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.utils.debug import debug_clear_module_and_param_names
+
+
+def let_go(module: torch.nn.Module) -> None:
+    """Makes DeepSpeed's stack of modules hold the model weakly; nothing happens when it is not on it.
+
+    The entry stays while the model lives: a forward of it without hooks registers external parameters there.
+    """
+    stack = parameter_offload.FWD_MODULE_STACK
+    for index, entry in enumerate(stack):
+        if entry is module:
+            stack[index] = weakref.proxy(module, _remove_from_stack)
+
+
+def let_go_after_failure(engine: Any) -> None:
+    """Takes away what a DeepSpeed engine that could not be built has left at its model, which may get another one.
+
+    Args:
+        engine: the half-built ``DeepSpeedEngine``.
+    """
+    for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+        handle.remove()
+    debug_clear_module_and_param_names()
+    let_go(engine.module)
+
+
+def finish_gathers(module: torch.nn.Module) -> None:
+    """Waits for the gathers of a model's parameters that were begun and not needed yet: they read shards."""
+    registry = getattr(module, "ds_inflight_param_registry", {})
+    for handle in {id(handle): handle for handle in registry.values()}.values():
+        handle.wait()
+    registry.clear()
+
+
+def _remove_from_stack(proxy: Any) -> None:
+    stack = parameter_offload.FWD_MODULE_STACK
+    for index, entry in enumerate(stack):
+        if entry is proxy:
+            del stack[index]
+            return

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What belongs to one DeepSpeed engine, from ``deepspeed.initialize`` to its ``destroy()``: the optimizer's state,
+gradients, staging memory and counters.
+
+[Note: who owns what] Weights belong to their model. Their store, lanes, scratch folder and resident memory (a
+:class:`~tencache_ds.engine.TenCacheEngine`) live until the model is dropped, so that it can be read, saved and given to
+DeepSpeed again after ``destroy()``. A session claims the engines of its model's weights: it stages them, counts for
+them, and keeps its optimizer's state on the same lanes, where both kinds of requests have one order of urgency. When it
+ends, all memory that it pinned goes; resident weights stay registered, as the next session needs them so, and to
+register is what costs (about 0.5 s per GB).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from tencache_ds.config import TenCacheConfig
+from tencache_ds.engine import Surroundings, TenCacheEngine, gib
+from tencache_ds.errors import SpaceError
+from tencache_ds.gpu_staging import GpuStaging
+from tencache_ds.io import ExtentStore
+from tencache_ds.io.scratch import device_of, free_nbytes
+from tencache_ds.memory.arena import HostArena, Locking
+from tencache_ds.memory.pool import BufferPool
+from tencache_ds.observability.counters import Counters, Stats, StepRecord
+from tencache_ds.observability.paths import summed
+from tencache_ds.planning.budget import StagingPlan, plan_staging
+from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES, align
+from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier, SubGroupSpec
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+
+class Session:
+    """Everything TenCache holds for one DeepSpeed engine. Built and closed by the training thread; a model that is
+    dropped closes it from a thread of its own.
+    """
+
+    def __init__(
+        self, options: TenCacheConfig, surroundings: Surroundings, engines: Sequence[TenCacheEngine], *, owns: bool
+    ) -> None:
+        """
+        Args:
+            options: of the DeepSpeed engine's config.
+            surroundings: of the DeepSpeed engine.
+            engines: of the model's weights, one per ``zero.Init`` context; at least one. Those that another session
+                has claimed are used, staged and counted by that one.
+            owns: there are no weights: the one engine is for the optimizer's state, and ends with the session.
+        """
+        self.options = options
+        self.surroundings = surroundings
+        self.counters = Counters()
+        self.optimizer_state: OptimizerStateTier | None = None
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._engines = list(engines)
+        self._owns = owns
+        self._optimizer_store: ExtentStore | None = None
+        self._pools: list[BufferPool] = []
+        self._chunk_pool: BufferPool | None = None
+        self._staging_arena: HostArena | None = None
+        locking = Locking.CUDA if surroundings.on_cuda and surroundings.pin_memory else Locking.NONE
+        self._gradient_arena = HostArena(None, locking, inherited=True)
+        self._gpu_staging = GpuStaging(
+            options,
+            surroundings.on_cuda,
+            locking,
+            lambda: engines[0].open_plain_backend()[0],
+            warn=logger.warning if surroundings.rank == 0 else logger.debug,
+        )
+        self._claimed = [engine for engine in self._engines if engine.claim(self)]
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has run."""
+        return self._closed
+
+    @property
+    def claimed(self) -> list[TenCacheEngine]:
+        """Those of :meth:`all` that no other session has claimed."""
+        return list(self._claimed)
+
+    def all(self) -> list[TenCacheEngine]:
+        """The engines of the model's weights."""
+        return list(self._engines)
+
+    # Building
+
+    def host_tensor(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
+        """A zeroed 1-D tensor in host memory of exactly that size, registered for fast copies on a GPU."""
+        data = self._gradient_arena.allocate(max(numel * dtype.itemsize, 1), purpose)
+        return data.zero_()[: numel * dtype.itemsize].view(dtype)
+
+    def check_optimizer_space(self, needed_nbytes: int) -> None:
+        """Compares what optimizer state needs on NVMe with what is free, for all ranks of this host together.
+
+        Raises:
+            SpaceError: too little space; says how much is missing.
+        """
+        paths = self.surroundings.optimizer_paths
+        if not paths or not needed_nbytes:
+            return
+        ranks = self.surroundings.local_ranks
+        needed, free = needed_nbytes * ranks, _free_together(paths)
+        if free < needed:
+            raise SpaceError(
+                "allocate",
+                paths[0],
+                0,
+                needed,
+                f"optimizer state of {ranks} rank(s) needs {gib(needed)}, but only {gib(free)} are free"
+                f"{_together(paths)}: {gib(needed - free)} are missing. Free some space, name another folder as "
+                '"zero_optimization.offload_optimizer.nvme_path", or more of them as "tencache.nvme_paths"',
+                errno=errno.ENOSPC,
+            )
+
+    def build_optimizer_state(self, specs: Sequence[SubGroupSpec], needed_nbytes: int) -> OptimizerStateTier:
+        """Makes the optimizer tier and the room its state needs on NVMe.
+
+        Args:
+            specs: the sub-groups.
+            needed_nbytes: bytes that will be stored on NVMe, for the check before anything is allocated.
+
+        Raises:
+            SpaceError: too little space; says how much is missing.
+        """
+        if self.surroundings.optimizer_paths and needed_nbytes:
+            self._optimizer_store = self._engines[0].open_store(
+                "optimizer", self.surroundings.optimizer_paths, preallocate_nbytes=needed_nbytes
+            )
+        self.optimizer_state = OptimizerStateTier(
+            specs,
+            store=self._optimizer_store,
+            pool=self._require_chunk_pool,
+            counters=self.counters,
+            chunk_nbytes=self.options.chunk_size,
+            timeout_s=self.options.io_timeout_s,
+        )
+        return self.optimizer_state
+
+    def build_staging(self, chunk_nbytes: Sequence[int]) -> StagingPlan:
+        """Proves the staging plan against its limit, then allocates it: all pinned memory that I/O passes through.
+
+        Args:
+            chunk_nbytes: bytes of every stored optimizer chunk.
+
+        Raises:
+            ConfigError: ``staging_memory`` is too small for the model.
+            MemoryLimitError, LockedMemoryError: the memory cannot be had.
+        """
+        tiers = [engine.weights for engine in self._claimed]
+        shards = [nbytes for tier in tiers for nbytes in tier.stored_nbytes()]
+        largest = max([LEAST_SLOT_NBYTES, *(align(nbytes) for nbytes in chunk_nbytes)]) if chunk_nbytes else 0
+        self._gpu_staging.build(
+            [
+                (path.scratch.path("gds-trial.bin"), route)
+                for engine in {id(engine.nvme): engine for engine in self._claimed}.values()
+                for path, route in engine.routes()
+                if any(kind == "weights" for kind, _, _ in path.stores)
+            ],
+            shards,
+        )
+        if self._gpu_staging.pool is not None:
+            self._pools.append(self._gpu_staging.pool)
+        plan = plan_staging(
+            self.options.staging_memory,
+            shards,
+            largest,
+            len(chunk_nbytes),
+            weights_read_by_gpu=self._gpu_staging.pool is not None,
+        )
+        self._staging_arena = HostArena(plan.nbytes, self._engines[0].staging_locking(plan.nbytes))
+        poison = self.options.poison_buffers
+        if plan.chunk_slots:
+            classes = (SizeClass(plan.chunk_slot_nbytes, plan.chunk_slots),)
+            self._chunk_pool = BufferPool(self._staging_arena, classes, poison=poison, name="chunks")
+            self._pools.append(self._chunk_pool)
+        if plan.weight_nbytes:
+            classes = plan_size_classes([align(nbytes) for nbytes in shards], plan.weight_nbytes)
+            pool = BufferPool(self._staging_arena, classes, poison=poison, name="weights")
+            self._pools.append(pool)
+            for tier in tiers:
+                tier.use_pool(pool, self._gpu_staging.pool)
+        return plan
+
+    # Reporting
+
+    def stats(self) -> Stats:
+        """Snapshot of the counters and of what is held now."""
+        arenas = [self._gradient_arena] + ([self._staging_arena] if self._staging_arena is not None else [])
+        pools = [pool.stats() for pool in self._pools if pool is not self._gpu_staging.pool]
+        weights = [engine.weights for engine in self._engines]
+        all_nvme = {id(engine.nvme): engine.nvme for engine in self._engines}.values()
+        stores = [store for nvme in all_nvme for store in nvme.stores]
+        paths = summed(path.stats() for nvme in all_nvme for path in nvme.paths)
+        stored_nbytes = sum(tier.allocated_nbytes for tier in weights)
+        if self._optimizer_store is not None:
+            stored_nbytes += self._optimizer_store.nbytes_allocated
+        pinned_weights_nbytes = sum(engine.pinned_nbytes for engine in self._engines)
+        return Stats(
+            total=self.counters.total(),
+            last_step=self.counters.last_step,
+            pinned_nbytes=pinned_weights_nbytes + sum(arena.nbytes_locked for arena in arenas),
+            pinned_peak_nbytes=pinned_weights_nbytes
+            + sum(arena.nbytes_peak for arena in arenas if arena.locking is not Locking.NONE),
+            staging_nbytes=sum(pool.nbytes_total for pool in pools),
+            staging_peak_nbytes=sum(pool.nbytes_leased_peak for pool in pools),
+            gpu_staging_nbytes=self._gpu_staging.nbytes,
+            pool_waits=sum(pool.n_waits for pool in pools),
+            stored_nbytes=stored_nbytes,
+            resident_weight_nbytes=sum(tier.resident_nbytes for tier in weights),
+            healed_reads=sum(store.n_healed_reads for store in stores),
+            relocated_extents=sum(store.n_relocated for store in stores),
+            io_backend=paths[0].backend if paths else "",
+            paths=paths,
+        )
+
+    def describe(self) -> str:
+        """One line: what lives where and how it moves."""
+        stats = self.stats()
+        parts = [f"weights in RAM {gib(stats.resident_weight_nbytes)}", f"on NVMe {gib(stats.stored_nbytes)}"]
+        parts.append(f"staging {gib(stats.staging_nbytes)}")
+        parts.append(f"pinned {gib(stats.pinned_nbytes)}")
+        if self._gpu_staging.choice is not None:
+            parts.append(self._gpu_staging.describe())
+        reasons = {f"{path.backend.name} ({path.reason})" for engine in self._engines for path in engine.nvme.paths}
+        if reasons:
+            parts.append(f"I/O {', '.join(sorted(reasons))} on {self.options.io_lanes} lanes")
+        if len(stats.paths) > 1:
+            held = ", ".join(f"{path.path} {gib(path.stored_nbytes)}" for path in stats.paths)
+            parts[-1] += f" per path, over {len(stats.paths)} paths ({held})"
+        return "; ".join(parts)
+
+    def step_done(self, update_ns: int) -> StepRecord:
+        """Closes an optimizer step that spent ``update_ns`` in the update, and weighs the NVMe paths by what they gave
+        in it."""
+        for nvme in {id(engine.nvme): engine.nvme for engine in self._engines}.values():
+            nvme.reweigh()
+        return self.counters.step_done(update_ns)
+
+    def check(self) -> None:
+        """Raises the error of an earlier asynchronous write, if one failed. Cheap: called every step."""
+        for engine in self._engines:
+            engine.weights.check()
+        if self.optimizer_state is not None:
+            self.optimizer_state.check()
+
+    def assert_idle(self) -> None:
+        """Raises if a staging buffer is leased, naming its holder."""
+        for pool in self._pools:
+            pool.assert_idle()
+
+    def close(self) -> None:
+        """Waits for I/O in flight, frees this engine's memory and storage and gives the weights back to their model.
+        Idempotent; a forked child leaves all of that to its parent."""
+        if os.getpid() != self._pid:  # before any lock
+            return
+        with self._lock:  # whoever comes second finds it done
+            if self._closed:
+                return
+            self._closed = True
+            with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
+                if self._owns:
+                    stack.callback(self._engines[0].close)
+                stack.callback(self._gradient_arena.disown)
+                if self._staging_arena is not None:
+                    stack.callback(self._staging_arena.close)
+                stack.callback(self._gpu_staging.close)
+                if self._optimizer_store is not None:
+                    stack.callback(self._engines[0].nvme.close_store, self._optimizer_store)
+                for pool in self._pools:
+                    stack.callback(pool.close, timeout_s=self.options.io_timeout_s)
+                for engine in self._claimed:
+                    stack.callback(engine.unclaim, self)
+                if self.optimizer_state is not None:
+                    stack.callback(self.optimizer_state.close)
+
+    def _require_chunk_pool(self) -> BufferPool:
+        if self._chunk_pool is None:
+            raise RuntimeError("optimizer chunks are used before build_staging()")
+        return self._chunk_pool
+
+
+def _free_together(paths: Sequence[str]) -> int:
+    """Free bytes of all file systems that the paths lie on, each counted once."""
+    free = {device_of(path): free_nbytes(path) for path in paths}
+    return sum(free.values())
+
+
+def _together(paths: Sequence[str]) -> str:
+    return f" on {len(paths)} paths together" if len(paths) > 1 else ""
