@@ -80,3 +80,7 @@ class CorruptionError(StorageError):
 
 class SpaceError(StorageError):
     """Too little free space for the state that has to be stored: found before training starts."""
+
+
+class CheckpointError(TenCacheError, RuntimeError):
+    """A checkpoint could not be saved or loaded: names it, the reason, and the rank on which it was found."""

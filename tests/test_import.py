@@ -49,7 +49,7 @@ def test_the_import_is_light_and_quick():
 def test_rooms_below_the_engine_do_not_need_deepspeed():
     code = (
         "import sys\n"
-        "import tencache_ds.errors, tencache_ds.io, tencache_ds.memory, tencache_ds.io.mapping\n"
+        "import tencache_ds.errors, tencache_ds.io, tencache_ds.memory, tencache_ds.io.torch_archive\n"
         "import tencache_ds.planning.budget, tencache_ds.planning.chunks, tencache_ds.profiling.access_trace\n"
         "import tencache_ds.tiers.weights, tencache_ds.tiers.gradients, tencache_ds.tiers.optimizer_state\n"
         "import tencache_ds.observability.counters\n"

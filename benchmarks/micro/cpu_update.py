@@ -178,7 +178,7 @@ def _chunked(
         chunk_nbytes=chunk_nbytes,
         timeout_s=1.0,
     )
-    state.whole(0, MASTER).copy_(master)
+    state.write(0, {MASTER: master})
     gradients = GradientTier(gradient, [GradientSegment(0, 0, numel)], counters)
     updater = SubGroupUpdater(optimizer, state, gradients, [placeholder], local_ranks=1)
 

@@ -36,12 +36,16 @@ def activate() -> None:
 
     if hasattr(engine_module.DeepSpeedEngine._configure_zero_optimizer, _HOOKED):
         return
+    from tencache_ds.integration.checkpoint import hook_loading
+    from tencache_ds.integration.checkpoint_saving import hook_saving
     from tencache_ds.integration.param_swapper import ParamSwapper, swapper_factory
     from tencache_ds.integration.rank_checks import agree_on_options
     from tencache_ds.integration.seams import verify_seams, warn_of_version
 
     verify_seams()
     warn_of_version(deepspeed.__version__, dist.get_rank() if dist.is_initialized() else 0)
+    hook_saving(engine_module.DeepSpeedEngine)
+    hook_loading(engine_module.DeepSpeedEngine)
 
     partition_parameters.AsyncPartitionedParameterSwapper = swapper_factory(
         partition_parameters.AsyncPartitionedParameterSwapper

@@ -1,81 +1,152 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: what CPU offload would have written, streamed from scratch storage, and its way back.
+"""What a checkpoint of ZeRO-3's optimizer holds with TenCache, which is what CPU offload's holds, and its way back.
 
 Stock NVMe offload copies its swap files beside the checkpoint and loses Adam's state on the way back. Here
-``zero_to_fp32.py``, stock CPU offload and universal checkpoints read what is saved, and what they saved is read.
+``zero_to_fp32.py``, stock CPU offload and universal checkpoints read what is saved, and what they saved is read. How
+the files are written is in :mod:`tencache_ds.integration.checkpoint_saving`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
+from deepspeed.checkpoint.constants import (
+    FP32_FLAT_GROUPS,
+    FROZEN_PARAM_FRAGMENTS,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+)
 
-from tencache_ds.errors import TenCacheError
-from tencache_ds.tiers.optimizer_state import MASTER
+from tencache_ds.errors import CheckpointError, TenCacheError
+from tencache_ds.io.torch_archive import DeferredTensor
+from tencache_ds.planning.chunks import Chunk
+from tencache_ds.tiers.optimizer_state import MASTER, StateResidency
+
+
+@dataclass(frozen=True, slots=True)
+class StateKey:
+    """One kind of state of a sub-group, as the key of a :class:`DeferredTensor`."""
+
+    sub_group: int
+    kind: str
+
+
+def hook_loading(engine_class: Any) -> None:
+    """Lets frozen weights in the weight tier be loaded; engines without TenCache's optimizer stay as they are."""
+    stock = engine_class.load_module_state_dict
+
+    @functools.wraps(stock)
+    def load_module_state_dict(self: Any, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer, fragments = self.optimizer, checkpoint.get(FROZEN_PARAM_FRAGMENTS)
+        if not fragments or not isinstance(optimizer, CheckpointMixin):
+            return stock(self, checkpoint, *args, **kwargs)
+        result = stock(self, {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
+        optimizer.load_frozen(fragments, self.param_names)
+        return result
+
+    engine_class.load_module_state_dict = load_module_state_dict
 
 
 class CheckpointMixin:
     """Overrides of DeepSpeed's checkpoint methods for :class:`TenCacheZeroOptimizer_Stage3`."""
 
+    defers_state = False
+    """Whether ``state_dict()`` stands in for stored state with :class:`DeferredTensor`, while a checkpoint is saved."""
+
     def checkpoint_event_prologue(self) -> None:
         super().checkpoint_event_prologue()
         self._get_param_coordinator().hide_unused()
-        # DeepSpeed saves and loads frozen weights through their shards: let it see the stored ones.
-        self._mapped_frozen: list[Any] = [param for param in self._frozen_params() if param.nvme_swapper.stored(param)]
-        self._frozen_may_have_changed = False
-        for param in self._mapped_frozen:
-            param.nvme_swapper.show_mapped(param)
 
-    def checkpoint_event_epilogue(self) -> None:
-        for param in getattr(self, "_mapped_frozen", []):
-            param.nvme_swapper.hide_mapped(param, changed=self._frozen_may_have_changed)
-        self._mapped_frozen = []
-        super().checkpoint_event_epilogue()
-
-    def _frozen_params(self) -> list[Any]:
-        updated = {param.ds_id for group in self.fp16_groups for param in group}
-        return [p for p in self.module.parameters() if p.ds_id not in updated and self._in_tier(p)]
+    # Saving
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         if self._state is None:
             return super()._rigid_state_dict()
-        self._state.drain()
-        flats = self.fp32_partitioned_groups_flat
-        masters = []
-        try:
-            for index, placeholder in enumerate(flats):
-                placeholder.data = self._saved_state(index, MASTER)
-                masters.append(placeholder.data.detach().requires_grad_())
-                for kind in self._optimizer_states.kinds(index):
-                    self.optimizer.state[placeholder][kind] = self._saved_state(index, kind)
-            saved = super()._rigid_state_dict()
-            packed = saved[OPTIMIZER_STATE_DICT]
-            # The packed state shares its dicts with the optimizer, which lets go of the tensors below.
-            saved[OPTIMIZER_STATE_DICT] = packed | {
-                "state": {key: dict(value) for key, value in packed["state"].items()}
-            }
-            saved[FP32_FLAT_GROUPS] = masters
-        finally:
-            for index in range(len(flats)):
-                self._optimizer_states.show(index)
+        saved = super()._rigid_state_dict()
+        packed = saved[OPTIMIZER_STATE_DICT]
+        states = {key: dict(value) for key, value in packed["state"].items()}
+        masters: dict[int, Any] = {}
+        # torch numbers parameters in the order of their groups.
+        order = sorted(range(len(self.fp16_groups)), key=lambda index: self.sub_group_to_group_id[index])
+        for number, index in enumerate(order):
+            values = self._saved_state(index)
+            masters[index] = values.pop(MASTER)
+            if values:
+                states.setdefault(number, {}).update(values)
+        saved[OPTIMIZER_STATE_DICT] = packed | {"state": states}
+        saved[FP32_FLAT_GROUPS] = [masters[index] for index in range(len(masters))]
         return saved
 
-    def _saved_state(self, index: int, kind: str) -> torch.Tensor:
-        """One kind of state as a checkpoint takes it: mapped, or copied for an engine that writes during training."""
-        value = self._state.whole(index, kind)
-        deepspeed_engine = self._deepspeed_engine()
-        checkpoint_engine = getattr(deepspeed_engine, "checkpoint_engine", None)
-        in_background = checkpoint_engine is not None and checkpoint_engine.is_decoupled()
-        return value.clone() if in_background else value
+    def _saved_state(self, index: int) -> dict[str, Any]:
+        """A sub-group's state as a checkpoint takes it: deferred or in place while one is saved, else copies."""
+        kinds = (MASTER, *self._optimizer_states.kinds(index))
+        resident = self._state.residency(index) is StateResidency.HOST
+        if resident or not self.defers_state:
+            values = self._state.borrow(index)
+            if resident and not self.defers_state:
+                values = {kind: value.clone() for kind, value in values.items()}
+            return {kind: values[kind].detach().requires_grad_(kind == MASTER) for kind in kinds}
+        numel = self._state.numel(index)
+        return {
+            kind: DeferredTensor(
+                StateKey(index, kind), self._state.dtype(index, kind), numel, requires_grad=kind == MASTER
+            )
+            for kind in kinds
+        }
+
+    def scan_state(self, visit: Callable[[Chunk, Mapping[str, torch.Tensor]], None]) -> None:
+        """Shows each chunk of the optimizer state once, see :meth:`OptimizerStateTier.scan`."""
+        if self._state is not None:
+            self._state.scan(visit)
+
+    def frozen_in_tier(self) -> list[Any]:
+        """The parameters that the optimizer does not update and whose shards are in the weight tier."""
+        updated = {param.ds_id for group in self.fp16_groups for param in group}
+        return [p for p in self.module.parameters() if p.ds_id not in updated and self._in_tier(p)]
+
+    # Loading
+
+    def load_frozen(self, fragments: Mapping[str, torch.Tensor], names: Mapping[Any, str]) -> None:
+        """Puts the frozen weights' saved shards where the weights live.
+
+        Args:
+            fragments: this rank's shards by the parameters' names, 1-D.
+            names: the name of each parameter.
+
+        Raises:
+            CheckpointError: a shard is missing, or was saved with another number of ranks.
+        """
+        updated = {param.ds_id for group in self.fp16_groups for param in group}
+        in_tier = {param.ds_id for param in self.frozen_in_tier()}
+        for param in self.module.parameters():
+            if param.ds_id in updated:
+                continue
+            saved, numel = fragments.get(names[param]), param.ds_tensor.ds_numel
+            if saved is None or saved.numel() != numel:
+                found = "is missing" if saved is None else f"has {saved.numel()} elements, the model's {numel}"
+                raise CheckpointError(
+                    f"this rank's part of the frozen weight {names[param]} {found}: the checkpoint was saved with "
+                    "another number of ranks, or of another model"
+                )
+            if param.ds_id in in_tier and param.nvme_swapper.stored(param):
+                param.nvme_swapper.replace(param, saved.detach())
+            else:
+                param.ds_tensor.data.copy_(saved.detach())
+
+    @property
+    def _keeps_stock_memory(self) -> bool:
+        """Whether weights and master weights are where DeepSpeed's own loading puts them."""
+        return self._state is None and all(flat is not None for flat in self.fp16_partitioned_groups_flat)
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        if self._state is None:
+        if self._keeps_stock_memory:
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
             return
-        self._frozen_may_have_changed = True
         masters = state_dict[FP32_FLAT_GROUPS]
         self._check_same_shape(masters)
         self.loss_scaler = state_dict[LOSS_SCALER]
@@ -89,49 +160,69 @@ class CheckpointMixin:
             self._replace_master(index, master.detach(), with_state=load_optimizer_states)
 
     def _restore_from_bit16_weights(self) -> None:
-        if self._state is None:
+        if self._keeps_stock_memory:
             super()._restore_from_bit16_weights()
             return
-        self._frozen_may_have_changed = True
         self._drop_staged_weights()
         for index in range(len(self.fp16_groups)):
             self._copy_weights_to_master(index)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
         """Loads a universal checkpoint's master weights and optimizer states."""
-        if self._state is None:
+        if self._keeps_stock_memory:
             super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
             return
-        self._frozen_may_have_changed = True
-        folder = os.path.join(checkpoint_dir, "zero")
-        path = os.path.join(folder, "optimizer_state.pt")
+        path = os.path.join(checkpoint_dir, "zero", "optimizer_state.pt")
         if not os.path.isfile(path):
             raise FileNotFoundError(f"{path} is missing: {checkpoint_dir} is not a universal checkpoint")
         saved = torch.load(path, weights_only=False)
         self._load_global_state_stage3(saved)
         step = saved[OPTIMIZER_STATE_DICT]["state"][0]["step"]
-        for index, params in enumerate(self.fp16_groups):
-            placeholder = self.fp32_partitioned_groups_flat[index]
-            state = self.optimizer.state[placeholder] = {}
-            for key in ("fp32", "exp_avg", "exp_avg_sq"):
-                pieces = [
-                    self.load_hp_checkpoint_state(os.path.join(folder, self.param_names[param]), key, param=param)
-                    for param in params
-                ]
-                whole = torch.cat([piece.reshape(-1) for piece in pieces]).to(placeholder.dtype)
-                if key == "fp32":
-                    master = whole
-                else:
-                    state[key] = whole
+        for index in range(len(self.fp16_groups)):
+            state = self.optimizer.state[self.fp32_partitioned_groups_flat[index]] = {}
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state[kind] = self._universal_state(checkpoint_dir, index, kind)
             state["step"] = step
-            self._replace_master(index, master, with_state=True)
+            self._replace_master(index, self._universal_state(checkpoint_dir, index, "fp32"), with_state=True)
         for group in self.optimizer.param_groups:
             for key, value in saved[OPTIMIZER_STATE_DICT]["param_groups"][0].items():
                 group[key] = [] if key == "params" else value
 
+    def load_module_checkpoint_state_from_checkpoint_dir_stage3(
+        self, checkpoint_dir: str, load_from_fp32_weights: bool
+    ) -> None:
+        """Loads a universal checkpoint's weights; optimizer states stay as they are.
+
+        Args:
+            checkpoint_dir: its folder.
+            load_from_fp32_weights: whether master weights are the saved ones, or follow from the rounded weights.
+        """
+        if self._keeps_stock_memory:
+            super().load_module_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir, load_from_fp32_weights)
+            return
+        for index, params in enumerate(self.fp16_groups):
+            master = self._universal_state(checkpoint_dir, index, "fp32")
+            if not load_from_fp32_weights:
+                master = master.to(params[0].ds_tensor.dtype)
+            self._replace_master(index, master, with_state=False)
+
+    def _universal_state(self, checkpoint_dir: str, index: int, kind: str) -> torch.Tensor:
+        """This rank's partition of one kind of a sub-group's state, from a universal checkpoint."""
+        master = self.fp32_partitioned_groups_flat[index]
+        folder = os.path.join(checkpoint_dir, "zero")
+        pieces = [
+            self.load_hp_checkpoint_state(os.path.join(folder, self.param_names[param]), kind, param=param)
+            for param in self.fp16_groups[index]
+        ]
+        return torch.cat([piece.reshape(-1) for piece in pieces]).to(master.device, master.dtype)
+
     def _replace_master(self, index: int, master: torch.Tensor, *, with_state: bool) -> None:
         """Puts loaded master weights (and the states the optimizer holds for them) into the tier, then the weights."""
         self._drop_staged_weights()
+        if self._state is None:
+            self.fp32_partitioned_groups_flat[index].data.copy_(master)
+            self._partitioned_params_swap_out(index)
+            return
         self._optimizer_states.replace(index, master, with_state=with_state)
         for chunk in self._state.chunks(index):
             self._publish(chunk, master[chunk.start : chunk.start + chunk.numel])

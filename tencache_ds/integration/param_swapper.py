@@ -313,16 +313,19 @@ class ParamSwapper:
                     param.ds_tensor.data = self._stand_in(param)
                     self._weights.abandon_overwrite(key)
 
-    def show_mapped(self, param: Any) -> None:
-        """Lets a checkpoint read or replace a stored shard through a private mapping of its file."""
-        param.ds_tensor.data = self._weights.mapped(param.ds_id)
-
-    def hide_mapped(self, param: Any, *, changed: bool) -> None:
-        """Ends :meth:`show_mapped`; a changed value goes to NVMe."""
-        value = param.ds_tensor.data
-        param.ds_tensor.data = self._stand_in(param)
-        if changed:
+    def replace(self, param: Any, value: torch.Tensor) -> None:
+        """Replaces a stored shard that is not in use by ``value`` (1-D, the shard's length); goes to NVMe."""
+        with self._lock:
             self._weights.overwrite(param.ds_id, value)
+
+    def read(self, param: Any) -> torch.Tensor:
+        """A copy of a shard as it was last stored, 1-D in host memory."""
+        return self._weights.read(param.ds_id)
+
+    def scan(self, params: Sequence[Any], visit: Callable[[Any, torch.Tensor], None]) -> None:
+        """Shows shards that nobody uses to ``visit(param, shard)``, one after the other, reading ahead."""
+        by_key = {param.ds_id: param for param in params}
+        self._weights.scan(list(by_key), lambda key, shard: visit(by_key[key], shard))
 
     # Mechanics
 

@@ -29,6 +29,7 @@ _RUNTIME = "deepspeed.runtime"
 _PARAMETERS = f"{_RUNTIME}.zero.partition_parameters"
 _COORDINATOR = f"{_RUNTIME}.zero.partitioned_param_coordinator"
 _STAGE3 = f"{_RUNTIME}.zero.stage3"
+_TORCH_CHECKPOINTS = f"{_RUNTIME}.checkpoint_engine.torch_checkpoint_engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,50 @@ SEAMS: tuple[Seam, ...] = (
         "DeepSpeedEngine._configure_zero_optimizer",
         ("self", "optimizer"),
         "chooses the stage-3 optimizer and coordinator classes for one engine",
+    ),
+    Seam(
+        f"{_RUNTIME}.engine",
+        "DeepSpeedEngine.save_checkpoint",
+        ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
+        "streams checkpoints, and completes them on all ranks or on none",
+    ),
+    *(
+        Seam(f"{_RUNTIME}.engine", f"DeepSpeedEngine.{name}", ("self", *parameters), purpose)
+        for name, parameters, purpose in (
+            ("_save_checkpoint", ("save_dir", "tag", "client_state", "exclude_frozen_parameters"), "keeps its errors"),
+            (
+                "_save_moe_checkpoint",
+                ("save_dir", "tag", "client_state", "exclude_frozen_parameters"),
+                "keeps its errors",
+            ),
+            ("_save_zero_checkpoint", ("save_path", "tag"), "keeps its errors"),
+            (
+                "load_module_state_dict",
+                (
+                    "checkpoint",
+                    "strict",
+                    "custom_load_fn",
+                    "fetch_z3_params",
+                    "z3_params_to_fetch",
+                    "allowed_missing_keys",
+                ),
+                "loads frozen weights through the weight tier",
+            ),
+        )
+    ),
+    *(
+        Seam(
+            f"{_RUNTIME}.checkpoint_engine.torch_checkpoint_engine",
+            f"TorchCheckpointEngine.{name}",
+            parameters,
+            purpose,
+        )
+        for name, parameters, purpose in (
+            ("__init__", ("self", "config_params"), "sees which format DeepSpeed writes"),
+            ("save", ("self", "state_dict", "path"), "writes files in its place"),
+            ("commit", ("self", "info"), "lets all ranks agree"),
+            ("makedirs", ("self", "path", "exist_ok"), "keeps its errors"),
+        )
     ),
     Seam(
         _PARAMETERS,
@@ -171,8 +216,13 @@ SEAMS: tuple[Seam, ...] = (
             ("_rigid_load_state_dict", ("state_dict", "load_optimizer_states"), "loads what CPU offload saved"),
             ("_restore_from_bit16_weights", (), "refreshes master weights"),
             ("load_hp_checkpoint_state_from_checkpoint_dir_stage3", ("checkpoint_dir",), "loads universal checkpoints"),
-            ("checkpoint_event_prologue", (), "shows stored frozen weights to the checkpoint"),
-            ("checkpoint_event_epilogue", (), "takes loaded frozen weights over"),
+            (
+                "load_module_checkpoint_state_from_checkpoint_dir_stage3",
+                ("checkpoint_dir", "load_from_fp32_weights"),
+                "loads the weights of universal checkpoints",
+            ),
+            ("load_hp_checkpoint_state", ("folder", "key", "param"), "reads universal checkpoints"),
+            ("checkpoint_event_prologue", (), "takes unused weights back"),
             ("destroy", (), "closes the engine"),
         )
     ),

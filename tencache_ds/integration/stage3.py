@@ -387,6 +387,12 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
 
     def _copy_weights_to_master(self, sub_group: int, *, fresh: bool = False) -> None:
         """Master weights from the model's weights; ``fresh`` chunks have no older state worth reading."""
+        if self._state is None:
+            master, params = self.fp32_partitioned_groups_flat[sub_group].data, self.fp16_groups[sub_group]
+            for index, (start, numel) in enumerate(zip(*self._segments(sub_group), strict=True)):
+                master[start : start + numel].copy_(self._shard(params[index], params[index + 1 :]))
+                self._end_shard(params[index])
+            return
         for chunk, weights in self._weights_by_chunk(sub_group):
             used = self._state.overwrite(chunk) if fresh else self._state.take(chunk)
             for overlap_start, values in weights:
@@ -416,9 +422,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             for overlap in shared:
                 if overlap.last:
                     del exposed[overlap.segment]
-                    if self._in_tier(params[overlap.segment]):
-                        weights = params[overlap.segment].nvme_swapper.engine.weights
-                        weights.give_back(params[overlap.segment].ds_id)
+                    self._end_shard(params[overlap.segment])
 
     def _shard(self, param: Any, following: list[Any]) -> torch.Tensor:
         if not self._in_tier(param):
@@ -429,6 +433,10 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             (other.ds_id for other in following if other.nvme_swapper is param.nvme_swapper), for_host=True
         )
         return shard
+
+    def _end_shard(self, param: Any) -> None:
+        if self._in_tier(param):
+            param.nvme_swapper.engine.weights.give_back(param.ds_id)
 
     def _segments(self, sub_group: int) -> tuple[list[int], list[int]]:
         numels = [partition.ds_numel for partition in self.fp16_partitioned_groups[sub_group]]

@@ -17,7 +17,6 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
-from tencache_ds.io.mapping import map_pieces
 from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
 from tencache_ds.observability.counters import Counters, Link, Stall
 from tencache_ds.planning.chunks import Chunk, cut_sub_group
@@ -271,6 +270,35 @@ class OptimizerStateTier:
             values = {kind: self._copied(group.tensors.get(kind), value) for kind, value in values.items()}
         self.keep(sub_group, values)
 
+    def scan(self, visit: Callable[[Chunk, Mapping[str, torch.Tensor]], None]) -> None:
+        """Shows every chunk once, in ascending order, reading stored ones ahead; nothing may be changed.
+
+        Args:
+            visit: takes a chunk and a 1-D view per kind of state, which ends with the call.
+
+        Raises:
+            StorageError: a read failed, or its bytes are not those last written.
+        """
+        self.begin_update()
+        try:
+            for group in self._groups:
+                for chunk in group.chunks:
+                    used = self.take(chunk)
+                    try:
+                        visit(chunk, used.views)
+                    finally:
+                        self.put(used, changed=False)
+        finally:
+            self._abandon_ahead()
+
+    def dtype(self, sub_group: int, kind: str) -> torch.dtype:
+        """The dtype of one kind of state.
+
+        Raises:
+            KeyError: the sub-group keeps no such state (yet).
+        """
+        return self._groups[sub_group].dtype(kind)
+
     def write(self, sub_group: int, values: Mapping[str, torch.Tensor], start: int = 0) -> None:
         """Replaces elements of some kinds of state, beginning at element ``start``; all values have the same length.
 
@@ -298,23 +326,6 @@ class OptimizerStateTier:
         lease = self._lease(chunk)
         lease.buffer[: chunk.nbytes].zero_()
         return ChunkInUse(chunk, self._views(group, chunk, lease.buffer), lease)
-
-    def whole(self, sub_group: int, kind: str) -> torch.Tensor:
-        """All of one kind of state as one 1-D tensor, for reading: the resident tensor, or a mapping of the files.
-
-        The result of a stored sub-group must be out of use before the next update.
-        """
-        group = self._groups[sub_group]
-        if group.spec.residency is StateResidency.HOST:
-            return group.tensors[kind]
-        if self._store is None:
-            raise TenCacheError(f"sub-group {sub_group} has no store")
-        self._store.drain()
-        pieces = []
-        for chunk, extent in zip(group.chunks, group.extents, strict=True):
-            piece = chunk.piece(kind)
-            pieces.append((self._store.location(extent.file), extent.offset + piece.offset, piece.nbytes))
-        return map_pieces(pieces).view(group.dtype(kind))
 
     # Lifetime
 

@@ -16,7 +16,6 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
-from tencache_ds.io.mapping import map_pieces
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall
@@ -396,19 +395,47 @@ class WeightTier:
                 with self._counters.stall(Stall.WRITE_BACK):
                     self._store.drain()
 
-    def mapped(self, key: int) -> torch.Tensor:
-        """The shard as a private (copy-on-write) mapping of its file: no buffer, paged in when read.
+    def read(self, key: int) -> torch.Tensor:
+        """A copy of the shard as it was last stored, whatever its staging buffer is used for.
 
-        Changes stay in the mapping; hand it to :meth:`overwrite` to keep them.
+        Raises:
+            StorageError: the read failed, or its bytes are not those last written.
         """
         with self._lock:
             weight = self._weights[key]
             if weight.state is WeightState.RESIDENT:
                 assert weight.resident is not None
-                return weight.resident
+                return weight.resident.clone()
             store, extent = self._stored_at(weight)
-            self.drain()
-            return map_pieces([(store.location(extent.file), extent.offset, weight.nbytes)]).view(weight.dtype)
+            buffer = self._ordinary.take(weight)
+            self._counters.moved(Link.NVME_READ, extent.allocated_nbytes)
+            ticket = store.read(extent, buffer.bytes[: extent.allocated_nbytes], priority=Priority.URGENT)
+            try:
+                ticket.wait(self._timeout_s)
+                return buffer.bytes[: weight.nbytes].view(weight.dtype).clone()
+            finally:
+                if ticket.done:
+                    self._ordinary.release(buffer)
+                else:  # the device may still write to it
+                    self._ordinary.release_after(ticket, buffer)
+
+    def scan(self, keys: Sequence[int], visit: Callable[[int, torch.Tensor], None]) -> None:
+        """Shows shards that nobody uses, in the order of ``keys``, reading stored ones ahead; none may be changed.
+
+        Args:
+            keys: which; none of them exposed.
+            visit: takes a key and the shard, 1-D in host memory, which ends with the call.
+
+        Raises:
+            StorageError: a read failed, or its bytes are not those last written.
+        """
+        for index, key in enumerate(keys):
+            (shard,) = self.expose([key], for_host=True)
+            try:
+                self.read_ahead(keys[index + 1 :], for_host=True)
+                visit(key, shard)
+            finally:
+                self.give_back(key)
 
     def overwrite(self, key: int, value: torch.Tensor) -> None:
         """Replaces a weight's value by ``value`` (1-D, the shard's length); returns before it is on NVMe."""

@@ -61,6 +61,19 @@ class Bench:
                 view.add_(add)
                 part.add_(add)
 
+    def scan(self) -> None:
+        """Compares every chunk with the model."""
+        seen = []
+
+        def visit(chunk, views):
+            for kind, view in views.items():
+                part = self.dense[chunk.sub_group][kind][chunk.start : chunk.start + chunk.numel]
+                assert torch.equal(view, part), (chunk.sub_group, chunk.index, kind)
+            seen.append(chunk)
+
+        self.tier.scan(visit)
+        assert seen == self.all_chunks()
+
     def check(self) -> None:
         for index, kinds in enumerate(self.dense):
             for kind, value in self.tier.borrow(index).items():
@@ -113,6 +126,33 @@ def test_a_pass_moves_each_chunk_once(bench):
     after = bench.storage.counters.total().nbytes
     assert after["nvme_read"] == nbytes
     assert after["nvme_write"] == 2 * nbytes
+
+
+@EVERY_RESIDENCY
+def test_a_scan_shows_every_chunk_and_changes_nothing(either):
+    either.scan()
+    either.storage.assert_idle()
+    either.check()
+
+
+def test_a_scan_reads_each_chunk_once(bench):
+    nbytes = sum(chunk.nbytes for chunk in bench.all_chunks())
+    before = bench.storage.counters.total().nbytes
+    bench.scan()
+    after = bench.storage.counters.total().nbytes
+    assert after["nvme_read"] - before["nvme_read"] == nbytes
+    assert after["nvme_write"] == before["nvme_write"]
+
+
+def test_a_scan_that_is_left_early_gives_its_buffers_back(bench):
+    def visit(chunk, views):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        bench.tier.scan(visit)
+    bench.storage.pool.drain()
+    bench.storage.assert_idle()
+    bench.check()
 
 
 def test_the_next_chunks_are_read_while_one_is_worked_on(bench):
@@ -215,7 +255,7 @@ def test_a_write_in_the_middle_of_a_pass_is_seen_by_it(bench, groups):
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["read", "write", "write all kinds", "update", "look", "begin", "whole"]),
+            st.sampled_from(["read", "write", "write all kinds", "update", "look", "begin", "scan"]),
             st.integers(0, len(NUMELS) - 1),
             st.sets(st.sampled_from([kind for kind, _ in KINDS]), min_size=1),
             st.integers(0, 10**6),
@@ -241,11 +281,8 @@ def test_any_ranges_against_a_dense_model(residency, operations):
             elif name == "read":
                 for kind in kinds:
                     assert torch.equal(bench.tier.read(index, kind, start, numel), dense[kind][start : start + numel])
-            elif name == "whole":
-                for kind in kinds:
-                    whole = bench.tier.whole(index, kind)
-                    assert torch.equal(whole, dense[kind])
-                    assert torch.equal(whole, bench.tier.read(index, kind))
+            elif name == "scan":
+                bench.scan()
             else:
                 written = set(dense) if name == "write all kinds" else kinds
                 values = {kind: numbers(numel, dense[kind].dtype, 1000 + seed) for kind in written}
@@ -279,7 +316,7 @@ def test_values_of_different_lengths_are_refused(either):
 
 @EVERY_RESIDENCY
 def test_a_kind_that_is_not_kept(either):
-    for use in (either.tier.read, either.tier.whole):
+    for use in (either.tier.read, either.tier.dtype):
         with pytest.raises(KeyError, match="momentum"):
             use(0, "momentum")
 
@@ -485,6 +522,6 @@ def test_an_empty_sub_group(tmp_path):
     assert tier.chunks(0) == ()
     tier.begin_update()
     assert tier.read(0, MASTER).numel() == 0
-    assert tier.whole(0, "exp_avg_sq").dtype is torch.bfloat16
+    assert tier.read(0, "exp_avg_sq").dtype is torch.bfloat16
     tier.close()
     storage.close()

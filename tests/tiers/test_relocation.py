@@ -74,9 +74,9 @@ def test_chunks_move_and_keep_their_state(storage):
             for value in dense.values():
                 value.add_(1.0)
         assert shares(storage)[fast] > 0.7
-        # A checkpoint maps the files where the chunks are now.
+        # A checkpoint reads the chunks where they are now.
         for kind, value in dense.items():
-            assert torch.equal(tier.whole(0, kind), value)
+            assert torch.equal(tier.read(0, kind), value)
     assert storage.store.n_relocated > 10
     # No byte was moved for it but those of the updates.
     assert storage.counters.total().nbytes[Link.NVME_WRITE] == 13 * n_written
@@ -114,7 +114,7 @@ def test_weights_move_and_keep_their_values(storage):
             tier.give_back(key)
     assert shares(storage)[1] > 0.8
     for key, value in values.items():
-        assert torch.equal(tier.mapped(key), value)
+        assert torch.equal(tier.read(key), value)
     tier.close()
     resident.close()
     transient.close()

@@ -150,7 +150,7 @@ def test_a_resident_weight_is_the_same_memory_for_good(tmp_path):
     (shard,) = bench.check(0)
     assert bench.tier.ready(0)
     bench.tier.give_back(0)
-    same = [bench.tier.begin_update(0), bench.tier.begin_overwrite(0), bench.tier.mapped(0)]
+    same = [bench.tier.begin_update(0), bench.tier.begin_overwrite(0)]
     assert {tensor.data_ptr() for tensor in same} == {shard.data_ptr()}
     bench.tier.overwrite(0, torch.ones(SMALL))
     bench.tier.finish_update(0)
@@ -655,25 +655,44 @@ def test_weights_that_go_to_another_tier_keep_their_place(staged):
     staged.check_and_give_back(2)
 
 
-def test_a_mapping_needs_no_buffer_and_changes_nothing(staged):
+def test_a_copy_takes_no_staging_buffer_and_changes_nothing(staged):
     staged.tier.begin_update(2).copy_(staged.values[2].neg_())
     staged.tier.finish_update(2)
     leases = staged.storage.pool.stats().n_leases
     for key in staged.values:
-        mapped = staged.tier.mapped(key)
-        assert torch.equal(mapped, staged.values[key])
-        mapped.zero_()
+        copy = staged.tier.read(key)
+        assert torch.equal(copy, staged.values[key])
+        copy.zero_()
     assert staged.storage.pool.stats().n_leases == leases
     staged.check_and_give_back()
 
 
-def test_a_changed_mapping_is_kept_by_overwrite(staged):
-    mapped = staged.tier.mapped(2)
-    mapped.mul_(2)
-    staged.tier.overwrite(2, mapped)
+def test_a_changed_copy_is_kept_by_overwrite(staged):
+    staged.tier.overwrite(2, staged.tier.read(2).mul_(2))
     staged.values[2] = staged.values[2] * 2
     staged.check_and_give_back()
-    assert torch.equal(staged.tier.mapped(2), staged.values[2])
+    assert torch.equal(staged.tier.read(2), staged.values[2])
+
+
+def test_a_scan_shows_every_shard_once_and_leaves_nothing_behind(staged):
+    seen = []
+
+    def visit(key, shard):
+        assert torch.equal(shard, staged.values[key])
+        seen.append(key)
+
+    staged.tier.scan(list(staged.values), visit)
+    assert seen == list(staged.values)
+    staged.check_and_give_back()
+
+
+def test_a_scan_that_is_left_early_gives_its_buffers_back(staged):
+    def visit(key, shard):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        staged.tier.scan(list(staged.values), visit)
+    staged.check_and_give_back()
 
 
 # Failures

@@ -174,4 +174,4 @@ def test_a_new_value_from_outside_is_put_into_host_memory(bench):
     assert not bench.gpu_arena.owns(target)
     target.copy_(bench.value(7))
     bench.tier.finish_overwrite(0)
-    assert torch.equal(bench.tier.mapped(0), bench.value(7))
+    assert torch.equal(bench.tier.read(0), bench.value(7))

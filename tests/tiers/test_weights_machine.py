@@ -202,8 +202,8 @@ class WeightMachine(RuleBasedStateMachine):
         other.hand_over(keys, self.tier)
 
     @rule(key=KEY)
-    def mapped(self, key: int) -> None:
-        assert torch.equal(self.tier.mapped(key), self.values[key])  # of an update, the value before it
+    def read(self, key: int) -> None:
+        assert torch.equal(self.tier.read(key), self.values[key])  # of an update, the value before it
 
     @rule()
     def drain(self) -> None:

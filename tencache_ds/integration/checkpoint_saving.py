@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``save_checkpoint`` of an engine with TenCache: verified bytes, streamed; complete on every rank, or not there.
+
+[Note: a checkpoint is all or nothing]
+
+Whatever goes wrong while a rank's files are written (its state cannot be read back right, the file system is full) is
+kept until every rank has written its own. Files carry the suffix ``.partial`` until then. Where DeepSpeed commits the
+checkpoint, right before ``latest`` moves, all ranks agree: either every file gets its name, or none does and every rank
+raises. DeepSpeed by itself lets the other ranks go on, ``latest`` included, or leaves them in a collective.
+
+What DeepSpeed's own writer would have to hold in memory is deferred (:class:`DeferredTensor`) and streamed through
+pooled buffers. Other checkpoint engines keep what they are given for longer, or hand it to another process: they get
+copies, and so does everybody who calls ``optimizer.state_dict()`` outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from tencache_ds.errors import CheckpointError
+from tencache_ds.integration.checkpoint import CheckpointMixin, StateKey
+from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, write_archive
+from tencache_ds.planning.chunks import Chunk
+
+PARTIAL = ".partial"
+"""Ends the name of a file of a checkpoint that is not complete on every rank."""
+
+_WRITERS = ("_save_checkpoint", "_save_moe_checkpoint", "_save_zero_checkpoint")
+"""DeepSpeedEngine's methods that write files. They take part in no collective: one may fail where the others go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightKey:
+    """A frozen weight's shard, by its parameter id."""
+
+    ds_id: int
+
+
+def hook_saving(engine_class: Any) -> None:
+    """Makes ``save_checkpoint`` of engines with TenCache's optimizer all or nothing; others stay as they are."""
+    stock = engine_class.save_checkpoint
+
+    @functools.wraps(stock)
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.optimizer, CheckpointMixin):
+            return stock(self, *args, **kwargs)
+        return CheckpointSave(self).run(lambda: stock(self, *args, **kwargs))
+
+    engine_class.save_checkpoint = save_checkpoint
+
+
+class CheckpointSave:
+    """One call of ``save_checkpoint`` on this rank. See [Note: a checkpoint is all or nothing]."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._optimizer: Any = engine.optimizer
+        self._checkpoint_engine = engine.checkpoint_engine
+        self._streams = (
+            type(self._checkpoint_engine) is TorchCheckpointEngine and self._checkpoint_engine.zipfile_serialization
+        )
+        self._error: Exception | None = None
+        self._partial: list[str] = []
+
+    def run(self, save: Callable[[], Any]) -> Any:
+        """Runs DeepSpeed's ``save_checkpoint``. Collective.
+
+        Raises:
+            StorageError: state could not be read back right, or a file not be written, on this rank.
+            CheckpointError: that happened on another rank.
+        """
+        with self._substitutes():
+            try:
+                result = save()
+                if self._checkpoint_engine.is_decoupled():  # commits at the end of a later step
+                    self._agree()
+            finally:
+                self._discard()  # nothing is left to discard of a complete one
+        return result
+
+    @contextlib.contextmanager
+    def _substitutes(self) -> Iterator[None]:
+        """DeepSpeed's engine writes through this object while one checkpoint is saved."""
+        engine = self._engine
+        engine.checkpoint_engine = _Delegate(self._checkpoint_engine, self)
+        for name in _WRITERS:
+            setattr(engine, name, self._kept(getattr(engine, name)))
+        self._optimizer.defers_state = self._streams
+        try:
+            yield
+        finally:
+            self._optimizer.defers_state = False
+            engine.checkpoint_engine = self._checkpoint_engine
+            for name in _WRITERS:
+                delattr(engine, name)
+
+    def _kept(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        """``write`` with its error kept for the agreement; after an error nothing more is written."""
+
+        @functools.wraps(write)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._error is not None:
+                return None
+            try:
+                return write(*args, **kwargs)
+            except Exception as error:
+                self._error = error
+                return None
+
+        return call
+
+    # What DeepSpeed asks of its checkpoint engine
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Makes a folder of the checkpoint."""
+        try:
+            self._checkpoint_engine.makedirs(path, exist_ok=exist_ok)
+        except OSError as error:  # on one rank, and the others are about to wait for it
+            self._error = self._error or error
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """Writes one file of the checkpoint."""
+        state_dict = self._with_frozen_weights(state_dict)
+        if not self._streams:
+            self._checkpoint_engine.save(state_dict, path)
+            return
+        self._partial.append(path)
+        write_archive(state_dict, path + PARTIAL, self._fill, name=os.path.basename(path))
+
+    def commit(self, info: Any) -> Any:
+        """Gives the files their names once they are there on every rank. Collective."""
+        self._agree()
+        try:
+            while self._partial:
+                os.replace(self._partial[-1] + PARTIAL, self._partial[-1])
+                self._partial.pop()
+        except OSError as error:
+            self._error = error
+        self._agree()
+        return self._checkpoint_engine.commit(info)
+
+    # Contents
+
+    def _with_frozen_weights(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Frozen weights are in the weight tier, and DeepSpeed saves them by their shard's tensor."""
+        fragments = state_dict.get(FROZEN_PARAM_FRAGMENTS)
+        if not fragments:
+            return state_dict
+        fragments = type(fragments)(fragments)
+        for param in self._optimizer.frozen_in_tier():
+            name = self._engine.param_names[param]
+            if self._streams:
+                shard = param.ds_tensor
+                fragments[name] = DeferredTensor(_WeightKey(param.ds_id), shard.dtype, shard.ds_numel)
+            else:
+                fragments[name] = param.nvme_swapper.read(param)
+        return {**state_dict, FROZEN_PARAM_FRAGMENTS: fragments}
+
+    def _fill(self, file: ArchiveFile) -> None:
+        """Streams what a file's deferred tensors stand for, each byte of it read once."""
+        deferred = file.deferred
+
+        def state(chunk: Chunk, views: Any) -> None:
+            for kind, view in views.items():
+                tensor = deferred.get(StateKey(chunk.sub_group, kind))
+                if tensor is not None:
+                    file.write(tensor, view)
+
+        def weight(param: Any, shard: torch.Tensor) -> None:
+            file.write(deferred[_WeightKey(param.ds_id)], shard)
+
+        if any(isinstance(key, StateKey) for key in deferred):
+            self._optimizer.scan_state(state)
+        by_swapper: dict[Any, list[Any]] = {}
+        for param in self._optimizer.frozen_in_tier():
+            if _WeightKey(param.ds_id) in deferred:
+                by_swapper.setdefault(param.nvme_swapper, []).append(param)
+        for swapper, params in by_swapper.items():
+            swapper.scan(params, weight)
+
+    # The outcome
+
+    def _agree(self) -> None:
+        """Raises on every rank if one of them has an error. Collective."""
+        failed = _ranks_where(self._error is not None)
+        if not failed:
+            return
+        if self._checkpoint_engine.is_decoupled():
+            self._checkpoint_engine.commit_info = None  # so that a later step does not complete this one
+        ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
+        if self._error is None:
+            raise CheckpointError(
+                f"the checkpoint was not saved: {ranks} could not write its part, and said why. "
+                '"latest" still names the checkpoint before it, and training can go on from here'
+            )
+        self._error.add_note('The checkpoint was not saved; "latest" still names the one before it.')
+        raise self._error
+
+    def _discard(self) -> None:
+        for path in self._partial:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path + PARTIAL)
+        self._partial = []
+
+
+class _Delegate:
+    """A checkpoint engine as DeepSpeed sees it during one save."""
+
+    def __init__(self, inner: Any, save: CheckpointSave) -> None:
+        self._inner = inner
+        self.makedirs, self.save, self.commit = save.makedirs, save.save, save.commit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _ranks_where(here: bool) -> list[int]:
+    """The ranks that say yes. Collective."""
+    if dist.get_world_size() == 1:
+        return [0] if here else []
+    votes = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=get_accelerator().current_device_name())
+    votes[dist.get_rank()] = int(here)
+    dist.all_reduce(votes)
+    return [rank for rank, vote in enumerate(votes.tolist()) if vote]

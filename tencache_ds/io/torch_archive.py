@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of ``torch.save`` whose tensors need not be in memory: laid out first, filled piece by piece in any order.
+
+The format is a ZIP archive of uncompressed records: the pickled object, and one record per storage. ``torch.save``
+wants each storage whole in memory, and its ``skip_data`` leaves wrong check sums behind (and needs torch 2.6). Here the
+lengths decide the layout, bytes go where they belong as they come, and headers and check sums are written last: a file
+that was not finished is not an archive.
+"""
+
+from __future__ import annotations
+
+import collections
+import errno
+import io
+import os
+import pickle
+import struct
+import sys
+import zlib
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tencache_ds.errors import SpaceError, StorageError, TenCacheError
+
+PICKLE_PROTOCOL = 2
+FORMAT_VERSION = b"3\n"
+STORAGE_ALIGNMENT_NBYTES = 64
+"""Of a storage in the file, as ``torch.save`` does it: what ``torch.load(mmap=True)`` hands out is aligned too."""
+
+_WRITE_NBYTES = 16 * 2**20
+_ZIP64_LIMIT = 0xFFFFFFFF
+_FIRST_OF_JANUARY_1980 = 0x0021
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeferredTensor:
+    """Stands in an object for a 1-D tensor whose bytes are written after the object's structure.
+
+    Attributes:
+        key: what the writer of the bytes knows it by.
+        dtype: dtype of the tensor.
+        numel: its elements.
+        requires_grad: as loaded.
+    """
+
+    key: Hashable
+    dtype: torch.dtype
+    numel: int
+    requires_grad: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.numel * self.dtype.itemsize
+
+    def __reduce__(self) -> Any:
+        storage = _DeferredStorage(self)
+        arguments = (storage, 0, (self.numel,), (1,), self.requires_grad, collections.OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+@dataclass(frozen=True, slots=True)
+class _DeferredStorage:
+    tensor: DeferredTensor
+
+    def __reduce__(self) -> Any:
+        raise TenCacheError(
+            f"the tensor {self.tensor.key} of a checkpoint is not in memory: only write_archive() can save it"
+        )
+
+
+@dataclass(slots=True)
+class _Record:
+    """One file of the archive: where it lies, and the check sum of what was written of it, in order."""
+
+    name: bytes
+    nbytes: int
+    header_offset: int = 0
+    data_offset: int = 0
+    n_written: int = 0
+    crc: int = 0
+
+
+@dataclass(slots=True)
+class _Structure:
+    """A pickled object and the storages it refers to, by their number."""
+
+    pickled: bytes = b""
+    storages: dict[str, torch.UntypedStorage | DeferredTensor] = field(default_factory=dict)
+
+
+class ArchiveFile:
+    """What :func:`write_archive` hands to the caller's ``fill``: takes the bytes of deferred tensors. One thread."""
+
+    def __init__(self, path: str, records: list[_Record], deferred: dict[DeferredTensor, _Record]) -> None:
+        self._path = path
+        self._records = records
+        self._deferred = deferred
+        self._by_key = {tensor.key: tensor for tensor in deferred}
+        self._descriptor = -1
+
+    @property
+    def deferred(self) -> dict[Hashable, DeferredTensor]:
+        """The deferred tensors that the object holds, by their key."""
+        return self._by_key
+
+    def write(self, tensor: DeferredTensor, data: torch.Tensor) -> None:
+        """Appends the tensor's next elements; those of several tensors may take turns.
+
+        Args:
+            tensor: one of :attr:`deferred`.
+            data: 1-D contiguous tensor in host memory, of the tensor's dtype; free again on return.
+
+        Raises:
+            StorageError: the file cannot be written (:class:`SpaceError` when the device is full).
+            TenCacheError: wrong dtype, or more elements than the tensor has.
+        """
+        if data.dtype != tensor.dtype:
+            raise TenCacheError(f"{tensor.key} is {tensor.dtype} in the checkpoint, not {data.dtype}")
+        self._append(self._deferred[tensor], _bytes_of(data))
+
+    def _append(self, record: _Record, data: memoryview) -> None:
+        if record.n_written + len(data) > record.nbytes:
+            raise TenCacheError(f"record {record.name!r} of {self._path} has {record.nbytes} bytes, not more")
+        for start in range(0, len(data), _WRITE_NBYTES):
+            piece = data[start : start + _WRITE_NBYTES]
+            record.crc = zlib.crc32(piece, record.crc)
+            self._write_at(record.data_offset + record.n_written, piece)
+            record.n_written += len(piece)
+
+    def _write_at(self, offset: int, data: memoryview | bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                n_written = os.pwrite(self._descriptor, view, offset)
+                view, offset = view[n_written:], offset + n_written
+        except OSError as error:
+            raise _storage_error("write", self._path, offset, len(view), error) from error
+
+    def _finish(self) -> None:
+        for record in self._records:
+            if record.n_written != record.nbytes:
+                raise TenCacheError(
+                    f"record {record.name!r} of {self._path}: {record.n_written} of {record.nbytes} bytes were written"
+                )
+            self._write_at(record.header_offset, _local_header(record))
+        last = self._records[-1]
+        self._write_at(last.data_offset + last.nbytes, _directory(self._records))
+
+
+def write_archive(obj: Any, path: str, fill: Callable[[ArchiveFile], None], *, name: str | None = None) -> None:
+    """Writes what ``torch.save(obj, path)`` would, with every :class:`DeferredTensor` in ``obj`` as a tensor.
+
+    Args:
+        obj: the object; tensors in memory are written from where they are.
+        path: the file; replaced if it exists. After an error it is gone.
+        fill: writes every element of every deferred tensor.
+        name: of the archive in the file, where it is not the file's.
+
+    Raises:
+        StorageError: the file cannot be made or written (:class:`SpaceError` when the device is full).
+        TenCacheError: ``fill`` did not write all of a deferred tensor.
+    """
+    structure = _pickle(obj)
+    stem = Path(name or path).stem
+    prefix = (stem if stem.isascii() and stem else "archive").encode()
+    contents: dict[str, bytes | torch.UntypedStorage | DeferredTensor] = {
+        "data.pkl": structure.pickled,
+        "byteorder": sys.byteorder.encode(),
+        **{f"data/{key}": storage for key, storage in structure.storages.items()},
+        "version": FORMAT_VERSION,
+    }
+    records = [
+        _Record(prefix + b"/" + key.encode(), _nbytes_of(content), data_offset=-1) for key, content in contents.items()
+    ]
+    offset = 0
+    for record in records:
+        record.header_offset = offset
+        record.data_offset = _aligned(offset + len(_local_header(record)))
+        offset = record.data_offset + record.nbytes
+    deferred = {c: r for c, r in zip(contents.values(), records, strict=True) if isinstance(c, DeferredTensor)}
+    file = ArchiveFile(path, records, deferred)
+    try:
+        file._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise _storage_error("create", path, 0, offset, error) from error
+    try:
+        for record, content in zip(records, contents.values(), strict=True):
+            if isinstance(content, bytes):
+                file._append(record, memoryview(content))
+            elif isinstance(content, torch.UntypedStorage):
+                file._append(record, _bytes_of_storage(content))
+        fill(file)
+        file._finish()
+        descriptor, file._descriptor = file._descriptor, -1
+        try:
+            os.close(descriptor)  # a network file system tells of a failed write here
+        except OSError as error:
+            raise _storage_error("close", path, 0, offset, error) from error
+    except BaseException:
+        if file._descriptor >= 0:
+            os.close(file._descriptor)
+        Path(path).unlink(missing_ok=True)
+        raise
+
+
+# The object
+
+
+def _pickle(obj: Any) -> _Structure:
+    """The object as ``torch.save`` pickles it: storages are replaced by their type, number, place and length."""
+    found = _Structure()
+    numbers: dict[int, str] = {}
+    kinds: dict[str, Any] = {}
+
+    def numbered(storage: torch.UntypedStorage | DeferredTensor, identity: int, kind: Any) -> str:
+        number = numbers.setdefault(identity, str(len(numbers)))
+        found.storages[number] = storage  # which keeps the identity from being given to another
+        if kinds.setdefault(number, kind) is not kind and _nbytes_of(storage):
+            raise TenCacheError(
+                f"tensors that share their memory as {kinds[number].__name__} and {kind.__name__} cannot be saved in "
+                "one file: clone one of them"
+            )
+        return number
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, item: Any) -> Any:
+            if isinstance(item, _DeferredStorage):
+                tensor, kind = item.tensor, _storage_type(item.tensor.dtype)
+                return ("storage", kind, numbered(tensor, id(tensor), kind), "cpu", tensor.numel)
+            if isinstance(item, torch.storage.TypedStorage):
+                storage, kind, numel = item._untyped_storage, getattr(torch, item._pickle_storage_type()), item._size()
+            elif torch.is_storage(item):
+                storage, kind, numel = item, getattr(torch, type(item).__name__), item.nbytes()
+            else:
+                return None
+            place = torch.serialization.location_tag(storage)
+            return ("storage", kind, numbered(storage, storage._cdata, kind), place, numel)
+
+    target = io.BytesIO()
+    Pickler(target, protocol=PICKLE_PROTOCOL).dump(obj)
+    found.pickled = target.getvalue()
+    return found
+
+
+def _storage_type(dtype: torch.dtype) -> Any:
+    return getattr(torch, torch.empty(0, dtype=dtype)._typed_storage()._pickle_storage_type())
+
+
+def _nbytes_of(content: bytes | torch.UntypedStorage | DeferredTensor) -> int:
+    if isinstance(content, bytes):
+        return len(content)
+    return content.nbytes if isinstance(content, DeferredTensor) else content.nbytes()
+
+
+def _bytes_of(data: torch.Tensor) -> memoryview:
+    return memoryview(data.detach().view(torch.uint8).numpy())
+
+
+def _bytes_of_storage(storage: torch.UntypedStorage) -> memoryview:
+    return _bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()))
+
+
+# The archive (PKWARE's APPNOTE 4.3.7 to 4.3.16; records are stored, never compressed)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // STORAGE_ALIGNMENT_NBYTES) * STORAGE_ALIGNMENT_NBYTES
+
+
+def _local_header(record: _Record) -> bytes:
+    large = record.nbytes >= _ZIP64_LIMIT
+    extra = struct.pack("<HHQQ", 1, 16, record.nbytes, record.nbytes) if large else b""
+    length = 30 + len(record.name) + len(extra) + 4  # the padding has a head of its own
+    padding = max(record.data_offset - record.header_offset - length, 0)
+    extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    nbytes = _ZIP64_LIMIT if large else record.nbytes
+    return (
+        struct.pack(
+            "<4s5H3L2H", b"PK\3\4", 45 if large else 20, 0, 0, 0, _FIRST_OF_JANUARY_1980, record.crc, nbytes, nbytes,
+            len(record.name), len(extra),
+        )
+        + record.name
+        + extra
+    )  # fmt: skip
+
+
+def _directory(records: list[_Record]) -> bytes:
+    """The central directory and what ends the archive."""
+    entries = []
+    for record in records:
+        wide = [record.nbytes] * 2 if record.nbytes >= _ZIP64_LIMIT else []
+        wide += [record.header_offset] if record.header_offset >= _ZIP64_LIMIT else []
+        extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+        nbytes, offset = min(record.nbytes, _ZIP64_LIMIT), min(record.header_offset, _ZIP64_LIMIT)
+        version = 45 if wide else 20
+        entries.append(
+            struct.pack(
+                "<4s6H3L5H2L", b"PK\1\2", version, version, 0, 0, 0, _FIRST_OF_JANUARY_1980, record.crc, nbytes, nbytes,
+                len(record.name), len(extra), 0, 0, 0, 0, offset,
+            )
+            + record.name
+            + extra
+        )  # fmt: skip
+    directory = b"".join(entries)
+    start, count = records[-1].data_offset + records[-1].nbytes, len(records)
+    end = b""
+    if start >= _ZIP64_LIMIT or count >= 0xFFFF:
+        end = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), start)
+        end += struct.pack("<4sLQL", b"PK\6\7", 0, start + len(directory), 1)
+    count, start = min(count, 0xFFFF), min(start, _ZIP64_LIMIT)
+    return directory + end + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, len(directory), start, 0)
+
+
+def _storage_error(operation: str, path: str, offset: int, nbytes: int, error: OSError) -> StorageError:
+    kind = SpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+    cause = os.strerror(error.errno) if error.errno else str(error)
+    return kind(operation, path, offset, nbytes, cause, errno=error.errno, tag="a checkpoint")
