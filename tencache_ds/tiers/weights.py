@@ -414,10 +414,7 @@ class WeightTier:
                 ticket.wait(self._timeout_s)
                 return buffer.bytes[: weight.nbytes].view(weight.dtype).clone()
             finally:
-                if ticket.done:
-                    self._ordinary.release(buffer)
-                else:  # the device may still write to it
-                    self._ordinary.release_after(ticket, buffer)
+                self._ordinary.release_with(ticket, buffer)
 
     def scan(self, keys: Sequence[int], visit: Callable[[int, torch.Tensor], None]) -> None:
         """Shows shards that nobody uses, in the order of ``keys``, reading stored ones ahead; none may be changed.

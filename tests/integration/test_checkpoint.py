@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +45,27 @@ RELOADS: dict[str, dict[str, Any]] = {
     "odd_states": {"model": "mlp", "optimizer": "odd_states"},
 }
 """Go back to a checkpoint of before the first step, when SGD's momentum is not even zero: there is none."""
+WITHOUT = {"load_options": {"load_optimizer_states": False}}
+MODULE_ONLY = {"load_options": {"load_module_only": True}}
+ON_THE_DEVICE = {"offload_optimizer": "none"}
+LOADED_OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
+    "frozen_without_optimizer_states": ("lora", WITHOUT),
+    "frozen_module_only": ("lora", MODULE_ONLY),
+    "optimizer_on_the_device": ("torch_adamw", ON_THE_DEVICE),
+    "optimizer_on_the_device_without_states": ("torch_adamw", ON_THE_DEVICE | WITHOUT),
+    "optimizer_on_the_device_module_only": ("torch_adamw", ON_THE_DEVICE | MODULE_ONLY),
+}
+"""Of the checkpoint of a kind, only a part is loaded, or into an engine that keeps it elsewhere."""
+TWO_RANK_LOADED_OTHERWISE = ("frozen_without_optimizer_states",)
+UNIVERSAL_LOADS: dict[str, dict[str, Any]] = {
+    "everything": {},
+    "without_optimizer_states": WITHOUT,
+    "rounded_without_optimizer_states": WITHOUT | {"zero": {"load_from_fp32_weights": False}},
+    "module_only": MODULE_ONLY,
+    "everything_in_ram": {"offload_param": "cpu", "offload_optimizer": "cpu"},
+    "in_ram_without_optimizer_states": {"offload_param": "cpu", "offload_optimizer": "cpu"} | WITHOUT,
+    "optimizer_in_ram_without_states": {"offload_optimizer": "cpu"} | WITHOUT,
+}
 LOADS_SOMETHING_ELSE = ("without_optimizer_states", "module_only")
 """Kinds after which training differs from the run that was saved."""
 
@@ -52,6 +76,15 @@ def saving(kinds: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any], 
         for name, case in kinds.items()
         for engine in ENGINES
     ]
+
+
+def loading_otherwise(names: Iterable[str]) -> list[tuple[str, dict[str, Any], str]]:
+    cases = []
+    for name in names:
+        kind, more = LOADED_OTHERWISE[name]
+        case = KINDS[kind] | more | {"action": "load", "checkpoint": f"{kind}-tencache"}
+        cases += [(f"load_{name}", case, loader) for loader in ENGINES]
+    return cases
 
 
 def loading(kinds: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any], str]]:
@@ -84,7 +117,8 @@ def saved(harness: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def loaded(harness: Any, saved: Any) -> Any:
-    return harness.run(loading(KINDS), program=PROGRAM, folder=saved.finished.folder, timeout_s=200)
+    cases = [*loading(KINDS), *loading_otherwise(LOADED_OTHERWISE)]
+    return harness.run(cases, program=PROGRAM, folder=saved.finished.folder, timeout_s=200)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +129,14 @@ def saved_by_two(harness: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def loaded_by_two(harness: Any, saved_by_two: Any) -> Any:
-    cases = loading({name: KINDS[name] for name in TWO_RANK_KINDS})
+    cases = loading({name: KINDS[name] for name in TWO_RANK_KINDS}) + loading_otherwise(TWO_RANK_LOADED_OTHERWISE)
     return harness.run(cases, ranks=2, program=PROGRAM, folder=saved_by_two.finished.folder, timeout_s=200)
+
+
+def assert_loads_as_stock(loaded: Any, name: str) -> None:
+    for rank in loaded.ranks:
+        stock, ours = (loaded.result(f"load_{name}", loader, rank) for loader in ENGINES)
+        assert ours == stock
 
 
 def assert_resumes(saved: Any, loaded: Any, name: str) -> None:
@@ -158,20 +198,77 @@ def test_16bit_model_is_the_same(saved: Any) -> None:
     assert ours["bit16"] == stock["bit16"]
 
 
-def test_universal_checkpoint(harness: Any, saved: Any) -> None:
+@pytest.mark.parametrize("name", LOADED_OTHERWISE)
+def test_loading_only_a_part_or_to_another_place(loaded: Any, name: str) -> None:
+    assert_loads_as_stock(loaded, name)
+
+
+@pytest.mark.parametrize("name", TWO_RANK_LOADED_OTHERWISE)
+def test_loading_only_a_part_on_two_ranks(loaded_by_two: Any, name: str) -> None:
+    assert_loads_as_stock(loaded_by_two, name)
+
+
+# Universal checkpoints
+
+
+def make_universal(harness: Any, checkpoint: Path) -> None:
+    command = ["--input_folder", str(checkpoint / "save0"), "--output_folder", str(checkpoint / "universal")]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    harness.execute([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *command, *workers]).succeeded()
+
+
+@pytest.fixture(scope="module")
+def universal(harness: Any, saved: Any, saved_by_two: Any) -> Path:
+    """The folder of universal checkpoints: of one rank by each engine, and of two ranks by ours."""
     folder = saved.finished.folder
-    cases = []
-    for saver in ENGINES:
-        source = folder / "checkpoints" / f"adamw-{saver}"
-        target = folder / "checkpoints" / f"universal-{saver}"
-        command = ["--input_folder", str(source / "save0"), "--output_folder", str(target / "save0")]
-        module = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-        harness.execute([*module, *command, "--num_extract_workers", "1", "--num_merge_workers", "1"]).succeeded()
-        (target / "latest").write_text("save0")
-        case = KINDS["adamw"] | {"config": {"checkpoint": {"load_universal": True}}}
-        for loader in ENGINES:
-            cases.append((saver, case | {"action": "load", "checkpoint": target.name}, loader))
-    outcome = harness.run(cases, program=PROGRAM, folder=folder, timeout_s=120)
-    expected = outcome.result("stock", "stock")
+    shutil.copytree(saved_by_two.finished.folder / "checkpoints" / "adamw-tencache", folder / "checkpoints" / "two")
+    for checkpoint in ("adamw-stock", "adamw-tencache", "two"):
+        make_universal(harness, folder / "checkpoints" / checkpoint)
+    return folder
+
+
+def universal_case(checkpoint: str, **more: Any) -> dict[str, Any]:
+    case = KINDS["adamw"] | {"config": {"checkpoint": {"load_universal": True}}}
+    return case | {"action": "load", "checkpoint": checkpoint} | more
+
+
+@pytest.fixture(scope="module")
+def universal_loaded(harness: Any, universal: Path) -> Any:
+    cases = [
+        (f"{saver}_{name}", universal_case(f"adamw-{saver}", **more), loader)
+        for name, more in UNIVERSAL_LOADS.items()
+        for saver in (ENGINES if name == "everything" else ENGINES[1:])
+        for loader in ENGINES
+    ]
+    cases += [("two", universal_case("two"), loader) for loader in ENGINES]
+    return harness.run(cases, program=PROGRAM, folder=universal, timeout_s=200)
+
+
+def test_universal_checkpoint(universal_loaded: Any) -> None:
+    expected = universal_loaded.result("stock_everything", "stock")
     for saver, loader in PAIRS:
-        assert outcome.result(saver, loader) == expected, (saver, loader)
+        assert universal_loaded.result(f"{saver}_everything", loader) == expected, (saver, loader)
+
+
+@pytest.mark.parametrize("name", UNIVERSAL_LOADS)
+def test_universal_checkpoint_in_part_or_elsewhere(universal_loaded: Any, name: str) -> None:
+    stock, ours = (universal_loaded.result(f"tencache_{name}", loader) for loader in ENGINES)
+    assert ours == stock
+
+
+def test_universal_checkpoint_of_two_ranks_on_one(universal_loaded: Any) -> None:
+    stock, ours = (universal_loaded.result("two", loader) for loader in ENGINES)
+    assert ours == stock
+
+
+def test_universal_checkpoints_on_two_ranks(harness: Any, universal: Path) -> None:
+    cases = [
+        (f"{source}_{name}", universal_case(source, **UNIVERSAL_LOADS[name]), loader)
+        for source in ("two", "adamw-tencache")
+        for name in ("everything", "without_optimizer_states")
+        for loader in ENGINES
+    ]
+    outcome = harness.run(cases, ranks=2, program=PROGRAM, folder=universal, timeout_s=200)
+    for name, _, _ in cases[::2]:
+        for rank in outcome.ranks:
+            assert outcome.result(name, "tencache", rank) == outcome.result(name, "stock", rank)

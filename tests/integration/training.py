@@ -52,6 +52,8 @@ def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
             del zero["offload_param"]
     if case.get("offload_optimizer") == "cpu":
         zero["offload_optimizer"] = {"device": "cpu"}
+    elif case.get("offload_optimizer") == "none":
+        del zero["offload_optimizer"]
     if engine == "stock_nvme":
         buffers = {"buffer_count": case.get("buffer_count", 5), "buffer_size": case.get("buffer_size", 600_000)}
         zero["offload_param"] |= {"max_in_cpu": 0} | buffers

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving while storage, old or new, goes wrong: run like ``training.py``.
+
+A scenario saves a good checkpoint, meets its faults one after the other, and reports per attempt: the error of each
+rank, what ``latest`` names, and which files are in the folder of the tag.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import training
+from checkpoint_cases import hashes
+
+from tencache_ds.errors import StorageError
+from tencache_ds.io.faults import VARIABLE, parse_faults
+
+LORA = {"model": "llama", "lora": True}
+FILE_LIMIT_NBYTES = 200_000
+IO_TIMEOUT_S = 1.0
+
+
+class Saver:
+    """An engine, and what comes of saving it."""
+
+    def __init__(self, case: dict[str, Any], folder: str, rank: int, engine_name: str = "tencache") -> None:
+        os.environ[VARIABLE] = "none"
+        self.folder = Path(folder, "checkpoints", case["name"])
+        self.engine = training.build(case, engine_name, os.path.join(folder, "nvme"))
+        self._here = rank == case.get("rank", rank)
+        self._rank = rank
+        self._generator = torch.Generator().manual_seed(1000 + rank)
+        self.result: dict[str, Any] = {"losses": []}
+
+    def train(self, steps: int) -> None:
+        self.result["losses"] += training.train(self.engine, steps, self._generator, oracle=False)
+
+    @property
+    def paths(self) -> list[Any]:
+        return [path for part in self.engine.optimizer.tencache.all() for path in part.nvme.paths]
+
+    def drain(self) -> None:
+        for part in self.engine.optimizer.tencache.all():
+            part.weights.drain()
+        self.engine.optimizer.tencache.optimizer_state.drain()
+
+    @contextmanager
+    def fault(self, rule: str) -> Iterator[None]:
+        """Injects faults into scratch storage of the rank that is to have them."""
+        for path in self.paths if self._here else ():
+            path.backend.inject(parse_faults(rule))
+        try:
+            yield
+        finally:
+            for path in self.paths:
+                path.backend.inject(parse_faults("none"))
+
+    @contextmanager
+    def file_limit(self) -> Iterator[None]:
+        """No file may become longer: what a full file system or a quota of the checkpoint's does."""
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if self._here:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT_NBYTES, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    def save(self, attempt: str, tag: str | None = None) -> None:
+        tag = tag or attempt
+        found: dict[str, Any] = {"failure": ""}
+        t_start = time.monotonic()
+        try:
+            self.engine.save_checkpoint(str(self.folder), tag=tag)
+        except Exception as error:
+            found["failure"] = f"{type(error).__name__}: {error}"
+            found["storage"] = isinstance(error, StorageError)
+            found["notes"] = getattr(error, "__notes__", [])
+        found["seconds"] = time.monotonic() - t_start
+        deepspeed.comm.barrier()
+        found["latest"] = (self.folder / "latest").read_text()
+        found["files"] = self.files(tag)
+        deepspeed.comm.barrier()
+        self.result[attempt] = found
+
+    def files(self, tag: str) -> dict[str, str]:
+        states = sorted(path for path in (self.folder / tag).iterdir() if not path.name.endswith(".py"))
+        return {path.name: digest(path) for path in states}
+
+    def end(self) -> dict[str, Any]:
+        self.result["weights"] = training.digests(self.engine.module)
+        self.engine.destroy()
+        return self.result
+
+    def destroy(self) -> dict[str, Any]:
+        try:
+            self.engine.destroy()
+        except StorageError as error:  # what had failed may be told again
+            self.result["at_the_end"] = str(error)
+        return self.result
+
+
+def digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def undisturbed(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+    s = Saver(case | LORA, folder, rank)
+    s.train(3)
+    return s.end()
+
+
+def damaged(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+    """What is only met while saving harms one checkpoint and nothing else: the run goes on as if nothing had been."""
+    s = Saver(case | LORA | {"tencache": {"verify": "full"}}, folder, rank)
+    s.train(2)
+    s.save("good")
+    with s.fault("kind=eio,op=read,match=optimizer"):
+        s.save("eio_optimizer")
+    with s.fault("kind=eio,op=read,match=weight"):
+        s.save("eio_frozen_weights")
+    with s.fault("kind=eio,op=read,match=optimizer"):
+        s.save("eio_over_a_good_one", tag="good")
+    s.drain()
+    with s.file_limit():
+        s.save("full")
+    s.save("again")
+    for path in s.paths:
+        shutil.rmtree(path.scratch.folder)
+    s.save("names_removed")
+    s.train(1)
+    return s.end()
+
+
+def flipped(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+    """What the last step wrote is not what lies on the device."""
+    s = Saver(case | {"model": "mlp", "tencache": {"verify": "full"}}, folder, rank)
+    s.train(1)
+    s.save("good")
+    with s.fault("kind=bitflip,op=write,times=1,after=2,match=optimizer"):
+        s.train(1)
+        s.drain()
+    s.save("flipped")
+    return s.destroy()
+
+
+def torn(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+    s = Saver(case | {"model": "mlp", "tencache": {"io_timeout_s": IO_TIMEOUT_S}}, folder, rank)
+    s.train(1)
+    s.save("good")
+    with s.fault("kind=torn,op=write,times=1,after=2,match=optimizer"):
+        s.train(1)
+        s.drain()
+    s.save("torn")
+    with s.fault("kind=hang,op=read,match=optimizer,times=1"):
+        s.save("hang")
+    return s.destroy()
+
+
+def failed_write(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+    """A write-back of the last step fails, and saving is the first to hear of it."""
+    s = Saver(case | {"model": "mlp"}, folder, rank)
+    s.train(1)
+    s.save("good")
+    with s.fault("kind=eio,op=write,times=1,after=2,match=optimizer"):
+        s.train(1)
+        s.save("failed_write")
+    return s.destroy()
+
+
+def measured(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+    """How much memory and how many bytes of scratch storage a save takes."""
+    import tencache_ds
+
+    sizes = {"sub_group_size": 2_000_000, "tencache": {"chunk_size": 2**22, "staging_memory": 2**25}}
+    s = Saver(case | {"model": "mlp_wide"} | sizes, folder, rank)
+    s.train(1)
+    s.drain()
+    before = tencache_ds.stats(s.engine)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    rss = memory("VmRSS")
+    s.save("measured")
+    after = tencache_ds.stats(s.engine)
+    s.result |= {
+        "peak_growth_nbytes": memory("VmHWM") - rss,
+        "read_nbytes": after.total.nbytes["nvme_read"] - before.total.nbytes["nvme_read"],
+        "written_nbytes": after.total.nbytes["nvme_write"] - before.total.nbytes["nvme_write"],
+        "numel": sum(int(n) for n in s.engine.optimizer.fp16_partitioned_groups_flat_numel),
+    }
+    return s.destroy()
+
+
+def memory(what: str) -> int:
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[what].split()[0]) * 1024
+
+
+def copies(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+    """Whoever is not DeepSpeed's own writer gets values that training does not change, frozen weights included."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    kept: dict[str, Any] = {}
+
+    class Keeper(TorchCheckpointEngine):
+        def save(self, state_dict: dict[str, Any], path: str) -> None:
+            kept[Path(path).name] = state_dict
+
+    s = Saver(case | LORA, folder, rank)
+    s.train(2)
+    s.save("streamed")
+    outside = s.engine.optimizer.state_dict()
+    s.engine.checkpoint_engine = Keeper(s.engine._config)
+    s.save("kept")
+    s.train(1)
+    expected = {}
+    for name in kept:
+        expected |= flat(torch.load(s.folder / "streamed" / name, weights_only=False), name)
+    found = {}
+    for name, state in kept.items():
+        found |= flat(state, name)
+    s.result |= {"expected": hashes(expected), "found": hashes(found), "outside": hashes(flat(outside, ""))}
+    return s.end()
+
+
+def flat(value: Any, name: str) -> dict[str, torch.Tensor]:
+    """Every tensor of a nested state by its place."""
+    if torch.is_tensor(value):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    found: dict[str, torch.Tensor] = {}
+    for key, inner in items:
+        found |= flat(inner, f"{name}.{key}")
+    return found
+
+
+SCENARIOS: dict[str, Callable[[dict[str, Any], str, int], dict[str, Any]]] = {
+    function.__name__: function for function in (undisturbed, damaged, flipped, torn, failed_write, measured, copies)
+}
+
+
+def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    return SCENARIOS[case["scenario"]](case | {"name": case["scenario"]}, folder, rank)
+
+
+if __name__ == "__main__":
+    training.main(run)

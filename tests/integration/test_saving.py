@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint is complete and right on every rank, or it is not there: ``latest`` never names one written from bytes
+that were not read back right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+PROGRAM = "saving_cases.py"
+ALONE = ("undisturbed", "damaged", "flipped", "torn", "failed_write", "measured", "copies")
+TOGETHER = ("undisturbed", "damaged", "failed_write")
+FAILS = (
+    ("damaged", "eio_optimizer", "Input/output error"),
+    ("damaged", "eio_frozen_weights", "Input/output error"),
+    ("damaged", "full", "File too large"),
+    ("failed_write", "failed_write", "Input/output error"),
+)
+FAILS_ALONE = (
+    *FAILS,
+    ("flipped", "flipped", "CorruptionError"),
+    ("torn", "torn", "CorruptionError"),
+    ("torn", "hang", "not finished after 1.0 s"),
+)
+FAILING_RANK = 1
+STAGING_NBYTES = 2**25
+"""Of the measured case: buffers that training may not have touched yet."""
+
+
+def cases(names: tuple[str, ...], **more: Any) -> list[tuple[str, dict[str, Any], str]]:
+    return [(name, {"scenario": name, **more}, "tencache") for name in names]
+
+
+@pytest.fixture(scope="module")
+def alone(harness: Any) -> Any:
+    return harness.run(cases(ALONE), program=PROGRAM, timeout_s=200)
+
+
+@pytest.fixture(scope="module")
+def together(harness: Any) -> Any:
+    """The fault is on one rank; the other hears of it in the same call."""
+    return harness.run(cases(TOGETHER, rank=FAILING_RANK), ranks=2, program=PROGRAM, timeout_s=200)
+
+
+@pytest.mark.parametrize(("scenario", "attempt", "cause"), FAILS_ALONE)
+def test_a_save_that_cannot_be_right_says_so_and_leaves_the_last_one(
+    alone: Any, scenario: str, attempt: str, cause: str
+) -> None:
+    result = alone.result(scenario, "tencache")
+    assert cause in result[attempt]["failure"]
+    assert result[attempt]["storage"]
+    assert any("was not saved" in note for note in result[attempt]["notes"])
+    assert result[attempt]["latest"] == "good"
+    assert result[attempt]["files"] == {}
+
+
+@pytest.mark.parametrize(("scenario", "attempt", "cause"), FAILS)
+def test_all_ranks_hear_that_one_could_not_save(together: Any, scenario: str, attempt: str, cause: str) -> None:
+    for rank in together.ranks:
+        found = together.result(scenario, "tencache", rank)[attempt]
+        assert found["latest"] == "good"
+        assert found["files"] == {}
+        assert found["seconds"] < 30
+        if rank == FAILING_RANK:
+            assert cause in found["failure"]
+            assert found["storage"]
+        else:
+            assert found["failure"].startswith(f"CheckpointError: the checkpoint was not saved: rank {FAILING_RANK} ")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_failed_save_over_a_checkpoint_leaves_it_as_it_was(alone: Any, together: Any, ranks: int) -> None:
+    result = (alone if ranks == 1 else together).result("damaged", "tencache")
+    assert result["eio_over_a_good_one"]["failure"]
+    assert len(result["good"]["files"]) == 2 * ranks
+    assert result["eio_over_a_good_one"]["files"] == result["good"]["files"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_next_save_is_right_and_training_goes_on(alone: Any, together: Any, ranks: int) -> None:
+    outcome = alone if ranks == 1 else together
+    for rank in outcome.ranks:
+        result, expected = (outcome.result(name, "tencache", rank) for name in ("damaged", "undisturbed"))
+        for attempt in ("again", "names_removed"):  # open files outlive their names
+            assert result[attempt]["failure"] == ""
+            assert result[attempt]["latest"] == attempt
+            assert result[attempt]["files"] == result["good"]["files"]
+        assert result["losses"] == expected["losses"]
+        assert result["weights"] == expected["weights"]
+
+
+def test_saving_reads_the_state_once_and_holds_little_of_it(alone: Any) -> None:
+    result = alone.result("measured", "tencache")
+    assert result["measured"]["failure"] == ""
+    state_nbytes = 12 * result["numel"]  # 100 MB
+    assert state_nbytes <= result["read_nbytes"] < 1.01 * state_nbytes
+    assert result["written_nbytes"] == 0
+    assert result["peak_growth_nbytes"] < STAGING_NBYTES
+
+
+def test_other_checkpoint_engines_and_users_get_copies(alone: Any) -> None:
+    result = alone.result("copies", "tencache")
+    assert any("frozen_param_fragments" in name for name in result["found"])
+    assert result["found"] == result["expected"]
+    assert any("exp_avg_sq" in name for name in result["outside"])
+    assert set(result["outside"].values()) <= set(result["expected"].values())
