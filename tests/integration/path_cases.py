@@ -36,7 +36,7 @@ class Watch:
         )
         rule = self._rules.get(step + 1)
         if rule is not None:
-            for path in engine.optimizer.tencache.nvme.paths:
+            for path in engine.optimizer.tencache.all()[0].nvme.paths:
                 path.backend.inject(parse_faults(rule))
 
 
@@ -63,7 +63,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
             engine, case.get("steps", 12), generator, oracle=engine_name == "stock", hook=watch
         )
         if watch is not None:  # quick again, for the many small reads that follow
-            for path in engine.optimizer.tencache.nvme.paths:
+            for path in engine.optimizer.tencache.all()[0].nvme.paths:
                 path.backend.inject([])
         result["weights"] = training.digests(engine.module)
     except StorageError as error:
