@@ -112,6 +112,7 @@ class Forcing:
 
         self._wrap(DeepSpeedConfig, self._config_init)
         self._wrap(Init, self._zero_init)
+        make_cpu_do()
 
     def seen(self) -> set[Seen]:
         """What was found in the configs of the test so far, by all processes."""
@@ -172,3 +173,26 @@ def _parsed(config: Any) -> Mapping[str, Any] | None:
     except hjson.HjsonDecodeError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def make_cpu_do() -> None:
+    """Lets tests that were written for GPUs run on the CPU accelerator, in every mode alike.
+
+    They name devices by number to ``torch.device`` and to ``DistributedDataParallel``, where only "cpu" will do.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from torch.nn.parallel import DistributedDataParallel
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu" or hasattr(DistributedDataParallel.__init__, _FORCED):
+        return
+    type(accelerator).current_device = lambda self: "cpu"
+    original = DistributedDataParallel.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        numbers = {"device_ids": None, "output_device": None}
+        original(self, module, *args, **kwargs | {name: numbers[name] for name in numbers if name in kwargs})
+
+    setattr(__init__, _FORCED, original)
+    DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from tests.deepspeed_suite.forcing import Forcing, Mode
 from tests.deepspeed_suite.selection import is_about_another_stage
 
 COMMON = "unit.common"
-PRELOADED = ["deepspeed", "deepspeed.runtime.zero.stage3", "tests.deepspeed_suite.forcing"]
+PRELOADED = ["tests.deepspeed_suite.forcing", "tests.deepspeed_suite.preloaded_ops", "torch._dynamo"]
 """Imported once by the fork server, with the modules of the tests, instead of by every rank of every test."""
 TRACEBACK_CHARACTERS = 6000
 PORTS_PER_JOB = 1000

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tencache_ds.ops.build_lock import build_locks, is_held
 from tests.deepspeed_suite.forcing import Mode
 from tests.deepspeed_suite.outcomes import Outcome, Result, read_results, unfinished
 from tests.deepspeed_suite.plugin import FIRST_PORT, PORTS_PER_JOB, remove_shared_buffers
@@ -115,6 +116,7 @@ class Runner:
             "--suite-results", str(self.results_of(mode)), "--suite-tests", str(folder / "tests.json"),
             "--suite-job", str(number), *(["-k", self.expression] if self.expression else []), *files,
         ]  # fmt: skip
+        t_start_s = time.time()
         with open(folder / "log", "wb") as output:
             process = subprocess.Popen(
                 command, cwd=self.tests, env=self._environment(mode), stdin=subprocess.DEVNULL,
@@ -130,6 +132,10 @@ class Runner:
         shutil.rmtree(folder, ignore_errors=True)
         first = FIRST_PORT + PORTS_PER_JOB * number
         remove_shared_buffers({str(port) for port in range(first, first + PORTS_PER_JOB)})
+        for lock in build_locks():  # of a process that was killed while it loaded an op
+            with contextlib.suppress(FileNotFoundError):
+                if lock.stat().st_mtime > t_start_s and not is_held(lock):
+                    lock.unlink()
         return _Ended(code, log, hung=not in_time or "Test hanged" in log)
 
     def _wait(self, process: subprocess.Popen[bytes], results: Path) -> bool:
