@@ -173,7 +173,7 @@ def differences(
 ) -> list[Difference]:
     """Every test that stock passes and ``line`` or ``nvme`` does not.
 
-    A failure of ``nvme`` that stock's CPU offload shares, with an error of the same type, is marked so.
+    A failure of ``nvme`` that stock's CPU offload shares, with the same error but for numbers, is marked so.
     """
     found = []
     shared_with = with_mode.get(Mode.offload, {})
@@ -190,11 +190,12 @@ def differences(
 
 
 def _same_failure(result: Result, other: Result) -> bool:
-    return result.outcome == other.outcome and _error_type(result) == _error_type(other)
+    return result.outcome == other.outcome and _without_numbers(result.error) == _without_numbers(other.error)
 
 
-def _error_type(result: Result) -> str:
-    return result.error.partition(":")[0]
+def _without_numbers(error: str) -> str:
+    """The first line of a failure without what differs from run to run: values, addresses, ports."""
+    return re.sub(r"[-+]?\b(0x[0-9a-f]+|\d[\d.]*(e[-+]?\d+)?)", "#", error)
 
 
 def stale(
