@@ -133,7 +133,13 @@ class Forcing:
     def _config_init(self, original: Callable[..., None]) -> Callable[..., None]:
         def __init__(instance: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             parsed = _parsed(config)
-            original(instance, config if parsed is None else self._apply(parsed), *args, **kwargs)
+            given = config if parsed is None else self._apply(parsed)
+            original(instance, given, *args, **kwargs)
+            if parsed is not None and given is not parsed and self.mode.with_tencache:
+                from tencache_ds.integration.activation import options_of
+
+                if options_of(instance) is None:
+                    raise RuntimeError("TenCache did not notice a config that asks for it: its hook is not installed")
 
         return __init__
 
