@@ -185,8 +185,10 @@ def _parsed(config: Any) -> Mapping[str, Any] | None:
 def make_cpu_do() -> None:
     """Lets tests that were written for GPUs run on the CPU accelerator, in every mode alike.
 
-    They name devices by number to ``torch.device`` and to ``DistributedDataParallel``, where only "cpu" will do.
+    They name devices by number to ``torch.device`` and to ``DistributedDataParallel``, where only "cpu" will do, and
+    gather tensors without a dimension, which gloo refuses.
     """
+    import deepspeed.comm
     from deepspeed.accelerator import get_accelerator
     from torch.nn.parallel import DistributedDataParallel
 
@@ -203,6 +205,13 @@ def make_cpu_do() -> None:
 
     setattr(__init__, _FORCED, original)
     DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+    gather = deepspeed.comm.all_gather_into_tensor
+
+    @functools.wraps(gather)
+    def all_gather_into_tensor(output: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return gather(output, tensor if tensor.dim() else tensor.reshape(1), *args, **kwargs)
+
+    deepspeed.comm.all_gather_into_tensor = all_gather_into_tensor
 
 
 def make_older_tests_do() -> None:

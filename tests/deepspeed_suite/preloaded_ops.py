@@ -3,19 +3,17 @@
 every rank of every test would ask ninja, for seconds, whether they are built.
 """
 
-import os
-
 import deepspeed.runtime.zero.stage3  # noqa: F401  not imported by deepspeed itself
 from deepspeed.accelerator import get_accelerator
 
-from tencache_ds._autoload import DISABLE_VARIABLE
+from tencache_ds.integration.config_hook import is_disabled
 
 OPS = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder")
 
 
 def _load() -> None:
     builders = [get_accelerator().create_op_builder(name) for name in OPS]
-    if DISABLE_VARIABLE not in os.environ:
+    if not is_disabled():
         from tencache_ds.ops.tencache_aio import TenCacheAioBuilder
 
         builders.append(TenCacheAioBuilder())
