@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One pass of Adam over a run of elements: gradient x scale -> moments and master weight -> 16-bit weight.
+//
+// The result equals DeepSpeed's CPU Adam (deepspeed/ops/csrc/adam/cpu_adam_impl.cpp, 0.19.8) followed by a rounding copy,
+// bit for bit. Its vector loop does, with one rounding per line:
+//
+//     g = g * scale                       a pass of its own in DeepSpeed (unscale and clip)
+//     g = fma(p, weight_decay, g)         L2 mode with weight decay
+//     m = m * beta1;  m = fma(g, 1 - beta1, m)
+//     v = v * beta2;  q = g * g;  v = fma(q, 1 - beta2, v)
+//     u = m / fma(sqrt(v), bias_correction2, eps)
+//     p = fma(p, -lr * weight_decay, p)   AdamW with weight decay
+//     p = fma(u, step_size, p)
+//     w = round(p)                        to nearest, ties to even
+//
+// The elements left over by its widest vector (numel % 16 with AVX-512, % 8 with AVX2, % 4 with NEON, at the end of a
+// sub-group) go through a scalar loop, which GCC contracts differently: see Arithmetic::tail in adam_kernel.inc.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tencache {
+
+enum class ElementType : int { none = 0, float32 = 1, bfloat16 = 2, float16 = 3 };
+
+std::size_t element_nbytes(ElementType type);
+
+enum class WeightDecay : int { none = 0, l2 = 1, decoupled = 2 };
+
+// All single precision, computed as DeepSpeed does (AdamScalars in tencache_ds).
+struct AdamScalars {
+    float scale;               // what gradients are multiplied by; exactly 1 skips the product
+    float beta1;
+    float one_minus_beta1;
+    float beta2;
+    float one_minus_beta2;
+    float bias_correction2;    // 1 / sqrt(1 - beta2^t)
+    float eps;
+    float step_size;           // -lr / (1 - beta1^t)
+    WeightDecay weight_decay;
+    float decay;               // l2: weight_decay; decoupled: -lr * weight_decay
+};
+
+// A run of elements whose addresses are contiguous in every array.
+struct AdamRun {
+    float* master;
+    float* exp_avg;
+    float* exp_avg_sq;
+    const void* gradient;      // null: all zeros
+    void* weight;              // null: nobody wants the rounded weight
+    std::size_t numel;
+    std::size_t n_tail;        // the last so many elements are a sub-group's scalar tail
+};
+
+struct AdamTypes {
+    ElementType gradient;
+    ElementType weight;
+};
+
+using AdamKernel = void (*)(const AdamScalars&, const AdamTypes&, const AdamRun&);
+
+struct AdamVariant {
+    AdamKernel kernel;         // null where this processor has no vectors that DeepSpeed would use
+    const char* name;
+    std::size_t width;         // elements per vector: what the scalar tail of DeepSpeed's op is a remainder of
+};
+
+// The widest variant of this processor, the one that DeepSpeed's builder chooses.
+AdamVariant adam_variant();
+
+// A named one ("avx512", "avx2", "neon"), for tests; its kernel is null where the processor or the build lacks it.
+AdamVariant adam_variant(const char* name);
+
+}  // namespace tencache

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TenCache's update op: a team of threads without barriers, and Adam in one pass (``csrc/update``).
+
+Built like every DeepSpeed op; the instruction set is chosen when it runs, not when it is built.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
+
+from tencache_ds.ops.async_io import load_op
+
+_SOURCES = Path(__file__).parent / "csrc" / "update"
+
+
+class TenCacheUpdateBuilder(CPUOpBuilder):
+    """Builds ``tencache_update`` into torch's extension cache at its first use."""
+
+    BUILD_VAR = "DS_BUILD_TENCACHE_UPDATE"
+    NAME = "tencache_update"
+
+    def __init__(self) -> None:
+        super().__init__(name=self.NAME)
+
+    def absolute_name(self) -> str:
+        """Name of the extension module."""
+        return f"tencache_ds.ops.{self.NAME}_op"
+
+    def sources(self) -> list[str]:
+        """Absolute paths, which DeepSpeed leaves as they are."""
+        names = ("adam.cpp", "adam_avx512.cpp", "adam_avx2.cpp", "adam_neon.cpp", "team.cpp", "py_update.cpp")
+        return [str(_SOURCES / name) for name in names]
+
+    def include_paths(self) -> list[str]:
+        """Where the op's own headers are."""
+        return [str(_SOURCES)]
+
+    def cpu_arch(self) -> str:
+        """No flag: the sources name their instruction sets, and DeepSpeed's answer takes py-cpuinfo a second."""
+        return ""
+
+    def simd_width(self) -> str:
+        """No flag, for the same reason."""
+        return ""
+
+    def cxx_args(self) -> list[str]:
+        """Every fused product is written as one: the compiler adds none."""
+        return ["-O3", "-ffp-contract=off", "-fno-math-errno"]
+
+    def extra_ldflags(self) -> list[str]:
+        """Threads, and no OpenMP."""
+        return ["-pthread"]
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        """Builds the op if needed and imports it.
+
+        Raises:
+            RuntimeError: it cannot be built; DeepSpeed says why.
+        """
+        return super().load(verbose)
+
+
+def load_tencache_update() -> ModuleType:
+    """The tencache_update op (``Team``, ``AdamScalars``). Any thread.
+
+    Raises:
+        ConfigError: names what is missing and the package to install.
+    """
+    return load_op(TenCacheUpdateBuilder(), TenCacheUpdateBuilder.NAME)
