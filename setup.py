@@ -25,7 +25,7 @@ setup(
     package_data={
         "tencache_ds": ["py.typed"],
         "tencache_ds.configs": ["*.json"],
-        "tencache_ds.ops": ["**/*.cpp", "**/*.h", "**/*.cu", "**/*.cuh"],
+        "tencache_ds.ops": ["**/*.cpp", "**/*.h", "**/*.inc", "**/*.cu", "**/*.cuh"],
     },
     include_package_data=False,
 )

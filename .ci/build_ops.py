@@ -22,7 +22,10 @@ from pathlib import Path
 
 # AsyncIOBuilder builds DeepSpeed's pin_memory op as well; with it in a list of its own, two would wait for one lock.
 ON_EVERY_ACCELERATOR = ("AsyncIOBuilder", "CPUAdamBuilder", "CPUAdagradBuilder", "CPULionBuilder")
-OF_TENCACHE = ("tencache_ds.ops.tencache_aio:TenCacheAioBuilder",)
+OF_TENCACHE = (
+    "tencache_ds.ops.tencache_aio:TenCacheAioBuilder",
+    "tencache_ds.ops.tencache_update:TenCacheUpdateBuilder",
+)
 SOURCES_OF_TENCACHE = Path(__file__).parent.parent / "ops"
 ON_CPU_ONLY = ("ShareMemCommBuilder",)
 AT_ONCE = 2
@@ -33,7 +36,9 @@ def stamp_file(names: tuple[str, ...]) -> Path:
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     versions = [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
     variables = [os.environ.get(name, "") for name in ("DS_ACCELERATOR", "CXX")]
-    own = sorted(path for path in SOURCES_OF_TENCACHE.rglob("*") if path.suffix in (".cpp", ".h", ".cu", ".cuh", ".py"))
+    own = sorted(
+        path for path in SOURCES_OF_TENCACHE.rglob("*") if path.suffix in (".cpp", ".h", ".inc", ".cu", ".cuh", ".py")
+    )
     contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in own]
     setting = [sys.prefix, sys.version, *variables, *versions, *names, *contents]
     return cache / f".tencache-ops-{hashlib.sha256(repr(setting).encode()).hexdigest()[:16]}"

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused Adam against DeepSpeed's CPU Adam with its passes around it, bit for bit; and the team that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tencache_ds.ops.tencache_update import load_tencache_update
+from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
+
+pytestmark = pytest.mark.timeout(300)  # the first run builds the op
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+STOCK_ID = 4711
+SIZES = (1, 3, 7, 8, 15, 16, 17, 63, 100, 127, 128, 129, 1000, 32768 + 5, 100_003)
+
+
+@pytest.fixture(scope="module")
+def op() -> Any:
+    return load_tencache_update()
+
+
+@pytest.fixture
+def team(op: Any) -> Any:
+    team = op.Team(2)
+    yield team
+    team.close()
+
+
+@pytest.fixture(scope="module")
+def stock() -> Any:
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+
+    return CPUAdamBuilder().load(verbose=False)
+
+
+@dataclasses.dataclass
+class State:
+    """Master weights, moments and the weight of one kind of run."""
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    weight: torch.Tensor
+
+    @classmethod
+    def of(cls, master: torch.Tensor, weight_dtype: torch.dtype) -> State:
+        zeros = torch.zeros_like(master)
+        return cls(master.clone(), zeros.clone(), zeros.clone(), master.to(weight_dtype))
+
+    def run(self, gradient: torch.Tensor | None, start: int = 0, end: int | None = None) -> tuple[int, ...]:
+        """Addresses of elements ``start`` to ``end`` for the op."""
+        end = self.master.numel() if end is None else end
+        arrays = (self.master, self.exp_avg, self.exp_avg_sq, gradient, self.weight)
+        addresses = [0 if array is None else array.data_ptr() + start * array.element_size() for array in arrays]
+        return (*addresses, end - start)
+
+    def differing(self, other: State) -> int:
+        """Elements whose bits differ; NaNs of any payload are equal."""
+        count = 0
+        for name in ("master", "exp_avg", "exp_avg_sq", "weight"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            bits = torch.int32 if mine.element_size() == 4 else torch.int16
+            count += int(((mine.view(bits) != theirs.view(bits)) & ~(mine.isnan() & theirs.isnan())).sum())
+        return count
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    numel: int
+    gradient_dtype: torch.dtype = torch.bfloat16
+    weight_dtype: torch.dtype = torch.bfloat16
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = True
+    bias_correction: bool = True
+    scale: float = 1.0
+    steps: int = 6
+
+
+def gradients_of(setting: Setting, step: int, generator: torch.Generator) -> torch.Tensor:
+    """Magnitudes from 1e-6 to 1e2, denormals, and from some step on infinities and NaNs."""
+    values = torch.randn(setting.numel, generator=generator)
+    values *= 10 ** (torch.rand(setting.numel, generator=generator) * 8 - 6)
+    values[::17] = 1e-40
+    values[3::29] = -0.0
+    if step > 3:
+        values[5::97] = float("inf")
+    if step > 4:
+        values[7::101] = float("nan")
+    return values.to(setting.gradient_dtype)
+
+
+def scalars_of(op: Any, setting: Setting, step: int, powers: BetaPowers) -> Any:
+    options = {key: getattr(setting, key) for key in ("lr", "betas", "eps", "weight_decay", "decoupled", "scale")}
+    scalars = adam_scalars(**options, bias_correction=setting.bias_correction, powers=powers.at(step, *setting.betas))
+    return op.AdamScalars(**dataclasses.asdict(scalars))
+
+
+def differences(op: Any, team: Any, stock: Any, setting: Setting, runs: Any = None) -> int:
+    """Elements in which the op and DeepSpeed's sequence of passes differ after some steps."""
+    generator = torch.Generator().manual_seed(setting.numel)
+    master = torch.randn(setting.numel, generator=generator)
+    expected, found = State.of(master, setting.weight_dtype), State.of(master, setting.weight_dtype)
+    powers = BetaPowers()
+    stock.create_adam(STOCK_ID, setting.lr, *setting.betas, setting.eps, setting.weight_decay, setting.decoupled, False)
+    width = op.adam_variant()[1]
+    for step in range(1, setting.steps + 1):
+        gradient = gradients_of(setting, step, generator)
+        unscaled = gradient.float().clone()
+        if setting.scale != 1.0:
+            unscaled.mul_(setting.scale)
+        stock.adam_update(
+            STOCK_ID, step, setting.lr, *setting.betas, setting.eps, setting.weight_decay, setting.bias_correction,
+            expected.master, unscaled, expected.exp_avg, expected.exp_avg_sq,
+        )  # fmt: skip
+        expected.weight.copy_(expected.master)
+        pieces = [(0, setting.numel)] if runs is None else runs
+        job = team.adam(
+            [found.run(gradient, *piece) for piece in pieces],
+            DTYPES[setting.gradient_dtype],
+            DTYPES[setting.weight_dtype],
+            setting.numel % width,
+            scalars_of(op, setting, step, powers),
+        )
+        assert job.wait(60)
+    stock.destroy_adam(STOCK_ID)
+    return found.differing(expected)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_every_size_and_tail_equals_deepspeed(op: Any, team: Any, stock: Any, numel: int) -> None:
+    for decoupled in (True, False):
+        for weight_decay in (0.0, 0.1):
+            setting = Setting(numel, decoupled=decoupled, weight_decay=weight_decay, scale=1 / 7.3)
+            assert differences(op, team, stock, setting) == 0, setting
+
+
+@pytest.mark.parametrize("gradient_dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+def test_every_dtype_equals_deepspeed(
+    op: Any, team: Any, stock: Any, gradient_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    setting = Setting(5003, gradient_dtype, weight_dtype, weight_decay=0.01, scale=1 / 3)
+    assert differences(op, team, stock, setting) == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lr": 0.0, "weight_decay": 0.1},  # a warm-up's first step
+        {"lr": 3e-4, "betas": (0.95, 0.98), "eps": 1e-6},
+        {"bias_correction": False},
+        {"scale": 2.0**-16},
+        {"steps": 60, "weight_decay": 0.01},
+    ],
+    ids=str,
+)
+def test_every_hyper_parameter_equals_deepspeed(op: Any, team: Any, stock: Any, changed: dict[str, Any]) -> None:
+    assert differences(op, team, stock, dataclasses.replace(Setting(4099), **changed)) == 0
+
+
+def test_where_runs_are_cut_changes_no_bit(op: Any, team: Any, stock: Any) -> None:
+    setting = Setting(70_001, weight_decay=0.1, scale=0.3)
+    cuts = [0, 1, 2, 9, 4096, 4103, 40_000, 69_999, 70_001]
+    assert differences(op, team, stock, setting, runs=list(zip(cuts, cuts[1:], strict=False))) == 0
+
+
+def test_a_run_without_gradient_has_one_of_zeros(op: Any, team: Any) -> None:
+    master, powers = torch.randn(1000), BetaPowers()
+    with_zeros, without = State.of(master, torch.bfloat16), State.of(master, torch.bfloat16)
+    for step in (1, 2):
+        scalars = scalars_of(op, Setting(1000, weight_decay=0.1), step, powers)
+        for state, gradient in ((with_zeros, torch.zeros(1000, dtype=torch.bfloat16)), (without, None)):
+            assert team.adam([state.run(gradient)], "bfloat16", "bfloat16", 8, scalars).wait(60)
+    assert with_zeros.differing(without) == 0
+    assert not torch.equal(with_zeros.master, master)
+
+
+def test_powers_do_not_depend_on_where_a_run_was_resumed() -> None:
+    straight, resumed = BetaPowers(), BetaPowers()
+    for step in range(1, 101):
+        straight.at(step, 0.9, 0.999)
+    assert resumed.at(100, 0.9, 0.999) == straight.at(100, 0.9, 0.999)
+    power = np.float32(1)
+    for _ in range(100):
+        power = power * np.float32(0.999)
+    assert straight.at(100, 0.9, 0.999)[1] == power
+    assert straight.at(3, 0.9, 0.999) == BetaPowers().at(3, 0.9, 0.999)
+    assert straight.at(4, 0.8, 0.99) == BetaPowers().at(4, 0.8, 0.99)
+
+
+def test_jobs_end_in_any_order_and_every_block_runs_once(op: Any, team: Any) -> None:
+    buffers = [torch.full((3 * 2**20 + 5,), 7, dtype=torch.uint8) for _ in range(20)]
+    jobs = [team.fill_zero(buffer.data_ptr(), buffer.numel() - 1) for buffer in buffers]
+    assert all(job.wait(60) for job in reversed(jobs))
+    assert all(job.done for job in jobs)
+    assert all(not buffer[:-1].any() and buffer[-1] == 7 for buffer in buffers)
+
+
+def test_waiting_lets_other_python_threads_run(op: Any) -> None:
+    team = op.Team(1)
+    buffer = torch.empty(2**29, dtype=torch.uint8)
+    ticks = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    started = time.perf_counter()
+    assert team.fill_zero(buffer.data_ptr(), buffer.numel()).wait(60)
+    ended = time.perf_counter()
+    stop.set()
+    ticker.join()
+    team.close()
+    assert sum(started < tick < ended for tick in ticks) >= 3
+
+
+def test_a_wait_has_a_limit(op: Any) -> None:
+    team = op.Team(1)
+    buffer = torch.empty(2**30, dtype=torch.uint8)
+    job = team.fill_zero(buffer.data_ptr(), buffer.numel())
+    assert not job.wait(0.0)
+    assert job.wait(60)
+    team.close()
+
+
+def test_closing_waits_for_jobs_and_ends_the_threads(op: Any) -> None:
+    def threads() -> int:
+        names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+        return names.count("tencache-update")
+
+    before = threads()
+    team = op.Team(3)
+    assert threads() == before + 3
+    buffer = torch.ones(2**26, dtype=torch.uint8)
+    job = team.fill_zero(buffer.data_ptr(), buffer.numel())
+    team.close()
+    team.close()
+    assert job.done
+    assert not buffer.any()
+    assert threads() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        team.fill_zero(buffer.data_ptr(), 1)
+
+
+def test_a_forked_child_can_drop_the_team(op: Any) -> None:
+    team = op.Team(2)
+    child = os.fork()
+    if child == 0:
+        team.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    buffer = torch.ones(100, dtype=torch.uint8)
+    assert team.fill_zero(buffer.data_ptr(), 100).wait(60)
+    team.close()
+
+
+def test_wrong_arguments_are_named(op: Any, team: Any) -> None:
+    scalars = scalars_of(op, Setting(4), 1, BetaPowers())
+    state = State.of(torch.randn(4), torch.bfloat16)
+    with pytest.raises(ValueError, match="int8"):
+        team.adam([state.run(None)], "int8", "bfloat16", 0, scalars)
+    with pytest.raises(ValueError, match="tail"):
+        team.adam([state.run(None)], "float32", "bfloat16", 5, scalars)
+    with pytest.raises(ValueError, match="address"):
+        team.adam([(0, 0, 0, 0, 0, 4)], "float32", "bfloat16", 0, scalars)
+    with pytest.raises(ValueError, match="positive"):
+        op.Team(0)
+
+
+RACES = r"""
+#include "team.h"
+#include <atomic>
+#include <cstdio>
+
+int main()
+{
+    for (int round = 0; round < 50; ++round) {
+        tencache::Team team(4);
+        std::vector<std::vector<int>> marks(40, std::vector<int>(97, 0));
+        std::vector<std::shared_ptr<tencache::Job>> jobs;
+        std::vector<std::thread> callers;
+        for (auto& mark : marks) {
+            auto job = std::make_shared<tencache::Job>();
+            job->n_blocks = mark.size();
+            job->run = [&mark](std::size_t index) { ++mark[index]; };
+            jobs.push_back(job);
+        }
+        for (int caller = 0; caller < 2; ++caller) {
+            callers.emplace_back([&, caller] {
+                for (std::size_t i = caller; i < jobs.size(); i += 2) { team.submit(jobs[i]); }
+                for (std::size_t i = caller; i < jobs.size(); i += 2) { team.wait(jobs[i], 60.0); }
+            });
+        }
+        for (auto& caller : callers) { caller.join(); }
+        for (const auto& mark : marks) {
+            for (int count : mark) {
+                if (count != 1) { std::printf("a block ran %d times\n", count); return 1; }
+            }
+        }
+    }
+    return 0;
+}
+"""
+
+
+def test_thread_sanitizer_finds_nothing_in_the_team(tmp_path: Path) -> None:
+    sources = Path(__file__).parent.parent.parent / "ops" / "csrc" / "update"
+    main, program = tmp_path / "races.cpp", tmp_path / "races"
+    main.write_text(RACES)
+    compiler = os.environ.get("CXX") or shutil.which("c++")
+    assert compiler, "a C++ compiler builds the op as well"
+    command = [compiler, "-std=c++17", "-g", "-O1", "-fsanitize=thread", "-pthread", f"-I{sources}"]
+    subprocess.run([*command, str(main), str(sources / "team.cpp"), "-o", str(program)], check=True)
+    # Thread sanitizer maps memory at fixed addresses, which address space randomisation may have taken.
+    runner = ["setarch", "-R"] if shutil.which("setarch") else []
+    done = subprocess.run([*runner, str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
