@@ -27,6 +27,7 @@ OF_TENCACHE = (
     "tencache_ds.ops.tencache_update:TenCacheUpdateBuilder",
 )
 SOURCES_OF_TENCACHE = Path(__file__).parent.parent / "ops"
+SOURCE_SUFFIXES = (".cpp", ".h", ".inc", ".cu", ".cuh", ".py")
 ON_CPU_ONLY = ("ShareMemCommBuilder",)
 AT_ONCE = 2
 
