@@ -59,12 +59,13 @@ def _load(builder_name: str, op_name: str) -> ModuleType:
     return load_op(builder, op_name)
 
 
-def load_op(builder: Any, op_name: str) -> ModuleType:
+def load_op(builder: Any, op_name: str, *, without: str = 'set "io_backend": "posix"') -> ModuleType:
     """Builds an op if needed and imports it. Any thread.
 
     Args:
         builder: an instance of a DeepSpeed ``OpBuilder``.
         op_name: its name, for messages.
+        without: what to do where it cannot be had, for messages.
 
     Raises:
         ConfigError: names what is missing and the package to install.
@@ -78,7 +79,7 @@ def load_op(builder: Any, op_name: str) -> ModuleType:
                 causes = [f"{type(error).__name__}: {_last_lines(str(error))}"]
             raise ConfigError(
                 f"the {op_name} op cannot be built or loaded: {'; '.join(causes)}. "
-                'Without it, set "io_backend": "posix"; `ds_report` shows what DeepSpeed found'
+                f"Without it, {without}; `ds_report` shows what DeepSpeed found"
             ) from error
 
 

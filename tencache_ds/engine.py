@@ -54,6 +54,7 @@ class Surroundings:
     Attributes:
         rank: global rank.
         local_ranks: ranks on this machine, which share its memory, cores and disks.
+        cores: how many of the machine's cores this rank may use for arithmetic.
         on_cuda: whether the compute device copies over PCIe from registered host memory.
         weights_paths: NVMe folders for weights; none when weights are not offloaded to NVMe.
         optimizer_paths: NVMe folders for optimizer state; none when it stays in host memory.
@@ -65,6 +66,7 @@ class Surroundings:
 
     rank: int
     local_ranks: int
+    cores: int
     on_cuda: bool
     weights_paths: tuple[str, ...]
     optimizer_paths: tuple[str, ...]

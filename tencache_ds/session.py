@@ -23,7 +23,7 @@ import torch
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.engine import Surroundings, TenCacheEngine, gib
-from tencache_ds.errors import SpaceError
+from tencache_ds.errors import SpaceError, TenCacheError
 from tencache_ds.gpu_staging import GpuStaging
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.scratch import device_of, free_nbytes
@@ -34,6 +34,7 @@ from tencache_ds.observability.paths import summed
 from tencache_ds.planning.budget import StagingPlan, plan_staging
 from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES, align
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
+from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier, SubGroupSpec
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -67,6 +68,7 @@ class Session:
         self._optimizer_store: ExtentStore | None = None
         self._pools: list[BufferPool] = []
         self._chunk_pool: BufferPool | None = None
+        self._fused_adam: FusedAdam | None = None
         self._staging_arena: HostArena | None = None
         locking = Locking.CUDA if surroundings.on_cuda and surroundings.pin_memory else Locking.NONE
         self._gradient_arena = HostArena(None, locking, inherited=True)
@@ -146,6 +148,16 @@ class Session:
             timeout_s=self.options.io_timeout_s,
         )
         return self.optimizer_state
+
+    def fused_adam(self) -> FusedAdam | None:
+        """Adam in one pass on this rank's cores, until the session ends; None where DeepSpeed's own op has to do."""
+        if self._fused_adam is None:
+            try:
+                self._fused_adam = FusedAdam(self.surroundings.cores)
+            except TenCacheError as error:
+                if self.surroundings.rank == 0:
+                    logger.warning("the optimizer's update takes several passes over memory: %s", error)
+        return self._fused_adam
 
     def build_staging(self, chunk_nbytes: Sequence[int]) -> StagingPlan:
         """Proves the staging plan against its limit, then allocates it: all pinned memory that I/O passes through.
@@ -238,6 +250,8 @@ class Session:
         if len(stats.paths) > 1:
             held = ", ".join(f"{path.path} {gib(path.stored_nbytes)}" for path in stats.paths)
             parts[-1] += f" per path, over {len(stats.paths)} paths ({held})"
+        if self._fused_adam is not None:
+            parts.append(f"Adam in one pass ({self._fused_adam.instructions}) on {self._fused_adam.n_threads} cores")
         return "; ".join(parts)
 
     def step_done(self, update_ns: int) -> StepRecord:
@@ -283,6 +297,8 @@ class Session:
                     stack.callback(engine.unclaim, self)
                 if self.optimizer_state is not None:
                     stack.callback(self.optimizer_state.close)
+                if self._fused_adam is not None:
+                    stack.callback(self._fused_adam.close)
 
     def _require_chunk_pool(self) -> BufferPool:
         if self._chunk_pool is None:

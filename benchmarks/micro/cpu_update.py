@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer's pass over host memory: TenCache's chunks against DeepSpeedCPUAdam on one flat tensor.
 
-TenCache's side is :class:`~tencache_ds.integration.chunk_update.SubGroupUpdater` itself on a resident sub-group: per
-chunk the 16-bit gradient is up-cast and unscaled, DeepSpeed's op updates master weight and moments, and the weight is
-written back in 16 bits. Reading and writing chunks is the storage benchmark's subject.
+TenCache's side is :class:`~tencache_ds.tiers.fused_update.FusedUpdate` itself on a resident sub-group: one pass takes
+the 16-bit gradient, updates master weight and moments, and writes the weight in 16 bits. Reading and writing chunks is
+the storage benchmark's subject.
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from tencache_ds.config import TenCacheConfig
-from tencache_ds.integration.chunk_update import SubGroupUpdater, known_kinds
+from tencache_ds.integration.optimizers import known_kinds
 from tencache_ds.memory import BufferPool
 from tencache_ds.observability.counters import Counters
+from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.cpu_share import CpuShare
+from tencache_ds.tiers.fused_adam import FusedAdam
+from tencache_ds.tiers.fused_update import FusedUpdate
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency, SubGroupSpec
+from tencache_ds.tiers.optimizer_state import (
+    MASTER,
+    ChunkInUse,
+    OptimizerStateTier,
+    StateResidency,
+    SubGroupSpec,
+)
 
 from .result import MIN_REPEATS, MicroResult, Row, alternate, progress
 
@@ -89,8 +98,10 @@ def run(
     adam.master.grad.copy_(gradient)
     copied = torch.empty_like(master)
     chunk_nbytes = int(TenCacheConfig().chunk_size)
+    fused = _Fused(master, gradient, chunked_weights, chunk_nbytes)
+    fused.use(max(threads))
     variants: dict[str, Callable[[], object]] = {
-        CHUNKS: _chunked(master, gradient, chunked_weights, chunk_nbytes),
+        CHUNKS: fused.step,
         PASSES: partial(_whole, passes, gradient, flat_weights),
         ADAM: adam.optimizer.step,
         COPY: partial(copied.copy_, master),
@@ -108,9 +119,11 @@ def run(
     rows: list[Row] = []
     with progress(len(threads) * len(variants) * (repeats + 1), "cpu_update") as bar:
         for n in threads:
+            fused.use(n)
             with share.limited(n):
                 timed = {name: partial(_seconds, update) for name, update in variants.items()}
                 rows += _rows(alternate(timed, repeats, bar.update), numel, {"threads": n})
+    fused.close()
     if not torch.equal(chunked_weights, flat_weights):
         raise RuntimeError("TenCache's chunks and the flat pass gave different weights: their rates say nothing")
     return MicroResult(
@@ -162,31 +175,72 @@ def _whole(flat: _Flat, gradient: torch.Tensor, weights: torch.Tensor) -> None:
     weights.copy_(flat.master.data)
 
 
-def _chunked(
-    master: torch.Tensor, gradient: torch.Tensor, weights: torch.Tensor, chunk_nbytes: int
-) -> Callable[[], None]:
+@dataclass(frozen=True, slots=True)
+class _OneTensor:
+    """Weights that are one tensor in host memory."""
+
+    weights: torch.Tensor
+
+    def open(self, chunk: Chunk) -> list[tuple[int, torch.Tensor]]:
+        return [(0, self.weights[chunk.start : chunk.start + chunk.numel])]
+
+    def close(self, chunk: Chunk) -> None: ...
+
+    def holds_buffers(self, sub_group: int) -> bool:
+        return False
+
+
+class _Fused:
     """TenCache's update of one resident sub-group; writes the 16-bit weights to ``weights``."""
-    numel, counters = master.numel(), Counters()
-    placeholder = torch.nn.Parameter(torch.empty(0))
-    optimizer = _adam(placeholder)
-    kinds = ((MASTER, torch.float32), *known_kinds(optimizer, torch.float32))
-    state = OptimizerStateTier(
-        [SubGroupSpec(numel, kinds, StateResidency.HOST)],
-        store=None,
-        pool=_no_pool,
-        counters=counters,
-        chunk_nbytes=chunk_nbytes,
-        timeout_s=1.0,
-    )
-    state.write(0, {MASTER: master})
-    gradients = GradientTier(gradient, [GradientSegment(0, 0, numel)], counters)
-    updater = SubGroupUpdater(optimizer, state, gradients, [placeholder], local_ranks=1)
 
-    def publish(chunk: Chunk, updated: torch.Tensor) -> None:
-        weights[chunk.start : chunk.start + chunk.numel].copy_(updated)
+    def __init__(self, master: torch.Tensor, gradient: torch.Tensor, weights: torch.Tensor, chunk_nbytes: int) -> None:
+        numel, counters = master.numel(), Counters()
+        self._optimizer = _adam(torch.nn.Parameter(torch.empty(0)))
+        kinds = ((MASTER, torch.float32), *known_kinds(self._optimizer, torch.float32))
+        self._state = OptimizerStateTier(
+            [SubGroupSpec(numel, kinds, StateResidency.HOST)],
+            store=None,
+            pool=_no_pool,
+            counters=counters,
+            chunk_nbytes=chunk_nbytes,
+            timeout_s=1.0,
+        )
+        self._state.write(0, {MASTER: master})
+        self._gradients = GradientTier(gradient, [GradientSegment(0, 0, numel)], counters)
+        self._writer = _OneTensor(weights)
+        self._powers = BetaPowers(self._optimizer.defaults["betas"])
+        self._step = 0
+        self._adam: FusedAdam | None = None
 
-    group = optimizer.param_groups[0]
-    return lambda: updater.update_by_chunks(0, group, 0, _SCALE, publish)
+    def use(self, n_threads: int) -> None:
+        """From now on a team of so many threads."""
+        self.close()
+        self._adam = FusedAdam(n_threads)
+        self._update = FusedUpdate(self._adam, self._state, self._gradients, self._writer)
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self._step += 1
+        group = self._optimizer.param_groups[0]
+        scalars = adam_scalars(
+            lr=group["lr"],
+            betas=group["betas"],
+            powers=self._powers.at(self._step, group["betas"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=True,
+            bias_correction=True,
+            scale=_SCALE,
+        )
+        self._update.run(0, 0, scalars, _in_passes)
+
+    def close(self) -> None:
+        if self._adam is not None:
+            self._adam.close()
+
+
+def _in_passes(used: ChunkInUse) -> None:
+    raise RuntimeError("the fused update did not take a chunk of single precision")
 
 
 def _no_pool() -> BufferPool:

@@ -23,6 +23,8 @@ from deepspeed.checkpoint.constants import (
 )
 
 from tencache_ds.errors import CheckpointError, TenCacheError
+from tencache_ds.integration.chunk_update import publish
+from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.io.torch_archive import DeferredTensor
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.optimizer_state import MASTER, StateResidency
@@ -107,7 +109,7 @@ class CheckpointMixin:
     def frozen_in_tier(self) -> list[Any]:
         """The parameters that the optimizer does not update and whose shards are in the weight tier."""
         updated = {param.ds_id for group in self.fp16_groups for param in group}
-        return [p for p in self.module.parameters() if p.ds_id not in updated and self._in_tier(p)]
+        return [p for p in self.module.parameters() if p.ds_id not in updated and in_tier(p)]
 
     # Loading
 
@@ -122,7 +124,7 @@ class CheckpointMixin:
             CheckpointError: a shard is missing, or was saved with another number of ranks.
         """
         updated = {param.ds_id for group in self.fp16_groups for param in group}
-        in_tier = {param.ds_id for param in self.frozen_in_tier()}
+        frozen = {param.ds_id for param in self.frozen_in_tier()}
         for param in self.module.parameters():
             if param.ds_id in updated:
                 continue
@@ -133,7 +135,7 @@ class CheckpointMixin:
                     f"this rank's part of the frozen weight {names[param]} {found}: the checkpoint was saved with "
                     "another number of ranks, or of another model"
                 )
-            if param.ds_id in in_tier and param.nvme_swapper.stored(param):
+            if param.ds_id in frozen and param.nvme_swapper.stored(param):
                 param.nvme_swapper.replace(param, saved.detach())
             else:
                 param.ds_tensor.data.copy_(saved.detach())
@@ -225,7 +227,7 @@ class CheckpointMixin:
             return
         self._optimizer_states.replace(index, master, with_state=with_state)
         for chunk in self._state.chunks(index):
-            self._publish(chunk, master[chunk.start : chunk.start + chunk.numel])
+            publish(self._model_weights, chunk, master[chunk.start : chunk.start + chunk.numel])
 
     def _check_same_shape(self, masters: list[torch.Tensor]) -> None:
         saved = [master.numel() for master in masters]

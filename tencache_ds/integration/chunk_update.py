@@ -3,21 +3,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
 from tencache_ds.integration.optimizer_states import OptimizerStates
+from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, adam_scalars
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.cpu_share import CpuShare, cores_for_arithmetic
+from tencache_ds.tiers.fused_adam import FusedAdam
+from tencache_ds.tiers.fused_update import FusedUpdate
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency
-
-Publish = Callable[[Chunk, torch.Tensor], None]
-"""Takes a chunk and its updated master weights (1-D) and puts them into the model's weights."""
+from tencache_ds.tiers.optimizer_state import MASTER, ChunkInUse, OptimizerStateTier, StateResidency
+from tencache_ds.tiers.weight_writer import WeightWriter
 
 
 class SubGroupUpdater:
@@ -29,7 +30,10 @@ class SubGroupUpdater:
         tier: OptimizerStateTier,
         states: OptimizerStates,
         gradients: GradientTier,
-        local_ranks: int,
+        writer: WeightWriter,
+        *,
+        cores: int,
+        fused: FusedAdam | None,
     ) -> None:
         """
         Args:
@@ -37,66 +41,86 @@ class SubGroupUpdater:
             tier: where master weights and moments live.
             states: what the optimizer keeps for each sub-group.
             gradients: the accumulated gradients.
-            local_ranks: ranks that share this host's cores.
+            writer: where the model's weights get their new values.
+            cores: how many of the host's cores arithmetic may use here.
+            fused: Adam in one pass; None leaves Adam to DeepSpeed's op.
         """
         self._optimizer = optimizer
         self._tier = tier
         self._states = states
         self._gradients = gradients
-        self._local_ranks = local_ranks
+        self._writer = writer
+        self._cores = cores
+        self._fused: FusedUpdate | None = None
+        if fused is not None:
+            self._fused = FusedUpdate(fused, tier, gradients, writer)
+            self._powers = BetaPowers(optimizer.defaults["betas"])
         self._scratch: torch.Tensor | None = None
         self._cpu_share = CpuShare()
 
-    def update_by_chunks(self, sub_group: int, group: dict[str, Any], start: int, scale: Any, publish: Publish) -> None:
-        """DeepSpeed's CPU Adam on each chunk, with the arithmetic of the whole sub-group.
+    def update_by_chunks(self, sub_group: int, group: dict[str, Any], start: int, scale: Any) -> None:
+        """Adam on each chunk, with the arithmetic of DeepSpeed's CPU Adam on the whole sub-group.
 
-        The op keeps the bias correction of a step between calls with the same step number, and chunks begin at
-        multiples of every vector width, so the result is the same bit for bit.
+        Chunks begin at multiples of every vector width, so the result is the same bit for bit.
 
         Args:
             sub_group: which one.
             group: its hyper-parameters (an entry of ``optimizer.param_groups``).
             start: first element of the sub-group in the gradient buffer.
             scale: what gradients are multiplied by: a float or a 0-dim tensor.
-            publish: receives each updated chunk.
         """
         step = self._states.begin_step(sub_group)
-        with self._cores(sub_group):
-            self._update_chunks(sub_group, group, step, start, scale, publish)
+        in_passes = partial(self._update_in_passes, group=group, step=step, start=start, scale=scale)
+        if self._fused is not None:
+            nothing = torch.empty(0)
+            self._call_op(group, step, nothing, nothing, nothing, nothing)  # which counts steps, for when it is needed
+            self._fused.run(sub_group, start, self._scalars(group, int(step), float(scale)), in_passes)
+        else:
+            for chunk in self._tier.chunks(sub_group):
+                used = self._tier.take(chunk)
+                in_passes(used)
+                self._tier.put(used)
         # Of its parameter groups none has a parameter now, so this changes nothing, but torch sees that a step was
         # taken: LR schedulers ask for it, profilers show it.
         self._optimizer.step()
 
-    def _update_chunks(
-        self, sub_group: int, group: dict[str, Any], step: int, start: int, scale: Any, publish: Publish
-    ) -> None:
-        beta1, beta2 = group["betas"]
-        for chunk in self._tier.chunks(sub_group):
-            used = self._tier.take(chunk)
-            master = used.views[MASTER]
+    def _scalars(self, group: dict[str, Any], step: int, scale: float) -> AdamScalars:
+        return adam_scalars(
+            lr=group["lr"],
+            betas=group["betas"],
+            powers=self._powers.at(step, group["betas"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=self._optimizer.adam_w_mode,
+            bias_correction=group["bias_correction"],
+            scale=scale,
+        )
+
+    def _update_in_passes(self, used: ChunkInUse, group: dict[str, Any], step: int, start: int, scale: Any) -> None:
+        """DeepSpeed's op between passes of torch's. The op keeps the bias correction of a step between calls with the
+        same step number."""
+        chunk, master = used.chunk, used.views[MASTER]
+        with self._limited_cores(chunk.sub_group):
             gradient = self._scratch_for(chunk.numel, master.dtype)
             self._gradients.fill(gradient, start + chunk.start)
             _multiply(gradient, scale)
-            self._optimizer.ds_opt_adam.adam_update(
-                self._optimizer.opt_id,
-                step,
-                group["lr"],
-                beta1,
-                beta2,
-                group["eps"],
-                group["weight_decay"],
-                group["bias_correction"],
-                master,
-                gradient,
-                used.views["exp_avg"],
-                used.views["exp_avg_sq"],
-            )
-            publish(chunk, master)
-            self._tier.put(used)
+            self._call_op(group, step, master, gradient, used.views["exp_avg"], used.views["exp_avg_sq"])
+            publish(self._writer, chunk, master)
 
-    def update_as_whole(
-        self, sub_group: int, start: int, scale: Any, step: Callable[[], None], publish: Publish
-    ) -> None:
+    def _call_op(self, group: dict[str, Any], step: int, *tensors: torch.Tensor) -> None:
+        """DeepSpeed's CPU Adam on master weights, gradient and moments."""
+        self._optimizer.ds_opt_adam.adam_update(
+            self._optimizer.opt_id,
+            step,
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group["bias_correction"],
+            *tensors,
+        )
+
+    def update_as_whole(self, sub_group: int, start: int, scale: Any, step: Callable[[], None]) -> None:
         """Any optimizer, through its own ``step()``, with the sub-group's whole state in host memory for as long.
 
         Of a sub-group that lives in host memory the optimizer works on the tier's own tensors.
@@ -106,15 +130,15 @@ class SubGroupUpdater:
             start: first element of the sub-group in the gradient buffer.
             scale: what gradients are multiplied by: a float or a 0-dim tensor.
             step: calls ``optimizer.step()`` for the sub-group's placeholder.
-            publish: receives each updated chunk.
         """
-        with self._states.whole(sub_group) as placeholder:
-            placeholder.grad = self._whole_gradient(sub_group, start, placeholder)
-            _multiply(placeholder.grad, scale)
-            step()
-            master = placeholder.data
-        for chunk in self._tier.chunks(sub_group):
-            publish(chunk, master[chunk.start : chunk.start + chunk.numel])
+        with self._limited_cores(sub_group):
+            with self._states.whole(sub_group) as placeholder:
+                placeholder.grad = self._whole_gradient(sub_group, start, placeholder)
+                _multiply(placeholder.grad, scale)
+                step()
+                master = placeholder.data
+            for chunk in self._tier.chunks(sub_group):
+                publish(self._writer, chunk, master[chunk.start : chunk.start + chunk.numel])
 
     def _whole_gradient(self, sub_group: int, start: int, like: torch.Tensor) -> torch.Tensor:
         """The sub-group's gradient in the master weights' dtype; the accumulation buffer itself where that has it."""
@@ -125,17 +149,22 @@ class SubGroupUpdater:
         self._gradients.fill(gradient, start)
         return gradient
 
-    def _cores(self, sub_group: int) -> AbstractContextManager[None]:
-        """Leaves cores to the I/O lanes while chunks are streamed."""
-        if self._tier.residency(sub_group) is StateResidency.HOST:
-            return nullcontext()
-        cores = len(os.sched_getaffinity(0))
-        return self._cpu_share.limited(cores_for_arithmetic(torch.get_num_threads(), cores, self._local_ranks))
+    def _limited_cores(self, sub_group: int) -> AbstractContextManager[None]:
+        """At most this rank's cores, with some left to the I/O lanes while chunks are streamed."""
+        streamed = self._tier.residency(sub_group) is StateResidency.STORED
+        return self._cpu_share.limited(cores_for_arithmetic(torch.get_num_threads(), self._cores, streamed=streamed))
 
     def _scratch_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self._scratch is None or self._scratch.numel() < numel or self._scratch.dtype != dtype:
             self._scratch = torch.empty(numel, dtype=dtype)
         return self._scratch[:numel]
+
+
+def publish(writer: WeightWriter, chunk: Chunk, master: torch.Tensor) -> None:
+    """Rounds a chunk's master weights (1-D) to the model's dtype and puts them where the weights live."""
+    for first, weight in writer.open(chunk):
+        weight.copy_(master[first : first + weight.numel()])
+    writer.close(chunk)
 
 
 def _multiply(gradient: torch.Tensor, scale: Any) -> None:

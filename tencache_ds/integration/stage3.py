@@ -12,7 +12,6 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater
 from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.letting_go import finish_gathers, let_go
+from tencache_ds.integration.model_weights import ModelWeights, in_tier
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import (
     known_kinds,
@@ -36,8 +36,8 @@ from tencache_ds.integration.param_swapper import ParamSwapper, engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.integration.surroundings import session_for
-from tencache_ds.observability.counters import Link, monitor_events
-from tencache_ds.planning.chunks import Chunk, cut_sub_group, overlaps
+from tencache_ds.observability.counters import monitor_events
+from tencache_ds.planning.chunks import cut_sub_group
 from tencache_ds.session import Session
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency, SubGroupSpec
@@ -108,6 +108,9 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._require_claims()
         for part in engine.claimed:
             part.weights.set_trainable(param.ds_id for group in self.fp16_groups for param in group)
+        self._model_weights = ModelWeights(
+            self.fp16_groups, self.fp16_partitioned_groups_flat, self.fp16_partitioned_groups, engine.counters
+        )
         if not self.offload_optimizer:
             engine.build_staging([])
             super()._create_fp32_partitions()
@@ -173,7 +176,9 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             self._state,
             self._optimizer_states,
             self._gradients,
-            engine.surroundings.local_ranks,
+            self._model_weights,
+            cores=engine.surroundings.cores,
+            fused=engine.fused_adam() if updates_by_chunks(self.optimizer) else None,
         )
         starts = itertools.accumulate((int(n) for n in self.fp16_partitioned_groups_flat_numel), initial=0)
         self._sub_group_starts = list(starts)
@@ -306,12 +311,10 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         start = self._sub_group_starts[sub_group_id]
         if self._by_chunks:
             group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
-            self._updater.update_by_chunks(sub_group_id, group, start, self._combined_scale, self._publish)
+            self._updater.update_by_chunks(sub_group_id, group, start, self._combined_scale)
         else:
             stock_step = super()._optimizer_step
-            self._updater.update_as_whole(
-                sub_group_id, start, self._combined_scale, lambda: stock_step(sub_group_id), self._publish
-            )
+            self._updater.update_as_whole(sub_group_id, start, self._combined_scale, lambda: stock_step(sub_group_id))
 
     def _may_update_by_chunks(self) -> bool:
         if not updates_by_chunks(self.optimizer) or self.torch_autocast_gradscaler is not None:
@@ -354,97 +357,22 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         for engine in self._require_engine().claimed:
             engine.weights.drop_stale()
 
-    def _publish(self, chunk: Chunk, master: torch.Tensor) -> None:
-        """Rounds a chunk's master weights to the model's dtype and puts them where the weights live."""
-        flat = self.fp16_partitioned_groups_flat[chunk.sub_group]
-        if flat is not None:
-            flat.data[chunk.start : chunk.start + chunk.numel].copy_(master)
-            if get_accelerator().on_accelerator(flat):
-                self._require_engine().counters.moved(Link.H2D, chunk.numel * flat.element_size())
-            return
-        params = self.fp16_groups[chunk.sub_group]
-        for overlap in overlaps(chunk, *self._segments(chunk.sub_group)):
-            param = params[overlap.segment]
-            source = master[overlap.in_chunk : overlap.in_chunk + overlap.numel]
-            target = self._update_target(param)
-            target[overlap.in_segment : overlap.in_segment + overlap.numel].copy_(source)
-            if overlap.last and self._in_tier(param):
-                param.nvme_swapper.engine.weights.finish_update(param.ds_id)
-
     def _partitioned_params_swap_out(self, i: int) -> None:
         """Weights in the tier under an optimizer that stays on the device (``offload_optimizer`` none)."""
-        master = self.fp32_partitioned_groups_flat[i].data
-        starts, numels = self._segments(i)
-        for param, start, numel in zip(self.fp16_groups[i], starts, numels, strict=True):
-            self._update_target(param).copy_(master[start : start + numel])
-            if self._in_tier(param):
-                param.nvme_swapper.engine.weights.finish_update(param.ds_id)
-
-    def _update_target(self, param: Any) -> torch.Tensor:
-        if self._in_tier(param):
-            return param.nvme_swapper.engine.weights.begin_update(param.ds_id)
-        return param.ds_tensor.data
+        self._model_weights.write(i, self.fp32_partitioned_groups_flat[i].data)
 
     def _copy_weights_to_master(self, sub_group: int, *, fresh: bool = False) -> None:
         """Master weights from the model's weights; ``fresh`` chunks have no older state worth reading."""
         if self._state is None:
-            master, params = self.fp32_partitioned_groups_flat[sub_group].data, self.fp16_groups[sub_group]
-            for index, (start, numel) in enumerate(zip(*self._segments(sub_group), strict=True)):
-                master[start : start + numel].copy_(self._shard(params[index], params[index + 1 :]))
-                self._end_shard(params[index])
+            master = self.fp32_partitioned_groups_flat[sub_group].data
+            for start, shard in self._model_weights.whole_shards(sub_group):
+                master[start : start + shard.numel()].copy_(shard)
             return
-        for chunk, weights in self._weights_by_chunk(sub_group):
+        for chunk, weights in self._model_weights.by_chunk(self._state.chunks(sub_group)):
             used = self._state.overwrite(chunk) if fresh else self._state.take(chunk)
             for overlap_start, values in weights:
                 used.views[MASTER][overlap_start : overlap_start + values.numel()].copy_(values)
             self._state.put(used)
-
-    def _weights_by_chunk(self, sub_group: int) -> Iterator[tuple[Chunk, list[tuple[int, torch.Tensor]]]]:
-        """Each chunk with ``(start in chunk, values)`` of the weights it covers, reading stored weights ahead."""
-        flat = self.fp16_partitioned_groups_flat[sub_group]
-        if flat is not None:
-            for chunk in self._state.chunks(sub_group):
-                yield chunk, [(0, flat.data[chunk.start : chunk.start + chunk.numel])]
-            return
-        params = self.fp16_groups[sub_group]
-        starts, numels = self._segments(sub_group)
-        exposed: dict[int, torch.Tensor] = {}
-        for chunk in self._state.chunks(sub_group):
-            found = []
-            shared = overlaps(chunk, starts, numels)
-            for overlap in shared:
-                param = params[overlap.segment]
-                if overlap.segment not in exposed:
-                    exposed[overlap.segment] = self._shard(param, params[overlap.segment + 1 :])
-                values = exposed[overlap.segment][overlap.in_segment : overlap.in_segment + overlap.numel]
-                found.append((overlap.in_chunk, values))
-            yield chunk, found
-            for overlap in shared:
-                if overlap.last:
-                    del exposed[overlap.segment]
-                    self._end_shard(params[overlap.segment])
-
-    def _shard(self, param: Any, following: list[Any]) -> torch.Tensor:
-        if not self._in_tier(param):
-            return param.ds_tensor.data
-        weights = param.nvme_swapper.engine.weights
-        (shard,) = weights.expose([param.ds_id], for_host=True)
-        weights.read_ahead(
-            (other.ds_id for other in following if other.nvme_swapper is param.nvme_swapper), for_host=True
-        )
-        return shard
-
-    def _end_shard(self, param: Any) -> None:
-        if self._in_tier(param):
-            param.nvme_swapper.engine.weights.give_back(param.ds_id)
-
-    def _segments(self, sub_group: int) -> tuple[list[int], list[int]]:
-        numels = [partition.ds_numel for partition in self.fp16_partitioned_groups[sub_group]]
-        return list(itertools.accumulate(numels, initial=0))[:-1], numels
-
-    @staticmethod
-    def _in_tier(param: Any) -> bool:
-        return isinstance(param.nvme_swapper, ParamSwapper) and param.nvme_swapper.manages(param)
 
     # Lifetime
 
@@ -490,7 +418,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
     def _require_claims(self) -> None:
         """No two engines may update a weight: each would go on from a master weight of its own."""
         for param in itertools.chain.from_iterable(self.fp16_groups):
-            if self._in_tier(param) and param.nvme_swapper.engine.claimant is not self.tencache:
+            if in_tier(param) and param.nvme_swapper.engine.claimant is not self.tencache:
                 raise TenCacheError(
                     f"the parameter of shape {tuple(param.ds_shape)} (ds_id {param.ds_id}) is trained by another "
                     "DeepSpeed engine already: call that one's destroy() first"

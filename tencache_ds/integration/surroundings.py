@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -39,6 +40,7 @@ def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
     surroundings = Surroundings(
         rank=rank,
         local_ranks=budget.local_ranks[rank],
+        cores=budget.cores[rank],
         on_cuda=not get_accelerator().is_synchronized_device() and get_accelerator().device_name().startswith("cuda"),
         weights_paths=_nvme_paths(zero.offload_param, options),
         optimizer_paths=_nvme_paths(zero.offload_optimizer, options),
@@ -60,8 +62,10 @@ def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
 
 
 def agree_on_host_memory(options: TenCacheConfig) -> HostBudget:
-    """The host memory for weights and the ranks of each machine, from what every rank sees of its own machine."""
-    mine = RankMemory(socket.gethostname(), options.host_memory, memory_domains())
+    """The host memory for weights, and the ranks and cores of each machine, from what every rank sees of its own."""
+    mine = RankMemory(
+        socket.gethostname(), options.host_memory, memory_domains(), tuple(sorted(os.sched_getaffinity(0)))
+    )
     return HostBudget(**Agreement.of_job().reach("host memory", asdict(mine), _plan_host_memory))
 
 
@@ -70,7 +74,12 @@ def _plan_host_memory(posts: Sequence[Post]) -> dict[str, Any]:
     return asdict(
         plan_host_memory(
             [
-                RankMemory(v["host"], v["wanted_nbytes"], tuple(MemoryDomain(**domain) for domain in v["domains"]))
+                RankMemory(
+                    v["host"],
+                    v["wanted_nbytes"],
+                    tuple(MemoryDomain(**domain) for domain in v["domains"]),
+                    tuple(v["cores"]),
+                )
                 for v in values
             ]
         )

@@ -29,25 +29,33 @@ class WeightDecay(enum.IntEnum):
 class BetaPowers:
     """``beta1^t`` and ``beta2^t`` of the current step.
 
-    DeepSpeed multiplies once per step while steps follow one another, and calls ``pow`` when they jump, as after a
-    resume: the two differ in the last bit from the third step on. Here they are always multiplied up from the first
-    step, so that a run that is stopped and resumed equals the run that never stopped.
+    DeepSpeed multiplies once per step while steps follow one another, and calls ``pow`` when betas change or steps
+    jump, as after a resume: the two differ in the last bit from the third step on. Here a jump multiplies all the way
+    up from the first step instead, so that a run that is stopped and resumed equals the run that never stopped.
+
+    Args:
+        betas: what the optimizer was made with.
     """
 
-    def __init__(self) -> None:
-        self._betas: tuple[np.float32, np.float32] | None = None
+    def __init__(self, betas: tuple[float, float]) -> None:
+        self._betas = (_F(betas[0]), _F(betas[1]))
         self._step = 0
         self._powers = (_F(1), _F(1))
 
-    def at(self, step: int, beta1: float, beta2: float) -> tuple[np.float32, np.float32]:
-        """The powers of optimizer step ``step``, counted from 1."""
-        betas = (_F(beta1), _F(beta2))
-        if betas != self._betas or step < self._step:
-            self._betas, self._step, self._powers = betas, 0, (_F(1), _F(1))
-        first, second = self._powers
-        for _ in range(step - self._step):
-            first, second = first * betas[0], second * betas[1]
-        self._step, self._powers = step, (first, second)
+    def at(self, step: int, betas: tuple[float, float]) -> tuple[np.float32, np.float32]:
+        """The powers of optimizer step ``step``, counted from 1, with the betas of the parameters to be updated."""
+        wanted = (_F(betas[0]), _F(betas[1]))
+        if wanted != self._betas:  # groups of parameters differ, or a scheduler changes them: DeepSpeed calls pow
+            self._betas = wanted
+            self._powers = (_F(float(wanted[0]) ** step), _F(float(wanted[1]) ** step))
+        elif step != self._step:
+            if step < self._step:
+                self._step, self._powers = 0, (_F(1), _F(1))
+            first, second = self._powers
+            for _ in range(step - self._step):
+                first, second = first * wanted[0], second * wanted[1]
+            self._powers = (first, second)
+        self._step = step
         return self._powers
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tencache_ds.errors import ConfigError
+from tencache_ds.planning.cores import core_budget
 from tencache_ds.planning.size_classes import plan_size_classes, smallest_budget_nbytes
 from tencache_ds.profiling.host_memory import MemoryDomain
 
@@ -54,11 +55,13 @@ class RankMemory:
         host: name of its host, for messages.
         wanted_nbytes: the user's ``host_memory`` there, or None for automatic.
         domains: the memory it shares with others: its machine's first, then that of its control groups.
+        cores: numbers of the machine's cores that it may run on.
     """
 
     host: str
     wanted_nbytes: int | None
     domains: tuple[MemoryDomain, ...]
+    cores: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +72,14 @@ class HostBudget:
         resident_nbytes: bytes of weights that each rank may keep in host memory, the same on all.
         reason: where the figure comes from.
         local_ranks: of each rank, how many ranks run on its machine, itself included.
+        cores: of each rank, how many cores it may use for arithmetic.
         warning: what the user should know; empty if nothing.
     """
 
     resident_nbytes: int
     reason: str
     local_ranks: tuple[int, ...]
+    cores: tuple[int, ...]
     warning: str = ""
 
 
@@ -93,8 +98,23 @@ def plan_host_memory(ranks: Sequence[RankMemory]) -> HostBudget:
         reason += f"; the smallest figure of all ranks, that of rank {smallest} on {ranks[smallest].host}"
     machines = Counter(rank.domains[0].identity for rank in ranks)
     return HostBudget(
-        nbytes, reason, tuple(machines[rank.domains[0].identity] for rank in ranks), _differing(ranks, nbytes)
+        nbytes,
+        reason,
+        tuple(machines[rank.domains[0].identity] for rank in ranks),
+        tuple(_cores_of(index, ranks) for index in range(len(ranks))),
+        _differing(ranks, nbytes),
     )
+
+
+def _cores_of(index: int, ranks: Sequence[RankMemory]) -> int:
+    """Each core that a rank may run on counts for it and for the other ranks of its machine that may run there."""
+    machine = ranks[index].domains[0].identity
+    others = [
+        frozenset(rank.cores)
+        for other, rank in enumerate(ranks)
+        if other != index and rank.domains[0].identity == machine
+    ]
+    return core_budget(frozenset(ranks[index].cores), others)
 
 
 def _own_budget(rank: RankMemory, sharers: Counter[str]) -> tuple[int, str]:

@@ -17,16 +17,16 @@ SMALLEST_SHARED_CORES = 4
 """Below this a core is worth more to the arithmetic than to the lanes, which mostly wait for the disk."""
 
 
-def cores_for_arithmetic(threads: int, cores: int, local_ranks: int) -> int:
-    """Threads to use while data is streamed.
+def cores_for_arithmetic(threads: int, cores: int, *, streamed: bool) -> int:
+    """Threads to use for arithmetic.
 
     Args:
         threads: OpenMP threads this process would use.
-        cores: cores it may run on, which it shares with the other ranks of the host.
-        local_ranks: ranks on the host.
+        cores: cores of the host that this rank may use.
+        streamed: lanes move the data meanwhile.
     """
-    share = min(threads, max(cores // max(local_ranks, 1), 1))
-    return share // 2 if share >= SMALLEST_SHARED_CORES else share
+    share = min(threads, cores)
+    return share // 2 if streamed and share >= SMALLEST_SHARED_CORES else share
 
 
 class CpuShare:

@@ -157,3 +157,12 @@ class GradientTier:
             low, high = max(segment.start, start), min(segment.start + segment.numel, end)
             if low < high:
                 target[low - start : high - start].copy_(value[low - segment.start : high - segment.start])
+
+    def view(self, start: int, numel: int) -> torch.Tensor | None:
+        """``numel`` elements of the buffer from ``start``, as they were accumulated; None where a gradient among them
+        was replaced at a higher precision, so that :meth:`fill` has to be asked."""
+        for key in self._replaced:
+            segment = self._segments[key]
+            if segment.start < start + numel and start < segment.start + segment.numel:
+                return None
+        return self._buffer[start : start + numel]

@@ -28,6 +28,9 @@ CHUNK = st.integers(1, 2**14).map(lambda pages: pages * PAGE)
 CHUNKS = st.integers(1, 40)
 
 
+CORES = tuple(range(16))
+
+
 def memory(
     available_gib: float, machine: str = "a", group: tuple[str, float] | None = None, wanted: int | None = None
 ) -> RankMemory:
@@ -36,7 +39,7 @@ def memory(
     if group is not None:
         name, left_gib = group
         domains.append(MemoryDomain(f"{machine}:{name}", f"control group {name}", 64 * GIB, int(left_gib * GIB)))
-    return RankMemory(f"host-{machine}", wanted, tuple(domains))
+    return RankMemory(f"host-{machine}", wanted, tuple(domains), CORES)
 
 
 def test_half_of_what_is_available() -> None:
@@ -44,6 +47,7 @@ def test_half_of_what_is_available() -> None:
     assert budget.resident_nbytes == 50 * GIB
     assert budget.reason == "half of the 100.00 GiB that this machine has available"
     assert budget.local_ranks == (1,)
+    assert budget.cores == (16,)
     assert budget.warning == ""
 
 
@@ -63,6 +67,7 @@ def test_ranks_in_containers_of_their_own_share_the_machine_only() -> None:
     roomy = plan_host_memory([memory(1900, group=(name, 64)) for name in "pqrs"])
     assert roomy.resident_nbytes == 32 * GIB
     assert roomy.local_ranks == (4, 4, 4, 4)
+    assert roomy.cores == (4, 4, 4, 4)
     crowded = plan_host_memory([memory(80, group=(name, 64)) for name in "pqrs"])
     assert crowded.resident_nbytes == 10 * GIB
     assert "this machine" in crowded.reason
@@ -71,6 +76,7 @@ def test_ranks_in_containers_of_their_own_share_the_machine_only() -> None:
 def test_hosts_with_different_numbers_of_ranks_and_memory() -> None:
     budget = plan_host_memory([memory(100, "a"), memory(100, "b"), memory(90, "b"), memory(100, "b")])
     assert budget.local_ranks == (1, 3, 3, 3)
+    assert budget.cores == (16, 5, 5, 5)
     assert budget.resident_nbytes == 15 * GIB
     assert "the smallest figure of all ranks, that of rank 2 on host-b" in budget.reason
 

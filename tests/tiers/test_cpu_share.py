@@ -24,18 +24,19 @@ def test_limits_every_openmp_library_and_restores_them():
 
 
 @pytest.mark.parametrize(
-    ("threads", "cores", "local_ranks", "expected"),
+    ("threads", "cores", "expected"),
     [
-        (1, 16, 1, 1),
-        (2, 2, 1, 2),
-        (3, 3, 1, 3),
-        (4, 4, 1, 2),
-        (16, 16, 1, 8),
-        (17, 17, 1, 8),
-        (8, 16, 1, 4),  # the user's OMP_NUM_THREADS
-        (32, 32, 2, 8),  # two ranks on 32 cores: 16 each, half for the lanes
-        (2, 2, 4, 1),
+        (1, 16, 1),
+        (2, 2, 2),
+        (3, 3, 3),
+        (4, 4, 2),
+        (16, 16, 8),
+        (17, 17, 8),
+        (8, 16, 4),  # the user's OMP_NUM_THREADS
+        (32, 16, 8),  # two ranks on 32 cores: 16 each, half for the lanes
+        (2, 1, 1),
     ],
 )
-def test_half_of_this_ranks_cores_where_there_are_enough(threads, cores, local_ranks, expected):
-    assert cores_for_arithmetic(threads, cores, local_ranks) == expected
+def test_half_of_this_ranks_cores_where_there_are_enough_and_lanes_work(threads, cores, expected):
+    assert cores_for_arithmetic(threads, cores, streamed=True) == expected
+    assert cores_for_arithmetic(threads, cores, streamed=False) == min(threads, cores)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of ZeRO-3's sub-groups, where an optimizer reads and writes them: in the weight tier, or in DeepSpeed's
+flat buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from tencache_ds.integration.param_swapper import ParamSwapper
+from tencache_ds.observability.counters import Counters, Link
+from tencache_ds.planning.chunks import Chunk, overlaps
+
+
+def in_tier(param: Any) -> bool:
+    """Whether a parameter's shard is in the weight tier, resident or stored."""
+    return isinstance(param.nvme_swapper, ParamSwapper) and param.nvme_swapper.manages(param)
+
+
+class ModelWeights:
+    """Shards of this rank by sub-group; a :class:`~tencache_ds.tiers.weight_writer.WeightWriter`. Used by the training
+    thread.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Any]],
+        flats: Sequence[torch.Tensor | None],
+        partitions: Sequence[Sequence[Any]],
+        counters: Counters,
+    ) -> None:
+        """
+        Args:
+            groups: the parameters of each sub-group.
+            flats: the flat tensor that the shards of a sub-group are views of; None where each has its own memory.
+            partitions: the shards of each sub-group, with their lengths.
+            counters: where bytes to the device are counted.
+        """
+        self._groups = groups
+        self._flats = flats
+        self._partitions = partitions
+        self._counters = counters
+        self._segments: Callable[[int], tuple[list[int], list[int]]] = functools.cache(self._find_segments)
+
+    # Writing
+
+    def open(self, chunk: Chunk) -> list[tuple[int, torch.Tensor]]:
+        """See :meth:`WeightWriter.open`. Waits for staging buffers of weights on NVMe."""
+        flat = self._flats[chunk.sub_group]
+        if flat is not None:
+            return [(0, flat.data[chunk.start : chunk.start + chunk.numel])]
+        params = self._groups[chunk.sub_group]
+        return [
+            (overlap.in_chunk, _target(params[overlap.segment])[overlap.in_segment :][: overlap.numel])
+            for overlap in overlaps(chunk, *self._segments(chunk.sub_group))
+        ]
+
+    def close(self, chunk: Chunk) -> None:
+        """See :meth:`WeightWriter.close`. A weight whose last element is there goes to NVMe, if it lives there."""
+        flat = self._flats[chunk.sub_group]
+        if flat is not None:
+            if get_accelerator().on_accelerator(flat):
+                self._counters.moved(Link.H2D, chunk.numel * flat.element_size())
+            return
+        params = self._groups[chunk.sub_group]
+        for overlap in overlaps(chunk, *self._segments(chunk.sub_group)):
+            if overlap.last:
+                _finish(params[overlap.segment])
+
+    def holds_buffers(self, sub_group: int) -> bool:
+        """See :meth:`WeightWriter.holds_buffers`."""
+        return self._flats[sub_group] is None and any(
+            in_tier(param) and param.nvme_swapper.stored(param) for param in self._groups[sub_group]
+        )
+
+    def write(self, sub_group: int, master: torch.Tensor) -> None:
+        """Rounds all master weights of a sub-group (1-D, on any device) into its shards."""
+        for param, start, numel in zip(self._groups[sub_group], *self._segments(sub_group), strict=True):
+            _target(param).copy_(master[start : start + numel])
+            _finish(param)
+
+    # Reading
+
+    def whole_shards(self, sub_group: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """``(first element, shard)`` of each weight of a sub-group, reading stored ones ahead; valid until the next."""
+        params = self._groups[sub_group]
+        for index, start in enumerate(self._segments(sub_group)[0]):
+            yield start, _shard(params[index], params[index + 1 :])
+            _end_shard(params[index])
+
+    def by_chunk(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, list[tuple[int, torch.Tensor]]]]:
+        """Each chunk of one sub-group with ``(first element in the chunk, values)`` of the weights it has elements of,
+        reading stored weights ahead; valid until the next."""
+        if not chunks:
+            return
+        sub_group = chunks[0].sub_group
+        flat = self._flats[sub_group]
+        if flat is not None:
+            for chunk in chunks:
+                yield chunk, [(0, flat.data[chunk.start : chunk.start + chunk.numel])]
+            return
+        params, exposed = self._groups[sub_group], {}
+        for chunk in chunks:
+            found = []
+            shared = overlaps(chunk, *self._segments(sub_group))
+            for overlap in shared:
+                if overlap.segment not in exposed:
+                    exposed[overlap.segment] = _shard(params[overlap.segment], params[overlap.segment + 1 :])
+                values = exposed[overlap.segment][overlap.in_segment : overlap.in_segment + overlap.numel]
+                found.append((overlap.in_chunk, values))
+            yield chunk, found
+            for overlap in shared:
+                if overlap.last:
+                    del exposed[overlap.segment]
+                    _end_shard(params[overlap.segment])
+
+    def _find_segments(self, sub_group: int) -> tuple[list[int], list[int]]:
+        """First elements and lengths of a sub-group's shards."""
+        numels = [partition.ds_numel for partition in self._partitions[sub_group]]
+        return list(itertools.accumulate(numels, initial=0))[:-1], numels
+
+
+def _target(param: Any) -> torch.Tensor:
+    """A parameter's shard, to be given its new value, all of it; :func:`_finish` has to follow."""
+    if in_tier(param):
+        return param.nvme_swapper.engine.weights.begin_update(param.ds_id)
+    return param.ds_tensor.data
+
+
+def _finish(param: Any) -> None:
+    if in_tier(param):
+        param.nvme_swapper.engine.weights.finish_update(param.ds_id)
+
+
+def _shard(param: Any, following: Sequence[Any]) -> torch.Tensor:
+    """A parameter's shard in host memory, and those that follow read ahead; :func:`_end_shard` has to follow."""
+    if not in_tier(param):
+        return param.ds_tensor.data
+    weights = param.nvme_swapper.engine.weights
+    (shard,) = weights.expose([param.ds_id], for_host=True)
+    weights.read_ahead((other.ds_id for other in following if other.nvme_swapper is param.nvme_swapper), for_host=True)
+    return shard
+
+
+def _end_shard(param: Any) -> None:
+    if in_tier(param):
+        param.nvme_swapper.engine.weights.give_back(param.ds_id)

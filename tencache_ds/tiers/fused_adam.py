@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam in one pass: gradient, master weight, moments and 16-bit weight of a chunk, each touched once.
+
+DeepSpeed's sequence is four passes (up-cast, unscale, Adam, round into the weights), each ended by a barrier of an
+OpenMP team. Where ranks or other programs share the cores, every barrier waits for a thread that has none: two ranks
+with a thread per core each took ten times as long as one. The team here has no barrier: see ``ops/csrc/update/team.h``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from tencache_ds.errors import TenCacheError
+from tencache_ds.planning.adam_scalars import AdamScalars
+from tencache_ds.tiers.optimizer_state import MASTER
+
+EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
+TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+"""Dtypes of gradients and weights that the op knows."""
+
+
+class Job(Protocol):
+    """An update under way."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it ended within so many seconds; other Python threads run meanwhile."""
+
+
+class FusedAdam:
+    """Updates runs of elements on threads of its own. Used by one thread.
+
+    Args:
+        n_threads: size of the team; a core each.
+
+    Raises:
+        ConfigError: the op cannot be built; says what is missing.
+        TenCacheError: this processor lacks the vector instructions.
+    """
+
+    def __init__(self, n_threads: int) -> None:
+        from tencache_ds.ops.tencache_update import load_tencache_update
+
+        self._op = load_tencache_update()
+        self.instructions, self._width = self._op.adam_variant()
+        if not self._width:
+            raise TenCacheError("this processor has neither AVX2 with FMA nor NEON")
+        self._team = self._op.Team(n_threads)
+
+    @property
+    def n_threads(self) -> int:
+        """Size of the team."""
+        return int(self._team.n_threads)
+
+    @staticmethod
+    def takes(state: Mapping[str, torch.Tensor], gradient: torch.Tensor, weights: Iterable[torch.Tensor]) -> bool:
+        """Whether a chunk's state is single precision, and gradient and weights are of one dtype each that fits."""
+        dtypes = {weight.dtype for weight in weights}
+        kinds_fit = all(state[kind].dtype is torch.float32 for kind in (MASTER, EXP_AVG, EXP_AVG_SQ))
+        return kinds_fit and gradient.dtype in TYPES and len(dtypes) == 1 and dtypes <= TYPES.keys()
+
+    def start(
+        self,
+        state: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        weights: Sequence[tuple[int, torch.Tensor]],
+        scalars: AdamScalars,
+    ) -> Job:
+        """Begins the update of one chunk that it :meth:`takes`; returns before it is done.
+
+        Args:
+            state: master weights and moments, fp32, 1-D, of one length; updated in place.
+            gradient: 1-D of that length, in host memory.
+            weights: ``(first element, tensor)`` of the weights that the chunk's elements belong to, 1-D in host memory,
+                ascending; they get the rounded master weights. Elements that none covers are rounded nowhere.
+            scalars: of the step.
+
+        Returns:
+            What has to end before any of the tensors is used or given back.
+        """
+        arrays = (*(state[kind] for kind in (MASTER, EXP_AVG, EXP_AVG_SQ)), gradient)
+        numel, position, runs = gradient.numel(), 0, []
+        for start, weight in weights:
+            if start > position:
+                runs.append(_run(arrays, position, start - position, None))
+            runs.append(_run(arrays, start, weight.numel(), weight))
+            position = start + weight.numel()
+        if position < numel:
+            runs.append(_run(arrays, position, numel - position, None))
+        # Where a sub-group ends, DeepSpeed's vector loop leaves a remainder to a scalar one, which rounds differently.
+        # All other chunks are multiples of every vector's width.
+        n_tail = numel % self._width
+        types = TYPES[gradient.dtype], TYPES[weights[0][1].dtype]
+        job: Job = self._team.adam(runs, *types, n_tail, self._op.AdamScalars(**dataclasses.asdict(scalars)))
+        return job
+
+    def close(self) -> None:
+        """Waits for what is under way and ends the threads. Idempotent."""
+        self._team.close()
+
+
+def _run(arrays: Sequence[torch.Tensor], start: int, numel: int, weight: torch.Tensor | None) -> tuple[int, ...]:
+    addresses = (array.data_ptr() + start * array.element_size() for array in arrays)
+    return (*addresses, 0 if weight is None else weight.data_ptr(), numel)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scalars of Adam in single precision; that updates with them equal DeepSpeed's is tested with the op."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tencache_ds.planning.adam_scalars import BetaPowers, WeightDecay, adam_scalars
+
+BETAS = (0.9, 0.999)
+
+
+def straight(steps: int) -> BetaPowers:
+    powers = BetaPowers(BETAS)
+    for step in range(1, steps + 1):
+        powers.at(step, BETAS)
+    return powers
+
+
+def test_powers_do_not_depend_on_where_a_run_was_resumed() -> None:
+    uninterrupted = straight(100)
+    assert BetaPowers(BETAS).at(100, BETAS) == uninterrupted.at(100, BETAS)
+    assert uninterrupted.at(40, BETAS) == straight(40).at(40, BETAS), "an older checkpoint was loaded"
+
+
+def test_powers_are_multiplied_up_in_single_precision() -> None:
+    power = np.float32(1)
+    for _ in range(100):
+        power = power * np.float32(0.999)
+    assert straight(100).at(100, BETAS)[1] == power
+    assert power != np.float32(np.float32(0.999) ** np.float64(100)), "which is what a power function gives"
+
+
+def test_all_sub_groups_of_a_step_have_the_same_powers() -> None:
+    powers = straight(9)
+    assert powers.at(10, BETAS) == powers.at(10, BETAS) == straight(10).at(10, BETAS)
+
+
+def test_other_betas_take_the_power_function_as_in_deepspeed() -> None:
+    powers, other = straight(7), (0.8, 0.99)
+    expected = tuple(np.float32(float(np.float32(beta)) ** 7) for beta in other)
+    assert powers.at(7, other) == expected
+    assert powers.at(8, other) == tuple(power * np.float32(beta) for power, beta in zip(expected, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("weight_decay", "decoupled", "kind"),
+    [(0.0, True, WeightDecay.NONE), (0.1, True, WeightDecay.DECOUPLED), (0.1, False, WeightDecay.L2)],
+)
+def test_weight_decay(weight_decay: float, decoupled: bool, kind: WeightDecay) -> None:
+    scalars = adam_scalars(
+        lr=1e-3, betas=BETAS, powers=BetaPowers(BETAS).at(1, BETAS), eps=1e-8, weight_decay=weight_decay,
+        decoupled=decoupled, bias_correction=True, scale=0.5,
+    )  # fmt: skip
+    assert scalars.weight_decay is kind
+    if kind is WeightDecay.DECOUPLED:
+        assert scalars.decay == float(-np.float32(1e-3) * np.float32(0.1))
+    assert scalars.one_minus_beta1 == float(np.float32(1) - np.float32(0.9)) != 1 - 0.9
