@@ -106,7 +106,7 @@ def test_the_limit_on_file_size_is_named(tmp_path: Path) -> None:
         with pytest.raises(SpaceError, match="needs 16384 bytes, and this process may write 12288 per file.*ulimit -f"):
             file.reserve(4096, "does not")
     file.reserve(4096, "fits")
-    file.remove()
+    file.close()
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import resource
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,7 +118,7 @@ def faults_left_over(folder: str) -> Iterator[None]:
 @contextlib.contextmanager
 def little_space(folder: str) -> Iterator[None]:
     """The disk says that 1 MiB is free."""
-    with mock.patch("tencache_ds.engine.free_nbytes", return_value=2**20):
+    with mock.patch("tencache_ds.session.free_nbytes", return_value=2**20):
         yield
 
 
@@ -156,7 +154,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     config = overlay(training.config_for(model_case, engine_name, os.path.join(folder, "nvme")), case.get("change", {}))
     torch.manual_seed(7)
     result: dict[str, Any] = {"failure": ""}
-    engine = model = context = None
+    engine = model = context = param = None
     with CIRCUMSTANCES[case.get("circumstance", "")](folder):
         try:
             context = deepspeed.zero.Init(config_dict_or_path=config) if case.get("zero_init", True) else None
@@ -175,11 +173,8 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
             result["failure"] = f"{type(error).__name__}: {error}"
     if engine is not None:
         engine.destroy()
-    del engine, model, context
-    gc.collect()  # what failed half-way is closed when nothing refers to it any more
-    t_end = time.monotonic() + 10
-    while any(thread.name == "tencache-close" for thread in threading.enumerate()) and time.monotonic() < t_end:
-        time.sleep(0.02)
+    del engine, model, context, param  # each of which holds the weights, and so their files
+    training.wait_until_closed()  # what failed half-way is closed when nothing refers to it any more
     result["threads"] = [thread.name for thread in threading.enumerate() if "lane" in thread.name]
     result["scratch"] = training.scratch_engines(folder)
     return result

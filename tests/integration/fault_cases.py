@@ -8,7 +8,7 @@ same cases, but those that need TenCache's own fault injection; it may abort or 
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import os
 import shutil
 import subprocess
@@ -141,8 +141,7 @@ def run_on_a_small_device(case: dict[str, Any], engine_name: str, folder: str, r
     except StorageError as error:
         return describe(error)
     finally:
-        gc.collect()
-        wait_for_threads("tencache-close")
+        training.wait_until_closed()
         subprocess.run(["umount", "-l", str(mount)], check=True)
     return result
 
@@ -150,12 +149,6 @@ def run_on_a_small_device(case: dict[str, Any], engine_name: str, folder: str, r
 def say_the_step(engine: Any, step: int) -> None:
     """For the log of a process that may not live to tell more."""
     print(f"step {engine.global_steps} done", flush=True)
-
-
-def wait_for_threads(name: str) -> None:
-    t_end = time.monotonic() + 10
-    while any(thread.name == name for thread in threading.enumerate()) and time.monotonic() < t_end:
-        time.sleep(0.02)
 
 
 def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
@@ -192,6 +185,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
         result["healed"] = engine.optimizer.tencache.stats().healed_reads
         paths = [path for part in engine.optimizer.tencache.all() for path in part.nvme.paths]
         result["injected"] = sum(getattr(path.backend, "n_injected", 0) for path in paths)
+    parts = engine.optimizer.tencache.all() if engine_name == "tencache" else []
     t_start = time.monotonic()
     try:
         engine.destroy()
@@ -201,8 +195,11 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     if "answers_after_s" in case:
         time.sleep(max(0.0, t_began + case["answers_after_s"] - time.monotonic()))
         print("the device has answered, and this process lives", flush=True)
+    # The weights' files and threads end with the model, which the error's traceback may still hold.
+    for part in parts:
+        with contextlib.suppress(StorageError):
+            part.close()
     del engine, circumstance
-    gc.collect()
     result["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("tencache")]
     return result
 

@@ -84,6 +84,9 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     except StorageError as error:  # what had failed may be told again
         result["at_the_end"] = str(error)
     result["seconds_to_destroy"] = time.monotonic() - t_start
+    watch = None
+    del engine
+    training.wait_until_closed()
     result["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("tencache")]
     result["left"] = training.scratch_engines(folder)
     return result

@@ -198,12 +198,15 @@ def main() -> None:
     import deepspeed  # noqa: F401
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
+    from tencache_ds.ops.async_io import load_pin_memory
     from tencache_ds.ops.tencache_aio import load_tencache_aio
+    from tencache_ds.ops.tencache_update import load_tencache_update
 
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     cpuinfo.get_cpu_info()
     CPUAdamBuilder().load(verbose=False)
-    load_tencache_aio()
+    for load in (load_tencache_aio, load_tencache_update, load_pin_memory):
+        load()  # a process that is killed while it loads an op leaves a lock at which all later ones wait
     import torch._inductor.lowering  # noqa: F401  (DeepSpeed's choice of optimizer brings it in)
 
     results: dict[str, Any] = {}

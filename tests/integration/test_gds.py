@@ -75,12 +75,13 @@ def assert_same(outcome: Any, name: str) -> None:
 
 
 def assert_never_in_host_memory(outcome: Any) -> None:
-    """Every weight that was read came straight from NVMe, and was not read more often than through host memory."""
+    """Every weight that was read came straight from NVMe. Host memory keeps some of them for their next use, so that
+    they are read less often there."""
     direct, staged = (outcome.result(name, "tencache")["stats"] for name in ("all_in_gpu_staging", "staged_by_host"))
     assert staged["gpu_staging_nbytes"] == 0
     moved, moved_by_host = (stats["total"]["nbytes"] for stats in (direct, staged))
     assert moved["h2d"] == 0 < moved_by_host["h2d"]
-    assert moved["nvme_read"] == pytest.approx(moved_by_host["nvme_read"], rel=0.1)  # what was read ahead at the end
+    assert moved_by_host["nvme_read"] < moved["nvme_read"] < 1.2 * moved_by_host["nvme_read"]
     assert direct["total"]["events"]["overflow_buffer"] == 0
 
 

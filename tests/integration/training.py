@@ -13,11 +13,13 @@ import argparse
 import contextlib
 import copy
 import functools
+import gc
 import hashlib
 import json
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -241,6 +243,15 @@ def scratch_engines(folder: str) -> list[str]:
             if link.startswith(f"{os.path.abspath(folder)}/") and "/tencache-engine-" in link:
                 found.add(link.split("-rank")[0])
     return sorted(found)
+
+
+def wait_until_closed() -> None:
+    """Until models that nothing refers to any more have taken their files and threads along."""
+    for _ in range(2):  # what the first one finds may still be held by what it ends
+        gc.collect()
+    t_end = time.monotonic() + 10
+    while any(thread.name == "tencache-close" for thread in threading.enumerate()) and time.monotonic() < t_end:
+        time.sleep(0.02)
 
 
 class TrafficMeter:

@@ -561,7 +561,7 @@ def two_heads_of_a_frozen_backbone(engine_name: str, folder: str, rank: int) -> 
         for head in heads
     ]
     generator = torch.Generator().manual_seed(1000 + rank)
-    batch = backbone.batch(generator)
+    batch = [value.to(engines[0].device) for value in backbone.batch(generator)]
     losses = []
     for engine in (*engines, *engines):
         loss = engine(*batch)
