@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED_FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 FOLDERS = {"tencache_ds": "tencache_ds"} | {name: f"tencache_ds/{name}" for name in ("ops", "configs", "benchmarks")}
-INSTALLED_SUFFIXES = {".py", ".json", ".cpp", ".h", ".cu", ".cuh", ".typed"}
+INSTALLED_SUFFIXES = {".py", ".json", ".cpp", ".h", ".inc", ".cu", ".cuh", ".typed"}
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ completed steps, the faults from then on, with ``{folder}`` for the folder that 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -78,15 +79,17 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
         }
         result["total"] = stats.total.nbytes
         result["line"] = engine.optimizer.tencache.describe()
+    parts = engine.optimizer.tencache.all() if engine_name == "tencache" else []
     t_start = time.monotonic()
     try:
         engine.destroy()
     except StorageError as error:  # what had failed may be told again
         result["at_the_end"] = str(error)
     result["seconds_to_destroy"] = time.monotonic() - t_start
-    watch = None
-    del engine
-    training.wait_until_closed()
+    # The weights' files and threads end with the model, which the error's traceback may still hold.
+    for part in parts:
+        with contextlib.suppress(StorageError):
+            part.close()
     result["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("tencache")]
     result["left"] = training.scratch_engines(folder)
     return result
