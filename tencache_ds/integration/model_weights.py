@@ -5,9 +5,8 @@ flat buffers.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ class ModelWeights:
         self._flats = flats
         self._partitions = partitions
         self._counters = counters
-        self._segments: Callable[[int], tuple[list[int], list[int]]] = functools.cache(self._find_segments)
+        self._found_segments: dict[int, tuple[list[int], list[int]]] = {}
 
     # Writing
 
@@ -120,10 +119,12 @@ class ModelWeights:
                     del exposed[overlap.segment]
                     _end_shard(params[overlap.segment])
 
-    def _find_segments(self, sub_group: int) -> tuple[list[int], list[int]]:
+    def _segments(self, sub_group: int) -> tuple[list[int], list[int]]:
         """First elements and lengths of a sub-group's shards."""
-        numels = [partition.ds_numel for partition in self._partitions[sub_group]]
-        return list(itertools.accumulate(numels, initial=0))[:-1], numels
+        if sub_group not in self._found_segments:
+            numels = [partition.ds_numel for partition in self._partitions[sub_group]]
+            self._found_segments[sub_group] = (list(itertools.accumulate(numels, initial=0))[:-1], numels)
+        return self._found_segments[sub_group]
 
 
 def _target(param: Any) -> torch.Tensor:

@@ -59,6 +59,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._gradients: GradientTier | None = None
         self._optimizer_states: OptimizerStates | None = None
         self._updater: SubGroupUpdater | None = None
+        self._model_weights: ModelWeights | None = None
         self._optimizer_on_nvme = False
         self._combined_scale: Any = 1.0
         self._weights_changing = False
@@ -396,10 +397,16 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         module = self.parameter_offload.module
         with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
             stack.callback(let_go, module)
+            stack.callback(self._forget_weights)
             if session is not None:
                 stack.callback(session.close)
             stack.callback(super().destroy)
             stack.callback(finish_gathers, module)
+
+    def _forget_weights(self) -> None:
+        """DeepSpeed may keep this optimizer for long; the model's weights must not stay for it."""
+        self._updater = None
+        self._model_weights = None
 
     def _weights_stay(self) -> bool:
         deepspeed_engine = self._deepspeed_engine()

@@ -16,7 +16,7 @@ from typing import Any
 
 import training
 
-from tencache_ds.errors import StorageError
+from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.io.faults import VARIABLE, parse_faults
 
 
@@ -88,7 +88,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     result["seconds_to_destroy"] = time.monotonic() - t_start
     # The weights' files and threads end with the model, which the error's traceback may still hold.
     for part in parts:
-        with contextlib.suppress(StorageError):
+        with contextlib.suppress(TenCacheError):  # what had failed may be told again
             part.close()
     result["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("tencache")]
     result["left"] = training.scratch_engines(folder)

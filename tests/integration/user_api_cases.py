@@ -634,7 +634,7 @@ def life_of_an_engine(
             seen["errors"].append(f"{type(error).__name__}: {error}")
     model = weakref.ref(s.engine.module)
     del s, session
-    seen["gone"] = wait_until(lambda: there() == seen["before"]) and model() is None
+    seen["gone"] = wait_until(lambda: there() == seen["before"] and model() is None)
     seen["views"] = all(
         torch.equal(view, value) if view.stride(0) else bool(view.isnan().all())
         for view, value in zip(views, values, strict=True)
@@ -643,10 +643,11 @@ def life_of_an_engine(
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
-    gc.collect()
     t_end = time.monotonic() + 10
+    gc.collect()
     while not condition() and time.monotonic() < t_end:
         time.sleep(0.05)
+        gc.collect()  # what one finds may still be held by what it ends
     return condition()
 
 
