@@ -83,7 +83,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     t_start = time.monotonic()
     try:
         engine.destroy()
-    except StorageError as error:  # what had failed may be told again
+    except TenCacheError as error:  # what had failed may be told again
         result["at_the_end"] = str(error)
     result["seconds_to_destroy"] = time.monotonic() - t_start
     # The weights' files and threads end with the model, which the error's traceback may still hold.
