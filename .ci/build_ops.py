@@ -37,9 +37,7 @@ def stamp_file(names: tuple[str, ...]) -> Path:
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     versions = [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
     variables = [os.environ.get(name, "") for name in ("DS_ACCELERATOR", "CXX")]
-    own = sorted(
-        path for path in SOURCES_OF_TENCACHE.rglob("*") if path.suffix in (".cpp", ".h", ".inc", ".cu", ".cuh", ".py")
-    )
+    own = sorted(path for path in SOURCES_OF_TENCACHE.rglob("*") if path.suffix in SOURCE_SUFFIXES)
     contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in own]
     setting = [sys.prefix, sys.version, *variables, *versions, *names, *contents]
     return cache / f".tencache-ops-{hashlib.sha256(repr(setting).encode()).hexdigest()[:16]}"

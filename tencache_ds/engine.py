@@ -172,10 +172,12 @@ class TenCacheEngine:
         return part
 
     def claim(self, claimant: Claimant) -> bool:
-        """From now on ``claimant`` stages the weights and counts for them; False if somebody else does."""
+        """From now on ``claimant`` stages the weights and counts for them, with what was counted since the last
+        claim; False if somebody else does."""
         with self._lock:
             if self.claimant is None:
                 self.claimant = claimant
+                claimant.counters.add(self.counters)
                 self.counters = claimant.counters
                 self.weights.begin_service(self.counters)
             return self.claimant is claimant
@@ -186,9 +188,9 @@ class TenCacheEngine:
             if self.claimant is not claimant:
                 return
             self.before_unclaim()
-            self.weights.end_service()
-            self.claimant = None
             self.counters = Counters()
+            self.weights.end_service(self.counters)
+            self.claimant = None
 
     # Reporting
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from tencache_ds.integration.optimizer_states import OptimizerStates
@@ -51,10 +52,8 @@ class SubGroupUpdater:
         self._gradients = gradients
         self._writer = writer
         self._cores = cores
-        self._fused: FusedUpdate | None = None
-        if fused is not None:
-            self._fused = FusedUpdate(fused, tier, gradients, writer)
-            self._powers = BetaPowers(optimizer.defaults["betas"])
+        self._fused = None if fused is None else FusedUpdate(fused, tier, gradients, writer)
+        self._powers: BetaPowers | None = None  # of Adam
         self._scratch: torch.Tensor | None = None
         self._cpu_share = CpuShare()
 
@@ -69,12 +68,11 @@ class SubGroupUpdater:
             start: first element of the sub-group in the gradient buffer.
             scale: what gradients are multiplied by: a float or a 0-dim tensor.
         """
-        step = self._states.begin_step(sub_group)
+        step = int(self._states.begin_step(sub_group))
+        powers = self._powers_at(step, group)
         in_passes = partial(self._update_in_passes, group=group, step=step, start=start, scale=scale)
         if self._fused is not None:
-            nothing = torch.empty(0)
-            self._call_op(group, step, nothing, nothing, nothing, nothing)  # which counts steps, for when it is needed
-            self._fused.run(sub_group, start, self._scalars(group, int(step), float(scale)), in_passes)
+            self._fused.run(sub_group, start, self._scalars(group, powers, float(scale)), in_passes)
         else:
             for chunk in self._tier.chunks(sub_group):
                 used = self._tier.take(chunk)
@@ -84,11 +82,20 @@ class SubGroupUpdater:
         # taken: LR schedulers ask for it, profilers show it.
         self._optimizer.step()
 
-    def _scalars(self, group: dict[str, Any], step: int, scale: float) -> AdamScalars:
+    def _powers_at(self, step: int, group: dict[str, Any]) -> tuple[np.float32, np.float32]:
+        """Those of the step's betas. DeepSpeed's op, which keeps its own, counts along for chunks that it updates."""
+        if self._powers is None:
+            self._powers = BetaPowers(self._optimizer.defaults["betas"])
+        nothing = torch.empty(0)
+        for each in self._powers.steps_to_count(step):
+            self._call_op(group, each, nothing, nothing, nothing, nothing)
+        return self._powers.at(step, group["betas"])
+
+    def _scalars(self, group: dict[str, Any], powers: tuple[np.float32, np.float32], scale: float) -> AdamScalars:
         return adam_scalars(
             lr=group["lr"],
             betas=group["betas"],
-            powers=self._powers.at(step, group["betas"]),
+            powers=powers,
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             decoupled=self._optimizer.adam_w_mode,

@@ -18,12 +18,15 @@ from deepspeed.utils.debug import debug_clear_module_and_param_names
 def let_go(module: torch.nn.Module) -> None:
     """Makes DeepSpeed's stack of modules hold the model weakly; nothing happens when it is not on it.
 
-    The entry stays while the model lives: a forward of it without hooks registers external parameters there.
+    The entry stays while the model lives: a forward of it without hooks registers external parameters there. Further
+    ones, which a forward that was interrupted has left, go.
     """
     stack = parameter_offload.FWD_MODULE_STACK
-    for index, entry in enumerate(stack):
-        if entry is module:
-            stack[index] = weakref.proxy(module, _remove_from_stack)
+    below = {id(each) for each in module.modules()}
+    entries = [entry for entry in stack if id(entry) not in below]
+    if len(entries) < len(stack):
+        entries.append(weakref.proxy(module, _remove_from_stack))
+    stack[:] = entries
 
 
 def let_go_after_failure(engine: Any) -> None:

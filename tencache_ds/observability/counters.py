@@ -101,7 +101,8 @@ class Stats:
     """Snapshot of an engine's counters.
 
     Attributes:
-        total: everything since the engine was built, as one record (``step`` is the number of steps done).
+        total: everything since the weights were made or their last engine ended, as one record (``step`` is the number
+            of steps done).
         last_step: the last optimizer step, or None before the first.
         pinned_nbytes: pinned (locked or registered) host memory held now.
         pinned_peak_nbytes: most pinned host memory held at any time.
@@ -140,6 +141,17 @@ class _Tally:
     accesses: dict[str, int] = field(default_factory=lambda: dict.fromkeys((access.value for access in Access), 0))
     events: dict[str, int] = field(default_factory=lambda: dict.fromkeys((event.value for event in Event), 0))
     update_ns: int = 0
+
+    def add(self, other: _Tally) -> None:
+        for mine, theirs in (
+            (self.nbytes, other.nbytes),
+            (self.stall_ns, other.stall_ns),
+            (self.accesses, other.accesses),
+            (self.events, other.events),
+        ):
+            for key, value in theirs.items():
+                mine[key] += value
+        self.update_ns += other.update_ns
 
     def copy(self) -> _Tally:
         return _Tally(dict(self.nbytes), dict(self.stall_ns), dict(self.accesses), dict(self.events), self.update_ns)
@@ -185,6 +197,11 @@ class Counters:
         finally:
             with self._lock:
                 self._tally.stall_ns[cause.value] += time.perf_counter_ns() - t_start_ns
+
+    def add(self, others: Counters) -> None:
+        """Counts what others have counted, of which nobody counts any more, as part of the step under way."""
+        with others._lock, self._lock:
+            self._tally.add(others._tally)
 
     def step_done(self, update_ns: int) -> StepRecord:
         """Closes an optimizer step that spent ``update_ns`` in the update and returns its record."""

@@ -42,20 +42,25 @@ class BetaPowers:
         self._step = 0
         self._powers = (_F(1), _F(1))
 
+    def steps_to_count(self, step: int) -> range:
+        """The steps by which ``step`` is reached: itself alone, or all from 0 after a jump.
+
+        DeepSpeed's op, called with each of them, arrives at the same powers as :meth:`at`.
+        """
+        return range(step if step - self._step in (0, 1) else 0, step + 1)
+
     def at(self, step: int, betas: tuple[float, float]) -> tuple[np.float32, np.float32]:
         """The powers of optimizer step ``step``, counted from 1, with the betas of the parameters to be updated."""
         wanted = (_F(betas[0]), _F(betas[1]))
-        if wanted != self._betas:  # groups of parameters differ, or a scheduler changes them: DeepSpeed calls pow
-            self._betas = wanted
-            self._powers = (_F(float(wanted[0]) ** step), _F(float(wanted[1]) ** step))
-        elif step != self._step:
-            if step < self._step:
-                self._step, self._powers = 0, (_F(1), _F(1))
-            first, second = self._powers
-            for _ in range(step - self._step):
-                first, second = first * wanted[0], second * wanted[1]
-            self._powers = (first, second)
-        self._step = step
+        for each in self.steps_to_count(step):
+            if wanted != self._betas:  # groups of parameters differ, or a scheduler changes them: DeepSpeed calls pow
+                self._betas = wanted
+                self._powers = (_F(float(wanted[0]) ** each), _F(float(wanted[1]) ** each))
+            elif each == 0:
+                self._powers = (_F(1), _F(1))
+            elif each != self._step:
+                self._powers = (self._powers[0] * wanted[0], self._powers[1] * wanted[1])
+            self._step = each
         return self._powers
 
 

@@ -139,8 +139,9 @@ class WeightTier:
             self._counters = counters
             self._staging = WeightStaging(self._weights, self._ordinary, self._discard, counters)
 
-    def end_service(self) -> None:
-        """The training ended: every staging buffer goes back to its pool, and ordinary memory serves as before.
+    def end_service(self, counters: Counters) -> None:
+        """The training ended: every staging buffer goes back to its pool, and ordinary memory serves as before; what
+        happens from now on goes to ``counters``.
 
         Nobody looks at exposed shards any more. A weight whose update or overwriting has not come to its end keeps the
         value it has on NVMe.
@@ -152,7 +153,7 @@ class WeightTier:
                 elif weight.buffer is not None and weight.state is not WeightState.INITIAL:
                     self._end_buffer(weight)
                     weight.move_to(WeightState.STORED)
-            self.begin_service(Counters())
+            self.begin_service(counters)
 
     def use_pool(self, pool: BufferPool, gpu_pool: BufferPool | None = None) -> None:
         """Stages through ``pool`` from now on; before, ordinary memory serves. With ``gpu_pool``, weights are read into

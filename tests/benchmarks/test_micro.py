@@ -225,7 +225,7 @@ def test_storage_without_locked_memory(folder, monkeypatch):
     assert os.listdir(folder) == []
 
 
-def _refuse_locking(locking):
+def _refuse_locking(locking, *, inherited):
     if locking is Locking.NONE:
         return PlainPages()
     raise LockedMemoryError("no lock here")

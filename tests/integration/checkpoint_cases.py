@@ -86,6 +86,8 @@ def reload(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> di
     def load(tag: str, **options: Any) -> None:
         if engine.load_checkpoint(loads, tag=tag, **options)[0] is None:
             raise RuntimeError(f"nothing was loaded from {loads}")
+        if engine_name == "stock":
+            training.count_steps(engine)
 
     engine.save_checkpoint(saves, tag="begin")
     train(2)

@@ -9,6 +9,7 @@ same cases, but those that need TenCache's own fault injection; it may abort or 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -146,9 +147,24 @@ def run_on_a_small_device(case: dict[str, Any], engine_name: str, folder: str, r
     return result
 
 
+@functools.cache
+def least_memory(nvme: str) -> dict[str, int]:
+    """So little staging memory that every pass reads weights and chunks again: nothing is missed by luck."""
+    found = training.smallest_staging_nbytes({"model": "mlp"}, nvme)
+    training.wait_until_closed()
+    return {"staging_memory": found}
+
+
 def say_the_step(engine: Any, step: int) -> None:
     """For the log of a process that may not live to tell more."""
     print(f"step {engine.global_steps} done", flush=True)
+
+
+def drain(engine: Any) -> None:
+    """Waits until nothing is read or written."""
+    for part in engine.optimizer.tencache.all():
+        part.weights.drain()
+    engine.optimizer.tencache.optimizer_state.drain()
 
 
 def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
@@ -157,9 +173,14 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
         return run_on_a_small_device(case, engine_name, folder, rank)
     import deepspeed
 
-    engine = training.build({"model": "mlp", **case}, engine_name, os.path.join(folder, "nvme"))
+    nvme = os.path.join(folder, "nvme")
+    if engine_name == "tencache":
+        case = {**case, "tencache": least_memory(nvme) | case.get("tencache", {})}
+    engine = training.build({"model": "mlp", **case}, engine_name, nvme)
     generator = torch.Generator().manual_seed(1000 + rank)
     result: dict[str, Any] = {"losses": training.train(engine, STEPS_BEFORE, generator, oracle=False)}
+    if engine_name == "tencache":  # so that every rank meets the fault at the same point
+        drain(engine)
     deepspeed.comm.barrier()
     circumstance = Circumstance(case, engine_name, engine, folder, rank)
     Path(folder, f"{case['act']}-began").write_text(str(time.time()))  # before this process may lose its permissions
@@ -169,9 +190,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
         result["losses"] += training.train(engine, STEPS_AFTER, generator, oracle=False, hook=say_the_step)
         result["weights"] = training.digests(engine.module)
         if engine_name == "tencache":
-            for part in engine.optimizer.tencache.all():
-                part.weights.drain()
-            engine.optimizer.tencache.optimizer_state.drain()
+            drain(engine)
         result["failure"] = ""
     except Exception as error:
         result |= describe(error)

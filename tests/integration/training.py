@@ -2,9 +2,10 @@
 """Trains small models with DeepSpeed and reports every loss: the harness behind the exactness tests.
 
 Runs as a program, once per rank, on a list of cases; so a case is real training in a real process, with one start-up of
-DeepSpeed for many cases. The oracle is stock CPU offload with two corrections: its gradient buffers are zeroed after
-each step, because stock ZeRO-3 re-applies the previous step's gradient to weights that get none; and under gradient
-accumulation it is given the gradients of weights that only an earlier micro-step used, which it forgets.
+DeepSpeed for many cases. The oracle is stock CPU offload with three corrections: its gradient buffers are zeroed after
+each step, because stock ZeRO-3 re-applies the previous step's gradient to weights that get none; under gradient
+accumulation it is given the gradients of weights that only an earlier micro-step used, which it forgets; and after a
+checkpoint of an earlier step its Adam counts steps from the first, so that powers of the betas are what they were.
 """
 
 from __future__ import annotations
@@ -189,6 +190,18 @@ def zero_gradients(engine: Any) -> None:
 def complete_gradients(engine: Any) -> None:
     """Gives stock CPU offload the gradients it forgets: those of weights that only an earlier micro-step used."""
     engine.optimizer._finalize_offload_gradient_accumulation()
+
+
+def count_steps(engine: Any) -> None:
+    """Gives stock's CPU Adam the powers of its betas that a run has which never stopped: multiplied, step by step."""
+    optimizer, nothing = engine.optimizer.optimizer, torch.empty(0)
+    if not hasattr(optimizer, "ds_opt_adam"):
+        return
+    for state in list(optimizer.state.values())[:1]:
+        group = optimizer.param_groups[0]
+        options = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+        for step in range(int(state["step"]) + 1):
+            optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *options, *[nothing] * 4)
 
 
 def train(engine: Any, steps: int, generator: torch.Generator, *, oracle: bool, hook: Any = None) -> list[str]:

@@ -607,7 +607,7 @@ def life_of_an_engine(
     def there() -> tuple[list[str], list[str]]:
         return scratch_files(folder), io_threads()
 
-    wait_until(lambda: False, 2)  # models of earlier scenarios go first
+    training.wait_until_closed()  # models of earlier scenarios
     seen: dict[str, Any] = {"before": there(), "errors": []}
     s = Scenario(engine_name, folder, rank, **case)
     s.train()
@@ -635,7 +635,7 @@ def life_of_an_engine(
             seen["errors"].append(f"{type(error).__name__}: {error}")
     model = weakref.ref(s.engine.module)
     del s, session
-    seen["gone"] = wait_until(lambda: model() is None)
+    seen["gone"] = wait_until(lambda: there() == seen["before"]) and model() is None
     seen["views"] = all(
         torch.equal(view, value) if view.stride(0) else bool(view.isnan().all())
         for view, value in zip(views, values, strict=True)
@@ -643,12 +643,11 @@ def life_of_an_engine(
     return seen
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> bool:
-    t_end = time.monotonic() + timeout_s
+def wait_until(condition: Callable[[], bool]) -> bool:
     gc.collect()
+    t_end = time.monotonic() + 10
     while not condition() and time.monotonic() < t_end:
         time.sleep(0.05)
-        gc.collect()  # what one finds may still be held by what it ends
     return condition()
 
 
@@ -695,7 +694,7 @@ def failed_initialize(engine_name: str, folder: str, rank: int) -> dict[str, Any
 
 
 def dropped_model(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
-    wait_until(lambda: False, 2)  # models of earlier scenarios go first
+    training.wait_until_closed()  # models of earlier scenarios
     before = training.scratch_engines(folder), io_threads()
     config = training.config_for({}, engine_name, os.path.join(folder, "nvme"))
     with deepspeed.zero.Init(config_dict_or_path=config):

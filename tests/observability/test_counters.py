@@ -101,6 +101,24 @@ def test_threads_lose_nothing():
     assert sum(record.events["divergence"] for record in records) == n_threads * n_rounds
 
 
+def test_what_others_counted_belongs_to_the_step_under_way():
+    counters, others = Counters(), Counters()
+    counters.moved(Link.H2D, 5)
+    counters.step_done(0)
+    others.moved(Link.H2D, 7)
+    others.accessed(Access.DEMAND)
+    others.happened(Event.DIVERGENCE, 3)
+    with others.stall(Stall.WRITE_BACK):
+        time.sleep(0.002)
+    counters.add(others)
+    record = counters.step_done(0)
+    assert record.nbytes[Link.H2D] == 7
+    assert record.accesses[Access.DEMAND] == 1
+    assert record.events[Event.DIVERGENCE] == 3
+    assert record.stall_seconds[Stall.WRITE_BACK] > 0.001
+    assert counters.total().nbytes[Link.H2D] == 12
+
+
 def test_a_stall_is_timed_even_when_the_wait_fails():
     counters = Counters()
 

@@ -32,6 +32,14 @@ def test_powers_are_multiplied_up_in_single_precision() -> None:
     assert power != np.float32(np.float32(0.999) ** np.float64(100)), "which is what a power function gives"
 
 
+def test_a_jump_is_counted_from_the_start() -> None:
+    powers = straight(5)
+    assert [*powers.steps_to_count(5)] == [5]
+    assert [*powers.steps_to_count(6)] == [6]
+    assert [*powers.steps_to_count(3)] == [0, 1, 2, 3]
+    assert [*powers.steps_to_count(8)] == [*range(9)]
+
+
 def test_all_sub_groups_of_a_step_have_the_same_powers() -> None:
     powers = straight(9)
     assert powers.at(10, BETAS) == powers.at(10, BETAS) == straight(10).at(10, BETAS)

@@ -11,7 +11,7 @@ import torch
 from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.io import Operation
 from tencache_ds.memory import HostArena, Locking
-from tencache_ds.observability.counters import Access, Event, Link, Stall
+from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers import resident_memory, weight_staging
 from tencache_ds.tiers import weights as weights_module
@@ -619,7 +619,7 @@ def test_when_an_engine_ends_its_buffers_come_back_and_the_values_stay(staged, s
         staged.tier.begin_update(0).fill_(7)
     if state == "overwriting":
         staged.tier.begin_overwrite(0).fill_(7)
-    staged.tier.end_service()
+    staged.tier.end_service(Counters())
     staged.storage.backend.open_gates()
     staged.storage.assert_idle()
     leases = staged.storage.pool.stats().n_leases

@@ -179,7 +179,7 @@ class WeightMachine(RuleBasedStateMachine):
         self.exposed.clear()
         self.updating.clear()
         self.overwriting.clear()
-        self.tier.end_service()
+        self.tier.end_service(self.storage.counters)
         for event in self.events:
             event.done = True
         self.storage.assert_idle()
