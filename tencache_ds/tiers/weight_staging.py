@@ -65,6 +65,8 @@ class WeightStaging:
         ordinary: where buffers come from that no pool has.
         discard: gives up the buffer of a weight that nobody uses yet.
         counters: where waits and overflows are counted.
+        check_age: raises for a transfer that has been under way for so many seconds.
+        timeout_s: longest wait for one transfer.
 
     Attributes:
         orders: what says who is given up first: of every training that these weights are part of.
@@ -76,11 +78,15 @@ class WeightStaging:
         ordinary: OrdinaryMemory,
         discard: Callable[[Weight], None],
         counters: Counters,
+        check_age: Callable[[float], None],
+        timeout_s: float,
     ) -> None:
         self._weights = weights
         self._ordinary = ordinary
         self._discard = discard
         self._counters = counters
+        self._check_age = check_age
+        self._timeout_s = timeout_s
         self.orders: list[UseOrder] = []
         self._host: StagingPool | None = None
         self._gpu: StagingPool | None = None
@@ -118,19 +124,22 @@ class WeightStaging:
         return self._overflow(weight) if buffer is None else buffer
 
     def for_update(self, weight: Weight) -> StagingBuffer:
-        """A buffer for a new value: waits for writes in flight to return theirs, which bounds memory by the pool."""
+        """A buffer for a new value: waits for writes in flight to return theirs, which bounds memory by the pool.
+
+        Raises:
+            StorageTimeoutError: one of them is overdue.
+        """
         pool = self._host
         buffer = self._by_eviction(weight, {weight.key}, pool)
         if buffer is None and pool is not None and pool.fits(align(weight.nbytes)):
             self._discard_one_reading(weight)
+            nbytes, patience_s = align(weight.nbytes), min(UPDATE_PATIENCE_S, self._timeout_s)
             try:
                 with self._counters.stall(Stall.BUFFER):
-                    lease = pool.pool.lease(
-                        align(weight.nbytes), weight.name, "update", urgent=True, timeout_s=UPDATE_PATIENCE_S
-                    )
+                    lease = pool.pool.lease(nbytes, weight.name, "update", urgent=True, timeout_s=patience_s)
                 buffer = StagingBuffer(lease.buffer, lease)
             except PoolTimeout:  # held by something that waits for us, such as an open GatheredParameters
-                buffer = None
+                self._check_age(self._timeout_s)
         return self._overflow(weight) if buffer is None else buffer
 
     def _pool(self, for_host: bool) -> StagingPool | None:

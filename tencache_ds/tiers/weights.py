@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from tencache_ds.errors import TenCacheError
+from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.pool import BufferPool
@@ -60,7 +60,7 @@ class WeightTier:
         self._counters = counters
         self._timeout_s = timeout_s
         self._weights: dict[int, Weight] = {}
-        self._staging = WeightStaging(self._weights, self._ordinary, self._discard, counters)
+        self._staging = self._new_staging(counters)
         self._lock = threading.RLock()
 
     # Registration
@@ -137,7 +137,14 @@ class WeightTier:
         """A training begins: what happens is counted for it. :meth:`use_pool` follows."""
         with self._lock:
             self._counters = counters
-            self._staging = WeightStaging(self._weights, self._ordinary, self._discard, counters)
+            self._staging = self._new_staging(counters)
+
+    def _new_staging(self, counters: Counters) -> WeightStaging:
+        return WeightStaging(self._weights, self._ordinary, self._discard, counters, self._check_age, self._timeout_s)
+
+    def _check_age(self, age_s: float) -> None:
+        if self._store is not None:
+            self._store.raise_overdue(age_s)
 
     def end_service(self, counters: Counters) -> None:
         """The training ended: every staging buffer goes back to its pool, and ordinary memory serves as before; what
@@ -358,6 +365,9 @@ class WeightTier:
         """The buffer that the optimizer fills with the weight's new value, all of it; waits for a free one.
 
         :meth:`finish_update` has to follow.
+
+        Raises:
+            StorageTimeoutError: a transfer that has a buffer is overdue.
         """
         with self._lock:
             weight = self._weights[key]
@@ -371,7 +381,11 @@ class WeightTier:
             if weight.state is WeightState.EXPOSED:
                 self.give_back(key)
             weight.move_to(WeightState.UPDATING)
-            weight.buffer = self._staging.for_update(weight)
+            try:
+                weight.buffer = self._staging.for_update(weight)
+            except StorageError:
+                weight.move_to(WeightState.STORED)
+                raise
             return weight.view()
 
     def finish_update(self, key: int) -> None:

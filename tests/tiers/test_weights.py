@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -501,6 +502,25 @@ def test_an_update_does_not_wait_for_ever_for_what_the_user_holds(staged, monkey
     staged.check_and_give_back()
     staged.tier.drain()
     assert staged.transient.nbytes_in_use == 0
+
+
+def test_an_update_names_the_write_that_keeps_every_buffer(staged, monkeypatch):
+    monkeypatch.setattr(staged.tier._staging, "_timeout_s", 0.1)
+    staged.storage.backend.gates[Operation.WRITE].clear()
+    t_start = time.monotonic()
+    keys = iter(staged.values)
+
+    def update_all() -> None:
+        for key in keys:
+            target = staged.tier.begin_update(key)
+            target.copy_(staged.values[key].neg_())
+            staged.tier.finish_update(key)
+
+    with pytest.raises(StorageError, match=r"write of w0 .* not finished after 0\.1 s"):
+        update_all()
+    assert time.monotonic() - t_start < 2
+    staged.storage.backend.open_gates()
+    staged.check_and_give_back()
 
 
 def test_an_update_takes_the_buffer_of_a_read_under_way(staged):
