@@ -59,6 +59,10 @@ def seen_in(config: Mapping[str, Any]) -> set[Seen]:
     return {Seen.stage3} | ({Seen.offload} if devices - {None, "none"} else set())
 
 
+DEPRECATED = ("cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory")
+"""Older spellings of the offload sections."""
+
+
 def changes(mode: Mode, seen: set[Seen]) -> bool:
     """Whether ``mode`` changes the configs of a test in which ``seen`` was found."""
     needed = {Mode.line: Seen.offload, Mode.nvme: Seen.stage3, Mode.offload: Seen.stage3}
@@ -84,8 +88,11 @@ def forced(config: Mapping[str, Any], mode: Mode, nvme_path: str) -> Mapping[str
     where = {"device": "nvme", "nvme_path": nvme_path} if mode == Mode.nvme else {"device": "cpu"}
     for section in OFFLOADS:
         zero[section] = (zero.get(section) or {}) | where | {"pin_memory": False}
+    for deprecated in DEPRECATED:  # which may not stand beside the sections
+        zero.pop(deprecated, None)
     # Weights below the threshold stay with every rank, and those of the tests are all below the default.
-    zero.setdefault("stage3_param_persistence_threshold", 0)
+    if "param_persistence_threshold" not in zero:  # its other name
+        zero.setdefault("stage3_param_persistence_threshold", 0)
     # With offload DeepSpeed refuses the optimizer objects that tests hand over, unless told not to.
     result.setdefault("zero_force_ds_cpu_optimizer", False)
     if mode == Mode.nvme:

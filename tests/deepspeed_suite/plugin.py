@@ -52,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--suite-folder", type=Path, help="work of this process")
     group.addoption("--suite-results", type=Path, help="JSON lines are appended here")
     group.addoption("--suite-tests", type=Path, help="JSON: the tests to run (null: all) and those that are done")
+    group.addoption("--suite-ids", type=Path, help="JSON: the node ids of what was collected are written here")
     group.addoption("--suite-job", type=int, default=0, help="number of this process among those at the same time")
 
 
@@ -72,6 +73,7 @@ class Suite:
         tests = json.loads(config.option.suite_tests.read_text())
         self._only: set[str] | None = None if tests["only"] is None else set(tests["only"])
         self._done: set[str] = set(tests["done"])
+        self._ids: Path | None = config.option.suite_ids
         self._first_port = FIRST_PORT + PORTS_PER_JOB * config.option.suite_job
         self._forcing = Forcing(self._mode, self._folder / "none")
         self._count = 0
@@ -92,6 +94,9 @@ class Suite:
         return test not in self._done and (self._only is None or test in self._only)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if self._ids is not None:
+            self._ids.write_text(json.dumps([item.nodeid for item in session.items]))
+            return
         if COMMON in sys.modules:
             self._reach_children(sys.modules[COMMON])
             modules = {item.module.__name__ for item in session.items if isinstance(item, pytest.Function)}

@@ -15,8 +15,9 @@ def _load() -> None:
     builders = [get_accelerator().create_op_builder(name) for name in OPS]
     if not is_disabled():
         from tencache_ds.ops.tencache_aio import TenCacheAioBuilder
+        from tencache_ds.ops.tencache_update import TenCacheUpdateBuilder
 
-        builders.append(TenCacheAioBuilder())
+        builders += [TenCacheAioBuilder(), TenCacheUpdateBuilder()]
     for builder in builders:
         if builder.is_compatible(verbose=False):
             builder.load(verbose=False)

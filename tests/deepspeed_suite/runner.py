@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,8 @@ from tests.deepspeed_suite.selection import MARKERS
 ROOT = Path(__file__).parent.parent.parent
 MOST_RANKS = 4
 """Ranks that a test may ask for: the CPU accelerator counts them by a variable."""
+MOST_TESTS_OF_A_BATCH = 25
+"""The start of a batch takes as long as two tests; the last ones should end at about the same time."""
 COLLECTION_LIMIT_S = 300.0
 MARGIN_S = 60.0
 """After a test's own limit, in which DeepSpeed's harness ends it and says so."""
@@ -64,9 +67,18 @@ class Runner:
         Raises:
             RuntimeError: pytest cannot collect a file.
         """
-        batches = [files[number :: self.jobs] for number in range(self.jobs)]
+        tests = self._collect(mode, files) if only is None else [test for test in only if file_of(test) in files]
+        done = read_results(self.results_of(mode))
+        left = [test for test in tests if test not in done]
+        size = min(MOST_TESTS_OF_A_BATCH, -(-len(left) // self.jobs)) or 1
+        numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(self.jobs):
+            numbers.put(number)
         with ThreadPoolExecutor(self.jobs) as pool:
-            jobs = [pool.submit(self._run_batch, mode, batch, only, number) for number, batch in enumerate(batches)]
+            jobs = [
+                pool.submit(self._run_batch, mode, left[first : first + size], numbers)
+                for first in range(0, len(left), size)
+            ]
             try:
                 for job in jobs:
                     job.result()
@@ -78,30 +90,51 @@ class Runner:
     def results_of(self, mode: Mode) -> Path:
         return self.work / f"{mode}.jsonl"
 
-    def _run_batch(self, mode: Mode, files: Sequence[str], only: Sequence[str] | None, number: int) -> None:
-        """Runs files in one process at a time; a new one after each test that hung or crashed."""
-        results = self.results_of(mode)
-        while True:
-            done = read_results(results)
-            wanted = None if only is None else [test for test in only if file_of(test) in files]
-            if wanted is not None:
-                files = [file for file in files if any(file_of(test) == file for test in wanted if test not in done)]
-            if not files:
-                return
-            nth_line = len(results.read_text().splitlines()) if results.exists() else 0
-            ended = self._run_pytest(mode, files, {"only": wanted, "done": list(done)}, number)
-            if self._stop.is_set():
-                return
-            lost = [test for test in unfinished(results, nth_line) if file_of(test) in files]
-            for test in lost:
-                self._record(mode, test, ended)
-            if not lost and ended.code not in (0, 1, 5):  # 5: no test was left to run
-                raise RuntimeError(f"pytest could not run {files} (exit status {ended.code}):\n{ended.log[-3000:]}")
-            if not lost:
-                return
+    def _collect(self, mode: Mode, files: Sequence[str]) -> list[str]:
+        """Node ids of the tests of files, in pytest's order."""
+        found = self.work / "collected.json"
+        found.unlink(missing_ok=True)
+        if not files:
+            return []
+        ended = self._run_pytest(
+            mode, files, {"only": None, "done": []}, 0, "--collect-only", "--suite-ids", str(found)
+        )
+        if not found.exists() or ended.code not in (0, 5):
+            raise RuntimeError(f"pytest could not collect {files} (exit status {ended.code}):\n{ended.log[-3000:]}")
+        ids: list[str] = json.loads(found.read_text())
+        return ids
+
+    def _run_batch(self, mode: Mode, tests: Sequence[str], numbers: queue.SimpleQueue[int]) -> None:
+        """Runs tests in one process at a time; a new one after each test that hung or crashed."""
+        results, number = self.results_of(mode), numbers.get()
+        try:
+            while not self._stop.is_set():
+                done = read_results(results)
+                left = [test for test in tests if test not in done]
+                if not left:
+                    return
+                nth_line = len(results.read_text().splitlines()) if results.exists() else 0
+                files = list(dict.fromkeys(file_of(test) for test in left))
+                ended = self._run_pytest(mode, files, {"only": left, "done": []}, number)
+                if self._stop.is_set():
+                    return
+                lost = [test for test in unfinished(results, nth_line) if test in left]
+                for test in lost:
+                    self._record(mode, test, ended)
+                if not lost and ended.code not in (0, 1, 5):  # 5: no test was left to run
+                    raise RuntimeError(f"pytest could not run {files} (exit status {ended.code}):\n{ended.log[-3000:]}")
+                if not lost:
+                    return
+        finally:
+            numbers.put(number)
 
     def _run_pytest(
-        self, mode: Mode, files: Sequence[str], tests: Mapping[str, Sequence[str] | None], number: int
+        self,
+        mode: Mode,
+        files: Sequence[str],
+        tests: Mapping[str, Sequence[str] | None],
+        number: int,
+        *options: str,
     ) -> _Ended:
         """Runs one process to its end or to its time limit."""
         folder = self.work / f"job{number}"
@@ -114,7 +147,7 @@ class Runner:
             "--continue-on-collection-errors",
             "--basetemp", str(folder / "tmp"), "--suite-mode", mode, "--suite-folder", str(folder),
             "--suite-results", str(self.results_of(mode)), "--suite-tests", str(folder / "tests.json"),
-            "--suite-job", str(number), *(["-k", self.expression] if self.expression else []), *files,
+            "--suite-job", str(number), *(["-k", self.expression] if self.expression else []), *options, *files,
         ]  # fmt: skip
         t_start_s = time.time()
         with open(folder / "log", "wb") as output:

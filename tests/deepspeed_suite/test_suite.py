@@ -85,6 +85,14 @@ def test_nvme_keeps_what_the_test_chose() -> None:
     assert result["zero_force_ds_cpu_optimizer"] is True
 
 
+def test_other_spellings_of_what_is_forced_do_not_stand_beside_it() -> None:
+    zero = {"stage": 3, "cpu_offload": True, "param_persistence_threshold": 7}
+    result = forced({"zero_optimization": zero}, Mode.nvme, "/n")["zero_optimization"]
+    assert "cpu_offload" not in result
+    assert "stage3_param_persistence_threshold" not in result
+    assert result["param_persistence_threshold"] == 7
+
+
 def test_the_reference_differs_from_nvme_only_in_device_and_engine() -> None:
     nvme, reference = forced(PLAIN, Mode.nvme, "/n"), forced(PLAIN, Mode.offload, "/n")
     assert set(nvme) - set(reference) == {"offload_engine", "tencache"}
