@@ -8,7 +8,6 @@ compiles nothing of DeepSpeed's ``csrc/aio``: there, ``io_setup`` and ``io_event
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 
 # The builder for the CPU, on every accelerator: the op touches host memory only, and DeepSpeed's builder for CUDA asks
@@ -16,35 +15,16 @@ from types import ModuleType
 from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
 from tencache_ds.ops.async_io import load_op
+from tencache_ds.ops.own_op import OwnOp
 
-_SOURCES = Path(__file__).parent / "csrc" / "aio"
 
-
-class TenCacheAioBuilder(AsyncIOBuilder):
+class TenCacheAioBuilder(OwnOp, AsyncIOBuilder):
     """Builds ``tencache_aio`` into torch's extension cache at its first use."""
 
     BUILD_VAR = "DS_BUILD_TENCACHE_AIO"
     NAME = "tencache_aio"
-
-    def absolute_name(self) -> str:
-        """Name of the extension module."""
-        return f"tencache_ds.ops.{self.NAME}_op"
-
-    def sources(self) -> list[str]:
-        """Absolute paths, which DeepSpeed leaves as they are."""
-        return [str(_SOURCES / name) for name in ("lane.cpp", "core.cpp", "io_queue.cpp", "py_io_queue.cpp")]
-
-    def include_paths(self) -> list[str]:
-        """Where the op's own header is."""
-        return [str(_SOURCES)]
-
-    def cpu_arch(self) -> str:
-        """No flag: there is nothing to vectorise, and DeepSpeed's answer takes py-cpuinfo a second at every start."""
-        return ""
-
-    def simd_width(self) -> str:
-        """No flag, for the same reason."""
-        return ""
+    FOLDER = "aio"
+    FILES = ("lane.cpp", "core.cpp", "io_queue.cpp", "py_io_queue.cpp")
 
     def cxx_args(self) -> list[str]:
         """DeepSpeed's flags for async_io, with its -O0 replaced."""

@@ -6,45 +6,24 @@ Built like every DeepSpeed op; the instruction set is chosen when it runs, not w
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
 from tencache_ds.ops.async_io import load_op
+from tencache_ds.ops.own_op import OwnOp
 
-_SOURCES = Path(__file__).parent / "csrc" / "update"
 
-
-class TenCacheUpdateBuilder(CPUOpBuilder):
+class TenCacheUpdateBuilder(OwnOp, CPUOpBuilder):
     """Builds ``tencache_update`` into torch's extension cache at its first use."""
 
     BUILD_VAR = "DS_BUILD_TENCACHE_UPDATE"
     NAME = "tencache_update"
+    FOLDER = "update"
+    FILES = ("adam.cpp", "adam_avx512.cpp", "adam_avx2.cpp", "adam_neon.cpp", "team.cpp", "py_update.cpp")
 
     def __init__(self) -> None:
         super().__init__(name=self.NAME)
-
-    def absolute_name(self) -> str:
-        """Name of the extension module."""
-        return f"tencache_ds.ops.{self.NAME}_op"
-
-    def sources(self) -> list[str]:
-        """Absolute paths, which DeepSpeed leaves as they are."""
-        names = ("adam.cpp", "adam_avx512.cpp", "adam_avx2.cpp", "adam_neon.cpp", "team.cpp", "py_update.cpp")
-        return [str(_SOURCES / name) for name in names]
-
-    def include_paths(self) -> list[str]:
-        """Where the op's own headers are."""
-        return [str(_SOURCES)]
-
-    def cpu_arch(self) -> str:
-        """No flag: the sources name their instruction sets, and DeepSpeed's answer takes py-cpuinfo a second."""
-        return ""
-
-    def simd_width(self) -> str:
-        """No flag, for the same reason."""
-        return ""
 
     def cxx_args(self) -> list[str]:
         """Every fused product is written as one: the compiler adds none."""

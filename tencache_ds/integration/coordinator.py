@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
 from deepspeed.utils import z3_leaf_module
 
+from tencache_ds.integration.agreement import Agreement
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.observability.counters import Event
 from tencache_ds.planning.lookahead import CommitWindow, Walk
@@ -131,7 +132,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
                 lambda key: params[key].ds_numel,
                 lambda key: params[key].ds_tensor.ds_numel * params[key].dtype.itemsize,
                 bucket_numel=self._PartitionedParameterCoordinator__prefetch_bucket_sz,
-                read_ahead_nbytes=_smallest_of_all_ranks(swappers[0].read_ahead_nbytes),
+                read_ahead_nbytes=_agreed_smallest(swappers[0].read_ahead_nbytes),
             )
         return self._tencache_window.end()
 
@@ -176,12 +177,10 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         return list(self._tencache_swappers.values())
 
 
-def _smallest_of_all_ranks(value: int) -> int:
-    if dist.get_world_size() == 1:
-        return value
-    agreed = torch.tensor([value], dtype=torch.int64, device=get_accelerator().current_device_name())
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    return int(agreed.item())
+def _agreed_smallest(nbytes: int) -> int:
+    """Of all ranks: they have to commit to the same gathers."""
+    agreement = Agreement.of_job()
+    return int(agreement.reach("how much is read ahead", nbytes, lambda posts: min(post.value for post in posts)))
 
 
 def _without_cache(coordinator: type[PartitionedParameterCoordinator]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.observability.counters import Counters, Link
-from tencache_ds.planning.chunks import Chunk, overlaps
+from tencache_ds.planning.chunks import Chunk, Overlap, overlaps
 
 
 def in_tier(param: Any) -> bool:
@@ -46,6 +46,7 @@ class ModelWeights:
         self._partitions = partitions
         self._counters = counters
         self._found_segments: dict[int, tuple[list[int], list[int]]] = {}
+        self._found_overlaps: dict[Chunk, list[Overlap]] = {}
 
     # Writing
 
@@ -57,7 +58,7 @@ class ModelWeights:
         params = self._groups[chunk.sub_group]
         return [
             (overlap.in_chunk, _target(params[overlap.segment])[overlap.in_segment :][: overlap.numel])
-            for overlap in overlaps(chunk, *self._segments(chunk.sub_group))
+            for overlap in self._overlaps(chunk)
         ]
 
     def close(self, chunk: Chunk) -> None:
@@ -68,7 +69,7 @@ class ModelWeights:
                 self._counters.moved(Link.H2D, chunk.numel * flat.element_size())
             return
         params = self._groups[chunk.sub_group]
-        for overlap in overlaps(chunk, *self._segments(chunk.sub_group)):
+        for overlap in self._overlaps(chunk):
             if overlap.last:
                 _finish(params[overlap.segment])
 
@@ -107,7 +108,7 @@ class ModelWeights:
         params, exposed = self._groups[sub_group], {}
         for chunk in chunks:
             found = []
-            shared = overlaps(chunk, *self._segments(sub_group))
+            shared = self._overlaps(chunk)
             for overlap in shared:
                 if overlap.segment not in exposed:
                     exposed[overlap.segment] = _shard(params[overlap.segment], params[overlap.segment + 1 :])
@@ -118,6 +119,12 @@ class ModelWeights:
                 if overlap.last:
                     del exposed[overlap.segment]
                     _end_shard(params[overlap.segment])
+
+    def _overlaps(self, chunk: Chunk) -> list[Overlap]:
+        """The weights of which a chunk has elements; asked for several times a step."""
+        if chunk not in self._found_overlaps:
+            self._found_overlaps[chunk] = list(overlaps(chunk, *self._segments(chunk.sub_group)))
+        return self._found_overlaps[chunk]
 
     def _segments(self, sub_group: int) -> tuple[list[int], list[int]]:
         """First elements and lengths of a sub-group's shards."""
