@@ -24,6 +24,7 @@ from tencache_ds.integration.agreement import Agreement, Post
 from tencache_ds.integration.aio_section import is_true
 from tencache_ds.io.scratch import device_of
 from tencache_ds.planning.budget import HostBudget, RankMemory, plan_host_memory
+from tencache_ds.profiling.host_cores import CoreQuota, core_quotas
 from tencache_ds.profiling.host_memory import MemoryDomain, memory_domains
 from tencache_ds.session import Session
 
@@ -64,7 +65,11 @@ def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
 def agree_on_host_memory(options: TenCacheConfig) -> HostBudget:
     """The host memory for weights, and the ranks and cores of each machine, from what every rank sees of its own."""
     mine = RankMemory(
-        socket.gethostname(), options.host_memory, memory_domains(), tuple(sorted(os.sched_getaffinity(0)))
+        socket.gethostname(),
+        options.host_memory,
+        memory_domains(),
+        tuple(sorted(os.sched_getaffinity(0))),
+        core_quotas(),
     )
     return HostBudget(**Agreement.of_job().reach("host memory", asdict(mine), _plan_host_memory))
 
@@ -79,6 +84,7 @@ def _plan_host_memory(posts: Sequence[Post]) -> dict[str, Any]:
                     v["wanted_nbytes"],
                     tuple(MemoryDomain(**domain) for domain in v["domains"]),
                     tuple(v["cores"]),
+                    tuple(CoreQuota(**quota) for quota in v["quotas"]),
                 )
                 for v in values
             ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tencache_ds.errors import ConfigError
 from tencache_ds.planning.cores import core_budget
 from tencache_ds.planning.size_classes import plan_size_classes, smallest_budget_nbytes
+from tencache_ds.profiling.host_cores import CoreQuota
 from tencache_ds.profiling.host_memory import MemoryDomain
 
 AUTO_HOST_SHARE = 0.5
@@ -56,12 +57,14 @@ class RankMemory:
         wanted_nbytes: the user's ``host_memory`` there, or None for automatic.
         domains: the memory it shares with others: its machine's first, then that of its control groups.
         cores: numbers of the machine's cores that it may run on.
+        quotas: of the time on them, which it shares with others.
     """
 
     host: str
     wanted_nbytes: int | None
     domains: tuple[MemoryDomain, ...]
     cores: tuple[int, ...]
+    quotas: tuple[CoreQuota, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +110,17 @@ def plan_host_memory(ranks: Sequence[RankMemory]) -> HostBudget:
 
 
 def _cores_of(index: int, ranks: Sequence[RankMemory]) -> int:
-    """Each core that a rank may run on counts for it and for the other ranks of its machine that may run there."""
+    """Each core that a rank may run on counts for it and for the other ranks of its machine that may run there, and
+    their control groups' quotas for the ranks in them."""
     machine = ranks[index].domains[0].identity
     others = [
         frozenset(rank.cores)
         for other, rank in enumerate(ranks)
         if other != index and rank.domains[0].identity == machine
     ]
-    return core_budget(frozenset(ranks[index].cores), others)
+    sharers = Counter(quota.identity for rank in ranks for quota in rank.quotas)
+    quotas = [(quota.cores, sharers[quota.identity]) for quota in ranks[index].quotas]
+    return core_budget(frozenset(ranks[index].cores), others, quotas)
 
 
 def _own_budget(rank: RankMemory, sharers: Counter[str]) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from tencache_ds.planning.budget import (
 )
 from tencache_ds.planning.chunks import align
 from tencache_ds.planning.size_classes import plan_size_classes
+from tencache_ds.profiling.host_cores import CoreQuota
 from tencache_ds.profiling.host_memory import MemoryDomain
 
 PAGE = 4096
@@ -71,6 +73,12 @@ def test_ranks_in_containers_of_their_own_share_the_machine_only() -> None:
     crowded = plan_host_memory([memory(80, group=(name, 64)) for name in "pqrs"])
     assert crowded.resident_nbytes == 10 * GIB
     assert "this machine" in crowded.reason
+
+
+def test_ranks_of_one_container_share_its_quota_of_cores() -> None:
+    quotas = (CoreQuota("pod", 6.0), CoreQuota("machine.slice", 100.0))
+    ranks = [replace(memory(100), quotas=quotas)] * 3 + [memory(100)]
+    assert plan_host_memory(ranks).cores == (2, 2, 2, 4)
 
 
 def test_hosts_with_different_numbers_of_ranks_and_memory() -> None:

@@ -34,7 +34,8 @@ def test_a_core_is_divided_by_the_ranks_that_may_use_it(
     ("quota", "sharers", "cores"), [(8.0, 1, 8), (8.0, 2, 4), (0.5, 1, 1), (64.0, 1, 32), (3.5, 1, 3)]
 )
 def test_a_control_groups_quota_counts_too(quota: float, sharers: int, cores: int) -> None:
-    assert core_budget(ALL, [], quota_cores=quota, quota_sharers=sharers) == cores
+    assert core_budget(ALL, [], [(quota, sharers)]) == cores
+    assert core_budget(ALL, [], [(100.0, 1), (quota, sharers), (50.0, 1)]) == cores
 
 
 @given(st.lists(st.frozensets(st.integers(0, 15), min_size=1), min_size=1, max_size=8))
