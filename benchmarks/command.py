@@ -72,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument("--precision", choices=("bf16", "fp16"))
     load.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    load.add_argument(
+        "--busy-cores", type=int, default=0, metavar="N", help="processes beside it that keep a core busy each"
+    )
     effort = parser.add_argument_group("effort")
     effort.add_argument("--rounds", type=_positive, help="runs of each configuration")
     effort.add_argument("--steps", type=_positive, help="measured optimizer steps per run")
@@ -172,12 +175,15 @@ def _chosen(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan,
     """One benchmark for each number of tokens per step that the command line asks for."""
     entries = parse_entries(arguments.configurations or ["pair"])
     batches = list(itertools.product(arguments.micro_batch, arguments.accumulation))
+    if arguments.busy_cores < 0:
+        raise ValueError("--busy-cores cannot be negative")
     name = f"{arguments.model} model on {arguments.ranks} " + ("GPU(s)" if machine.gpus() else "CPU process(es)")
     chosen = []
     for micro_batch, accumulation in batches:
         workload = workload_of(
             arguments.model, ranks=arguments.ranks, micro_batch=micro_batch, sequence=arguments.sequence,
             accumulation=accumulation, precision=arguments.precision, checkpointing=arguments.checkpointing,
+            busy_cores=arguments.busy_cores,
         )  # fmt: skip
         title, out = name, arguments.out
         if len(batches) > 1:

@@ -261,6 +261,8 @@ class Workload(Record):
     """"bf16" or "fp16"."""
 
     activation_checkpointing: bool
+    busy_cores: int = 0
+    """Processes beside it that do nothing but keep a core busy."""
 
     @property
     def tokens_per_step(self) -> int:

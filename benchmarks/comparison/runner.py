@@ -27,6 +27,7 @@ from . import tuning
 from .host_limit import HostLimit, host_limit
 from .limits import balance_tokens, bound_of, placement_of
 from .machine import Machine
+from .neighbours import busy_cores
 from .peers import PEERS, Peer, Setting
 from .process import Request, execute, execute_in_turns
 from .suites import Entry, Plan
@@ -91,6 +92,7 @@ class Session:
         with (
             self._scratch() as nvme_path,
             host_limit(self._options.host_nbytes) as limit,
+            busy_cores(self._plan.workload.busy_cores),
             tqdm(total=self._expected_runs(), unit="run", dynamic_ncols=True) as bar,
         ):
             self._bar = bar

@@ -148,6 +148,7 @@ def workload_of(
     accumulation: int = 1,
     precision: str | None = None,
     checkpointing: bool = False,
+    busy_cores: int = 0,
 ) -> Workload:
     """A workload with the model's own defaults for what is None.
 
@@ -165,6 +166,7 @@ def workload_of(
         ranks=ranks,
         precision=precision or spec.precision,
         activation_checkpointing=checkpointing,
+        busy_cores=busy_cores,
     )
 
 

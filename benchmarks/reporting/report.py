@@ -212,6 +212,7 @@ def setting(benchmark: Benchmark) -> str:
         f"{workload.accumulation} micro-step{'s' if workload.accumulation != 1 else ''} per optimizer step "
         f"({workload.tokens_per_step:,} tokens), activation checkpointing "
         f"{'on' if workload.activation_checkpointing else 'off'}"
+        + (f", {workload.busy_cores} processes beside it that keep a core busy each" if workload.busy_cores else "")
     )
     versions = ", ".join(f"{what} {version}" for what, version in benchmark.versions.items())
     paragraph = (
