@@ -75,9 +75,8 @@ class SubGroupUpdater:
             self._fused.run(sub_group, start, self._scalars(group, powers, float(scale)), in_passes)
         else:
             for chunk in self._tier.chunks(sub_group):
-                used = self._tier.take(chunk)
-                in_passes(used)
-                self._tier.put(used)
+                with self._tier.using(chunk) as used:
+                    in_passes(used)
         # Of its parameter groups none has a parameter now, so this changes nothing, but torch sees that a step was
         # taken: LR schedulers ask for it, profilers show it.
         self._optimizer.step()

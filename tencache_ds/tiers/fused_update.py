@@ -79,16 +79,21 @@ class FusedUpdate:
         try:
             for chunk in self._tier.chunks(sub_group):
                 used = self._tier.take(chunk)
-                while len(begun) > ahead:
-                    self._finish(begun.popleft())
-                entry = self._begin(used, start + chunk.start, scalars)
-                if entry is not None:
+                try:
+                    while len(begun) > ahead:
+                        self._finish(begun.popleft())
+                    entry = self._begin(used, start + chunk.start, scalars)
+                    if entry is None:
+                        while begun:
+                            self._finish(begun.popleft())
+                        in_passes(used)
+                except BaseException:
+                    self._tier.drop(used)
+                    raise
+                if entry is None:
+                    self._tier.put(used)
+                else:
                     begun.append(entry)
-                    continue
-                while begun:
-                    self._finish(begun.popleft())
-                in_passes(used)
-                self._tier.put(used)
             while begun:
                 self._finish(begun.popleft())
         except BaseException:

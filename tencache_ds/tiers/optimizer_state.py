@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -190,6 +191,24 @@ class OptimizerStateTier:
         else:
             lease.release()
         self._read_ahead()
+
+    def drop(self, used: ChunkInUse) -> None:
+        """Ends the use of a chunk after an error: what is on NVMe stays as it is."""
+        lease, used._lease = used._lease, None
+        used.views = {}
+        if lease is not None:
+            lease.release()
+
+    @contextmanager
+    def using(self, chunk: Chunk) -> Iterator[ChunkInUse]:
+        """A chunk to be changed, from :meth:`take` to :meth:`put`, or to :meth:`drop` after an error."""
+        used = self.take(chunk)
+        try:
+            yield used
+        except BaseException:
+            self.drop(used)
+            raise
+        self.put(used)
 
     # Whole kinds of state of a sub-group
 

@@ -30,6 +30,7 @@ def inject(rule: str, **more: Any) -> dict[str, Any]:
 
 HANG = {"tencache": {"io_timeout_s": IO_TIMEOUT_S}}
 WHOLE = {"tencache": {"verify": "full"}}
+STORAGE_ERRORS = ("StorageError", "StorageTimeoutError", "SpaceError", "CorruptionError")
 KINDS = {"weights": "weight id", "optimizer": "optimizer chunk"}
 STOPS: dict[str, tuple[dict[str, Any], str, int | None]] = {
     "eio_read": (inject("kind=eio,op=read"), "Input/output error", 5),
@@ -141,6 +142,7 @@ def check_it_stopped(outcome: Any, name: str, kind: str, rank: int) -> None:
     assert result["errno"] == number
     assert result["seconds"] < STOP_WITHIN_S
     assert result["seconds_to_destroy"] < STOP_WITHIN_S
+    assert result.get("at_the_end", "StorageError").startswith(STORAGE_ERRORS), "what had failed may be told again"
     assert result["threads"] == []
     # The steps that were completed are the right ones.
     assert result["losses"] == outcome.result("none", "tencache", rank)["losses"][: len(result["losses"])]

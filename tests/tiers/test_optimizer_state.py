@@ -234,6 +234,21 @@ def test_what_was_not_said_to_be_changed_is_not_written(bench):
     bench.check()
 
 
+def test_a_chunk_in_use_comes_back_with_an_error_and_stays_what_it_was(bench):
+    def fail(chunk) -> None:
+        with bench.tier.using(chunk) as used:
+            used.views[MASTER].zero_()
+            raise KeyError
+
+    for chunk in bench.all_chunks():  # more than there are buffers
+        with pytest.raises(KeyError):
+            fail(chunk)
+    bench.check()
+    with bench.tier.using(bench.all_chunks()[0]) as used:
+        bench.compare(used, add=1.0)
+    bench.check()
+
+
 @pytest.mark.parametrize("groups", [None, [1]], ids=["with the pool full of read-ahead", "with buffers left"])
 def test_a_write_in_the_middle_of_a_pass_is_seen_by_it(bench, groups):
     """The pass has read the chunk ahead before it was written."""
