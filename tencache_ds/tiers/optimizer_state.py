@@ -221,7 +221,9 @@ class OptimizerStateTier:
         group = self._groups[sub_group]
         numel = group.spec.numel - start if numel is None else numel
         result = torch.empty(numel, dtype=group.dtype(kind))
-        for chunk, low, high in self._covering(group, start, numel):
+        covering = list(self._covering(group, start, numel))
+        self._read_in_order([chunk for chunk, _, _ in covering])
+        for chunk, low, high in covering:
             used = self.take(chunk)
             result[low - start : high - start] = used.views[kind][low - chunk.start : high - chunk.start]
             self.put(used, changed=False)
@@ -327,7 +329,10 @@ class OptimizerStateTier:
         numel = next(iter(values.values())).numel()
         self._check_lengths(sub_group, values, numel)
         everything = {kind for kind, _ in group.spec.kinds} == set(values)
-        for chunk, low, high in self._covering(group, start, numel):
+        covering = list(self._covering(group, start, numel))
+        if not everything:
+            self._read_in_order([chunk for chunk, _, _ in covering])
+        for chunk, low, high in covering:
             whole = everything and high - low == chunk.numel
             used = self.overwrite(chunk) if whole else self.take(chunk)
             for kind, value in values.items():
@@ -458,6 +463,15 @@ class OptimizerStateTier:
                     self._store.raise_overdue(self._timeout_s)
                 raise
         return lease
+
+    def _read_in_order(self, chunks: Sequence[Chunk]) -> None:
+        """Reads ahead what will be taken next, unless a pass under way comes to it by itself."""
+        stored = bool(chunks) and self._groups[chunks[0].sub_group].spec.residency is StateResidency.STORED
+        if len(chunks) < 2 or not stored or any(entry.chunk is chunks[0] for entry in self._ahead):
+            return
+        self._abandon_ahead()
+        self._queue = deque(chunks)
+        self._read_ahead()
 
     def _read_ahead(self) -> None:
         while self._queue:

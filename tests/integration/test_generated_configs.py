@@ -17,7 +17,10 @@ from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import ConfigError
 from tests.integration.generated_configs import Generated, configs
 
-pytestmark = pytest.mark.timeout(240)
+N_EXAMPLES = int(os.environ.get("TENCACHE_TEST_GENERATED_CONFIGS", 20))
+"""Trained ones; a thousand take half an hour."""
+
+pytestmark = pytest.mark.timeout(240 + 5 * N_EXAMPLES)
 
 
 @pytest.fixture
@@ -67,12 +70,11 @@ def equal(found: Any, meaning: Any) -> bool:
 
 
 def test_trains_as_stock_does_or_is_refused(harness: Any) -> None:
-    n_examples = int(os.environ.get("TENCACHE_TEST_GENERATED_CONFIGS", 20))
-    case = {"examples": n_examples}
+    case = {"examples": N_EXAMPLES}
     cases = [("generated", case, "tencache")]
-    outcome = harness.run(cases, program="generated_cases.py", timeout_s=120 + 5 * n_examples)
+    outcome = harness.run(cases, program="generated_cases.py", timeout_s=120 + 5 * N_EXAMPLES)
     found = outcome.result("generated", "tencache")
     print(found["counts"])
     assert not found["wrong"], "\n\n".join(found["wrong"])
     assert found["left"] == [], "nothing may be left on the disk"
-    assert found["counts"]["trained"] >= n_examples // 3
+    assert found["counts"]["trained"] >= N_EXAMPLES // 3

@@ -225,6 +225,35 @@ def test_two_chunks_in_use_at_a_time(bench):
     bench.check()
 
 
+@pytest.mark.parametrize("use", ["read", "write"])
+def test_elements_of_many_chunks_are_read_ahead(bench, use):
+    sub_group = max(range(len(NUMELS)), key=lambda index: len(bench.tier.chunks(index)))
+    n_chunks = len(bench.tier.chunks(sub_group))
+    assert n_chunks > 2
+    bench.tier.drain()
+    bench.storage.pool.drain()
+    bench.storage.backend.gates[Operation.READ].clear()
+    seen = []
+
+    def open_gates() -> None:
+        seen.append(bench.storage.pool.stats().nbytes_leased)
+        bench.storage.backend.open_gates()
+
+    opener = threading.Timer(0.2, open_gates)
+    opener.start()
+    before = bench.storage.counters.total().nbytes["nvme_read"]
+    if use == "read":
+        assert torch.equal(bench.tier.read(sub_group, MASTER), bench.dense[sub_group][MASTER])
+    else:
+        bench.dense[sub_group][MASTER].add_(1)
+        bench.tier.write(sub_group, {MASTER: bench.dense[sub_group][MASTER]})
+    opener.join()
+    assert seen == [bench.storage.pool.stats().nbytes_total], "as many chunks at a time as there are buffers"
+    moved = bench.storage.counters.total().nbytes["nvme_read"] - before
+    assert moved == sum(bench.tier._extent(chunk).allocated_nbytes for chunk in bench.tier.chunks(sub_group))
+    bench.check()
+
+
 def test_what_was_not_said_to_be_changed_is_not_written(bench):
     written = bench.storage.counters.total().nbytes["nvme_write"]
     used = bench.tier.take(bench.all_chunks()[0])
