@@ -311,7 +311,8 @@ class TenCacheEngine:
 
     def _with_faults(self, backend: StorageBackend, reason: str, faults: str) -> tuple[StorageBackend, str]:
         """For a drill: storage that goes wrong on purpose, which nobody must take for the real thing."""
-        from tencache_ds.io.faults import FaultBackend, parse_faults
+        from tencache_ds.io.fault_rules import parse_faults
+        from tencache_ds.io.faults import FaultBackend
 
         try:
             rules = parse_faults(faults)

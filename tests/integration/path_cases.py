@@ -17,7 +17,7 @@ from typing import Any
 import training
 
 from tencache_ds.errors import StorageError, TenCacheError
-from tencache_ds.io.faults import VARIABLE, parse_faults
+from tencache_ds.io.fault_rules import VARIABLE, parse_faults
 
 
 class Watch:

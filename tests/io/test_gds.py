@@ -13,7 +13,8 @@ import torch
 
 from tencache_ds.errors import CorruptionError, SpaceError, StorageError
 from tencache_ds.io import ExtentStore, GdsBackend, Operation, PosixBackend, RoutedBackend
-from tencache_ds.io.faults import FaultBackend, parse_faults
+from tencache_ds.io.fault_rules import parse_faults
+from tencache_ds.io.faults import FaultBackend
 from tencache_ds.io.fingerprint import gathered_words, sampled_fingerprint
 from tencache_ds.io.gds import compatibility_mode, errno_in, missing_kvikio, plain_cause
 from tencache_ds.io.gds_trial import obstacle, try_gds

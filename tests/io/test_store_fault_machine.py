@@ -45,7 +45,8 @@ from tencache_ds.io import (
     StorageTimeoutError,
     Ticket,
 )
-from tencache_ds.io.faults import Fault, FaultBackend, Kind
+from tencache_ds.io.fault_rules import Fault, Kind
+from tencache_ds.io.faults import FaultBackend
 from tencache_ds.io.fingerprint import sampled_fingerprint, whole_fingerprint
 from tests.io.conftest import aligned
 
