@@ -28,7 +28,7 @@ from tencache_ds.gpu_staging import GpuStaging
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.scratch import device_of, free_nbytes
 from tencache_ds.memory.arena import HostArena, Locking
-from tencache_ds.memory.pool import BufferPool
+from tencache_ds.memory.pool import BufferPool, PoolTimeout
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
 from tencache_ds.planning.budget import StagingPlan, plan_staging
@@ -212,7 +212,6 @@ class Session:
         pools = [pool.stats() for pool in self._pools if pool is not self._gpu_staging.pool]
         weights = [engine.weights for engine in self._engines]
         all_nvme = {id(engine.nvme): engine.nvme for engine in self._engines}.values()
-        stores = [store for nvme in all_nvme for store in nvme.stores]
         paths = summed(path.stats() for nvme in all_nvme for path in nvme.paths)
         stored_nbytes = sum(tier.allocated_nbytes for tier in weights)
         if self._optimizer_store is not None:
@@ -230,8 +229,8 @@ class Session:
             pool_waits=sum(pool.n_waits for pool in pools),
             stored_nbytes=stored_nbytes,
             resident_weight_nbytes=sum(tier.resident_nbytes for tier in weights),
-            healed_reads=sum(store.n_healed_reads for store in stores),
-            relocated_extents=sum(store.n_relocated for store in stores),
+            healed_reads=sum(store.n_healed_reads for store in self._stores),
+            relocated_extents=sum(store.n_relocated for store in self._stores),
             io_backend=paths[0].backend if paths else "",
             paths=paths,
         )
@@ -292,13 +291,30 @@ class Session:
                 if self._optimizer_store is not None:
                     stack.callback(self._engines[0].nvme.close_store, self._optimizer_store)
                 for pool in self._pools:
-                    stack.callback(pool.close, timeout_s=self.options.io_timeout_s)
+                    stack.callback(self._close_pool, pool)
                 for engine in self._claimed:
                     stack.callback(engine.unclaim, self)
                 if self.optimizer_state is not None:
                     stack.callback(self.optimizer_state.close)
                 if self._fused_adam is not None:
                     stack.callback(self._fused_adam.close)
+
+    def _close_pool(self, pool: BufferPool) -> None:
+        """Closes a pool. Where buffers do not come back in time, the transfer that has them says more than who they are
+        lent to."""
+        timeout_s = self.options.io_timeout_s
+        try:
+            pool.close(timeout_s=timeout_s)
+        except PoolTimeout:
+            for store in self._stores:
+                store.raise_overdue(timeout_s)
+            raise
+
+    @property
+    def _stores(self) -> list[ExtentStore]:
+        """Those of the weights and of the optimizer state."""
+        every = {id(engine.nvme): engine.nvme for engine in self._engines}.values()
+        return [store for nvme in every for store in nvme.stores]
 
     def _require_chunk_pool(self) -> BufferPool:
         if self._chunk_pool is None:
