@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ pytestmark = pytest.mark.timeout(300)  # the first run builds the op
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 STOCK_ID = 4711
+MANY = int(float(os.environ.get("TENCACHE_TEST_UPDATE_NUMEL", 3e5)))
+"""Elements that are updated a hundred times; 1e8 take some minutes."""
+
 SIZES = (1, 3, 7, 8, 15, 16, 17, 63, 100, 127, 128, 129, 1000, 32768 + 5, 100_003)
 
 
@@ -109,7 +113,15 @@ def scalars_of(op: Any, setting: Setting, step: int, powers: BetaPowers) -> Any:
     return op.AdamScalars(**dataclasses.asdict(scalars))
 
 
-def differences(op: Any, team: Any, stock: Any, setting: Setting, runs: Any = None) -> int:
+def turned(setting: Setting, step: int, generator: torch.Generator) -> torch.Tensor:
+    """Finite gradients of every magnitude, which are soon made: the same ones at other elements in each step."""
+    part = gradients_of(dataclasses.replace(setting, numel=1_000_003), 1, torch.Generator().manual_seed(step))
+    return part.repeat(-(-setting.numel // part.numel()))[: setting.numel]
+
+
+def differences(
+    op: Any, team: Any, stock: Any, setting: Setting, runs: Any = None, draw: Callable[..., torch.Tensor] = gradients_of
+) -> int:
     """Elements in which the op and DeepSpeed's sequence of passes differ after some steps."""
     generator = torch.Generator().manual_seed(setting.numel)
     master = torch.randn(setting.numel, generator=generator)
@@ -118,7 +130,7 @@ def differences(op: Any, team: Any, stock: Any, setting: Setting, runs: Any = No
     stock.create_adam(STOCK_ID, setting.lr, *setting.betas, setting.eps, setting.weight_decay, setting.decoupled, False)
     width = op.adam_variant()[1]
     for step in range(1, setting.steps + 1):
-        gradient = gradients_of(setting, step, generator)
+        gradient = draw(setting, step, generator)
         unscaled = gradient.float().clone()
         if setting.scale != 1.0:
             unscaled.mul_(setting.scale)
@@ -170,6 +182,12 @@ def test_every_dtype_equals_deepspeed(
 )
 def test_every_hyper_parameter_equals_deepspeed(op: Any, team: Any, stock: Any, changed: dict[str, Any]) -> None:
     assert differences(op, team, stock, dataclasses.replace(Setting(4099), **changed)) == 0
+
+
+@pytest.mark.timeout(3600)
+def test_a_hundred_steps(op: Any, team: Any, stock: Any) -> None:
+    setting = Setting(MANY, weight_decay=0.01, scale=1 / 3, steps=100)
+    assert differences(op, team, stock, setting, draw=turned) == 0
 
 
 def test_where_runs_are_cut_changes_no_bit(op: Any, team: Any, stock: Any) -> None:
