@@ -6,6 +6,10 @@ Each one names the thing that is wrong and what to do about it. Catching :class:
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from typing import Any, Self
+
 
 class TenCacheError(Exception):
     """Base class of every error raised by TenCache."""
@@ -72,6 +76,28 @@ class StorageError(TenCacheError, OSError):
 
     def __str__(self) -> str:
         return str(self.args[1])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For :mod:`copy` and :mod:`pickle`, which would call the constructor with ``args``."""
+        return _restored, (type(self), self.args, dict(self.__dict__))
+
+    def copied(self) -> Self:
+        """The same error without a traceback, to raise one that is kept.
+
+        A traceback holds the frames that the error has passed through, and they their variables: one that a file's
+        record keeps would hold the engine of whoever caught it.
+        """
+        error = copy.copy(self)
+        error.__cause__, error.__context__ = self.__cause__, self.__context__
+        error.__suppress_context__ = self.__suppress_context__
+        return error
+
+
+def _restored(kind: type[StorageError], arguments: tuple[Any, ...], attributes: Mapping[str, Any]) -> StorageError:
+    error = kind.__new__(kind)
+    OSError.__init__(error, *arguments)
+    error.__dict__.update(attributes)
+    return error
 
 
 class CorruptionError(StorageError):

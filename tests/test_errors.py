@@ -70,6 +70,27 @@ def test_a_storage_error_without_errno_or_tag_does_not_mention_them():
     assert error.errno is None
 
 
+@pytest.mark.parametrize("kind", STORAGE_ERRORS)
+@pytest.mark.parametrize("copied", [lambda error: pickle.loads(pickle.dumps(error)), StorageError.copied])
+def test_a_storage_error_survives_copying(kind, copied):
+    error = kind("read", "/scratch/weights.bin", 8192, 4096, "Input/output error", errno=errno.EIO, tag="a")
+    error.add_note("a remedy")
+    again = copied(error)
+    assert again is not error
+    assert (type(again), str(again), again.args, again.errno) == (kind, str(error), error.args, errno.EIO)
+    assert vars(again) == vars(error)
+
+
+def test_a_copied_error_keeps_its_reason_and_not_its_traceback():
+    reason = OSError("reason")
+    with pytest.raises(StorageError) as raised:
+        raise StorageError("read", "/scratch/weights.bin", 0, 1, "cause") from reason
+    again = raised.value.copied()
+    assert again.__traceback__ is None
+    assert again.__cause__ is reason
+    assert again.__suppress_context__
+
+
 @pytest.mark.parametrize("kind", [TenCacheError, ConfigError, SeamError, MemoryLimitError])
 def test_plain_errors_survive_pickling(kind):
     copy = pickle.loads(pickle.dumps(kind("what is wrong")))

@@ -153,7 +153,7 @@ class Ticket:
         self.wait_ended(timeout_s)
         if self._error is not None:
             self._error_seen = True
-            raise self._error
+            raise self._error.copied() if isinstance(self._error, StorageError) else self._error
 
     def wait_ended(self, timeout_s: float | None = None) -> None:
         """Like :meth:`wait`, but leaves the request's own error to others: raises only for time and fork."""

@@ -8,7 +8,6 @@ same cases, but those that need TenCache's own fault injection; it may abort or 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import shutil
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import training
 
-from tencache_ds.errors import StorageError, TenCacheError
+from tencache_ds.errors import StorageError
 from tencache_ds.io import ExtentStore, NvmePath
 from tencache_ds.io.fault_rules import VARIABLE, parse_faults
 
@@ -160,13 +159,6 @@ def say_the_step(engine: Any, step: int) -> None:
     print(f"step {engine.global_steps} done", flush=True)
 
 
-def drain(engine: Any) -> None:
-    """Waits until nothing is read or written."""
-    for part in engine.optimizer.tencache.all():
-        part.weights.drain()
-    engine.optimizer.tencache.optimizer_state.drain()
-
-
 def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     os.environ[VARIABLE] = case.get("variable", "none")
     if case["act"] == "small_device":
@@ -180,7 +172,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     generator = torch.Generator().manual_seed(1000 + rank)
     result: dict[str, Any] = {"losses": training.train(engine, STEPS_BEFORE, generator, oracle=False)}
     if engine_name == "tencache":  # so that every rank meets the fault at the same point
-        drain(engine)
+        training.drain(engine)
     deepspeed.comm.barrier()
     circumstance = Circumstance(case, engine_name, engine, folder, rank)
     Path(folder, f"{case['act']}-began").write_text(str(time.time()))  # before this process may lose its permissions
@@ -190,7 +182,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
         result["losses"] += training.train(engine, STEPS_AFTER, generator, oracle=False, hook=say_the_step)
         result["weights"] = training.digests(engine.module)
         if engine_name == "tencache":
-            drain(engine)
+            training.drain(engine)
         result["failure"] = ""
     except Exception as error:
         result |= describe(error)
@@ -204,7 +196,6 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
         result["healed"] = engine.optimizer.tencache.stats().healed_reads
         paths = [path for part in engine.optimizer.tencache.all() for path in part.nvme.paths]
         result["injected"] = sum(getattr(path.backend, "n_injected", 0) for path in paths)
-    parts = engine.optimizer.tencache.all() if engine_name == "tencache" else []
     t_start = time.monotonic()
     try:
         engine.destroy()
@@ -214,11 +205,8 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     if "answers_after_s" in case:
         time.sleep(max(0.0, t_began + case["answers_after_s"] - time.monotonic()))
         print("the device has answered, and this process lives", flush=True)
-    # The weights' files and threads end with the model, which the error's traceback may still hold.
-    for part in parts:
-        with contextlib.suppress(TenCacheError):  # what had failed may be told again
-            part.close()
     del engine, circumstance
+    training.wait_until_closed()  # the weights' files and threads end with the model
     result["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("tencache")]
     return result
 

@@ -50,9 +50,7 @@ class Saver:
         return [path for part in self.engine.optimizer.tencache.all() for path in part.nvme.paths]
 
     def drain(self) -> None:
-        for part in self.engine.optimizer.tencache.all():
-            part.weights.drain()
-        self.engine.optimizer.tencache.optimizer_state.drain()
+        training.drain(self.engine)
 
     @contextmanager
     def fault(self, rule: str) -> Iterator[None]:

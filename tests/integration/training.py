@@ -267,6 +267,13 @@ def wait_until_closed() -> None:
         time.sleep(0.02)
 
 
+def drain(engine: Any) -> None:
+    """Waits until everything that TenCache has written is on NVMe."""
+    for part in engine.optimizer.tencache.all():
+        part.weights.drain()
+    engine.optimizer.tencache.optimizer_state.drain()
+
+
 class TrafficMeter:
     """NVMe traffic between two optimizer steps: TenCache's count beside the kernel's for this process."""
 
@@ -279,9 +286,7 @@ class TrafficMeter:
             return
         import tencache_ds
 
-        for part in engine.optimizer.tencache.all():
-            part.weights.drain()
-        engine.optimizer.tencache.optimizer_state.drain()
+        drain(engine)
         time.sleep(0.3)  # reads ahead of the next step are counted when asked for: let the kernel see them too
         moved = tencache_ds.stats(engine).total.nbytes
         lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -119,7 +121,7 @@ def test_the_first_error_wins_and_the_rest_is_dropped(device, one_lane):
     with pytest.raises(StorageError, match="write of weight failed at some/file, offset 4096") as caught:
         ticket.wait(10)
     assert caught.value.errno == 5
-    assert ticket.error is caught.value
+    assert str(ticket.error) == str(caught.value)
     assert device.calls == [("weight", 0), ("weight", PIECE)]
     one_lane.submit(Operation.WRITE, "f", 0, aligned(PIECE)).wait(10)
 
@@ -199,6 +201,25 @@ def test_an_exception_in_a_callback_does_not_hide_the_first_error(device, one_la
     with pytest.raises(StorageError, match="injected") as caught:
         ticket.wait(10)
     assert isinstance(caught.value.__context__, ZeroDivisionError)
+
+
+def test_the_error_that_a_ticket_keeps_does_not_hold_who_waited(device, one_lane):
+    class Held:
+        """What a user's loop has in its variables."""
+
+    def wait_and_fail() -> weakref.ref[Held]:
+        held = Held()
+        with pytest.raises(StorageError, match="injected"):
+            ticket.wait(10)
+        return weakref.ref(held)
+
+    device.fail_at = {0}
+    ticket = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE))
+    device.gate.set()
+    held = wait_and_fail()
+    gc.collect()
+    assert held() is None
+    assert ticket.error is not None
 
 
 def test_a_wait_that_takes_too_long_names_the_request(device, one_lane):
