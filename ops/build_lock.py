@@ -3,17 +3,21 @@
 
 Whoever loads an op makes the file ``lock`` in its build folder, keeps it open, and removes it at the end. A process
 that is killed meanwhile leaves the file there, and all who load the op afterwards wait for ever, without a word.
-Imports neither torch nor DeepSpeed.
+TenCache's own ops are loaded under a lock that ends with its process, so what is left of torch's can be removed; for
+DeepSpeed's, which others load as well, the user is told. Imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+from tencache_ds.profiling.control_groups import machine_identity
 
 logger = logging.getLogger("DeepSpeed.tencache.ops")
 
@@ -62,6 +66,39 @@ def explain(lock: Path) -> str:
     if is_held(lock):
         return f"the {op_name} op is being built, which can take some minutes (lock: {lock})"
     return f"the {op_name} op waits for a lock that a killed process has left behind; to go on: {remedy(lock)}"
+
+
+@contextlib.contextmanager
+def only_loader(op_name: str) -> Iterator[None]:
+    """Around the loading of an op that is only ever loaded so: one process at a time, and no lock of a killed one.
+
+    Which machine loads is written down, because a file system need not carry locks between machines: a lock that
+    another one may have left stays. Does nothing where no file can be made or locked.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            extension_root().mkdir(parents=True, exist_ok=True)
+            record = stack.enter_context(open(extension_root() / f"{op_name}.loader", "a+"))
+            fcntl.lockf(record, fcntl.LOCK_EX)  # ends with the process, and forked children do not have it
+            record.seek(0)
+            machine = record.read()
+            if machine == machine_identity():
+                _remove_left_behind(op_name)
+            elif not machine:
+                record.write(machine_identity())
+                record.flush()
+            if machine in ("", machine_identity()):
+                stack.callback(record.truncate, 0)
+        except OSError as error:
+            logger.debug("the %s op is loaded without a lock: %s", op_name, error)
+        yield
+
+
+def _remove_left_behind(op_name: str) -> None:
+    for lock in build_locks(op_name):
+        if not is_held(lock):
+            logger.info("removes %s, which a process that was killed has left behind", lock)
+            lock.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from types import ModuleType
 from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
 from tencache_ds.ops.async_io import load_op
+from tencache_ds.ops.build_lock import only_loader
 from tencache_ds.ops.own_op import OwnOp
 
 
@@ -36,7 +37,8 @@ class TenCacheAioBuilder(OwnOp, AsyncIOBuilder):
         Raises:
             RuntimeError: it cannot be built; DeepSpeed says why.
         """
-        return super(AsyncIOBuilder, self).load(verbose)
+        with only_loader(self.NAME):
+            return super(AsyncIOBuilder, self).load(verbose)
 
 
 def load_tencache_aio() -> ModuleType:

@@ -11,6 +11,7 @@ from types import ModuleType
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
 from tencache_ds.ops.async_io import load_op
+from tencache_ds.ops.build_lock import only_loader
 from tencache_ds.ops.own_op import OwnOp
 
 
@@ -39,7 +40,8 @@ class TenCacheUpdateBuilder(OwnOp, CPUOpBuilder):
         Raises:
             RuntimeError: it cannot be built; DeepSpeed says why.
         """
-        return super().load(verbose)
+        with only_loader(self.NAME):
+            return super().load(verbose)
 
 
 def load_tencache_update() -> ModuleType:

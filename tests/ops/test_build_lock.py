@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import subprocess
@@ -86,6 +87,88 @@ def test_a_wait_is_explained(root: Path, caplog: pytest.LogCaptureFixture) -> No
     finally:
         build_lock.logger.removeHandler(handler)
     assert not lock.exists()
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from torch.utils.file_baton import FileBaton
+from tencache_ds.ops.build_lock import only_loader
+print("starts", flush=True)
+with only_loader("tencache_aio"):
+    baton = FileBaton(sys.argv[1])
+    assert baton.try_acquire()
+    print("held", flush=True)
+    sys.stdin.read()
+    baton.release()
+print("loaded", flush=True)
+"""
+
+
+@pytest.fixture
+def loaders(root: Path):
+    """Starts processes that load one of TenCache's ops, until their standard input ends."""
+    lock = lock_of(root, "tencache_aio")
+    started = []
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", LOAD, str(lock)]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield lock, start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_a_killed_process_keeps_nobody_from_loading_tencaches_ops(loaders) -> None:
+    lock, start = loaders
+    killed = start()
+    assert [killed.stdout.readline() for _ in range(2)] == ["starts\n", "held\n"]
+    killed.kill()
+    killed.wait()
+    assert lock.exists()
+    output, _ = start().communicate(timeout=30)
+    assert output.splitlines() == ["starts", "held", "loaded"]
+    assert not lock.exists()
+
+
+def test_a_living_process_is_waited_for(loaders) -> None:
+    lock, start = loaders
+    first = start()
+    assert [first.stdout.readline() for _ in range(2)] == ["starts\n", "held\n"]
+    second = start()
+    assert second.stdout.readline() == "starts\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.communicate(timeout=1)
+    assert lock.exists()
+    first.communicate(timeout=30)
+    output, _ = second.communicate(timeout=30)
+    assert output.splitlines()[-2:] == ["held", "loaded"]
+
+
+def test_a_lock_that_another_machine_may_have_left_stays(root: Path) -> None:
+    lock = lock_of(root, "tencache_aio")
+    lock.touch()
+    record = root / "tencache_aio.loader"
+    record.write_text("another machine")
+    with build_lock.only_loader("tencache_aio"):
+        assert lock.exists()
+    assert record.read_text() == "another machine"
+
+
+def test_a_folder_without_locks_is_used_as_it_is(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(build_lock.fcntl, "lockf", refuse)
+    lock = lock_of(root, "tencache_aio")
+    lock.touch()
+    with build_lock.only_loader("tencache_aio"):
+        assert lock.exists()
 
 
 def test_a_short_wait_is_not_worth_a_word(root: Path, caplog: pytest.LogCaptureFixture) -> None:
