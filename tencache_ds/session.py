@@ -26,6 +26,7 @@ from tencache_ds.engine import Surroundings, TenCacheEngine, gib
 from tencache_ds.errors import SpaceError, TenCacheError
 from tencache_ds.gpu_staging import GpuStaging
 from tencache_ds.io import ExtentStore
+from tencache_ds.io.paths import NvmePaths
 from tencache_ds.io.scratch import device_of, free_nbytes
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.pool import BufferPool, PoolTimeout
@@ -211,8 +212,8 @@ class Session:
         arenas = [self._gradient_arena] + ([self._staging_arena] if self._staging_arena is not None else [])
         pools = [pool.stats() for pool in self._pools if pool is not self._gpu_staging.pool]
         weights = [engine.weights for engine in self._engines]
-        all_nvme = {id(engine.nvme): engine.nvme for engine in self._engines}.values()
-        paths = summed(path.stats() for nvme in all_nvme for path in nvme.paths)
+        stores = self._stores
+        paths = summed(path.stats() for nvme in self._all_nvme for path in nvme.paths)
         stored_nbytes = sum(tier.allocated_nbytes for tier in weights)
         if self._optimizer_store is not None:
             stored_nbytes += self._optimizer_store.nbytes_allocated
@@ -229,8 +230,8 @@ class Session:
             pool_waits=sum(pool.n_waits for pool in pools),
             stored_nbytes=stored_nbytes,
             resident_weight_nbytes=sum(tier.resident_nbytes for tier in weights),
-            healed_reads=sum(store.n_healed_reads for store in self._stores),
-            relocated_extents=sum(store.n_relocated for store in self._stores),
+            healed_reads=sum(store.n_healed_reads for store in stores),
+            relocated_extents=sum(store.n_relocated for store in stores),
             io_backend=paths[0].backend if paths else "",
             paths=paths,
         )
@@ -311,10 +312,14 @@ class Session:
             raise
 
     @property
+    def _all_nvme(self) -> list[NvmePaths]:
+        """Those of the engines, each once: some share theirs."""
+        return list({id(engine.nvme): engine.nvme for engine in self._engines}.values())
+
+    @property
     def _stores(self) -> list[ExtentStore]:
         """Those of the weights and of the optimizer state."""
-        every = {id(engine.nvme): engine.nvme for engine in self._engines}.values()
-        return [store for nvme in every for store in nvme.stores]
+        return [store for nvme in self._all_nvme for store in nvme.stores]
 
     def _require_chunk_pool(self) -> BufferPool:
         if self._chunk_pool is None:

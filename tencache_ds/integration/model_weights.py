@@ -123,7 +123,7 @@ class ModelWeights:
     def _overlaps(self, chunk: Chunk) -> list[Overlap]:
         """The weights of which a chunk has elements; asked for several times a step."""
         if chunk not in self._found_overlaps:
-            self._found_overlaps[chunk] = list(overlaps(chunk, *self._segments(chunk.sub_group)))
+            self._found_overlaps[chunk] = overlaps(chunk, *self._segments(chunk.sub_group))
         return self._found_overlaps[chunk]
 
     def _segments(self, sub_group: int) -> tuple[list[int], list[int]]:

@@ -397,16 +397,10 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         module = self.parameter_offload.module
         with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
             stack.callback(let_go, module)
-            stack.callback(self._forget_weights)
             if session is not None:
                 stack.callback(session.close)
             stack.callback(super().destroy)
             stack.callback(finish_gathers, module)
-
-    def _forget_weights(self) -> None:
-        """DeepSpeed may keep this optimizer for long; the model's weights must not stay for it."""
-        self._updater = None
-        self._model_weights = None
 
     def _weights_stay(self) -> bool:
         deepspeed_engine = self._deepspeed_engine()

@@ -100,16 +100,17 @@ def plan_host_memory(ranks: Sequence[RankMemory]) -> HostBudget:
     if len({budget for budget, _ in budgets}) > 1:
         reason += f"; the smallest figure of all ranks, that of rank {smallest} on {ranks[smallest].host}"
     machines = Counter(rank.domains[0].identity for rank in ranks)
+    quota_sharers = Counter(quota.identity for rank in ranks for quota in rank.quotas)
     return HostBudget(
         nbytes,
         reason,
         tuple(machines[rank.domains[0].identity] for rank in ranks),
-        tuple(_cores_of(index, ranks) for index in range(len(ranks))),
+        tuple(_cores_of(index, ranks, quota_sharers) for index in range(len(ranks))),
         _differing(ranks, nbytes),
     )
 
 
-def _cores_of(index: int, ranks: Sequence[RankMemory]) -> int:
+def _cores_of(index: int, ranks: Sequence[RankMemory], quota_sharers: Counter[str]) -> int:
     """Each core that a rank may run on counts for it and for the other ranks of its machine that may run there, and
     their control groups' quotas for the ranks in them."""
     machine = ranks[index].domains[0].identity
@@ -118,8 +119,7 @@ def _cores_of(index: int, ranks: Sequence[RankMemory]) -> int:
         for other, rank in enumerate(ranks)
         if other != index and rank.domains[0].identity == machine
     ]
-    sharers = Counter(quota.identity for rank in ranks for quota in rank.quotas)
-    quotas = [(quota.cores, sharers[quota.identity]) for quota in ranks[index].quotas]
+    quotas = [(quota.cores, quota_sharers[quota.identity]) for quota in ranks[index].quotas]
     return core_budget(frozenset(ranks[index].cores), others, quotas)
 
 

@@ -77,6 +77,12 @@ class ChunkInUse:
     views: dict[str, torch.Tensor]
     _lease: Lease | None = None
 
+    def _end(self) -> Lease | None:
+        """Takes the views away; returns the buffer that is to be given back, once."""
+        lease, self._lease = self._lease, None
+        self.views = {}
+        return lease
+
 
 @dataclass(slots=True)
 class _Ahead:
@@ -177,8 +183,7 @@ class OptimizerStateTier:
 
     def put(self, used: ChunkInUse, *, changed: bool = True) -> None:
         """Ends the use of a chunk; a changed one goes to NVMe without waiting."""
-        lease, used._lease = used._lease, None
-        used.views = {}
+        lease = used._end()
         if lease is None:
             return
         if changed:
@@ -194,8 +199,7 @@ class OptimizerStateTier:
 
     def drop(self, used: ChunkInUse) -> None:
         """Ends the use of a chunk after an error: what is on NVMe stays as it is."""
-        lease, used._lease = used._lease, None
-        used.views = {}
+        lease = used._end()
         if lease is not None:
             lease.release()
 

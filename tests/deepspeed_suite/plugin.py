@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--suite-mode", type=Mode)
     group.addoption("--suite-folder", type=Path, help="work of this process")
     group.addoption("--suite-results", type=Path, help="JSON lines are appended here")
-    group.addoption("--suite-tests", type=Path, help="JSON: the tests to run (null: all) and those that are done")
+    group.addoption("--suite-tests", type=Path, help="JSON: the tests to run; null for all")
     group.addoption("--suite-ids", type=Path, help="JSON: the node ids of what was collected are written here")
     group.addoption("--suite-job", type=int, default=0, help="number of this process among those at the same time")
 
@@ -70,9 +70,8 @@ class Suite:
         self._mode: Mode = config.option.suite_mode
         self._folder: Path = config.option.suite_folder
         self._results: Path = config.option.suite_results
-        tests = json.loads(config.option.suite_tests.read_text())
-        self._only: set[str] | None = None if tests["only"] is None else set(tests["only"])
-        self._done: set[str] = set(tests["done"])
+        only = json.loads(config.option.suite_tests.read_text())
+        self._only: set[str] | None = None if only is None else set(only)
         self._ids: Path | None = config.option.suite_ids
         self._first_port = FIRST_PORT + PORTS_PER_JOB * config.option.suite_job
         self._forcing = Forcing(self._mode, self._folder / "none")
@@ -91,7 +90,7 @@ class Suite:
         items[:] = kept
 
     def _wanted(self, test: str) -> bool:
-        return test not in self._done and (self._only is None or test in self._only)
+        return self._only is None or test in self._only
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if self._ids is not None:

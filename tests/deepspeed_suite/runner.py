@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,9 +96,7 @@ class Runner:
         found.unlink(missing_ok=True)
         if not files:
             return []
-        ended = self._run_pytest(
-            mode, files, {"only": None, "done": []}, 0, "--collect-only", "--suite-ids", str(found)
-        )
+        ended = self._run_pytest(mode, files, None, 0, "--collect-only", "--suite-ids", str(found))
         if not found.exists() or ended.code not in (0, 5):
             raise RuntimeError(f"pytest could not collect {files} (exit status {ended.code}):\n{ended.log[-3000:]}")
         ids: list[str] = json.loads(found.read_text())
@@ -115,7 +113,7 @@ class Runner:
                     return
                 nth_line = len(results.read_text().splitlines()) if results.exists() else 0
                 files = list(dict.fromkeys(file_of(test) for test in left))
-                ended = self._run_pytest(mode, files, {"only": left, "done": []}, number)
+                ended = self._run_pytest(mode, files, left, number)
                 if self._stop.is_set():
                     return
                 lost = [test for test in unfinished(results, nth_line) if test in left]
@@ -132,7 +130,7 @@ class Runner:
         self,
         mode: Mode,
         files: Sequence[str],
-        tests: Mapping[str, Sequence[str] | None],
+        only: Sequence[str] | None,
         number: int,
         *options: str,
     ) -> _Ended:
@@ -140,7 +138,7 @@ class Runner:
         folder = self.work / f"job{number}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        (folder / "tests.json").write_text(json.dumps(tests))
+        (folder / "tests.json").write_text(json.dumps(only))
         command = [
             sys.executable, "-m", "pytest", "-p", "tests.deepspeed_suite.plugin", "-p", "no:cacheprovider",
             "--rootdir", str(self.tests), "-c", str(self.tests / "pytest.ini"), "-m", MARKERS, "-q", "--no-header",

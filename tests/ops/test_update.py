@@ -113,8 +113,8 @@ def scalars_of(op: Any, setting: Setting, step: int, powers: BetaPowers) -> Any:
     return op.AdamScalars(**dataclasses.asdict(scalars))
 
 
-def turned(setting: Setting, step: int, generator: torch.Generator) -> torch.Tensor:
-    """Finite gradients of every magnitude, which are soon made: the same ones at other elements in each step."""
+def repeated(setting: Setting, step: int, generator: torch.Generator) -> torch.Tensor:
+    """Finite gradients of every magnitude, other ones in each step; a million of them over and over, which is quick."""
     part = gradients_of(dataclasses.replace(setting, numel=1_000_003), 1, torch.Generator().manual_seed(step))
     return part.repeat(-(-setting.numel // part.numel()))[: setting.numel]
 
@@ -187,7 +187,7 @@ def test_every_hyper_parameter_equals_deepspeed(op: Any, team: Any, stock: Any, 
 @pytest.mark.timeout(3600)
 def test_a_hundred_steps(op: Any, team: Any, stock: Any) -> None:
     setting = Setting(MANY, weight_decay=0.01, scale=1 / 3, steps=100)
-    assert differences(op, team, stock, setting, draw=turned) == 0
+    assert differences(op, team, stock, setting, draw=repeated) == 0
 
 
 def test_where_runs_are_cut_changes_no_bit(op: Any, team: Any, stock: Any) -> None:
