@@ -88,6 +88,8 @@ class StorageError(TenCacheError, OSError):
         record keeps would hold the engine of whoever caught it.
         """
         error = copy.copy(self)
+        if hasattr(self, "__notes__"):
+            error.__notes__ = list(self.__notes__)
         error.__cause__, error.__context__ = self.__cause__, self.__context__
         error.__suppress_context__ = self.__suppress_context__
         return error

@@ -79,6 +79,8 @@ def test_a_storage_error_survives_copying(kind, copied):
     assert again is not error
     assert (type(again), str(again), again.args, again.errno) == (kind, str(error), error.args, errno.EIO)
     assert vars(again) == vars(error)
+    again.add_note("another one")
+    assert error.__notes__ == ["a remedy"]
 
 
 def test_a_copied_error_keeps_its_reason_and_not_its_traceback():

@@ -68,6 +68,8 @@ def be_a_trainer(case: dict[str, Any], engine_name: str, folder: Path, tell: int
     import training
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # which nohup, for one, has children ignore
+        signal.signal(number, signal.SIG_DFL)
     prepare(case, "before", tell)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     engine = training.build({"model": "mlp", **case}, engine_name, str(folder))

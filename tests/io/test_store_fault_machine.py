@@ -328,7 +328,7 @@ class FaultyStoreMachine(RuleBasedStateMachine):
         unseen = [request for request in self.pending if request.is_write and request.ticket not in seen]
         error = raised_by(act)
         if error is not None:
-            blamed = [request for request in unseen if request.ticket.error is error]
+            blamed = [r for r in unseen if str(r.ticket.error) == str(error)]
             assert blamed, f"not the error of a write in flight: {error}"
             self.expect_error(blamed[0], error)
         elif act != self.store.check:  # which looks only at what has ended
@@ -365,7 +365,7 @@ class FaultyStoreMachine(RuleBasedStateMachine):
             self.expect_error(request, error)
         elif before.failed:
             assert request.hit is None, "a read of an extent whose write failed reached the device"
-            assert error is before.ticket.error
+            assert str(error) == str(before.ticket.error)
         elif request.hit in ERRNOS or request.hit is Kind.short:
             self.expect_fault(request, error)
         elif request.damaged:
