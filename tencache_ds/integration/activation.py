@@ -38,6 +38,7 @@ def activate() -> None:
         return
     from tencache_ds.integration.checkpoint import hook_loading
     from tencache_ds.integration.checkpoint_saving import hook_saving
+    from tencache_ds.integration.cpu_adam_op import loaded_when_needed
     from tencache_ds.integration.param_swapper import ParamSwapper, swapper_factory
     from tencache_ds.integration.rank_checks import agree_on_options
     from tencache_ds.integration.seams import verify_seams, warn_of_version
@@ -71,6 +72,15 @@ def activate() -> None:
             agree_on_options(ds_config)
 
     partition_parameters.Init._validate_remote_device = _validate_remote_device
+
+    configure_basic = engine_module.DeepSpeedEngine._configure_basic_optimizer
+
+    @functools.wraps(configure_basic)
+    def _configure_basic_optimizer(self: Any, model_parameters: Any) -> Any:
+        with loaded_when_needed() if options_of(self._config) is not None else contextlib.nullcontext():
+            return configure_basic(self, model_parameters)
+
+    engine_module.DeepSpeedEngine._configure_basic_optimizer = _configure_basic_optimizer
 
     configure = engine_module.DeepSpeedEngine._configure_zero_optimizer
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tencache_ds.integration.cpu_adam_op import LazyCpuAdam
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, adam_scalars
 from tencache_ds.planning.chunks import Chunk
@@ -106,6 +107,8 @@ class SubGroupUpdater:
         """DeepSpeed's op between passes of torch's. The op keeps the bias correction of a step between calls with the
         same step number."""
         chunk, master = used.chunk, used.views[MASTER]
+        if isinstance(self._optimizer.ds_opt_adam, LazyCpuAdam):
+            self._optimizer.ds_opt_adam.load_now()  # with the OpenMP library that is limited below
         with self._limited_cores(chunk.sub_group):
             gradient = self._scratch_for(chunk.numel, master.dtype)
             self._gradients.fill(gradient, start + chunk.start)

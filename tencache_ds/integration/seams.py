@@ -73,6 +73,13 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_RUNTIME}.config", "DeepSpeedConfig._initialize_params", ("self", "param_dict"), "reads the config keys"),
     Seam(
         f"{_RUNTIME}.engine",
+        "DeepSpeedEngine._configure_basic_optimizer",
+        ("self", "model_parameters"),
+        "puts off the loading of the CPU Adam op",
+    ),
+    Seam("deepspeed.ops.adam.cpu_adam", "CPUAdamBuilder", None, "puts off the loading of the CPU Adam op"),
+    Seam(
+        f"{_RUNTIME}.engine",
         "DeepSpeedEngine._configure_zero_optimizer",
         ("self", "optimizer"),
         "chooses the stage-3 optimizer and coordinator classes for one engine",

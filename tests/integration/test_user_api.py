@@ -128,6 +128,8 @@ def test_destroy_ends_what_is_the_engines_and_the_end_of_the_model_the_rest(one_
     assert (threads[2] == threads[0]) is (place == "RAM")
     assert min(seen["memory"]) > 0
     assert seen["memory_after"] == [0, 0]
+    assert seen["settings"][1] == seen["settings"][0]
+    assert seen["updates_on"] > seen["settings"][0]["update threads"]
     assert len(seen["errors"]) == 3
     for error in seen["errors"]:
         assert error.startswith("TenCacheError: this DeepSpeed engine was destroyed, and its optimizer state with it")

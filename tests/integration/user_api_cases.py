@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
+import signal
+import sys
 import threading
 import time
 import warnings
@@ -35,6 +38,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 from models import MODELS, Mlp
+from threadpoolctl import ThreadpoolController
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from training import build, digests, train
 
@@ -608,12 +612,14 @@ def life_of_an_engine(
         return scratch_files(folder), io_threads()
 
     training.wait_until_closed()  # models of earlier scenarios
+    settings = process_settings()
     seen: dict[str, Any] = {"before": there(), "errors": []}
     s = Scenario(engine_name, folder, rank, **case)
     s.train()
     if interrupt:
         interrupt_forward(s)
     seen["during"] = there()
+    seen["updates_on"] = process_settings()["update threads"]
     views = [param.ds_tensor.data for param in s.engine.module.parameters()]
     views.append(s.engine.optimizer.grad_partitions_flat_buffer[:100])
     values = [view.clone() for view in views]
@@ -622,6 +628,7 @@ def life_of_an_engine(
     s.engine.destroy()
     s.engine.destroy()
     seen["after"] = there()
+    seen["settings"] = [settings, process_settings()]
     seen["memory_after"] = [session._staging_arena.nbytes_in_use, session._gradient_arena.nbytes_in_use]
     uses: list[Callable[[Scenario], Any]] = [
         lambda s: s.engine.step(),
@@ -641,6 +648,22 @@ def life_of_an_engine(
         for view, value in zip(views, values, strict=True)
     )
     return seen
+
+
+def process_settings() -> dict[str, Any]:
+    """What TenCache might change of a process beside its own files and memory."""
+    openmp = ThreadpoolController().select(user_api="openmp").info()
+    tasks = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    return {
+        "openmp threads": [pool["num_threads"] for pool in openmp],
+        "torch threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "cores": sorted(os.sched_getaffinity(0)),
+        "update threads": sum(task == "tencache-update" for task in tasks),
+        "signal handlers": [str(signal.getsignal(number)) for number in signal.valid_signals()],
+        "blocked signals": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "limits": [resource.getrlimit(limit) for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)],
+        "switch interval": sys.getswitchinterval(),
+    }
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:

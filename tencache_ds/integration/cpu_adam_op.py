@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's CPU Adam op, compiled and loaded only if it gets elements to update.
+
+``DeepSpeedCPUAdam`` loads it when it is made. Where TenCache updates every chunk in one pass, that is a minute or more
+of compiling at the first start for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tencache_ds.errors import TenCacheError
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+
+class LazyCpuAdam:
+    """Stands in for the op's module in one ``DeepSpeedCPUAdam``. Used by the training thread.
+
+    Args:
+        load: builds and loads the op.
+    """
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+        self._op: Any = None
+        self._creation: tuple[Any, ...] = ()
+        self._betas: tuple[float, float] = (0.0, 0.0)
+        self._steps = range(0)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the op had to be loaded."""
+        return self._op is not None
+
+    def load_now(self) -> None:
+        """Loads the op, if it is not loaded yet."""
+        if self._op is None:
+            self._op = self._load()
+            self._op.create_adam(*self._creation)
+
+    def create_adam(self, *arguments: Any) -> None:
+        """Noted, for the op."""
+        self._creation = arguments
+
+    def destroy_adam(self, opt_id: int) -> None:
+        """Passed on, if there is an op."""
+        if self._op is not None:
+            self._op.destroy_adam(opt_id)
+
+    def adam_update(self, opt_id: int, step: int, lr: float, beta1: float, beta2: float, *arguments: Any) -> None:
+        """Passed on. Of calls without elements, which only count the step, the op hears when it is loaded.
+
+        It multiplies its powers of beta from step to step, and works them out anew when a step does not follow the one
+        before or the betas change: what came before that makes no difference.
+        """
+        if self._op is None and arguments[-1].numel() == 0:
+            self._count(step, (beta1, beta2))
+            return
+        self.load_now()
+        counted, self._steps = self._steps, range(0)
+        for each in counted:
+            self._op.adam_update(opt_id, each, lr, *self._betas, *arguments[:3], *[torch.empty(0)] * 4)
+        self._op.adam_update(opt_id, step, lr, beta1, beta2, *arguments)
+
+    def _count(self, step: int, betas: tuple[float, float]) -> None:
+        if betas == self._betas and self._steps and step == self._steps[-1]:
+            return
+        follows = betas == self._betas and step == self._steps.stop
+        self._steps = range(self._steps.start if follows else step, step + 1)
+        self._betas = betas
+
+
+@contextlib.contextmanager
+def loaded_when_needed() -> Iterator[None]:
+    """While ``DeepSpeedCPUAdam`` objects are made that TenCache will update in one pass, where it can."""
+    from deepspeed.ops.adam import cpu_adam
+
+    stock = cpu_adam.CPUAdamBuilder
+
+    class Builder(stock):  # type: ignore[misc, valid-type]
+        """DeepSpeed's, with ``load`` put off."""
+
+        def load(self, verbose: bool = True) -> Any:
+            from tencache_ds.ops.tencache_update import load_tencache_update
+
+            load = super().load
+            try:
+                _, width = load_tencache_update().adam_variant()
+            except TenCacheError as error:
+                logger.debug("DeepSpeed's CPU Adam is loaded: %s", error)
+                width = 0
+            return LazyCpuAdam(load) if width else load(verbose)
+
+    cpu_adam.CPUAdamBuilder = Builder
+    try:
+        yield
+    finally:
+        cpu_adam.CPUAdamBuilder = stock

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's CPU Adam op that is loaded late updates as one that was there from the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.op_builder import CPUAdamBuilder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tencache_ds.integration.cpu_adam_op import LazyCpuAdam, loaded_when_needed
+
+pytestmark = pytest.mark.timeout(120)
+
+CREATION = (1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
+OPTIONS = (1e-8, 0.0, True)
+BETAS = [(0.9, 0.999), (0.8, 0.99)]
+NOTHING = [torch.empty(0)] * 4
+
+calls = st.lists(
+    st.tuples(st.sampled_from(BETAS), st.sampled_from(["next", "same", "jump"]), st.integers(0, 50)), max_size=30
+)
+
+
+def steps_of(calls: list[tuple[tuple[float, float], str, int]]) -> list[tuple[int, tuple[float, float]]]:
+    found, step = [], 0
+    for betas, how, target in calls:
+        step = {"next": step + 1, "same": step, "jump": target}[how]
+        found.append((step, betas))
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(calls, st.integers(0, 30))
+def test_the_late_op_updates_as_an_early_one(calls: Any, when: int) -> None:
+    op = CPUAdamBuilder().load(verbose=False)
+    lazy = LazyCpuAdam(lambda: op)
+    op.create_adam(990, *CREATION)
+    lazy.create_adam(991, *CREATION)
+    generator = torch.Generator().manual_seed(0)
+    states = [[torch.randn(40, generator=generator).abs() for _ in range(4)]]
+    states.append([tensor.clone() for tensor in states[0]])
+    for index, (step, betas) in enumerate([*steps_of(calls), (60, BETAS[0]), (61, BETAS[0])]):
+        for each, opt_id, state in ((op, 990, states[0]), (lazy, 991, states[1])):
+            each.adam_update(opt_id, step, 1e-3, *betas, *OPTIONS, *(state if index >= when else NOTHING))
+        assert lazy.loaded == (index >= when)
+    assert all(torch.equal(*(each.view(torch.int32) for each in pair)) for pair in zip(*states, strict=True))
+    op.destroy_adam(990)
+    lazy.destroy_adam(991)
+
+
+def test_an_optimizer_that_updates_nothing_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+    load = CPUAdamBuilder.load
+    monkeypatch.setattr(CPUAdamBuilder, "load", lambda self, verbose=True: loaded.append(self) or load(self, verbose))
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    with loaded_when_needed():
+        optimizer = DeepSpeedCPUAdam([parameter])
+    optimizer.step()
+    assert type(optimizer) is DeepSpeedCPUAdam
+    assert not optimizer.ds_opt_adam.loaded
+    assert not loaded
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    assert optimizer.ds_opt_adam.loaded
+    assert len(loaded) == 1
+    assert torch.allclose(parameter, torch.full((4,), -1e-3))
+    assert not isinstance(DeepSpeedCPUAdam([parameter]).ds_opt_adam, LazyCpuAdam), "others are as they were"
+
+
+def test_it_is_loaded_at_once_where_the_update_is_not_tencaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tencache_ds.errors import ConfigError
+    from tencache_ds.ops import tencache_update
+
+    def refuse() -> None:
+        raise ConfigError("no compiler")
+
+    monkeypatch.setattr(tencache_update, "load_tencache_update", refuse)
+    with loaded_when_needed():
+        optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(4))])
+    assert not isinstance(optimizer.ds_opt_adam, LazyCpuAdam)
