@@ -2,7 +2,7 @@
 """Locks of torch's extension builder, which a killed start leaves behind.
 
 Whoever loads an op makes the file ``lock`` in its build folder, keeps it open, and removes it at the end. A process
-that is killed meanwhile leaves the file there, and all who load the op afterwards wait for ever, without a word.
+that is killed meanwhile leaves the file there, and all who load the op afterwards wait indefinitely, without a word.
 TenCache's own ops are loaded under a lock that ends with its process, so what is left of torch's can be removed; for
 DeepSpeed's, which others load as well, the user is told. Imports neither torch nor DeepSpeed.
 """

@@ -84,7 +84,7 @@ class Machine:
 
         Otherwise the run that comes first would build it, and its start would be that of a compiler.
 
-        A process that was killed may have left a lock behind at which everybody waits for ever: that is said.
+        A process that was killed may have left a lock behind at which everybody waits indefinitely: that is said.
         """
         command = [sys.executable, "-m", "tencache_ds.ops.build"]
         builds = [

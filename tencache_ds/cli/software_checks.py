@@ -147,12 +147,12 @@ def check_build_tools(
 
 
 def check_build_locks() -> list[Finding]:
-    """Locks of killed builds, at which every later start would wait for ever; none is the rule."""
+    """Locks of killed builds, at which every later start would wait indefinitely; none is the rule."""
     return [
         Finding(
             Level.PROBLEM,
             "build lock",
-            f"left behind by a process that was killed: whoever loads the {lock.parent.name} op waits for ever",
+            f"left behind by a process that was killed: whoever loads the {lock.parent.name} op waits indefinitely",
             remedy(lock),
         )
         for lock in build_locks()

@@ -193,7 +193,7 @@ def traffic(rig: Rig, seconds: float, seed: int) -> Counter[str]:
     counts: Counter[str] = Counter()
     for worker in workers:
         worker.join(180)
-        assert not worker.is_alive(), "a worker waits for ever"
+        assert not worker.is_alive(), "a worker waits indefinitely"
         if worker.failure is not None:
             raise worker.failure
         counts += worker.counts

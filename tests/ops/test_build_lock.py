@@ -83,7 +83,7 @@ def test_a_wait_is_explained(root: Path, caplog: pytest.LogCaptureFixture) -> No
     build_lock.logger.addHandler(handler)
     try:
         with build_lock.told_what_takes_so_long("tencache_aio", patience_s=0.2):
-            FileBaton(str(lock)).wait()  # for ever, if nobody says anything
+            FileBaton(str(lock)).wait()  # indefinitely, if nobody says anything
     finally:
         build_lock.logger.removeHandler(handler)
     assert not lock.exists()

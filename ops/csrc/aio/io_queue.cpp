@@ -29,7 +29,7 @@ IoQueue::~IoQueue()
         core_->close(kDestructorTimeout_s, true);
         return;
     }
-    // A forked child has the memory but not the threads, and a mutex may be locked for ever: hands off, never
+    // A forked child has the memory but not the threads, and a mutex may be locked indefinitely: hands off, never
     // destroyed.
     core_->close_descriptors_of_child();
     new std::shared_ptr<Core>(core_);
