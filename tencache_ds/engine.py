@@ -25,6 +25,7 @@ from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES
 from tencache_ds.planning.striping import Striping
+from tencache_ds.surroundings import Surroundings
 from tencache_ds.tiers.weights import WeightTier
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -35,45 +36,6 @@ FINGERPRINTS: dict[Verify, Fingerprint | None] = {
     Verify.sampled: sampled_fingerprint,
     Verify.full: whole_fingerprint,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class AioSettings:
-    """What DeepSpeed's ``aio`` section says."""
-
-    block_nbytes: int
-    queue_depth: int
-    single_submit: bool
-    overlap_events: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What an engine needs to know about the process it runs in.
-
-    Attributes:
-        rank: global rank.
-        local_ranks: ranks on this machine, which share its memory, cores and disks.
-        cores: how many of the machine's cores this rank may use for arithmetic.
-        on_cuda: whether the compute device copies over PCIe from registered host memory.
-        weights_paths: NVMe folders for weights; none when weights are not offloaded to NVMe.
-        optimizer_paths: NVMe folders for optimizer state; none when it stays in host memory.
-        pin_memory: DeepSpeed's ``pin_memory`` option.
-        aio: DeepSpeed's ``aio`` section.
-        resident_nbytes: bytes of weights that may stay in host memory, the same figure on every rank.
-        resident_reason: where that figure comes from.
-    """
-
-    rank: int
-    local_ranks: int
-    cores: int
-    on_cuda: bool
-    weights_paths: tuple[str, ...]
-    optimizer_paths: tuple[str, ...]
-    pin_memory: bool
-    aio: AioSettings
-    resident_nbytes: int
-    resident_reason: str
 
 
 @dataclass(slots=True)

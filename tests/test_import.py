@@ -159,6 +159,7 @@ def parse(**keys):
         return f"{type(error).__name__}: {error}"
 
 kept = ("tencache_ds", "tencache_ds._autoload", "tencache_ds.integration", "tencache_ds.integration.config_hook",
+        "tencache_ds.integration.engine_keys",
         "tencache_ds.keys", "tencache_ds.spelling")
 sys.meta_path.insert(0, Broken())
 for broken in (["xxhash"], ["tencache_ds.config"], ["tencache_ds.engine"], ["tencache_ds.errors"],

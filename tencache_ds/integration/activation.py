@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tencache_ds.integration.config_hook import options_of
+from tencache_ds.integration.config_checks import options_of
 
 if TYPE_CHECKING:
     from tencache_ds.session import Session
@@ -175,10 +175,10 @@ def _refuse_our_weights(module: Any) -> None:
 
 def _complete_without_optimizer(offload: Any, ds_config: Any, options: Any) -> None:
     """For evaluation DeepSpeed makes a bare ``DeepSpeedZeRoOffload``: gives it staging buffers and an end."""
+    from tencache_ds.integration.engine_building import session_for
     from tencache_ds.integration.letting_go import finish_gathers, let_go
     from tencache_ds.integration.param_swapper import engines_for
     from tencache_ds.integration.rank_checks import agree_on_homes
-    from tencache_ds.integration.surroundings import session_for
 
     engines = engines_for(offload.module)
     if not engines:

@@ -17,6 +17,9 @@ from tencache_ds.integration.path_checks import check_nvme_path
 from tencache_ds.keys import ENGINE_KEY, ENGINE_NAME, FAULTS_VARIABLE, OPTIONS_KEY, ZERO_KEY
 from tencache_ds.spelling import closest
 
+CONFIG_ATTRIBUTE = "tencache"
+"""Attribute of a parsed DeepSpeedConfig that holds its ``TenCacheConfig``; absent or None means stock DeepSpeed."""
+
 _ON_THE_GPU = "its kernel updates on the GPU, and the optimizer state is offloaded"
 _NO_MUON = "Muon needs whole gradients on the device"
 _REFUSED_OPTIMIZERS = {
@@ -30,6 +33,11 @@ _REFUSED_OPTIMIZERS = {
     "sparseadam": ("it takes sparse gradients, which ZeRO-3 has not", "AdamW"),
 }
 """By name in lower case, as a config or a class spells it: the reason, and what to use."""
+
+
+def options_of(ds_config: Any) -> TenCacheConfig | None:
+    """The ``TenCacheConfig`` of a parsed DeepSpeed config, or None when it does not ask for TenCache."""
+    return getattr(ds_config, CONFIG_ATTRIBUTE, None)
 
 
 def check_sections(param_dict: Mapping[str, Any]) -> tuple[str, ...]:

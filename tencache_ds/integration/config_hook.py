@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watching DeepSpeed parse its configs. A config without a word of TenCache is parsed by DeepSpeed's own function, and
-nothing of TenCache but :mod:`tencache_ds.keys` and :mod:`tencache_ds.spelling` is needed for that.
+nothing of TenCache but :mod:`engine_keys`, :mod:`tencache_ds.keys` and :mod:`tencache_ds.spelling` is needed for that.
 """
 
 from __future__ import annotations
@@ -8,15 +8,12 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import MutableMapping
 from types import ModuleType
 from typing import Any
 
-from tencache_ds.keys import DISABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, ZERO_KEY
-from tencache_ds.spelling import closest
-
-CONFIG_ATTRIBUTE = "tencache"
-"""Attribute of a parsed DeepSpeedConfig that holds its ``TenCacheConfig``; absent or None means stock DeepSpeed."""
+from tencache_ds.integration.engine_keys import mentions_tencache
+from tencache_ds.keys import DISABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME
 
 _HOOKED = "__tencache_hook__"
 _NEEDED = ("config_checks", "activation", "param_swapper", "coordinator", "stage3")
@@ -44,7 +41,7 @@ def hook_config_module(module: ModuleType) -> None:
             return
         _load_everything()
         from tencache_ds.integration.activation import activate
-        from tencache_ds.integration.config_checks import check_config, check_sections
+        from tencache_ds.integration.config_checks import CONFIG_ATTRIBUTE, check_config, check_sections
 
         say_loudly(check_sections(param_dict), rank)
         original(self, param_dict)
@@ -55,39 +52,9 @@ def hook_config_module(module: ModuleType) -> None:
     config_class._initialize_params = _initialize_params
 
 
-def options_of(ds_config: Any) -> Any:
-    """The ``TenCacheConfig`` of a parsed DeepSpeed config, or None when it does not ask for TenCache."""
-    return getattr(ds_config, CONFIG_ATTRIBUTE, None)
-
-
 def is_disabled() -> bool:
     """Whether ``TENCACHE_DISABLE`` is set."""
     return os.environ.get(DISABLE_VARIABLE, "") not in ("", "0")
-
-
-def sections_of(param_dict: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """The parts of a config where somebody may write a key of TenCache, each with the prefix of its keys."""
-    yield "", param_dict
-    zero = param_dict.get(ZERO_KEY)
-    if isinstance(zero, Mapping):
-        yield f"{ZERO_KEY}.", zero
-        for name in ("offload_param", "offload_optimizer"):
-            if isinstance(zero.get(name), Mapping):
-                yield f"{ZERO_KEY}.{name}.", zero[name]
-
-
-def meant(key: object, value: object) -> str | None:
-    """The key of TenCache that this one is, or was meant to be; None for all others."""
-    found = closest(key, (ENGINE_KEY, OPTIONS_KEY))
-    if found is not None or not isinstance(key, str):
-        return found
-    names_engine = closest(value, (ENGINE_NAME,)) is not None
-    return ENGINE_KEY if names_engine and any(word in key.lower() for word in ("offload", "engine")) else None
-
-
-def mentions_tencache(param_dict: Mapping[str, Any]) -> bool:
-    """Whether a config has a key of TenCache, or one that looks like it."""
-    return any(meant(key, value) for _, section in sections_of(param_dict) for key, value in section.items())
 
 
 def _load_everything() -> None:

@@ -45,8 +45,8 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
 
 from tencache_ds.engine import TenCacheEngine
-from tencache_ds.integration.config_hook import options_of
-from tencache_ds.integration.surroundings import build_engine
+from tencache_ds.integration.config_checks import options_of
+from tencache_ds.integration.engine_building import build_engine
 from tencache_ds.observability.counters import Access, Link
 
 SMALLEST_STORED_NBYTES = 64 * 2**10

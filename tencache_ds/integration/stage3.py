@@ -23,6 +23,7 @@ from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater
 from tencache_ds.integration.config_checks import refuse_optimizer
+from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.letting_go import finish_gathers, let_go
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
 from tencache_ds.integration.optimizer_states import OptimizerStates
@@ -35,7 +36,6 @@ from tencache_ds.integration.optimizers import (
 from tencache_ds.integration.param_swapper import ParamSwapper, engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.state_access import StateAccessMixin
-from tencache_ds.integration.surroundings import session_for
 from tencache_ds.observability.counters import monitor_events
 from tencache_ds.planning.chunks import cut_sub_group
 from tencache_ds.session import Session

@@ -144,7 +144,7 @@ class Forcing:
             given = config if parsed is None else self._apply(parsed)
             original(instance, given, *args, **kwargs)
             if parsed is not None and given is not parsed and self.mode.with_tencache:
-                from tencache_ds.integration.config_hook import options_of
+                from tencache_ds.integration.config_checks import options_of
 
                 if options_of(instance) is None:
                     raise RuntimeError("TenCache did not notice a config that asks for it: its hook is not installed")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TenCache reads from a parsed DeepSpeed config and from the process DeepSpeed runs in."""
+"""Engines and sessions for a parsed DeepSpeed config and the process DeepSpeed runs in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deepspeed.runtime.swap_tensor.constants import (
 )
 
 from tencache_ds.config import TenCacheConfig
-from tencache_ds.engine import AioSettings, Surroundings, TenCacheEngine, logger
+from tencache_ds.engine import TenCacheEngine, logger
 from tencache_ds.integration.agreement import Agreement, Post
 from tencache_ds.integration.aio_section import is_true
 from tencache_ds.io.scratch import device_of
@@ -27,6 +27,7 @@ from tencache_ds.planning.budget import HostBudget, RankMemory, plan_host_memory
 from tencache_ds.profiling.host_cores import CoreQuota, core_quotas
 from tencache_ds.profiling.host_memory import MemoryDomain, memory_domains
 from tencache_ds.session import Session
+from tencache_ds.surroundings import AioSettings, Surroundings
 
 
 def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
