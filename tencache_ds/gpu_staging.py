@@ -14,11 +14,11 @@ from tencache_ds.config import Gds, TenCacheConfig, Verify
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.io import GdsBackend, RoutedBackend, StorageBackend
 from tencache_ds.io.gds_trial import obstacle, try_gds
+from tencache_ds.layout import round_up
 from tencache_ds.memory.arena import Locking
 from tencache_ds.memory.device_arena import DeviceArena
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.planning.budget import plan_gpu_staging
-from tencache_ds.planning.chunks import align
 from tencache_ds.planning.gds import GdsChoice, GdsTrial, choose_gds, combined
 from tencache_ds.planning.size_classes import plan_size_classes
 
@@ -79,7 +79,9 @@ class GpuStaging:
         if problem:
             self.choice = choose_gds(wanted, GdsTrial(problem))
             return
-        classes = plan_size_classes([align(nbytes) for nbytes in shards], plan_gpu_staging(options.gds_memory, shards))
+        classes = plan_size_classes(
+            [round_up(nbytes) for nbytes in shards], plan_gpu_staging(options.gds_memory, shards)
+        )
         self.choice = choose_gds(wanted, self._try([trial for trial, _ in paths]))
         if self.choice.warning:
             self._warn(self.choice.warning)

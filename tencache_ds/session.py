@@ -22,19 +22,21 @@ from collections.abc import Sequence
 import torch
 
 from tencache_ds.config import TenCacheConfig
-from tencache_ds.engine import Surroundings, TenCacheEngine, gib
+from tencache_ds.engine import TenCacheEngine, gib
 from tencache_ds.errors import SpaceError, TenCacheError
 from tencache_ds.gpu_staging import GpuStaging
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.paths import NvmePaths
 from tencache_ds.io.scratch import device_of, free_nbytes
+from tencache_ds.layout import round_up
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.pool import BufferPool, PoolTimeout
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
 from tencache_ds.planning.budget import StagingPlan, plan_staging
-from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES, align
+from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
+from tencache_ds.surroundings import Surroundings
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier, SubGroupSpec
 
@@ -172,7 +174,7 @@ class Session:
         """
         tiers = [engine.weights for engine in self._claimed]
         shards = [nbytes for tier in tiers for nbytes in tier.stored_nbytes()]
-        largest = max([LEAST_SLOT_NBYTES, *(align(nbytes) for nbytes in chunk_nbytes)]) if chunk_nbytes else 0
+        largest = max([LEAST_SLOT_NBYTES, *(round_up(nbytes) for nbytes in chunk_nbytes)]) if chunk_nbytes else 0
         self._gpu_staging.build(
             [
                 (path.scratch.path("gds-trial.bin"), route)
@@ -198,7 +200,7 @@ class Session:
             self._chunk_pool = BufferPool(self._staging_arena, classes, poison=poison, name="chunks")
             self._pools.append(self._chunk_pool)
         if plan.weight_nbytes:
-            classes = plan_size_classes([align(nbytes) for nbytes in shards], plan.weight_nbytes)
+            classes = plan_size_classes([round_up(nbytes) for nbytes in shards], plan.weight_nbytes)
             pool = BufferPool(self._staging_arena, classes, poison=poison, name="weights")
             self._pools.append(pool)
             for tier in tiers:

@@ -15,9 +15,10 @@ import torch
 from pydantic import JsonValue
 
 from tencache_ds.integration.param_swapper import SMALLEST_STORED_NBYTES
+from tencache_ds.layout import round_up
 from tencache_ds.memory import BufferPool, HostArena, Locking
 from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES
-from tencache_ds.planning.size_classes import SizeClass, plan_size_classes, round_up_to_page, smallest_budget_nbytes
+from tencache_ds.planning.size_classes import SizeClass, plan_size_classes, smallest_budget_nbytes
 
 from ..workloads import build, prepare
 from .result import MIN_REPEATS, MicroResult, Row, alternate, progress
@@ -184,7 +185,7 @@ def _memory(shards: Sequence[int], case: dict[str, str | int]) -> list[Row]:
         rows.append(Row.of(TORCH, "memory overhead", "%", case, [100 * (torch_nbytes / payload_nbytes - 1)]))
     else:
         rows.append(Row.absent(TORCH, "memory overhead", "%", case, _NO_GPU))
-    pages = [round_up_to_page(nbytes) for nbytes in shards]
+    pages = [round_up(nbytes) for nbytes in shards]
     budget_nbytes = max(min(AUTO_WEIGHT_STAGING_NBYTES, payload_nbytes // 2), smallest_budget_nbytes(pages))
     held_nbytes, whole = _held_by_pool(shards, budget_nbytes)
     rows.append(Row.of(POOL, "staged share", "%", case, [100 * held_nbytes / whole]))
@@ -196,7 +197,7 @@ def _held_by_pool(shards: Sequence[int], budget_nbytes: int) -> tuple[int, int]:
     arena = HostArena(None, _locking())
     leases = []
     try:
-        pool = BufferPool(arena, plan_size_classes([round_up_to_page(nbytes) for nbytes in shards], budget_nbytes))
+        pool = BufferPool(arena, plan_size_classes([round_up(nbytes) for nbytes in shards], budget_nbytes))
         for nbytes in shards:
             lease = pool.try_lease(nbytes, "micro", "memory")
             if lease is None:

@@ -19,7 +19,7 @@ from deepspeed.runtime.swap_tensor.constants import (
 )
 
 from tencache_ds.errors import ConfigError
-from tencache_ds.io.backend import ALIGNMENT_NBYTES
+from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.spelling import closest, did_you_mean
 
 LARGEST_BLOCK_NBYTES = 2**30
@@ -100,7 +100,7 @@ def _check_flag(key: str, value: object) -> None:
 
 
 _CHECKS: dict[str, Callable[[str, object], None]] = {
-    AIO_BLOCK_SIZE: _check_count(ALIGNMENT_NBYTES, LARGEST_BLOCK_NBYTES, ALIGNMENT_NBYTES),
+    AIO_BLOCK_SIZE: _check_count(PAGE_NBYTES, LARGEST_BLOCK_NBYTES, PAGE_NBYTES),
     AIO_QUEUE_DEPTH: _check_count(1, DEEPEST_QUEUE),
     AIO_INTRA_OP_PARALLELISM: _check_count(1, MOST_THREADS),
     AIO_SINGLE_SUBMIT: _check_flag,

@@ -8,7 +8,6 @@ from typing import Literal
 from tencache_ds.errors import ConfigError
 from tencache_ds.io.aio import AioBackend
 from tencache_ds.io.backend import (
-    ALIGNMENT_NBYTES,
     IoCounters,
     IoTotals,
     Operation,
@@ -28,7 +27,6 @@ from tencache_ds.io.scratch import ScratchFolder, free_nbytes
 from tencache_ds.io.store import ExtentStore
 
 __all__ = [
-    "ALIGNMENT_NBYTES",
     "AioBackend",
     "Extent",
     "ExtentStore",

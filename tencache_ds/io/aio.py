@@ -11,7 +11,7 @@ of its own. What the op does not do is done here or one level up:
   find that and re-read through plain descriptors to learn the errno;
 - it needs O_DIRECT: files on a file system without it go through :class:`tencache_ds.io.posix.PosixFiles`;
 - at the first write of a process it logs a warning inside ``std::call_once`` while it holds the GIL: a second lane
-  that writes meanwhile takes the GIL and waits for the once-flag, and both stand still for ever. So one write goes
+  that writes meanwhile takes the GIL and waits for the once-flag, and both stand still indefinitely. So one write goes
   first, alone;
 - a failed ``io_setup`` is ignored and aborts at the first request: the kernel's limit is checked at the start.
 """
@@ -26,9 +26,10 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import ConfigError, StorageError
-from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, StorageTimeoutError
+from tencache_ds.io.backend import Operation, StorageTimeoutError
 from tencache_ds.io.posix import PosixBackend, storage_error
 from tencache_ds.io.scratch import openable
+from tencache_ds.layout import PAGE_NBYTES
 
 _first_write_lock = threading.Lock()
 _first_write_done = threading.Event()
@@ -73,8 +74,8 @@ class AioBackend(PosixBackend):
     ) -> None:
         from tencache_ds.ops.async_io import load_async_io
 
-        if block_nbytes < ALIGNMENT_NBYTES or block_nbytes % ALIGNMENT_NBYTES:
-            raise ConfigError(f"aio.block_size must be a positive multiple of {ALIGNMENT_NBYTES}, not {block_nbytes}")
+        if block_nbytes < PAGE_NBYTES or block_nbytes % PAGE_NBYTES:
+            raise ConfigError(f"aio.block_size must be a positive multiple of {PAGE_NBYTES}, not {block_nbytes}")
         if queue_depth < 1:
             raise ConfigError(f"aio.queue_depth must be at least 1, not {queue_depth}")
         op = load_async_io()

@@ -20,10 +20,6 @@ import torch
 
 from tencache_ds.errors import StorageError
 
-ALIGNMENT_NBYTES = 4096
-"""Buffer addresses, lengths and file offsets are multiples of this: what O_DIRECT needs on every common device."""
-
-
 _Error = TypeVar("_Error", bound=StorageError)
 
 

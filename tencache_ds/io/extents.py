@@ -6,8 +6,6 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from tencache_ds.io.backend import ALIGNMENT_NBYTES
-
 
 @dataclass(frozen=True, slots=True)
 class Extent:
@@ -26,11 +24,6 @@ class Extent:
     nbytes: int
     allocated_nbytes: int
     tag: str
-
-
-def round_up(nbytes: int, multiple: int = ALIGNMENT_NBYTES) -> int:
-    """The smallest multiple that is not below ``nbytes``."""
-    return -(-nbytes // multiple) * multiple
 
 
 class FreeList:

@@ -21,7 +21,6 @@ import torch
 
 from tencache_ds.errors import StorageError
 from tencache_ds.io.backend import (
-    ALIGNMENT_NBYTES,
     IoCounters,
     Operation,
     Priority,
@@ -33,6 +32,7 @@ from tencache_ds.io.backend import (
 from tencache_ds.io.fault_rules import VARIABLE, Fault, Kind
 from tencache_ds.io.lanes import cancelled, check_request, refusal, stop_at_exit
 from tencache_ds.io.posix import storage_error
+from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import start_threads
 from tencache_ds.memory.device_arena import wait_for_device
 
@@ -350,15 +350,15 @@ class _Flip:
 
     def changed_copy(self) -> torch.Tensor:
         """The buffer with the bit flipped; the caller's own stays as it is."""
-        memory = torch.empty(self._buffer.numel() + ALIGNMENT_NBYTES, dtype=torch.uint8, device=self._buffer.device)
-        start = -memory.data_ptr() % ALIGNMENT_NBYTES
+        memory = torch.empty(self._buffer.numel() + PAGE_NBYTES, dtype=torch.uint8, device=self._buffer.device)
+        start = -memory.data_ptr() % PAGE_NBYTES
         copy = memory[start : start + self._buffer.numel()].copy_(self._buffer)
         self._apply(copy)
         return copy
 
 
 def _half_nbytes(buffer: torch.Tensor) -> int:
-    return buffer.numel() // (2 * ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+    return buffer.numel() // (2 * PAGE_NBYTES) * PAGE_NBYTES
 
 
 def _short(ticket: Ticket, buffer: torch.Tensor, n_moved: int | None = None) -> StorageError:

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 import xxhash
 
-_PAGE_NBYTES = 4096
-_WORDS_PER_PAGE = _PAGE_NBYTES // 8
+from tencache_ds.layout import PAGE_NBYTES
+
+_WORDS_PER_PAGE = PAGE_NBYTES // 8
 _STEP = 197
 """Odd, hence coprime to the 512 words of a page: 512 writes in a row sample 512 different positions."""
 

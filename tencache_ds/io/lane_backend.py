@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation, Priority, StorageTimeoutError, Ticket
+from tencache_ds.io.backend import Operation, Priority, StorageTimeoutError, Ticket
 from tencache_ds.io.lanes import LanePool
 from tencache_ds.io.open_files import OpenFiles
+from tencache_ds.layout import PAGE_NBYTES
 
 
 class LaneBackend(abc.ABC):
@@ -26,7 +27,7 @@ class LaneBackend(abc.ABC):
     """
 
     name: str
-    alignment_nbytes = ALIGNMENT_NBYTES
+    alignment_nbytes = PAGE_NBYTES
 
     def __init__(
         self,

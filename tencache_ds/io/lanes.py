@@ -22,7 +22,6 @@ import torch
 
 from tencache_ds.errors import ProcessLimitError, StorageError
 from tencache_ds.io.backend import (
-    ALIGNMENT_NBYTES,
     IoCounters,
     Operation,
     Priority,
@@ -31,6 +30,7 @@ from tencache_ds.io.backend import (
     StorageTimeoutError,
     Ticket,
 )
+from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import start_threads
 
 Transfer = Callable[[int, Operation, str, int, torch.Tensor, str], None]
@@ -90,7 +90,7 @@ class LanePool:
         transfer: Transfer,
         request_nbytes: int = 8 << 20,
         *,
-        alignment_nbytes: int = ALIGNMENT_NBYTES,
+        alignment_nbytes: int = PAGE_NBYTES,
         device_type: str = "cpu",
         close_timeout_s: float = 600.0,
     ) -> None:
@@ -138,7 +138,7 @@ class LanePool:
         """Queues one request; see :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
         check_request(offset, buffer, self._alignment_nbytes, self._device_type)
         ticket = Ticket(operation, path, offset, buffer.numel(), tag)
-        # Before any lock is taken: in a forked child a lock may be held for ever by a thread that does not exist.
+        # Before any lock is taken: in a forked child a lock may be held indefinitely by a thread that does not exist.
         if os.getpid() != self._pid:
             raise refusal_in_child(ticket, self._pid)
         request = _Request(ticket, buffer, Priority(priority), finish)

@@ -22,14 +22,7 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import ConfigError, ProcessLimitError, StorageError
-from tencache_ds.io.backend import (
-    ALIGNMENT_NBYTES,
-    IoCounters,
-    IoTotals,
-    Operation,
-    Priority,
-    Ticket,
-)
+from tencache_ds.io.backend import IoCounters, IoTotals, Operation, Priority, Ticket
 from tencache_ds.io.lanes import (
     cancelled,
     check_request,
@@ -41,6 +34,7 @@ from tencache_ds.io.lanes import (
     stop_at_exit,
 )
 from tencache_ds.io.posix import Descriptor, PosixFiles, give_back_pages, storage_error
+from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import remedy, start_threads, too_few_threads
 
 BACKGROUND_NBYTES = 6 << 20
@@ -100,7 +94,7 @@ class NativeBackend:
     """
 
     name = "native"
-    alignment_nbytes = ALIGNMENT_NBYTES
+    alignment_nbytes = PAGE_NBYTES
 
     def __init__(
         self,
@@ -116,8 +110,8 @@ class NativeBackend:
 
         if n_lanes < 1:
             raise ConfigError(f"n_lanes must be at least 1, not {n_lanes}")
-        if block_nbytes < ALIGNMENT_NBYTES or block_nbytes % ALIGNMENT_NBYTES:
-            raise ConfigError(f"aio.block_size must be a positive multiple of {ALIGNMENT_NBYTES}, not {block_nbytes}")
+        if block_nbytes < PAGE_NBYTES or block_nbytes % PAGE_NBYTES:
+            raise ConfigError(f"aio.block_size must be a positive multiple of {PAGE_NBYTES}, not {block_nbytes}")
         if queue_depth < 1:
             raise ConfigError(f"aio.queue_depth must be at least 1, not {queue_depth}")
         op = load_tencache_aio()
@@ -159,9 +153,9 @@ class NativeBackend:
         finish: Callable[[], None] | None = None,
     ) -> Ticket:
         """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
-        check_request(offset, buffer, ALIGNMENT_NBYTES)
+        check_request(offset, buffer, PAGE_NBYTES)
         ticket = Ticket(operation, path, offset, buffer.numel(), tag)
-        if os.getpid() != self._pid:  # before any lock: a thread that does not exist here may hold it for ever
+        if os.getpid() != self._pid:  # before any lock: a thread that does not exist here may hold it indefinitely
             raise refusal_in_child(ticket, self._pid)
         self._submit(_Request(ticket, buffer, finish), Priority(priority))
         return ticket

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from tencache_ds.errors import SpaceError, StorageError
-from tencache_ds.io.backend import ALIGNMENT_NBYTES, Operation
+from tencache_ds.io.backend import Operation
 from tencache_ds.io.lane_backend import LaneBackend
 from tencache_ds.io.open_files import OpenFile, OpenFiles
 from tencache_ds.io.scratch import openable
+from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import remedy
 
 _logger = logging.getLogger("DeepSpeed.tencache.io")
@@ -155,7 +156,7 @@ def _move_some(operation: Operation, fd: int, offset: int, view: memoryview, *, 
             time.sleep(_EAGAIN_PAUSE_S)
             continue
         n_moved += n
-        if n == 0 or (stop_at_blocks and n_moved % ALIGNMENT_NBYTES):
+        if n == 0 or (stop_at_blocks and n_moved % PAGE_NBYTES):
             break
     return n_moved
 

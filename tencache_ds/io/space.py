@@ -11,8 +11,9 @@ import threading
 from collections.abc import Sequence
 
 from tencache_ds.errors import SpaceError, StorageError
-from tencache_ds.io.extents import FreeList, round_up
+from tencache_ds.io.extents import FreeList
 from tencache_ds.io.scratch import close_unnamed, make_unnamed
+from tencache_ds.layout import round_up
 from tencache_ds.limits import limit, remedy
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -22,7 +22,7 @@ import torch
 from tencache_ds.errors import StorageError
 from tencache_ds.io.backend import Operation, Priority, StorageBackend, Ticket
 from tencache_ds.io.extent_queue import ExtentQueue, ExtentTicket, Request
-from tencache_ds.io.extents import Extent, round_up
+from tencache_ds.io.extents import Extent
 from tencache_ds.io.fingerprint import Fingerprint, sampled_fingerprint
 from tencache_ds.io.lanes import cancelled, check_request, refusal
 from tencache_ds.io.scratch import openable
@@ -30,6 +30,7 @@ from tencache_ds.io.space import SpaceFiles
 from tencache_ds.io.stripes import Placement, StripedSpace
 from tencache_ds.io.verification import verify_read
 from tencache_ds.io.witness import Witness, Witnesses
+from tencache_ds.layout import round_up
 
 
 class ExtentStore:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tencache_ds.errors import SpaceError
-from tencache_ds.io.extents import round_up
 from tencache_ds.io.space import SpaceFiles
+from tencache_ds.layout import round_up
 
 KEPT_FREE_PART = 0.05
 KEPT_FREE_MOST_NBYTES = 16 << 30

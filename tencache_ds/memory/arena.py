@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from tencache_ds.errors import MemoryLimitError
+from tencache_ds.layout import round_up
 from tencache_ds.memory.pages import Locking, PageLocker, locked_memory_headroom_nbytes, open_page_locker
-from tencache_ds.planning.size_classes import round_up_to_page
 
 logger = logging.getLogger("DeepSpeed.tencache.memory")
 
@@ -110,11 +110,11 @@ class HostArena:
             LockedMemoryError: the memory cannot be locked or registered.
             ValueError: ``nbytes`` is not positive, or the arena is closed or another process's.
         """
-        if os.getpid() != self._pid:  # before any lock: a thread that does not exist here may hold it for ever
+        if os.getpid() != self._pid:  # before any lock: a thread that does not exist here may hold it indefinitely
             raise ValueError(f"cannot allocate {nbytes} bytes for {purpose}: the arena is process {self._pid}'s")
         if nbytes <= 0:
             raise ValueError(f"cannot allocate {nbytes} bytes for {purpose}: at least 1 is needed")
-        rounded_nbytes = round_up_to_page(nbytes)
+        rounded_nbytes = round_up(nbytes)
         with self._lock:
             if self._closed:
                 raise ValueError(f"cannot allocate {nbytes} bytes for {purpose}: the arena is closed")

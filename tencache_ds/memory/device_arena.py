@@ -9,7 +9,7 @@ import threading
 import torch
 
 from tencache_ds.errors import MemoryLimitError
-from tencache_ds.planning.size_classes import PAGE_NBYTES, round_up_to_page
+from tencache_ds.layout import PAGE_NBYTES, round_up
 
 logger = logging.getLogger("DeepSpeed.tencache.memory")
 
@@ -45,7 +45,7 @@ class DeviceArena:
         """
         if nbytes <= 0:
             raise ValueError(f"cannot allocate {nbytes} bytes for {purpose}: at least 1 is needed")
-        rounded_nbytes = round_up_to_page(nbytes)
+        rounded_nbytes = round_up(nbytes)
         try:
             with torch.inference_mode(False):
                 memory = torch.empty(rounded_nbytes + PAGE_NBYTES, dtype=torch.uint8, device=self.device)

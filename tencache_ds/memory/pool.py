@@ -21,11 +21,12 @@ from typing import Protocol
 
 import torch
 
+from tencache_ds.layout import PAGE_NBYTES, round_up
 from tencache_ds.memory.arena import POISON_BYTE
 from tencache_ds.memory.device_arena import wait_for_device
 from tencache_ds.memory.lease import Event, Lease, LeaseError, LeaseState, Slot
 from tencache_ds.memory.report import ClassStats, Holder, PoolBusyError, PoolStats, PoolTimeout
-from tencache_ds.planning.size_classes import PAGE_NBYTES, SizeClass, round_up_to_page
+from tencache_ds.planning.size_classes import SizeClass
 
 __all__ = ["BufferPool", "ClassStats", "Holder", "Lease", "PoolBusyError", "PoolStats", "PoolTimeout"]
 
@@ -319,7 +320,7 @@ class BufferPool:
 
     def _lend(self, slot: Slot, nbytes: int, owner: str, purpose: str) -> Lease:
         """Make a lease on a slot that is in nobody's hands; locked."""
-        lease = Lease(self, slot, slot.tensor[: round_up_to_page(nbytes)], nbytes, owner, purpose)
+        lease = Lease(self, slot, slot.tensor[: round_up(nbytes)], nbytes, owner, purpose)
         self._live[lease] = None
         self._n_leases += 1
         self._nbytes_leased += slot.tensor.numel()

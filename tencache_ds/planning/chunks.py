@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PAGE_NBYTES = 4096
+from tencache_ds.layout import round_up
+
 GRANULE_NUMEL = 4096
 """Chunks start at multiples of this many elements: every piece but a sub-group's last is then a whole number of pages
 for 1-, 2- and 4-byte elements, and no vector loop of a CPU optimizer is cut in its middle, so that chunked updates are
@@ -19,11 +20,6 @@ bit-identical to whole ones."""
 LEAST_SLOT_NBYTES = 8 * 4 * GRANULE_NUMEL
 """A buffer for chunks has room for a granule of eight fp32 kinds at least: kinds that an optimizer makes at its first
 step find room in the pool there is, however small the sub-groups are."""
-
-
-def align(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole pages."""
-    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,7 @@ def cut_sub_group(sub_group: int, numel: int, kinds: Sequence[tuple[str, int]], 
         pieces, offset = [], 0
         for kind, itemsize in kinds:
             pieces.append(Piece(kind, offset, length * itemsize))
-            offset += align(length * itemsize)
+            offset += round_up(length * itemsize)
         chunks.append(Chunk(sub_group, index, start, length, tuple(pieces), offset))
     return tuple(chunks)
 

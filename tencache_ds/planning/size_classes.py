@@ -16,14 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from tencache_ds.errors import MemoryLimitError
-
-PAGE_NBYTES = 4096
-"""Every slot is a multiple of this: direct I/O wants address, offset and length aligned to it."""
-
-
-def round_up_to_page(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to a multiple of :data:`PAGE_NBYTES`."""
-    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+from tencache_ds.layout import round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +114,7 @@ def _cluster(item_nbytes: Sequence[int], max_waste: float, max_classes: int, min
         raise ValueError(f"max_classes and min_count must be at least 1, got {max_classes} and {min_count}")
     if any(nbytes <= 0 for nbytes in item_nbytes):
         raise ValueError(f"item sizes must be positive, got {min(item_nbytes)}")
-    histogram = Counter(round_up_to_page(nbytes) for nbytes in item_nbytes)
+    histogram = Counter(round_up(nbytes) for nbytes in item_nbytes)
     if not histogram:
         return []
     sizes = sorted(histogram)

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tencache_ds.errors import ConfigError
-
-PAGE_NBYTES = 4096
-"""What TenCache aligns buffers, offsets and lengths to."""
+from tencache_ds.layout import PAGE_NBYTES
 
 SECTOR_NBYTES = 512
 """The unit of ``stat`` and ``size`` in ``/sys/dev/block/*``, whatever the device's own blocks are."""

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from tencache_ds.errors import ConfigError, StorageError
-from tencache_ds.profiling.filesystem import PAGE_NBYTES, block_device_of, file_system_of, open_direct
+from tencache_ds.layout import PAGE_NBYTES
+from tencache_ds.profiling.filesystem import block_device_of, file_system_of, open_direct
 from tencache_ds.profiling.hardware import StorageRates
 from tencache_ds.profiling.host_memory import available_nbytes
 

@@ -9,8 +9,8 @@ from collections import deque
 
 from tencache_ds.errors import StorageError
 from tencache_ds.io import Operation, Ticket
+from tencache_ds.layout import round_up
 from tencache_ds.memory.arena import HostArena
-from tencache_ds.planning.chunks import align
 from tencache_ds.tiers.weight_record import StagingBuffer, Weight
 
 WRITES_BEHIND_NBYTES = 256 * 2**20
@@ -35,7 +35,7 @@ class OrdinaryMemory:
 
     def take(self, weight: Weight) -> StagingBuffer:
         """A new buffer for a weight."""
-        return StagingBuffer(self._arena.allocate(align(weight.nbytes), weight.name), None)
+        return StagingBuffer(self._arena.allocate(round_up(weight.nbytes), weight.name), None)
 
     def release(self, buffer: StagingBuffer) -> None:
         """Gives a buffer that no request has back to where it came from, a pool or this."""

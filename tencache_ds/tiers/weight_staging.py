@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from tencache_ds.layout import round_up
 from tencache_ds.memory.pool import BufferPool, PoolTimeout
 from tencache_ds.observability.counters import Counters, Event, Stall
-from tencache_ds.planning.chunks import align
 from tencache_ds.planning.lookahead import farthest_first
 from tencache_ds.tiers.ordinary_memory import OrdinaryMemory
 from tencache_ds.tiers.weight_record import StagingBuffer, Weight, WeightState
@@ -105,12 +105,12 @@ class WeightStaging:
     def ever(self, weight: Weight, *, for_host: bool) -> bool:
         """Whether there are, or will be, buffers for a weight; not if it is larger than each of them."""
         pool = self._pool(for_host)
-        return pool is None or pool.fits(align(weight.nbytes))
+        return pool is None or pool.fits(round_up(weight.nbytes))
 
     def ahead(self, weight: Weight, *, for_host: bool) -> StagingBuffer | None:
         """A buffer for a weight that nobody waits for, if one is free."""
         pool = self._pool(for_host)
-        return None if pool is None else pool.try_lease(align(weight.nbytes), weight.name, "read-ahead")
+        return None if pool is None else pool.try_lease(round_up(weight.nbytes), weight.name, "read-ahead")
 
     def now(self, weight: Weight, kept: set[int], *, for_host: bool) -> StagingBuffer:
         """A buffer for a weight somebody waits for: free, or taken from read-ahead, or ordinary memory.
@@ -131,9 +131,9 @@ class WeightStaging:
         """
         pool = self._host
         buffer = self._by_eviction(weight, {weight.key}, pool)
-        if buffer is None and pool is not None and pool.fits(align(weight.nbytes)):
+        if buffer is None and pool is not None and pool.fits(round_up(weight.nbytes)):
             self._discard_one_reading(weight)
-            nbytes, patience_s = align(weight.nbytes), min(UPDATE_PATIENCE_S, self._timeout_s)
+            nbytes, patience_s = round_up(weight.nbytes), min(UPDATE_PATIENCE_S, self._timeout_s)
             try:
                 with self._counters.stall(Stall.BUFFER):
                     lease = pool.pool.lease(nbytes, weight.name, "update", urgent=True, timeout_s=patience_s)
@@ -146,7 +146,7 @@ class WeightStaging:
         return self._host if for_host or self._gpu is None else self._gpu
 
     def _by_eviction(self, weight: Weight, kept: set[int], pool: StagingPool | None) -> StagingBuffer | None:
-        nbytes = align(weight.nbytes)
+        nbytes = round_up(weight.nbytes)
         if pool is None or not pool.fits(nbytes):
             return None
         buffer = pool.try_lease(nbytes, weight.name, "needed now")

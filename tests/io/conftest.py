@@ -14,14 +14,15 @@ import pytest
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io import ALIGNMENT_NBYTES, Operation, Priority, Ticket
+from tencache_ds.io import Operation, Priority, Ticket
 from tencache_ds.io.lanes import LanePool
+from tencache_ds.layout import PAGE_NBYTES
 
 
 def aligned(nbytes: int, fill: int | None = 0, seed: int = 0) -> torch.Tensor:
     """A 4 KiB aligned uint8 tensor, filled with a byte, or with random bytes when ``fill`` is None."""
-    base = torch.empty(nbytes + ALIGNMENT_NBYTES, dtype=torch.uint8)
-    start = -base.data_ptr() % ALIGNMENT_NBYTES
+    base = torch.empty(nbytes + PAGE_NBYTES, dtype=torch.uint8)
+    start = -base.data_ptr() % PAGE_NBYTES
     buffer = base[start : start + nbytes]
     if fill is None:
         buffer.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
@@ -34,7 +35,7 @@ class MemoryBackend:
     """Keeps 'files' in a dict; loses, fails or delays what a test asks it to."""
 
     name = "memory"
-    alignment_nbytes = ALIGNMENT_NBYTES
+    alignment_nbytes = PAGE_NBYTES
 
     def __init__(self, n_lanes: int = 3, request_nbytes: int = 8192) -> None:
         self.pages: dict[tuple[str, int], bytes] = {}
@@ -76,8 +77,8 @@ class MemoryBackend:
         self.order.append((operation, tag))
         if self.fail(operation, offset, tag):
             raise StorageError(operation.value, path, offset, piece.numel(), "injected", errno=5, tag=tag)
-        for start in range(0, piece.numel(), ALIGNMENT_NBYTES):
-            part = piece[start : start + ALIGNMENT_NBYTES]
+        for start in range(0, piece.numel(), PAGE_NBYTES):
+            part = piece[start : start + PAGE_NBYTES]
             if operation is Operation.READ:
                 part.copy_(torch.frombuffer(bytearray(self.pages[path, offset + start]), dtype=torch.uint8))
             elif not self.lose_writes or (path, offset + start) not in self.pages:

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from tencache_ds.io.extents import FreeList, round_up
+from tencache_ds.io.extents import FreeList
+from tencache_ds.layout import round_up
 
 pytestmark = pytest.mark.timeout(60)
 

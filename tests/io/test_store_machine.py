@@ -14,16 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from tencache_ds.errors import CorruptionError, StorageError
-from tencache_ds.io import (
-    ALIGNMENT_NBYTES,
-    Extent,
-    ExtentStore,
-    NativeBackend,
-    Operation,
-    Priority,
-    StorageCancelledError,
-    Ticket,
-)
+from tencache_ds.io import Extent, ExtentStore, NativeBackend, Operation, Priority, StorageCancelledError, Ticket
+from tencache_ds.layout import PAGE_NBYTES
 from tests.io.conftest import MemoryBackend, aligned
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,7 +55,7 @@ class NativeOnDisk:
     """The native backend, with writes that really fail (no such folder) or really get lost (another file) on demand."""
 
     name = "native"
-    alignment_nbytes = ALIGNMENT_NBYTES
+    alignment_nbytes = PAGE_NBYTES
 
     def __init__(self, folder: str) -> None:
         self.gate = Gate()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tencache_ds.errors import ConfigError
+from tencache_ds.layout import round_up
 from tencache_ds.planning.budget import (
     AUTO_CHUNK_SLOTS,
     AUTO_WEIGHT_STAGING_NBYTES,
@@ -17,7 +18,6 @@ from tencache_ds.planning.budget import (
     plan_host_memory,
     plan_staging,
 )
-from tencache_ds.planning.chunks import align
 from tencache_ds.planning.size_classes import plan_size_classes
 from tencache_ds.profiling.host_cores import CoreQuota
 from tencache_ds.profiling.host_memory import MemoryDomain
@@ -136,10 +136,10 @@ def check(plan, shards, largest, chunks):
     assert plan.nbytes == plan.chunk_slots * plan.chunk_slot_nbytes + plan.weight_nbytes
     assert plan.chunk_slot_nbytes == largest
     assert min(MIN_CHUNK_SLOTS, chunks) <= plan.chunk_slots <= chunks
-    classes = plan_size_classes([align(nbytes) for nbytes in shards], plan.weight_nbytes)
+    classes = plan_size_classes([round_up(nbytes) for nbytes in shards], plan.weight_nbytes)
     assert sum(c.nbytes for c in classes) <= plan.weight_nbytes
     if shards:
-        assert classes[-1].slot_nbytes >= align(max(shards))
+        assert classes[-1].slot_nbytes >= round_up(max(shards))
         assert all(c.count >= 1 for c in classes)
     else:
         assert plan.weight_nbytes == 0
@@ -168,7 +168,7 @@ def test_a_limit_without_end_stages_everything_and_no_more(shards, largest, chun
     plan = plan_staging(2**60, shards, largest, chunks)
     check(plan, shards, largest, chunks)
     assert plan.chunk_slots == chunks
-    classes = plan_size_classes([align(nbytes) for nbytes in shards], 2**60)
+    classes = plan_size_classes([round_up(nbytes) for nbytes in shards], 2**60)
     assert plan.weight_nbytes == sum(c.nbytes for c in classes)
 
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.planning.chunks import GRANULE_NUMEL, PAGE_NBYTES, Chunk, Overlap, align, cut_sub_group, overlaps
+from tencache_ds.layout import PAGE_NBYTES, round_up
+from tencache_ds.planning.chunks import GRANULE_NUMEL, Chunk, Overlap, cut_sub_group, overlaps
 
 KINDS = st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4).map(
     lambda sizes: [(f"kind{index}", size) for index, size in enumerate(sizes)]
@@ -49,7 +50,7 @@ def test_pieces_are_aligned_adjacent_and_whole_pages_but_for_the_last_chunk(nume
             assert piece.offset % PAGE_NBYTES == 0
             assert chunk is chunks[-1] or piece.nbytes % PAGE_NBYTES == 0
             assert chunk.piece(kind) is piece
-            position += align(piece.nbytes)
+            position += round_up(piece.nbytes)
         assert chunk.nbytes == position
 
 
@@ -61,8 +62,8 @@ def test_a_piece_that_is_not_there():
 
 @given(st.integers(0, 2**50))
 def test_align(nbytes):
-    assert align(nbytes) % PAGE_NBYTES == 0
-    assert 0 <= align(nbytes) - nbytes < PAGE_NBYTES
+    assert round_up(nbytes) % PAGE_NBYTES == 0
+    assert 0 <= round_up(nbytes) - nbytes < PAGE_NBYTES
 
 
 @st.composite

@@ -12,13 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tencache_ds.errors import MemoryLimitError
-from tencache_ds.planning.size_classes import (
-    PAGE_NBYTES,
-    SizeClass,
-    plan_size_classes,
-    round_up_to_page,
-    smallest_budget_nbytes,
-)
+from tencache_ds.layout import PAGE_NBYTES, round_up
+from tencache_ds.planning.size_classes import SizeClass, plan_size_classes, smallest_budget_nbytes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -34,13 +29,13 @@ def total_nbytes(classes: tuple[SizeClass, ...]) -> int:
 
 
 def waste_of(item_nbytes: int, classes: tuple[SizeClass, ...]) -> float:
-    nbytes = round_up_to_page(item_nbytes)
+    nbytes = round_up(item_nbytes)
     slot_nbytes = min(c.slot_nbytes for c in classes if c.slot_nbytes >= nbytes)
     return (slot_nbytes - nbytes) / slot_nbytes
 
 
 def total_waste(items: list[int], slots: tuple[int, ...]) -> int:
-    return sum(min(s for s in slots if s >= round_up_to_page(i)) - round_up_to_page(i) for i in items)
+    return sum(min(s for s in slots if s >= round_up(i)) - round_up(i) for i in items)
 
 
 def test_ample_budget_gives_every_item_its_slot() -> None:
@@ -111,10 +106,10 @@ def test_plan_fits_and_serves_every_item(
     assert all(c.slot_nbytes % P == 0 for c in classes)
     floor_nbytes = 0
     for size_class in classes:
-        n_items = sum(floor_nbytes < round_up_to_page(i) <= size_class.slot_nbytes for i in items)
+        n_items = sum(floor_nbytes < round_up(i) <= size_class.slot_nbytes for i in items)
         assert min(min_count, n_items) <= size_class.count <= n_items
         floor_nbytes = size_class.slot_nbytes
-    assert max(round_up_to_page(i) for i in items) == classes[-1].slot_nbytes
+    assert max(round_up(i) for i in items) == classes[-1].slot_nbytes
     left_nbytes = budget_nbytes - total_nbytes(classes)
     if sum(c.count for c in classes) < len(items):
         full = plan_size_classes(items, 1 << 40, **limits)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tencache_ds.errors import SpaceError, StorageError, TenCacheError
 from tencache_ds.io import Operation, StorageTimeoutError
+from tencache_ds.layout import round_up
 from tencache_ds.observability.counters import Counters, Stall
-from tencache_ds.planning.chunks import align
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency, SubGroupSpec
 from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
@@ -415,7 +415,7 @@ def test_a_resident_sub_group_keeps_the_optimizers_tensors_and_copies_loaded_one
 def test_chunks_of_more_kinds_fit_the_pool_that_there_is(tmp_path):
     """The pool was made for chunks of two kinds; a third one turns up."""
     two, numel = ((MASTER, torch.float32), ("exp_avg", torch.float32)), 20 * 4096 + 17
-    slot_nbytes = align(numel * 8)
+    slot_nbytes = round_up(numel * 8)
     storage = Storage(tmp_path, (SizeClass(slot_nbytes, SLOTS),))
     tier = OptimizerStateTier(
         [SubGroupSpec(numel, two, StateResidency.STORED)],
@@ -445,7 +445,7 @@ def test_new_kinds_take_the_place_of_the_old_extents(bench):
     bench.tier.keep(0, bench.tier.borrow(0) | {"max_exp_avg_sq": torch.zeros(NUMELS[0])})
     bench.tier.drain()
     grown = bench.storage.store.nbytes_allocated - before
-    assert grown == sum(align(chunk.piece("max_exp_avg_sq").nbytes) for chunk in bench.tier.chunks(0))
+    assert grown == sum(round_up(chunk.piece("max_exp_avg_sq").nbytes) for chunk in bench.tier.chunks(0))
 
 
 def test_no_room_for_new_kinds_leaves_the_state_as_it_was(bench, monkeypatch):

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How bytes are laid out in host memory and in files. Imports nothing."""
+
+from __future__ import annotations
+
+PAGE_NBYTES = 4096
+"""Buffer addresses, lengths and file offsets are multiples of it: what O_DIRECT needs on every common device."""
+
+
+def round_up(nbytes: int, multiple: int = PAGE_NBYTES) -> int:
+    """The smallest multiple that is not below ``nbytes``; by default whole pages."""
+    return -(-nbytes // multiple) * multiple
