@@ -196,8 +196,8 @@ class Session:
         self._staging_arena = HostArena(plan.nbytes, self._engines[0].staging_locking(plan.nbytes))
         poison = self.options.poison_buffers
         if plan.chunk_slots:
-            classes = (SizeClass(plan.chunk_slot_nbytes, plan.chunk_slots),)
-            self._chunk_pool = BufferPool(self._staging_arena, classes, poison=poison, name="chunks")
+            chunk_class = SizeClass(plan.chunk_slot_nbytes, plan.chunk_slots)
+            self._chunk_pool = BufferPool(self._staging_arena, (chunk_class,), poison=poison, name="chunks")
             self._pools.append(self._chunk_pool)
         if plan.weight_nbytes:
             classes = plan_size_classes([round_up(nbytes) for nbytes in shards], plan.weight_nbytes)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# All checks in one command: sets everything up, lints, builds DeepSpeed's operators, runs the tests.
+# All checks in one command: sets everything up, lints, checks types, builds DeepSpeed's operators, runs the tests.
 # Arguments go to pytest: paths there replace the whole of tests/. TENCACHE_TEST_WORKERS sets how many tests run at a time.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../.ci/environment.sh"
@@ -8,6 +8,7 @@ cd "$TENCACHE_ROOT"
 
 ruff check .
 ruff format --check .
+mypy
 python .ci/build_ops.py
 
 # Quick rooms first, training last: a mistake in the planner should not wait for all the training to show. Of the rest

@@ -76,9 +76,9 @@ def check_aio_section(section: object) -> tuple[str, ...]:
 
 
 def _check_count(least: int, most: int, multiple_of: int = 1) -> Callable[[str, object], None]:
-    def check(key: str, value: object) -> None:
-        is_whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
-        if not is_whole or not least <= value <= most or value % multiple_of:
+    def check(key: str, value: Any) -> None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or value != value // 1 or not least <= value <= most or value % multiple_of:
             multiple = f" and a multiple of {multiple_of}" if multiple_of > 1 else ""
             raise ConfigError(
                 f'"{key}" cannot be {value!r}: it is a whole number from {least} to {most}{multiple}. Leave it out for '

@@ -83,7 +83,7 @@ def loaded_when_needed() -> Iterator[None]:
 
     stock = cpu_adam.CPUAdamBuilder
 
-    class Builder(stock):  # type: ignore[misc, valid-type]
+    class Builder(stock):  # type: ignore[valid-type]
         """DeepSpeed's, with ``load`` put off."""
 
         def load(self, verbose: bool = True) -> Any:

@@ -40,7 +40,8 @@ def known_kinds(optimizer: Any, master_dtype: torch.dtype) -> tuple[tuple[str, t
 
     Of optimizers not listed they turn up at the first step; knowing them reserves their space at the start.
     """
-    kinds = _KINDS.get(type(optimizer), lambda groups: ())(optimizer.param_groups)
+    kinds_of = _KINDS.get(type(optimizer))
+    kinds = kinds_of(optimizer.param_groups) if kinds_of is not None else ()
     in_fp32 = getattr(optimizer, "fp32_optimizer_states", False)
     return tuple((kind, torch.float32 if in_fp32 else master_dtype) for kind in kinds)
 

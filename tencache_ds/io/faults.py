@@ -366,8 +366,8 @@ def _short(ticket: Ticket, buffer: torch.Tensor, n_moved: int | None = None) -> 
     n_moved = _half_nbytes(buffer) if n_moved is None else n_moved
     operation, path, offset, nbytes = ticket.operation, ticket.path, ticket.offset, ticket.nbytes
     if operation is Operation.WRITE:
-        cause = OSError(errno.EIO, f"the device took {n_moved} of {nbytes} bytes, {_NOTE}")
-        return storage_error(operation, path, offset, nbytes, cause, ticket.tag)
+        refusal = OSError(errno.EIO, f"the device took {n_moved} of {nbytes} bytes, {_NOTE}")
+        return storage_error(operation, path, offset, nbytes, refusal, ticket.tag)
     cause = f"file ends after {offset + n_moved} bytes, {n_moved} of {nbytes} bytes were there, {_NOTE}"
     return ticket.failure(cause, StorageError)
 

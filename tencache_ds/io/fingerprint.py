@@ -30,7 +30,7 @@ Fingerprint = Callable[[torch.Tensor, int], int]
 
 def whole_fingerprint(buffer: torch.Tensor, generation: int) -> int:
     """64-bit XXH3 of every byte; arguments as for :func:`sampled_fingerprint`, but host memory only."""
-    return int(xxhash.xxh3_64_intdigest(buffer.numpy(), seed=generation % 2**64))
+    return int(xxhash.xxh3_64_intdigest(buffer.numpy().data, seed=generation % 2**64))
 
 
 def sampled_fingerprint(buffer: torch.Tensor, generation: int) -> int:
@@ -47,7 +47,7 @@ def sampled_fingerprint(buffer: torch.Tensor, generation: int) -> int:
     else:
         words = gathered_words(buffer, position)
     digest = hashlib.blake2b(
-        np.ascontiguousarray(words), digest_size=8, salt=(generation % 2**64).to_bytes(8, "little")
+        np.ascontiguousarray(words).data, digest_size=8, salt=(generation % 2**64).to_bytes(8, "little")
     )
     return int.from_bytes(digest.digest(), "little")
 

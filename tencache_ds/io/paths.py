@@ -221,7 +221,7 @@ class NvmePaths:
 
     def explain(self, error: StorageError) -> None:
         """Adds a note to an error of a path: what was stored there."""
-        if isinstance(error, (StorageCancelledError, SpaceError)) or getattr(error, "__notes__", ()):
+        if isinstance(error, (StorageCancelledError, SpaceError)) or hasattr(error, "__notes__"):
             return
         for path in self.paths:
             if os.path.dirname(error.path) == path.scratch.folder:

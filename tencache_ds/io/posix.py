@@ -69,7 +69,7 @@ class PosixFiles(OpenFiles[Descriptor]):
             SpaceError: no space or quota left for a write.
             StorageError: any other failure, with errno where there is one.
         """
-        view = memoryview(buffer.numpy())
+        view = buffer.numpy().data
         try:
             with self.using(operation, path) as descriptor:
                 try:

@@ -59,7 +59,8 @@ class DeferredTensor:
 
     def __reduce__(self) -> Any:
         storage = _DeferredStorage(self)
-        arguments = (storage, 0, (self.numel,), (1,), self.requires_grad, collections.OrderedDict())
+        hooks: collections.OrderedDict[str, Any] = collections.OrderedDict()
+        arguments = (storage, 0, (self.numel,), (1,), self.requires_grad, hooks)
         return torch._utils._rebuild_tensor_v2, arguments
 
 
@@ -229,6 +230,7 @@ def _pickle(obj: Any) -> _Structure:
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, item: Any) -> Any:
+            storage: Any
             if isinstance(item, _DeferredStorage):
                 tensor, kind = item.tensor, _storage_type(item.tensor.dtype)
                 return ("storage", kind, numbered(tensor, id(tensor), kind), "cpu", tensor.numel)
@@ -258,7 +260,7 @@ def _nbytes_of(content: bytes | torch.UntypedStorage | DeferredTensor) -> int:
 
 
 def _bytes_of(data: torch.Tensor) -> memoryview:
-    return memoryview(data.detach().view(torch.uint8).numpy())
+    return data.detach().view(torch.uint8).numpy().data
 
 
 def _bytes_of_storage(storage: torch.UntypedStorage) -> memoryview:

@@ -189,7 +189,7 @@ class Counters:
         """Times a wait of the calling thread; shows in torch's profiler as ``tencache::wait::<cause>``."""
         t_start_ns = time.perf_counter_ns()
         try:
-            if torch.autograd._profiler_enabled():
+            if torch._C._autograd._profiler_enabled():
                 with torch.profiler.record_function(f"tencache::wait::{cause.value}"):
                     yield
             else:

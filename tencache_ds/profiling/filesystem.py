@@ -195,8 +195,8 @@ def supports_direct_io(folder: Path) -> bool:
     Raises:
         OSError: the folder cannot be written to at all.
     """
-    descriptor, name = tempfile.mkstemp(prefix=".tencache-doctor-", dir=folder)
-    os.close(descriptor)
+    created, name = tempfile.mkstemp(prefix=".tencache-doctor-", dir=folder)
+    os.close(created)
     try:
         descriptor = open_direct(name, os.O_RDWR)
     finally:
