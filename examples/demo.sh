@@ -5,5 +5,6 @@
 set -euo pipefail
 TENCACHE_EXTRAS="${TENCACHE_EXTRAS-}"
 source "$(dirname "${BASH_SOURCE[0]}")/../.ci/environment.sh"
-python "$TENCACHE_ROOT/.ci/build_ops.py" AsyncIOBuilder CPUAdamBuilder PinMemoryBuilder ShareMemCommBuilder
+python "$TENCACHE_ROOT/.ci/build_ops.py" AsyncIOBuilder CPUAdamBuilder ShareMemCommBuilder \
+    tencache_ds.ops.tencache_aio:TenCacheAioBuilder tencache_ds.ops.tencache_update:TenCacheUpdateBuilder
 exec python "$TENCACHE_ROOT/examples/demo.py" "$@"
