@@ -90,7 +90,7 @@ def in_ram(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_tencache(config: dict[str, Any], host_memory: str | None) -> dict[str, Any]:
-    """The same training with the one line added (and the RAM budget for weights, if the user gave one)."""
+    """The same training with the one line added (and the RAM budget, if the user gave one)."""
     config = copy.deepcopy(config)
     config["zero_optimization"]["offload_engine"] = "tencache"
     if host_memory is not None:
@@ -219,7 +219,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--nvme-path", type=Path, default=Path(".tencache_demo"), help="folder on the disk to use")
     parser.add_argument("--size", choices=LARGEST_WEIGHT, default=default_size)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--host-memory", help='RAM for weights in the TenCache run, such as "0" or "2GiB"')
+    parser.add_argument("--host-memory", help='RAM that TenCache may use instead of NVMe, such as "0" or "2GiB"')
     arguments = parser.parse_args()
     if arguments.steps <= WARM_UP_STEPS:
         parser.error(f"--steps must be more than {WARM_UP_STEPS}: the first {WARM_UP_STEPS} are not timed")

@@ -138,9 +138,10 @@ class TenCacheConfig(DeepSpeedConfigModel):
     """The ``"tencache"`` section. Omitted or null means automatic, for the section and for each option."""
 
     host_memory: HostMemory | None = None
-    """Host memory per rank in which weights stay resident instead of going to NVMe, filled first. Beyond it come what
-    training cannot do without (gradients, ``staging_memory``). Automatic: half of the memory available when the model
-    is built, divided by the ranks on the host. 0 sends every weight to NVMe; else at least 64 KiB."""
+    """Host memory per rank for weights, gradients and optimizer state, in this order; the rest goes to NVMe, but for
+    gradients, which stay in host memory in any case. ``staging_memory`` comes on top. Automatic: half of the memory
+    available when the model is built, divided by the ranks on the host. 0 sends everything but gradients to NVMe; else
+    at least 64 KiB."""
 
     staging_memory: Size | None = None
     """Pinned host memory per rank through which everything on its way from or to NVMe passes. Automatic: 12 optimizer

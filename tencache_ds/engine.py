@@ -46,8 +46,9 @@ class _Shared:
         nvme: paths, with their lanes, and stores.
         transient_arena: ordinary memory for what has no staging buffer.
         resident_arena: memory of resident weights.
-        n_owners: engines that use it.
+        tiers: of the engines that use it.
         store: of the weights, once one had to go to NVMe.
+        reserved_nbytes: host memory for gradients and optimizer state of those who train with them.
         routes: of each path that was opened, where it may be read into GPU memory.
     """
 
@@ -55,8 +56,9 @@ class _Shared:
     transient_arena: HostArena
     resident_arena: HostArena
     lock: threading.Lock = field(default_factory=threading.Lock)
-    n_owners: int = 0
+    tiers: list[WeightTier] = field(default_factory=list)
     store: ExtentStore | None = None
+    reserved_nbytes: int = 0
     routes: list[tuple[StorageBackend, RoutedBackend]] = field(default_factory=list)
 
 
@@ -104,8 +106,6 @@ class TenCacheEngine:
             )
         else:
             self._shared = beside._shared
-        with self._shared.lock:
-            self._shared.n_owners += 1
         self.nvme = self._shared.nvme
         self.weights = WeightTier(
             store=self._open_weight_store,
@@ -115,6 +115,8 @@ class TenCacheEngine:
             counters=self.counters,
             timeout_s=options.io_timeout_s,
         )
+        with self._shared.lock:
+            self._shared.tiers.append(self.weights)
 
     @property
     def closed(self) -> bool:
@@ -124,6 +126,18 @@ class TenCacheEngine:
     @property
     def _pins_for_copies(self) -> bool:
         return self.surroundings.on_cuda and self.surroundings.pin_memory
+
+    @property
+    def host_left_nbytes(self) -> int:
+        """Of this rank's ``host_memory``, what neither weights nor reservations take. Negative if they take more."""
+        with self._shared.lock:
+            weights = sum(tier.resident_nbytes for tier in self._shared.tiers)
+            return self.surroundings.resident_nbytes - weights - self._shared.reserved_nbytes
+
+    def reserve_host_memory(self, nbytes: int) -> None:
+        """Counts host memory that gradients and optimizer state take beside the weights; negative gives it back."""
+        with self._shared.lock:
+            self._shared.reserved_nbytes += nbytes
 
     # Claims
 
@@ -161,7 +175,7 @@ class TenCacheEngine:
         """Pinned memory of the resident weights; with all of its slabs where they are nobody else's too."""
         if self._shared.resident_arena.locking is Locking.NONE:
             return 0
-        alone = self._shared.n_owners == 1
+        alone = len(self._shared.tiers) == 1
         return self._shared.resident_arena.nbytes_locked if alone else self.weights.resident_nbytes
 
     def routes(self) -> list[tuple[NvmePath, RoutedBackend]]:
@@ -192,8 +206,8 @@ class TenCacheEngine:
                 return
             self._closed = True
         with self._shared.lock:
-            self._shared.n_owners -= 1
-            last = self._shared.n_owners == 0
+            self._shared.tiers.remove(self.weights)
+            last = not self._shared.tiers
         with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
             if last:
                 stack.callback(self._shared.resident_arena.disown)

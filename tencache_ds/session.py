@@ -28,17 +28,20 @@ from tencache_ds.gpu_staging import GpuStaging
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.paths import NvmePaths
 from tencache_ds.io.scratch import device_of, free_nbytes
+from tencache_ds.items import Place
 from tencache_ds.layout import round_up
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.pool import BufferPool, PoolTimeout
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
 from tencache_ds.planning.budget import StagingPlan, plan_staging
-from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES
+from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES, cut_sub_group
+from tencache_ds.planning.placement import plan_state
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
 from tencache_ds.surroundings import Surroundings
 from tencache_ds.tiers.fused_adam import FusedAdam
-from tencache_ds.tiers.optimizer_state import OptimizerStateTier, SubGroupSpec
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.sub_group import Kinds, SubGroupSpec
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -69,6 +72,7 @@ class Session:
         self._engines = list(engines)
         self._owns = owns
         self._optimizer_store: ExtentStore | None = None
+        self._reserved_nbytes = 0
         self._pools: list[BufferPool] = []
         self._chunk_pool: BufferPool | None = None
         self._fused_adam: FusedAdam | None = None
@@ -104,6 +108,44 @@ class Session:
         """A zeroed 1-D tensor in host memory of exactly that size, registered for fast copies on a GPU."""
         data = self._gradient_arena.allocate(max(numel * dtype.itemsize, 1), purpose)
         return data.zero_()[: numel * dtype.itemsize].view(dtype)
+
+    def plan_optimizer_state(
+        self,
+        numels: Sequence[int],
+        kinds: Kinds,
+        gradient_nbytes: int,
+        *,
+        by_chunks: bool,
+    ) -> tuple[list[SubGroupSpec], list[int]]:
+        """Decides where the optimizer's state lives: of ``host_memory``, what weights and gradients leave.
+
+        Args:
+            numels: elements of each sub-group.
+            kinds: ``(kind, dtype)`` of each state that is kept.
+            gradient_nbytes: of the gradients, which stay in host memory.
+            by_chunks: an update takes one chunk at a time; else a whole sub-group.
+
+        Returns:
+            The sub-groups, and the bytes of each chunk that goes to NVMe.
+        """
+        itemsizes = [(kind, dtype.itemsize) for kind, dtype in kinds]
+        nbytes = [
+            [chunk.nbytes for chunk in cut_sub_group(index, numel, itemsizes, self.options.chunk_size)]
+            for index, numel in enumerate(numels)
+        ]
+        homes: Sequence[tuple[Place, ...] | None] = [None] * len(numels)
+        if self.surroundings.optimizer_paths:
+            left = self._engines[0].host_left_nbytes - gradient_nbytes
+            homes = plan_state(nbytes, max(0, left), by_chunks=by_chunks)
+        stored = [
+            each
+            for group, places in zip(nbytes, homes, strict=True)
+            for each, place in zip(group, places or (Place.HOST,) * len(group), strict=True)
+            if place is Place.NVME
+        ]
+        self._reserved_nbytes = gradient_nbytes + sum(map(sum, nbytes)) - sum(stored)
+        self._engines[0].reserve_host_memory(self._reserved_nbytes)
+        return [SubGroupSpec(numel, kinds, places) for numel, places in zip(numels, homes, strict=True)], stored
 
     def check_optimizer_space(self, needed_nbytes: int) -> None:
         """Compares what optimizer state needs on NVMe with what is free, for all ranks of this host together.
@@ -232,6 +274,7 @@ class Session:
             pool_waits=sum(pool.n_waits for pool in pools),
             stored_nbytes=stored_nbytes,
             resident_weight_nbytes=sum(tier.resident_nbytes for tier in weights),
+            resident_state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.resident_nbytes,
             healed_reads=sum(store.n_healed_reads for store in stores),
             relocated_extents=sum(store.n_relocated for store in stores),
             io_backend=paths[0].backend if paths else "",
@@ -241,7 +284,10 @@ class Session:
     def describe(self) -> str:
         """One line: what lives where and how it moves."""
         stats = self.stats()
-        parts = [f"weights in RAM {gib(stats.resident_weight_nbytes)}", f"on NVMe {gib(stats.stored_nbytes)}"]
+        parts = [f"weights in RAM {gib(stats.resident_weight_nbytes)}"]
+        if self.optimizer_state is not None:
+            parts.append(f"optimizer state in RAM {gib(stats.resident_state_nbytes)}")
+        parts.append(f"on NVMe {gib(stats.stored_nbytes)}")
         parts.append(f"staging {gib(stats.staging_nbytes)}")
         parts.append(f"pinned {gib(stats.pinned_nbytes)}")
         if self._gpu_staging.choice is not None:
@@ -287,6 +333,7 @@ class Session:
             with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
                 if self._owns:
                     stack.callback(self._engines[0].close)
+                stack.callback(self._engines[0].reserve_host_memory, -self._reserved_nbytes)
                 stack.callback(self._gradient_arena.disown)
                 if self._staging_arena is not None:
                     stack.callback(self._staging_arena.close)

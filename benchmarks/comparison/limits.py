@@ -9,7 +9,8 @@ from tencache_ds.profiling.hardware import Hardware
 from ..record import Placement, Run, Workload
 from .peers import Peer
 
-WEIGHT_NBYTES = 2
+WEIGHT_NBYTES, STATE_NBYTES = 2, 12
+"""Per parameter: a 16-bit weight; fp32 master weight and two moments."""
 
 
 def placement_of(peer: Peer, run: Run, ranks: int) -> Placement | None:
@@ -20,8 +21,17 @@ def placement_of(peer: Peer, run: Run, ranks: int) -> Placement | None:
     if stats is None or run.numel == 0:
         return None
     # Statistics are per rank, and every rank holds its share of each weight.
-    resident = stats["resident_weight_nbytes"] / (WEIGHT_NBYTES * run.numel / ranks)
-    return Placement(weights_nvme=min(1.0, max(0.0, 1.0 - resident)), optimizer_nvme=1.0)
+    numel = run.numel / ranks
+    return Placement(
+        weights_nvme=_rest(stats["resident_weight_nbytes"] / (WEIGHT_NBYTES * numel)),
+        # Of statistics that were written before state could stay in host memory none did.
+        optimizer_nvme=_rest(stats.get("resident_state_nbytes", 0) / (STATE_NBYTES * numel)),
+    )
+
+
+def _rest(resident: float) -> float:
+    """The share on NVMe, where ``resident`` is that in host memory; slabs are a little larger than what is in them."""
+    return min(1.0, max(0.0, 1.0 - resident))
 
 
 def bound_of(hardware: Hardware, workload: Workload, numel: int, placement: Placement) -> Bound:

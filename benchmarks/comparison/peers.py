@@ -18,6 +18,9 @@ GIB = 2**30
 STOCK_HOST_NBYTES_PER_PARAM = 26
 """Peak host memory of stock CPU offload with everything in RAM, as measured (docs/benchmarks)."""
 
+NBYTES_PER_PARAM = 16
+"""16-bit weights and gradients, fp32 master weights and two moments: of this ``host_memory_share`` is a share."""
+
 GPU_NBYTES_PER_PARAM = 20
 """GPU memory of training without offload: weights, gradients, fp32 state, and buffers."""
 
@@ -197,7 +200,7 @@ def _tencache(setting: Setting, knobs: Knobs) -> dict[str, Any]:
     options: dict[str, Any] = {key: value for key, value in knobs.items() if key != "host_memory_share"}
     share = knobs.get("host_memory_share")
     if share is not None:
-        options["host_memory"] = int(share * 2 * setting.numel / setting.workload.ranks)
+        options["host_memory"] = int(share * NBYTES_PER_PARAM * setting.numel / setting.workload.ranks)
     return config | {"offload_engine": "tencache", "tencache": options}
 
 

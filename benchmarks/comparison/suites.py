@@ -13,7 +13,7 @@ from ..workloads import SPECS
 from .peers import PEERS
 
 PAIR = ("nvme-nvme", "tencache")
-FRONTIER = tuple(f"tencache:host_memory_share={share}" for share in (0, 0.25, 0.5, 1))
+FRONTIER = tuple(f"tencache:host_memory_share={share}" for share in (0, 0.25, 0.5, 0.75, 1))
 """TenCache at several budgets: its line in the plot of step time over memory."""
 
 STOCK_TIERS = ("nvme-nvme", "ram-nvme", "ram-ram", "gpu-ram", "gpu-gpu")
@@ -42,7 +42,7 @@ class Entry:
     def label(self) -> str:
         """For tables and legends."""
         words = [
-            f"{value:.0%} of weights in RAM" if knob == "host_memory_share" else f"{knob} {value}"
+            f"RAM for {value:.0%}" if knob == "host_memory_share" else f"{knob} {value}"
             for knob, value in self.fixed.items()
         ]
         return ", ".join([PEERS[self.peer].label, *words])
@@ -118,7 +118,7 @@ def smoke(gpus: int) -> Plan:
     return Plan(
         title="Smoke test of the benchmark",
         workload=workload_of("7M", ranks=1, micro_batch=1, sequence=32, precision="bf16"),
-        entries=parse_entries(["nvme-nvme", "tencache:host_memory_share=0.5", "ram-ram"]),
+        entries=parse_entries(["nvme-nvme", "tencache:host_memory_share=0.5+chunk_size=4194304", "ram-ram"]),
         rounds=1, steps=3, warmup=1, max_trials=2, confirm=False, trial_steps=1, searched=("nvme-nvme",),
         probe_s=10.0 if gpus else 5.0,
     )  # fmt: skip

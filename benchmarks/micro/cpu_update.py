@@ -27,13 +27,8 @@ from tencache_ds.tiers.cpu_share import CpuShare
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.fused_update import FusedUpdate
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
-from tencache_ds.tiers.optimizer_state import (
-    MASTER,
-    ChunkInUse,
-    OptimizerStateTier,
-    StateResidency,
-    SubGroupSpec,
-)
+from tencache_ds.tiers.optimizer_state import MASTER, ChunkInUse, OptimizerStateTier
+from tencache_ds.tiers.sub_group import SubGroupSpec
 
 from .result import MIN_REPEATS, MicroResult, Row, alternate, progress
 
@@ -198,7 +193,7 @@ class _Fused:
         self._optimizer = _adam(torch.nn.Parameter(torch.empty(0)))
         kinds = ((MASTER, torch.float32), *known_kinds(self._optimizer, torch.float32))
         self._state = OptimizerStateTier(
-            [SubGroupSpec(numel, kinds, StateResidency.HOST)],
+            [SubGroupSpec(numel, kinds, None)],
             store=None,
             pool=_no_pool,
             counters=counters,

@@ -27,7 +27,7 @@ from tencache_ds.integration.chunk_update import publish
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.io.torch_archive import DeferredTensor
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.tiers.optimizer_state import MASTER, StateResidency
+from tencache_ds.tiers.optimizer_state import MASTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,10 @@ class CheckpointMixin:
     def _saved_state(self, index: int) -> dict[str, Any]:
         """A sub-group's state as a checkpoint takes it: deferred or in place while one is saved, else copies."""
         kinds = (MASTER, *self._optimizer_states.kinds(index))
-        resident = self._state.residency(index) is StateResidency.HOST
-        if resident or not self.defers_state:
+        whole = self._state.whole(index)
+        if whole or not self.defers_state:
             values = self._state.borrow(index)
-            if resident and not self.defers_state:
+            if whole and not self.defers_state:
                 values = {kind: value.clone() for kind, value in values.items()}
             return {kind: values[kind].detach().requires_grad_(kind == MASTER) for kind in kinds}
         numel = self._state.numel(index)

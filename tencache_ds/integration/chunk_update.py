@@ -19,7 +19,7 @@ from tencache_ds.tiers.cpu_share import CpuShare, cores_for_arithmetic
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.fused_update import FusedUpdate
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.optimizer_state import MASTER, ChunkInUse, OptimizerStateTier, StateResidency
+from tencache_ds.tiers.optimizer_state import MASTER, ChunkInUse, OptimizerStateTier
 from tencache_ds.tiers.weight_writer import WeightWriter
 
 
@@ -132,7 +132,7 @@ class SubGroupUpdater:
     def update_as_whole(self, sub_group: int, start: int, scale: Any, step: Callable[[], None]) -> None:
         """Any optimizer, through its own ``step()``, with the sub-group's whole state in host memory for as long.
 
-        Of a sub-group that lives in host memory the optimizer works on the tier's own tensors.
+        Of a sub-group that is whole in host memory the optimizer works on the tier's own tensors.
 
         Args:
             sub_group: which one.
@@ -153,14 +153,14 @@ class SubGroupUpdater:
         """The sub-group's gradient in the master weights' dtype; the accumulation buffer itself where that has it."""
         if self._gradients.buffer.dtype == like.dtype:
             return self._gradients.buffer[start : start + like.numel()]  # nobody reads it once the step is done
-        resident = self._tier.residency(sub_group) is StateResidency.HOST
-        gradient = self._scratch_for(like.numel(), like.dtype) if resident else torch.empty_like(like)
+        whole = self._tier.whole(sub_group)
+        gradient = self._scratch_for(like.numel(), like.dtype) if whole else torch.empty_like(like)
         self._gradients.fill(gradient, start)
         return gradient
 
     def _limited_cores(self, sub_group: int) -> AbstractContextManager[None]:
         """At most this rank's cores, with some left to the I/O lanes while chunks are streamed."""
-        streamed = self._tier.residency(sub_group) is StateResidency.STORED
+        streamed = self._tier.streamed(sub_group)
         return self._cpu_share.limited(cores_for_arithmetic(torch.get_num_threads(), self._cores, streamed=streamed))
 
     def _scratch_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

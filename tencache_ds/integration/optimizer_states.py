@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
 
 
 class OptimizerStates:
@@ -141,7 +141,7 @@ class OptimizerStates:
         """Leaves under the placeholder what is seen between two steps."""
         placeholder = self._placeholders[sub_group]
         placeholder.grad = None
-        if self._tier.residency(sub_group) is StateResidency.HOST:
+        if self._tier.whole(sub_group):
             values = self._tier.borrow(sub_group)
             placeholder.data = values[MASTER]
             if self._kinds[sub_group]:

@@ -37,10 +37,10 @@ from tencache_ds.integration.param_swapper import ParamSwapper, engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.observability.counters import monitor_events
-from tencache_ds.planning.chunks import cut_sub_group
 from tencache_ds.session import Session
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency, SubGroupSpec
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.sub_group import Kinds
 
 _GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -117,18 +117,13 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             super()._create_fp32_partitions()
             return
         dtype = self.master_weights_and_grads_dtype
-        residency = StateResidency.STORED if self._optimizer_on_nvme else StateResidency.HOST
-        kinds: tuple[tuple[str, torch.dtype], ...] = ((MASTER, dtype),)
-        if residency is StateResidency.STORED or updates_by_chunks(self.optimizer):
+        by_chunks = updates_by_chunks(self.optimizer)
+        kinds: Kinds = ((MASTER, dtype),)
+        if self._optimizer_on_nvme or by_chunks:
             kinds += known_kinds(self.optimizer, dtype)  # in host memory the optimizer's own tensors become the state
-        specs = [SubGroupSpec(int(numel), kinds, residency) for numel in self.fp16_partitioned_groups_flat_numel]
-        itemsizes = [(kind, kind_dtype.itemsize) for kind, kind_dtype in kinds]
-        chunk_nbytes = [
-            chunk.nbytes
-            for index, spec in enumerate(specs)
-            for chunk in cut_sub_group(index, spec.numel, itemsizes, self._tencache_options.chunk_size)
-            if spec.residency is StateResidency.STORED
-        ]
+        numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
+        gradient_nbytes = sum(numels) * self.gradient_accumulation_dtype.itemsize
+        specs, chunk_nbytes = engine.plan_optimizer_state(numels, kinds, gradient_nbytes, by_chunks=by_chunks)
         engine.check_optimizer_space(sum(chunk_nbytes))
         dist.barrier()  # no rank takes space before every rank has looked
         self._state = engine.build_optimizer_state(specs, sum(chunk_nbytes))

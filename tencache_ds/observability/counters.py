@@ -112,6 +112,7 @@ class Stats:
         pool_waits: leases that had to wait for a buffer.
         stored_nbytes: bytes of scratch storage allocated on NVMe.
         resident_weight_nbytes: weights kept in host memory.
+        resident_state_nbytes: optimizer state kept in host memory.
         healed_reads: reads that differed from what was written and were right the second time: a disk to watch.
         relocated_extents: how often a weight or chunk changed its NVMe path, for the paths' rates had changed.
         io_backend: name of the I/O backend in use, or "" when nothing is stored.
@@ -128,6 +129,7 @@ class Stats:
     pool_waits: int = 0
     stored_nbytes: int = 0
     resident_weight_nbytes: int = 0
+    resident_state_nbytes: int = 0
     healed_reads: int = 0
     relocated_extents: int = 0
     io_backend: str = ""

@@ -14,7 +14,7 @@ from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.tiers.fused_adam import FusedAdam, Job
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.optimizer_state import ChunkInUse, OptimizerStateTier, StateResidency
+from tencache_ds.tiers.optimizer_state import ChunkInUse, OptimizerStateTier
 from tencache_ds.tiers.weight_writer import WeightWriter
 
 JOBS_AHEAD = 3
@@ -72,15 +72,14 @@ class FusedUpdate:
         Raises:
             StorageError: a read failed, or an earlier write.
         """
-        resident = self._tier.residency(sub_group) is StateResidency.HOST
         # Chunks on NVMe, and weights on NVMe, hold staging buffers: two of them at a time could wait for each other.
-        ahead = JOBS_AHEAD if resident and not self._writer.holds_buffers(sub_group) else 0
+        without_buffers = 0 if self._writer.holds_buffers(sub_group) else JOBS_AHEAD
         begun: deque[_Begun] = deque()
         try:
             for chunk in self._tier.chunks(sub_group):
                 used = self._tier.take(chunk)
                 try:
-                    while len(begun) > ahead:
+                    while len(begun) > (0 if used.staged else without_buffers):
                         self._finish(begun.popleft())
                     entry = self._begin(used, start + chunk.start, scalars)
                     if entry is None:

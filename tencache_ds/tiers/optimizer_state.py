@@ -2,66 +2,28 @@
 """Master weights and moments: in chunks, streamed past the optimizer in ascending order.
 
 During an update chunk ``i`` is worked on while ``i+1 … i+k`` are being read and ``i-1 …`` written back; ``k`` is
-whatever the staging pool has room for. A sub-group may instead be resident, which is the same update without the
-transfers.
+whatever the staging pool has room for. Chunks that live in host memory take part without the transfers.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
+from tencache_ds.items import Place
 from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
 from tencache_ds.observability.counters import Counters, Link, Stall
 from tencache_ds.planning.chunks import Chunk, cut_sub_group
+from tencache_ds.planning.placement import place_state
+from tencache_ds.tiers.sub_group import SubGroup, SubGroupSpec
 
 MASTER = "master"
-
-
-class StateResidency(enum.Enum):
-    """Where a sub-group's optimizer state lives."""
-
-    HOST = "host"
-    """One whole tensor per kind of state in host memory."""
-
-    STORED = "stored"
-    """In chunks on NVMe; in host memory only while a chunk is worked on."""
-
-
-@dataclass(frozen=True, slots=True)
-class SubGroupSpec:
-    """A sub-group as the tier sees it.
-
-    Attributes:
-        numel: elements of this rank's partition.
-        kinds: ``(kind, dtype)`` of each state the optimizer keeps, ``master`` first.
-        residency: where the state lives.
-    """
-
-    numel: int
-    kinds: tuple[tuple[str, torch.dtype], ...]
-    residency: StateResidency
-
-
-@dataclass(slots=True)
-class _SubGroup:
-    spec: SubGroupSpec
-    chunks: tuple[Chunk, ...]
-    extents: list[Extent] = field(default_factory=list)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def dtype(self, kind: str) -> torch.dtype:
-        for name, dtype in self.spec.kinds:
-            if name == kind:
-                return dtype
-        raise KeyError(kind)
 
 
 @dataclass(slots=True)
@@ -76,6 +38,11 @@ class ChunkInUse:
     chunk: Chunk
     views: dict[str, torch.Tensor]
     _lease: Lease | None = None
+
+    @property
+    def staged(self) -> bool:
+        """Whether it holds a staging buffer."""
+        return self._lease is not None
 
     def _end(self) -> Lease | None:
         """Takes the views away; returns the buffer that is to be given back, once."""
@@ -139,9 +106,18 @@ class OptimizerStateTier:
         """The kinds of state a sub-group keeps, ``master`` first."""
         return tuple(kind for kind, _ in self._groups[sub_group].spec.kinds)
 
-    def residency(self, sub_group: int) -> StateResidency:
-        """Where a sub-group's state lives."""
-        return self._groups[sub_group].spec.residency
+    def whole(self, sub_group: int) -> bool:
+        """Whether a sub-group's state is one tensor per kind in host memory."""
+        return self._groups[sub_group].spec.whole
+
+    def streamed(self, sub_group: int) -> bool:
+        """Whether an update of a sub-group moves bytes from and to NVMe."""
+        return bool(self._groups[sub_group].extents)
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of state that live in host memory."""
+        return sum(group.resident_nbytes for group in self._groups)
 
     # The update: a stream of chunks
 
@@ -149,9 +125,7 @@ class OptimizerStateTier:
         """Starts a pass over the stored chunks (of some sub-groups), ascending, and reads the first ones ahead."""
         self._abandon_ahead()
         groups = self._groups if sub_groups is None else [self._groups[index] for index in sub_groups]
-        self._queue = deque(
-            chunk for group in groups if group.spec.residency is StateResidency.STORED for chunk in group.chunks
-        )
+        self._queue = deque(chunk for group in groups for chunk in group.chunks if chunk.index in group.extents)
         self._read_ahead()
 
     def take(self, chunk: Chunk) -> ChunkInUse:
@@ -161,9 +135,9 @@ class OptimizerStateTier:
             StorageError: the read failed.
         """
         group = self._groups[chunk.sub_group]
-        if group.spec.residency is StateResidency.HOST:
-            views = {k: group.tensors[k][chunk.start : chunk.start + chunk.numel] for k, _ in group.spec.kinds}
-            return ChunkInUse(chunk, views)
+        if chunk.index not in group.extents:
+            self._read_ahead()  # buffers of writes that have ended since
+            return ChunkInUse(chunk, group.resident_views(chunk))
         if self._ahead and self._ahead[0].chunk is chunk:
             entry = self._ahead.popleft()
         else:
@@ -179,7 +153,7 @@ class OptimizerStateTier:
             entry.lease.release_with(entry.ticket)
             raise
         self._read_ahead()
-        return ChunkInUse(chunk, self._views(group, chunk, entry.lease.buffer), entry.lease)
+        return ChunkInUse(chunk, group.views_of(chunk, entry.lease.buffer), entry.lease)
 
     def put(self, used: ChunkInUse, *, changed: bool = True) -> None:
         """Ends the use of a chunk; a changed one goes to NVMe without waiting."""
@@ -236,14 +210,14 @@ class OptimizerStateTier:
     def borrow(self, sub_group: int) -> dict[str, torch.Tensor]:
         """Every kind of state of a sub-group as whole 1-D tensors to work on; :meth:`keep` takes them back.
 
-        Those of a resident sub-group are the tier's own, so a change is a change of the state. Those of a stored one
-        are copies; each chunk is read once.
+        Those of a whole sub-group are the tier's own, so a change is a change of the state. Others are copies; each
+        chunk is read once.
 
         Raises:
             StorageError: a read failed.
         """
         group = self._groups[sub_group]
-        if group.spec.residency is StateResidency.HOST:
+        if group.spec.whole:
             return dict(group.tensors)
         result = {kind: torch.empty(group.spec.numel, dtype=dtype) for kind, dtype in group.spec.kinds}
         self.begin_update([sub_group])
@@ -255,7 +229,7 @@ class OptimizerStateTier:
         return result
 
     def keep(self, sub_group: int, values: Mapping[str, torch.Tensor]) -> None:
-        """Makes ``values`` the whole state of a sub-group. A resident one keeps these very tensors.
+        """Makes ``values`` the whole state of a sub-group. One that is whole keeps these very tensors.
 
         Args:
             sub_group: which one.
@@ -272,12 +246,12 @@ class OptimizerStateTier:
         if MASTER not in values:
             raise TenCacheError(f"the state of sub-group {sub_group} is to become {sorted(values)}, without {MASTER!r}")
         dtypes = dict(group.spec.kinds) | {kind: value.dtype for kind, value in values.items()}
-        spec = SubGroupSpec(group.spec.numel, tuple(dtypes.items()), group.spec.residency)
-        if spec.residency is StateResidency.HOST:
+        spec = replace(group.spec, kinds=tuple(dtypes.items()))
+        if spec.whole:
             zeroed = {kind: tensor.zero_() for kind, tensor in group.tensors.items() if kind not in values}
             tensors = {kind: values[kind].contiguous() if kind in values else zeroed[kind] for kind in dtypes}
             chunks = group.chunks if spec == group.spec else self._cut(sub_group, spec)
-            self._groups[sub_group] = _SubGroup(spec, chunks, tensors=tensors)
+            self._groups[sub_group] = SubGroup(spec, chunks, tensors=tensors)
             return
         if spec != group.spec:
             self._relocate(sub_group, spec)
@@ -288,9 +262,9 @@ class OptimizerStateTier:
             self.put(used)
 
     def replace(self, sub_group: int, values: Mapping[str, torch.Tensor]) -> None:
-        """Like :meth:`keep`, for values that belong to somebody else: a resident sub-group copies them."""
+        """Like :meth:`keep`, for values that belong to somebody else: a whole sub-group copies them."""
         group = self._groups[sub_group]
-        if group.spec.residency is StateResidency.HOST:
+        if group.spec.whole:
             self._check_lengths(sub_group, values, group.spec.numel)
             values = {kind: self._copied(group.tensors.get(kind), value) for kind, value in values.items()}
         self.keep(sub_group, values)
@@ -346,14 +320,17 @@ class OptimizerStateTier:
     def overwrite(self, chunk: Chunk) -> ChunkInUse:
         """A chunk whose old state is of no interest: views to be filled completely; :meth:`put` has to follow."""
         group = self._groups[chunk.sub_group]
-        if group.spec.residency is StateResidency.HOST:
-            return self.take(chunk)
+        if chunk.index not in group.extents:
+            used = self.take(chunk)
+            for view in used.views.values():
+                view.zero_()
+            return used
         # What a pass has read ahead may be this chunk's old state, or hold the buffers this would wait for.
         if self._ahead:
             self._abandon_ahead()
         lease = self._lease(chunk)
         lease.buffer[: chunk.nbytes].zero_()
-        return ChunkInUse(chunk, self._views(group, chunk, lease.buffer), lease)
+        return ChunkInUse(chunk, group.views_of(chunk, lease.buffer), lease)
 
     # Lifetime
 
@@ -376,12 +353,19 @@ class OptimizerStateTier:
 
     # Mechanics
 
-    def _make(self, index: int, spec: SubGroupSpec) -> _SubGroup:
-        group = _SubGroup(spec, self._cut(index, spec))
-        if spec.residency is StateResidency.HOST:
-            group.tensors = {kind: torch.zeros(spec.numel, dtype=dtype) for kind, dtype in spec.kinds}
-        else:
-            group.extents = self._allocate(group.chunks)
+    def _make(self, index: int, spec: SubGroupSpec) -> SubGroup:
+        if spec.whole:
+            tensors = {kind: torch.zeros(spec.numel, dtype=dtype) for kind, dtype in spec.kinds}
+            return SubGroup(spec, self._cut(index, spec), tensors=tensors)
+        return self._house(spec, self._cut(index, spec))
+
+    def _house(self, spec: SubGroupSpec, chunks: tuple[Chunk, ...]) -> SubGroup:
+        """A sub-group's chunks in their homes; those in host memory are zero."""
+        stored = [chunk for chunk, place in zip(chunks, spec.places or (), strict=True) if place is Place.NVME]
+        group = SubGroup(spec, chunks, self._allocate(stored))
+        for chunk in chunks:
+            if chunk.index not in group.extents:
+                group.resident[chunk.index] = torch.zeros(chunk.nbytes, dtype=torch.uint8)
         return group
 
     def _cut(self, index: int, spec: SubGroupSpec, largest_nbytes: int | None = None) -> tuple[Chunk, ...]:
@@ -389,20 +373,20 @@ class OptimizerStateTier:
         chunk_nbytes = self._chunk_nbytes if largest_nbytes is None else min(self._chunk_nbytes, largest_nbytes)
         return cut_sub_group(index, spec.numel, kinds, chunk_nbytes)
 
-    def _allocate(self, chunks: Sequence[Chunk]) -> list[Extent]:
-        extents: list[Extent] = []
+    def _allocate(self, chunks: Sequence[Chunk]) -> dict[int, Extent]:
+        extents: dict[int, Extent] = {}
         try:
             for chunk in chunks:
                 name = f"optimizer chunk {chunk.sub_group}.{chunk.index}"
-                extents.append(self._require_store(chunk.sub_group).allocate(chunk.nbytes, name))
+                extents[chunk.index] = self._require_store(chunk.sub_group).allocate(chunk.nbytes, name)
         except BaseException:
-            for extent in extents:
+            for extent in extents.values():
                 self._require_store(chunks[0].sub_group).free(extent)
             raise
         return extents
 
     def _relocate(self, sub_group: int, spec: SubGroupSpec) -> None:
-        """Gives a stored sub-group chunks for other kinds of state, to be written next; the old ones are given up.
+        """Gives a sub-group chunks for other kinds of state, to be written next; the old ones are given up.
 
         The pool stays as it is: chunks get as few elements as its buffers need.
         """
@@ -416,10 +400,12 @@ class OptimizerStateTier:
             )
         self._abandon_ahead()
         store.drain()
-        extents = self._allocate(chunks)
-        for extent in self._groups[sub_group].extents:
+        # What does not fit into the host memory that the sub-group had goes to NVMe.
+        places = place_state([chunk.nbytes for chunk in chunks], self._groups[sub_group].resident_nbytes)
+        group = self._house(replace(spec, places=places), chunks)
+        for extent in self._groups[sub_group].extents.values():
             store.free(extent)
-        self._groups[sub_group] = _SubGroup(spec, chunks, extents)
+        self._groups[sub_group] = group
 
     def _require_store(self, sub_group: int) -> ExtentStore:
         if self._store is None:
@@ -440,19 +426,13 @@ class OptimizerStateTier:
         return own if own is value else own.copy_(value)
 
     @staticmethod
-    def _covering(group: _SubGroup, start: int, numel: int) -> list[tuple[Chunk, int, int]]:
+    def _covering(group: SubGroup, start: int, numel: int) -> list[tuple[Chunk, int, int]]:
         found = []
         for chunk in group.chunks:
             low, high = max(start, chunk.start), min(start + numel, chunk.start + chunk.numel)
             if low < high:
                 found.append((chunk, low, high))
         return found
-
-    def _views(self, group: _SubGroup, chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {
-            piece.kind: buffer[piece.offset : piece.offset + piece.nbytes].view(group.dtype(piece.kind))
-            for piece in chunk.pieces
-        }
 
     def _lease(self, chunk: Chunk) -> Lease:
         pool, owner = self._pool(), f"chunk {chunk.sub_group}.{chunk.index}"
@@ -470,11 +450,11 @@ class OptimizerStateTier:
 
     def _read_in_order(self, chunks: Sequence[Chunk]) -> None:
         """Reads ahead what will be taken next, unless a pass under way comes to it by itself."""
-        stored = bool(chunks) and self._groups[chunks[0].sub_group].spec.residency is StateResidency.STORED
-        if len(chunks) < 2 or not stored or any(entry.chunk is chunks[0] for entry in self._ahead):
+        stored = [chunk for chunk in chunks if chunk.index in self._groups[chunk.sub_group].extents]
+        if len(stored) < 2 or any(entry.chunk is stored[0] for entry in self._ahead):
             return
         self._abandon_ahead()
-        self._queue = deque(chunks)
+        self._queue = deque(stored)
         self._read_ahead()
 
     def _read_ahead(self) -> None:

@@ -55,9 +55,9 @@ def test_stock_gets_buffers_that_hold_the_largest_weight() -> None:
     assert config["zero_optimization"]["offload_optimizer"]["buffer_count"] == 12
 
 
-def test_host_memory_share_is_a_share_of_the_16_bit_weights() -> None:
+def test_host_memory_share_is_a_share_of_weights_gradients_and_state() -> None:
     config = PEERS["tencache"].configure(setting(), {"host_memory_share": 0.5, "io_lanes": 4})
-    assert config["tencache"] == {"host_memory": 1_335_986_176, "io_lanes": 4}
+    assert config["tencache"] == {"host_memory": 10_687_889_408, "io_lanes": 4}
     assert PEERS["tencache"].configure(setting(), {})["tencache"] == {}
 
 
@@ -87,7 +87,7 @@ def test_entries() -> None:
     entry = parse_entry("nvme-nvme:aio_threads=8+pipeline=false")
     assert (entry.peer, entry.fixed) == ("nvme-nvme", {"aio_threads": 8, "pipeline": False})
     assert entry.label == "stock NVMe + NVMe, aio_threads 8, pipeline False"
-    assert parse_entry("tencache:host_memory_share=0.25").label == "TenCache, 25% of weights in RAM"
+    assert parse_entry("tencache:host_memory_share=0.25").label == "TenCache, RAM for 25%"
     assert parse_entry("tencache:io_backend=posix").fixed == {"io_backend": "posix"}
     assert [e.name for e in parse_entries(["tencache", "pair"])] == ["tencache", "nvme-nvme"]
     for names in [*SETS.values(), EVERYBODY, PAPER]:

@@ -18,20 +18,22 @@ ENGINES = ("stock", "tencache")
 PAIRS = tuple(itertools.product(ENGINES, ENGINES))
 PROGRAM = "checkpoint_cases.py"
 
+IN_TWO_PLACES = {"host_memory": "10MiB", "chunk_size": 2**16}
+"""Weights in RAM, of the optimizer's state about half."""
 KINDS: dict[str, dict[str, Any]] = {
     "adamw": {"model": "mlp"},
     "adamw_accumulation": {"model": "mlp", "accumulation": 2, "clipping": 0.1, "scheduler": True},
     "lion": {"model": "mlp", "optimizer": "lion"},
     "torch_adamw": {"model": "mlp", "optimizer": "torch_adamw"},
-    "two_groups": {"model": "gpt2", "optimizer": "two_groups"},
+    "two_groups": {"model": "gpt2", "optimizer": "two_groups", "tencache": IN_TWO_PLACES | {"host_memory": "20MiB"}},
     "lora": {"model": "llama", "lora": True},
     "tied": {"model": "tied"},
     "before_the_first_step": {"model": "mlp", "before": 0},
-    "into_a_trained_engine": {"model": "mlp", "trained_before_loading": True},
+    "into_a_trained_engine": {"model": "mlp", "trained_before_loading": True, "tencache": IN_TWO_PLACES},
     "without_optimizer_states": {"model": "mlp", "load_options": {"load_optimizer_states": False}},
     "module_only": {"model": "mlp", "load_options": {"load_module_only": True}},
 }
-TWO_RANK_KINDS = ("adamw", "lora", "before_the_first_step")
+TWO_RANK_KINDS = ("adamw", "lora", "before_the_first_step", "into_a_trained_engine")
 SAVING_ONLY: dict[str, dict[str, Any]] = {
     "saved_twice": {"model": "mlp", "saves": 2},
     "saved_twice_lora": {"model": "llama", "lora": True, "saves": 2},
@@ -40,6 +42,7 @@ SAVING_ONLY: dict[str, dict[str, Any]] = {
 }
 RELOADS: dict[str, dict[str, Any]] = {
     "adamw": {"model": "mlp"},
+    "adamw_in_two_places": {"model": "mlp", "tencache": IN_TWO_PLACES},
     "torch_sgd": {"model": "mlp", "optimizer": "torch_sgd"},
     "torch_adamw_in_ram": {"model": "mlp", "optimizer": "torch_adamw", "offload_optimizer": "cpu"},
     "odd_states": {"model": "mlp", "optimizer": "odd_states"},

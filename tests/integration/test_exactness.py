@@ -53,12 +53,32 @@ TRAINING: dict[str, dict[str, Any]] = {
     },
     "torch_adamw": {"model": "tied", "optimizer": "torch_adamw"},
     "torch_sgd": {"model": "mlp", "optimizer": "torch_sgd"},
+    # Some chunks of the optimizer's state in RAM and the others on NVMe; some sub-groups where it takes them whole.
+    "state_in_two_places": {
+        "model": "llama",
+        "accumulation": 2,
+        "clipping": 0.1,
+        "tencache": {"host_memory": "12MiB", "chunk_size": 2**16},
+    },
+    "sub_groups_in_two_places": {
+        "model": "mlp",
+        "optimizer": "torch_adamw",
+        "sub_group_size": 3 * 10**5,
+        "tencache": {"host_memory": "12MiB"},
+    },
     "initialized_whole": {"model": "gpt2", "zero_init": False, "steps": 8},
     "weights_in_ram": {"model": "llama", "offload_param": "cpu", "steps": 8},
     "weights_on_device": {"model": "llama", "offload_param": "none", "steps": 8},
     "optimizer_in_ram": {"model": "llama", "offload_optimizer": "cpu", "steps": 8},
 }
-TWO_RANK_TRAINING = ("accumulation_clipping", "two_groups_scheduler", "torch_adamw", "lion", "fp32_gradients")
+TWO_RANK_TRAINING = (
+    "accumulation_clipping",
+    "two_groups_scheduler",
+    "torch_adamw",
+    "lion",
+    "fp32_gradients",
+    "state_in_two_places",
+)
 
 FP16: dict[str, dict[str, Any]] = {
     "fp16": {"model": "mlp", "precision": "fp16", "weights": True},
@@ -90,6 +110,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "host_memory_automatic": {"tencache": {"host_memory": None}},
     "host_memory_partial": {"tencache": {"host_memory": "1MiB"}},
     "host_memory_large": {"tencache": {"host_memory": "8GiB"}},
+    "host_memory_for_state": {"tencache": {"host_memory": "20MiB", "chunk_size": 2**16}},
+    "host_memory_for_state_least_staging": {
+        "smallest_staging": True,
+        "sub_group_size": 10**9,
+        "tencache": {"host_memory": "24MiB", "chunk_size": 2**16},
+    },
     "no_verification": {"tencache": {"verify": "off"}},
 }
 SETTINGS_CASE: dict[str, Any] = {"model": "llama", "steps": 6}
@@ -185,6 +211,23 @@ def test_resident_weights_are_not_read(settings: Any) -> None:
     assert reads == sorted(reads)
     assert len(set(reads)) == 3
     assert sum(everything["last_step"]["accesses"][kind] for kind in ("prefetched", "late", "demand")) == 0
+
+
+def test_optimizer_state_uses_the_host_memory_that_weights_and_gradients_leave(settings: Any) -> None:
+    everything = settings.result("settings_host_memory_large", "tencache")["stats"]
+    assert everything["stored_nbytes"] == 0
+    assert everything["last_step"]["nbytes"]["nvme_read"] == everything["last_step"]["nbytes"]["nvme_write"] == 0
+    chunk_nbytes, gradient_nbytes = 2**16, everything["resident_weight_nbytes"]
+    for name, host_nbytes in (
+        ("host_memory_for_state", 20 * 2**20),
+        ("host_memory_for_state_least_staging", 24 * 2**20),
+    ):
+        found = settings.result(f"settings_{name}", "tencache")["stats"]
+        assert found["resident_weight_nbytes"] == everything["resident_weight_nbytes"]
+        left = host_nbytes - found["resident_weight_nbytes"] - gradient_nbytes - found["resident_state_nbytes"]
+        assert 0 <= left < 2 * chunk_nbytes
+        moved = found["last_step"]["nbytes"]
+        assert moved["nvme_read"] == moved["nvme_write"] == found["stored_nbytes"] > 0
 
 
 @pytest.mark.parametrize("backend", TRAFFIC)

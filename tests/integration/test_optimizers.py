@@ -16,7 +16,8 @@ from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import known_kinds, step_is_watched
 from tencache_ds.observability.counters import Counters
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency, SubGroupSpec
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.sub_group import SubGroupSpec
 
 NUMEL = 40
 TORCH: dict[str, dict[str, Any]] = {
@@ -36,7 +37,7 @@ TORCH: dict[str, dict[str, Any]] = {
 
 def states_of(optimizer: torch.optim.Optimizer, placeholder: torch.Tensor, **options: Any) -> OptimizerStates:
     tier = OptimizerStateTier(
-        [SubGroupSpec(NUMEL, ((MASTER, torch.float32),), StateResidency.HOST)],
+        [SubGroupSpec(NUMEL, ((MASTER, torch.float32),), None)],
         store=None,
         pool=lambda: pytest.fail("no pool is needed"),
         counters=Counters(),

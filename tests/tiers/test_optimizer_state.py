@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from tencache_ds.errors import SpaceError, StorageError, TenCacheError
 from tencache_ds.io import Operation, StorageTimeoutError
+from tencache_ds.items import Place
 from tencache_ds.layout import round_up
 from tencache_ds.observability.counters import Counters, Stall
 from tencache_ds.planning.size_classes import SizeClass
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency, SubGroupSpec
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.sub_group import SubGroupSpec
 from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,19 +26,33 @@ KINDS = ((MASTER, torch.float32), ("exp_avg", torch.float32), ("exp_avg_sq", tor
 CHUNK_NBYTES = 4096 * 10  # one granule of master, exp_avg and exp_avg_sq
 NUMELS = (3 * 4096 + 100, 5, 2 * 4096)
 SLOTS = 3
-EVERY_RESIDENCY = pytest.mark.parametrize("residency", list(StateResidency))
+HOMES: dict[str, tuple[Place, ...]] = {
+    "whole": (),
+    "stored": (Place.NVME,),
+    "resident": (Place.HOST,),
+    "mixed": (Place.HOST, Place.NVME),
+}
+"""Of a sub-group's chunks, over and over; none where the sub-group is whole in host memory."""
+EVERY_HOME = pytest.mark.parametrize("home", HOMES)
+
+
+def spec_of(numel: int, home: str) -> SubGroupSpec:
+    """A sub-group of ``KINDS`` in chunks of ``CHUNK_NBYTES``."""
+    places = HOMES[home]
+    n_chunks = -(-numel // 4096)
+    return SubGroupSpec(numel, KINDS, (places * n_chunks)[:n_chunks] if places else None)
 
 
 class Bench:
     """An optimizer tier with a dense model of what it holds."""
 
-    def __init__(self, folder: Path, *residencies: StateResidency) -> None:
+    def __init__(self, folder: Path, *homes: str) -> None:
         # Slots with room for a granule of one more kind.
         self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES + 4096 * 4, SLOTS),))
-        specs = [SubGroupSpec(n, KINDS, r) for n, r in zip(NUMELS, residencies, strict=True)]
+        specs = [spec_of(numel, home) for numel, home in zip(NUMELS, homes, strict=True)]
         self.tier = OptimizerStateTier(
             specs,
-            store=self.storage.store if StateResidency.STORED in residencies else None,
+            store=self.storage.store if set(homes) != {"whole"} else None,
             pool=lambda: self.storage.pool,
             counters=self.storage.counters,
             chunk_nbytes=CHUNK_NBYTES,
@@ -88,19 +104,19 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path):
-    bench = Bench(tmp_path, *[StateResidency.STORED] * len(NUMELS))
+    bench = Bench(tmp_path, *["stored"] * len(NUMELS))
     yield bench
     bench.close()
 
 
 @pytest.fixture
-def either(tmp_path, residency):
-    bench = Bench(tmp_path, *[residency] * len(NUMELS))
+def either(tmp_path, home):
+    bench = Bench(tmp_path, *[home] * len(NUMELS))
     yield bench
     bench.close()
 
 
-@EVERY_RESIDENCY
+@EVERY_HOME
 def test_a_pass_in_order_streams_and_keeps_every_change(either):
     for step in range(3):
         either.tier.begin_update()
@@ -128,7 +144,7 @@ def test_a_pass_moves_each_chunk_once(bench):
     assert after["nvme_write"] == 2 * nbytes
 
 
-@EVERY_RESIDENCY
+@EVERY_HOME
 def test_a_scan_shows_every_chunk_and_changes_nothing(either):
     either.scan()
     either.storage.assert_idle()
@@ -164,8 +180,9 @@ def test_the_next_chunks_are_read_while_one_is_worked_on(bench):
     assert len(bench.tier._ahead) == SLOTS
 
 
-def test_a_resident_sub_group_touches_neither_pool_nor_disk(tmp_path):
-    bench = Bench(tmp_path, *[StateResidency.HOST] * len(NUMELS))
+@pytest.mark.parametrize("home", ["whole", "resident"])
+def test_state_in_host_memory_touches_neither_pool_nor_disk(tmp_path, home):
+    bench = Bench(tmp_path, *[home] * len(NUMELS))
     bench.tier.begin_update()
     for chunk in bench.all_chunks():
         used = bench.tier.take(chunk)
@@ -178,9 +195,11 @@ def test_a_resident_sub_group_touches_neither_pool_nor_disk(tmp_path):
     bench.close()
 
 
-def test_residencies_side_by_side(tmp_path):
-    bench = Bench(tmp_path, StateResidency.STORED, StateResidency.HOST, StateResidency.STORED)
-    assert [bench.tier.residency(i).value for i in range(3)] == ["stored", "host", "stored"]
+@pytest.mark.parametrize("homes", [("stored", "whole", "stored"), ("mixed", "resident", "mixed")])
+def test_homes_side_by_side(tmp_path, homes):
+    bench = Bench(tmp_path, *homes)
+    assert [bench.tier.streamed(index) for index in range(3)] == [True, False, True]
+    assert [bench.tier.whole(index) for index in range(3)] == [home == "whole" for home in homes]
     for _ in range(2):
         bench.tier.begin_update()
         for chunk in bench.all_chunks():
@@ -294,7 +313,7 @@ def test_a_write_in_the_middle_of_a_pass_is_seen_by_it(bench, groups):
     bench.check()
 
 
-@EVERY_RESIDENCY
+@EVERY_HOME
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(
@@ -308,9 +327,9 @@ def test_a_write_in_the_middle_of_a_pass_is_seen_by_it(bench, groups):
         max_size=12,
     )
 )
-def test_any_ranges_against_a_dense_model(residency, operations):
+def test_any_ranges_against_a_dense_model(home, operations):
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), *[residency] * len(NUMELS))
+        bench = Bench(Path(folder), *[home] * len(NUMELS))
         for seed, (name, index, kinds, start, numel) in enumerate(operations):
             dense = bench.dense[index]
             start %= NUMELS[index]
@@ -346,26 +365,26 @@ def test_a_whole_replacement_reads_nothing(bench):
     bench.check()
 
 
-@EVERY_RESIDENCY
+@EVERY_HOME
 def test_reads_are_copies(either):
     either.tier.read(0, MASTER).zero_()
     either.check()
 
 
-@EVERY_RESIDENCY
+@EVERY_HOME
 def test_values_of_different_lengths_are_refused(either):
     with pytest.raises(TenCacheError, match="sub-group 0 differ in length"):
         either.tier.write(0, {MASTER: torch.zeros(3), "exp_avg": torch.zeros(4)})
 
 
-@EVERY_RESIDENCY
+@EVERY_HOME
 def test_a_kind_that_is_not_kept(either):
     for use in (either.tier.read, either.tier.dtype):
         with pytest.raises(KeyError, match="momentum"):
             use(0, "momentum")
 
 
-@EVERY_RESIDENCY
+@EVERY_HOME
 def test_what_was_borrowed_and_changed_is_kept(either):
     for index in (0, 1):
         values = either.tier.borrow(index)
@@ -378,7 +397,7 @@ def test_what_was_borrowed_and_changed_is_kept(either):
 
 
 @pytest.mark.parametrize("use", ["keep", "replace"])
-@EVERY_RESIDENCY
+@EVERY_HOME
 def test_new_kinds_and_dtypes_get_room_and_missing_kinds_become_zero(either, use):
     """As after a first step that made a state, or after loading a checkpoint of other states."""
     for index in (0, 2):
@@ -402,8 +421,8 @@ def test_new_kinds_and_dtypes_get_room_and_missing_kinds_become_zero(either, use
     either.check()
 
 
-def test_a_resident_sub_group_keeps_the_optimizers_tensors_and_copies_loaded_ones(tmp_path):
-    bench = Bench(tmp_path, *[StateResidency.HOST] * len(NUMELS))
+def test_a_whole_sub_group_keeps_the_optimizers_tensors_and_copies_loaded_ones(tmp_path):
+    bench = Bench(tmp_path, *["whole"] * len(NUMELS))
     loaded = {kind: value.clone() for kind, value in bench.dense[0].items()}
     bench.tier.replace(0, loaded)
     assert not {v.data_ptr() for v in bench.tier.borrow(0).values()} & {v.data_ptr() for v in loaded.values()}
@@ -418,7 +437,7 @@ def test_chunks_of_more_kinds_fit_the_pool_that_there_is(tmp_path):
     slot_nbytes = round_up(numel * 8)
     storage = Storage(tmp_path, (SizeClass(slot_nbytes, SLOTS),))
     tier = OptimizerStateTier(
-        [SubGroupSpec(numel, two, StateResidency.STORED)],
+        [SubGroupSpec(numel, two, (Place.NVME,))],
         store=storage.store,
         pool=lambda: storage.pool,
         counters=storage.counters,
@@ -464,7 +483,7 @@ def test_no_room_for_new_kinds_leaves_the_state_as_it_was(bench, monkeypatch):
     bench.check()
 
 
-@EVERY_RESIDENCY
+@EVERY_HOME
 def test_the_whole_state_has_master_weights(either):
     with pytest.raises(TenCacheError, match="without 'master'"):
         either.tier.keep(0, {"exp_avg": torch.zeros(NUMELS[0])})
@@ -473,7 +492,7 @@ def test_the_whole_state_has_master_weights(either):
 def test_stored_state_needs_a_store():
     with pytest.raises(TenCacheError, match="no store"):
         OptimizerStateTier(
-            [SubGroupSpec(5, KINDS, StateResidency.STORED)],
+            [SubGroupSpec(5, KINDS, (Place.NVME,))],
             store=None,
             pool=lambda: pytest.fail("no pool is needed"),
             counters=Counters(),
@@ -556,7 +575,7 @@ def test_drain_gives_up_what_was_read_ahead(bench):
 def test_an_empty_sub_group(tmp_path):
     storage = Storage(tmp_path, (SizeClass(CHUNK_NBYTES, 1),))
     tier = OptimizerStateTier(
-        [SubGroupSpec(0, KINDS, StateResidency.STORED)],
+        [SubGroupSpec(0, KINDS, ())],
         store=storage.store,
         pool=lambda: storage.pool,
         counters=storage.counters,

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from tencache_ds.io import ExtentStore
+from tencache_ds.items import Place
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.observability.counters import Link
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.planning.striping import Striping
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier, StateResidency, SubGroupSpec
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.sub_group import SubGroupSpec
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, ControlledBackend, Storage, numbers
 
@@ -23,6 +25,7 @@ FAST_FIRST = [1e11, 1e9]
 KINDS = ((MASTER, torch.float32), ("exp_avg", torch.float32))
 CHUNK_NBYTES = 8 * PAGE
 NUMEL = 20 * PAGE + 5
+N_CHUNKS = 21
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def shares(storage):
 
 def test_chunks_move_and_keep_their_state(storage):
     tier = OptimizerStateTier(
-        [SubGroupSpec(NUMEL, KINDS, StateResidency.STORED)],
+        [SubGroupSpec(NUMEL, KINDS, (Place.NVME,) * N_CHUNKS)],
         store=storage.store,
         pool=lambda: storage.pool,
         counters=storage.counters,

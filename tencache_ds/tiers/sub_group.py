@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sub-group's optimizer state: its chunks, and where each of them lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tencache_ds.io import Extent
+from tencache_ds.items import Place
+from tencache_ds.planning.chunks import Chunk
+
+Kinds = tuple[tuple[str, torch.dtype], ...]
+"""``(kind, dtype)`` of each state that is kept per element."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroupSpec:
+    """A sub-group as the tier sees it.
+
+    Attributes:
+        numel: elements of this rank's partition.
+        kinds: of the states the optimizer keeps, ``master`` first.
+        places: of each chunk, HOST or NVME; None for one whole tensor per kind in host memory.
+    """
+
+    numel: int
+    kinds: Kinds
+    places: tuple[Place, ...] | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether its state is one tensor per kind in host memory."""
+        return self.places is None
+
+
+@dataclass(slots=True)
+class SubGroup:
+    """A sub-group and its state.
+
+    Attributes:
+        spec: what is kept.
+        chunks: in ascending order.
+        extents: where chunks that live on NVMe are, by their index.
+        resident: bytes of the other chunks, by their index, laid out as in an extent; none of a whole sub-group.
+        tensors: of a whole sub-group, 1-D, by kind.
+    """
+
+    spec: SubGroupSpec
+    chunks: tuple[Chunk, ...]
+    extents: dict[int, Extent] = field(default_factory=dict)
+    resident: dict[int, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(tensor.nbytes for tensor in (*self.resident.values(), *self.tensors.values()))
+
+    def dtype(self, kind: str) -> torch.dtype:
+        """Of one kind of state.
+
+        Raises:
+            KeyError: there is no such state (yet).
+        """
+        for name, dtype in self.spec.kinds:
+            if name == kind:
+                return dtype
+        raise KeyError(kind)
+
+    def resident_views(self, chunk: Chunk) -> dict[str, torch.Tensor]:
+        """A 1-D tensor per kind of a chunk that lives in host memory; changes are changes of the state."""
+        if self.spec.whole:
+            end = chunk.start + chunk.numel
+            return {kind: self.tensors[kind][chunk.start : end] for kind, _ in self.spec.kinds}
+        return self.views_of(chunk, self.resident[chunk.index])
+
+    def views_of(self, chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A 1-D tensor per kind in a buffer (uint8) that holds a chunk as its extent does."""
+        return {
+            piece.kind: buffer[piece.offset : piece.offset + piece.nbytes].view(self.dtype(piece.kind))
+            for piece in chunk.pieces
+        }
