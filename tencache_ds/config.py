@@ -72,7 +72,7 @@ def parse_host_memory(value: object) -> int:
     nbytes = parse_size(value)
     if 0 < nbytes < LEAST_HOST_MEMORY_NBYTES:
         raise ValueError(
-            f"{nbytes} bytes hold no weight: write a unit, as in '{nbytes}GiB', or 0 to send every weight to NVMe"
+            f"{nbytes} bytes hold no weight: write a unit, as in '{nbytes}GiB', or 0 to send all but gradients to NVMe"
         )
     return nbytes
 

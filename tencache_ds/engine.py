@@ -132,7 +132,7 @@ class TenCacheEngine:
         """Of this rank's ``host_memory``, what neither weights nor reservations take. Negative if they take more."""
         with self._shared.lock:
             weights = sum(tier.resident_nbytes for tier in self._shared.tiers)
-            return self.surroundings.resident_nbytes - weights - self._shared.reserved_nbytes
+            return self.surroundings.host_nbytes - weights - self._shared.reserved_nbytes
 
     def reserve_host_memory(self, nbytes: int) -> None:
         """Counts host memory that gradients and optimizer state take beside the weights; negative gives it back."""
@@ -218,8 +218,8 @@ class TenCacheEngine:
     # Mechanics
 
     def _resident_budget(self) -> int:
-        budget = self.surroundings.resident_nbytes
-        logger.info("weights may fill %s of host memory per rank (%s)", gib(budget), self.surroundings.resident_reason)
+        budget = self.surroundings.host_nbytes
+        logger.info("%s of host memory per rank may be used (%s)", gib(budget), self.surroundings.host_reason)
         return budget
 
     def staging_locking(self, nbytes: int) -> Locking:

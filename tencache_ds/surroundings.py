@@ -29,8 +29,8 @@ class Surroundings:
         optimizer_paths: NVMe folders for optimizer state; none when it stays in host memory.
         pin_memory: DeepSpeed's ``pin_memory`` option.
         aio: DeepSpeed's ``aio`` section.
-        resident_nbytes: bytes of weights that may stay in host memory, the same figure on every rank.
-        resident_reason: where that figure comes from.
+        host_nbytes: host memory for weights, gradients and optimizer state, the same figure on every rank.
+        host_reason: where that figure comes from.
     """
 
     rank: int
@@ -41,5 +41,5 @@ class Surroundings:
     optimizer_paths: tuple[str, ...]
     pin_memory: bool
     aio: AioSettings
-    resident_nbytes: int
-    resident_reason: str
+    host_nbytes: int
+    host_reason: str

@@ -53,8 +53,8 @@ def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
             single_submit=is_true(aio[AIO_SINGLE_SUBMIT]),
             overlap_events=is_true(aio[AIO_OVERLAP_EVENTS]),
         ),
-        resident_nbytes=budget.resident_nbytes,
-        resident_reason=budget.reason,
+        host_nbytes=budget.host_nbytes,
+        host_reason=budget.reason,
     )
     if rank == 0:
         if budget.warning:
@@ -64,7 +64,7 @@ def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
 
 
 def agree_on_host_memory(options: TenCacheConfig) -> HostBudget:
-    """The host memory for weights, and the ranks and cores of each machine, from what every rank sees of its own."""
+    """The host memory of each rank, and the ranks and cores of each machine, from what every rank sees of its own."""
     mine = RankMemory(
         socket.gethostname(),
         options.host_memory,

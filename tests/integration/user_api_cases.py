@@ -584,7 +584,7 @@ def destroy(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     """What is there before, while and after a model has an engine, and after the model is gone, on NVMe and in RAM."""
     return {
         "NVMe": life_of_an_engine(engine_name, folder, rank),
-        "RAM": life_of_an_engine(engine_name, folder, rank, tencache={"host_memory": 2**30}),
+        "RAM": life_of_an_engine(engine_name, folder, rank, tencache={"host_memory": "3MiB"}),  # for the weights alone
         "interrupted": life_of_an_engine(engine_name, folder, rank, interrupt=True),
     }
 

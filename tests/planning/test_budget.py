@@ -46,7 +46,7 @@ def memory(
 
 def test_half_of_what_is_available() -> None:
     budget = plan_host_memory([memory(100)])
-    assert budget.resident_nbytes == 50 * GIB
+    assert budget.host_nbytes == 50 * GIB
     assert budget.reason == "half of the 100.00 GiB that this machine has available"
     assert budget.local_ranks == (1,)
     assert budget.cores == (16,)
@@ -55,23 +55,23 @@ def test_half_of_what_is_available() -> None:
 
 def test_the_users_figure_is_taken_as_it_is() -> None:
     budget = plan_host_memory([memory(1, wanted=5 * GIB), memory(1, wanted=5 * GIB)])
-    assert (budget.resident_nbytes, budget.reason) == (5 * GIB, "tencache.host_memory")
+    assert (budget.host_nbytes, budget.reason) == (5 * GIB, "tencache.host_memory")
     assert budget.warning == ""
 
 
 def test_ranks_of_one_container_share_its_limit() -> None:
     budget = plan_host_memory([memory(1900, group=("pod", 64))] * 4)
-    assert budget.resident_nbytes == 8 * GIB
+    assert budget.host_nbytes == 8 * GIB
     assert budget.reason == "half of the 64.00 GiB that control group pod has available, divided by its 4 ranks"
 
 
 def test_ranks_in_containers_of_their_own_share_the_machine_only() -> None:
     roomy = plan_host_memory([memory(1900, group=(name, 64)) for name in "pqrs"])
-    assert roomy.resident_nbytes == 32 * GIB
+    assert roomy.host_nbytes == 32 * GIB
     assert roomy.local_ranks == (4, 4, 4, 4)
     assert roomy.cores == (4, 4, 4, 4)
     crowded = plan_host_memory([memory(80, group=(name, 64)) for name in "pqrs"])
-    assert crowded.resident_nbytes == 10 * GIB
+    assert crowded.host_nbytes == 10 * GIB
     assert "this machine" in crowded.reason
 
 
@@ -85,13 +85,13 @@ def test_hosts_with_different_numbers_of_ranks_and_memory() -> None:
     budget = plan_host_memory([memory(100, "a"), memory(100, "b"), memory(90, "b"), memory(100, "b")])
     assert budget.local_ranks == (1, 3, 3, 3)
     assert budget.cores == (16, 5, 5, 5)
-    assert budget.resident_nbytes == 15 * GIB
+    assert budget.host_nbytes == 15 * GIB
     assert "the smallest figure of all ranks, that of rank 2 on host-b" in budget.reason
 
 
 def test_the_users_figures_that_differ_are_named() -> None:
     budget = plan_host_memory([memory(100, "a", wanted=7), memory(100, "b"), memory(100, "b", wanted=9)])
-    assert budget.resident_nbytes == 7
+    assert budget.host_nbytes == 7
     for words in ("7 bytes on rank 0 (host-a)", "automatic on rank 1 (host-b)", "9 bytes on rank 2", "same config"):
         assert words in budget.warning
 
@@ -111,12 +111,12 @@ def test_the_users_figures_that_differ_are_named() -> None:
 )
 def test_no_domain_is_planned_beyond_half_of_it(ranks: list[RankMemory]) -> None:
     budget = plan_host_memory(ranks)
-    assert budget.resident_nbytes <= min((rank.wanted_nbytes for rank in ranks if rank.wanted_nbytes), default=2**62)
+    assert budget.host_nbytes <= min((rank.wanted_nbytes for rank in ranks if rank.wanted_nbytes), default=2**62)
     automatic = [rank for rank in ranks if rank.wanted_nbytes is None]
     for rank in automatic:
         for domain in rank.domains:
             sharers = sum(any(domain.identity == other.identity for other in one.domains) for one in automatic)
-            assert budget.resident_nbytes * sharers <= domain.available_nbytes / 2
+            assert budget.host_nbytes * sharers <= domain.available_nbytes / 2
 
 
 def least(shards: list[int], largest: int, chunks: int) -> int:

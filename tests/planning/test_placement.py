@@ -57,9 +57,10 @@ def test_by_hand() -> None:
 
 
 def test_sub_groups() -> None:
-    assert plan_state([[4, 4], [4, 2]], 14, by_chunks=True) == (None, None)
+    assert plan_state([[4, 4], [4, 2]], 14, by_chunks=True) == ((H, H), (H, H))
+    assert plan_state([[4, 4], [4, 2]], 14, by_chunks=False) == (None, None)
     assert plan_state([[4, 4], [4, 2]], 13, by_chunks=True) == ((H, N), (H, H))
     assert plan_state([[4, 4], [4, 2]], 0, by_chunks=True) == ((N, N), (N, N))
     assert plan_state([[4, 4], [4, 2]], 8, by_chunks=False) == (None, (N, N))
     assert plan_state([[4, 4], [4, 2]], 7, by_chunks=False) == ((N, N), None)
-    assert plan_state([[], []], 0, by_chunks=True) == (None, None)
+    assert plan_state([[], []], 0, by_chunks=True) == ((), ())
