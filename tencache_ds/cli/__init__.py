@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from tencache_ds import __version__
-from tencache_ds.cli import bench, doctor, tune
+from tencache_ds.cli import bench, doctor, plan, tune
 
 __all__ = ["main"]
 
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
     doctor.add_command(commands)
     tune.add_command(commands)
+    plan.add_command(commands)
     bench.add_command(commands)
     arguments = parser.parse_args(words)
     return int(arguments.run(arguments))

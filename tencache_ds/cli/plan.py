@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tencache plan``: whether a model fits this machine, what goes where, and what more memory would give."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tencache_ds.cli.finding import format_nbytes
+from tencache_ds.config import parse_host_memory
+from tencache_ds.errors import ConfigError, TenCacheError
+from tencache_ds.planning.bound import Resource
+from tencache_ds.planning.budget import AUTO_HOST_SHARE
+from tencache_ds.planning.forecast import Forecast, Training, forecast
+from tencache_ds.profiling.hardware import Hardware
+from tencache_ds.profiling.host_memory import available_nbytes
+
+MORE_NBYTES = 8 * 2**30
+"""The step of memory whose worth is shown."""
+
+_NARROWEST_COLUMNS = 100
+_COUNT = re.compile(r"([\d.]+(?:e\d+)?)([KMBT]?)", re.IGNORECASE)
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def add_command(commands: Any) -> None:
+    """Registers ``plan`` with what :meth:`argparse.ArgumentParser.add_subparsers` returned."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "plan",
+        help="say whether a model fits this machine, what goes where, and what more memory would give",
+        description="Measures this machine for some seconds and says what of a model's weights, gradients and "
+        "optimizer state would be in RAM and on NVMe, and the shortest step that this allows. Exit status 1 if it does "
+        "not fit.",
+    )
+    model = parser.add_argument_group("model, in one of three ways")
+    model.add_argument("--params", type=_count, metavar="N", help="number of parameters, such as 6.7B")
+    model.add_argument("--model", metavar="NAME", help="a Hugging Face config.json, its folder, or a name on the hub")
+    model.add_argument("--layers", type=_positive, help="of a Llama-like model, with --hidden")
+    model.add_argument("--hidden", type=_positive, help="its hidden size")
+    model.add_argument("--vocabulary", type=_positive, default=32000, help="its tokens (default: %(default)s)")
+    step = parser.add_argument_group("step")
+    step.add_argument("--ranks", type=_positive, default=1, help="GPUs of this machine (default: %(default)s)")
+    step.add_argument("--micro-batch", type=_positive, default=1, help="sequences per GPU (default: %(default)s)")
+    step.add_argument("--sequence", type=_positive, default=2048, help="tokens of each (default: %(default)s)")
+    step.add_argument("--accumulation", type=_positive, default=1, help="micro-steps (default: %(default)s)")
+    step.add_argument("--checkpointing", action="store_true", help="activations are recomputed")
+    place = parser.add_argument_group("memory")
+    place.add_argument("--nvme-path", type=Path, metavar="FOLDER", help="on the drive that training would use")
+    place.add_argument(
+        "--host-memory", type=_size, metavar="SIZE",
+        help="RAM per rank, as tencache.host_memory (default: as without it, half of what is available)",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=10.0, help="time to measure (default: %(default)g)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to this file")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _count(text: str) -> int:
+    found = _COUNT.fullmatch(text)
+    value = round(float(found.group(1)) * _FACTORS[found.group(2).upper()]) if found is not None else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: write 6.7B, 350M or 7e9")
+    return value
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_host_memory(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and prints; returns 1 if the model does not fit or something cannot be measured, else 0."""
+    console = Console() if sys.stdout.isatty() else Console(width=_NARROWEST_COLUMNS)
+    try:
+        return _plan(arguments, console)
+    except (TenCacheError, OSError) as error:
+        print(f"tencache plan: {error}", file=sys.stderr)
+        return 1
+
+
+def _plan(arguments: argparse.Namespace, console: Console) -> int:
+    numel = numel_of(arguments)
+    available = available_nbytes()
+    per_rank = arguments.host_memory
+    if per_rank is None:
+        per_rank = int(available * AUTO_HOST_SHARE) // arguments.ranks
+    from tencache_ds.profiling.probe import probe
+
+    hardware = probe(
+        arguments.nvme_path,
+        seconds=arguments.seconds,
+        progress=lambda line: print(line, file=sys.stderr),
+    )
+    training = Training(
+        numel=numel,
+        ranks=arguments.ranks,
+        tokens_per_step=arguments.ranks * arguments.micro_batch * arguments.sequence * arguments.accumulation,
+        micro_steps=arguments.accumulation,
+        activation_recompute=arguments.checkpointing,
+    )
+    chosen = forecast(training, per_rank * arguments.ranks, hardware)
+    others = budgets(training, chosen.budget_nbytes)
+    forecasts = [forecast(training, budget, hardware) for budget in others]
+    problems = what_is_missing(chosen, available, _free_nbytes(arguments.nvme_path))
+    show(training, chosen, forecasts, hardware, console)
+    for problem in problems:
+        console.print(f"[red]does not fit:[/red] {problem}", soft_wrap=True, highlight=False)
+    if arguments.json is not None:
+        content = {
+            "training": asdict(training),
+            "hardware": hardware.model_dump(),
+            "chosen": asdict(chosen),
+            "others": [asdict(each) for each in forecasts],
+            "problems": problems,
+        }
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+    return 1 if problems else 0
+
+
+def numel_of(arguments: argparse.Namespace) -> int:
+    """Parameters of the model that the arguments describe.
+
+    Raises:
+        ConfigError: they describe none or several, or the model cannot be counted.
+    """
+    ways = [arguments.params is not None, arguments.model is not None, arguments.layers is not None]
+    if sum(ways) != 1 or (arguments.layers is None) != (arguments.hidden is None):
+        raise ConfigError("say which model: --params N, or --model NAME, or --layers N with --hidden N")
+    if arguments.params is not None:
+        return int(arguments.params)
+    if arguments.layers is not None:
+        # Attention 4 h^2, a gated feed-forward of 8/3 h 8 h^2, two embeddings.
+        return int(12 * arguments.layers * arguments.hidden**2 + 2 * arguments.vocabulary * arguments.hidden)
+    return count_parameters(arguments.model)
+
+
+def count_parameters(name: str) -> int:
+    """Parameters of a Hugging Face model, from its config alone: none of its weights is loaded.
+
+    Raises:
+        ConfigError: transformers is missing, or knows no such model.
+    """
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(f"{error.name} is missing: pip install transformers, or give --params") from error
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model {name}: {error}") from error
+    return sum(parameter.numel() for parameter in model.parameters())  # tied ones are there once
+
+
+def budgets(training: Training, chosen_nbytes: int) -> list[int]:
+    """Budgets worth a line, ascending: nothing, the chosen one, some more, and everything."""
+    everything = training.nbytes
+    return sorted({0, min(chosen_nbytes, everything), min(chosen_nbytes + MORE_NBYTES, everything), everything})
+
+
+def what_is_missing(chosen: Forecast, available: int, free: int | None) -> list[str]:
+    """In words, for each place that is too small.
+
+    Args:
+        chosen: what is to fit.
+        available: bytes of host memory.
+        free: bytes on the drive; None where none was named.
+    """
+    problems = []
+    if chosen.host_nbytes > available:
+        problems.append(
+            f"{format_nbytes(chosen.host_nbytes)} of RAM are needed, {format_nbytes(available)} are available: lower "
+            "--host-memory (gradients stay in RAM in any case)"
+        )
+    if free is None and chosen.nvme_nbytes:
+        problems.append(f"{format_nbytes(chosen.nvme_nbytes)} do not fit in RAM: name a drive with --nvme-path")
+    if free is not None and chosen.nvme_nbytes > free:
+        problems.append(
+            f"{format_nbytes(chosen.nvme_nbytes)} of NVMe are needed, {format_nbytes(free)} are free: free some, raise "
+            '--host-memory, or add drives with "tencache.nvme_paths"'
+        )
+    return problems
+
+
+def _free_nbytes(folder: Path | None) -> int | None:
+    if folder is None:
+        return None
+    from tencache_ds.io import free_nbytes
+
+    with contextlib.suppress(OSError):
+        return free_nbytes(str(folder))
+    return None
+
+
+def show(
+    training: Training, chosen: Forecast, forecasts: Sequence[Forecast], hardware: Hardware, console: Console
+) -> None:
+    """Prints a plan."""
+    device = hardware.gpu or hardware.cpu
+    console.print(
+        f"{training.numel / 1e9:.3g} billion parameters on {training.ranks} x {device}, "
+        f"{training.tokens_per_step} tokens per step",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_places(chosen))
+    console.print(_steps(training, chosen, forecasts, "GPU" if hardware.gpu else "arithmetic"))
+    console.print(
+        "Seconds of each resource, if it worked alone; a step takes at least as long as the busiest. GPU memory is not "
+        "planned: the layers at work, activations and DeepSpeed's buckets need room there.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _places(chosen: Forecast) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("on this machine")
+    for name in ("RAM", "NVMe"):
+        table.add_column(name, justify="right")
+    rows = (("16-bit weights", chosen.weights), ("gradients", chosen.gradients), ("optimizer state", chosen.state))
+    for name, share in rows:
+        table.add_row(name, format_nbytes(share.host_nbytes), format_nbytes(share.nvme_nbytes))
+    table.add_row("together", format_nbytes(chosen.host_nbytes), format_nbytes(chosen.nvme_nbytes))
+    return table
+
+
+def _steps(training: Training, chosen: Forecast, forecasts: Sequence[Forecast], device: str) -> Table:
+    names = {
+        Resource.NVME: "NVMe",
+        Resource.H2D: "to GPU",
+        Resource.D2H: "from GPU",
+        Resource.CPU: "CPU Adam",
+        Resource.GPU: device,
+    }
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("host_memory per rank")
+    for name in ("NVMe GB/step", *(names[resource] for resource in chosen.bound.by_resource), "step at best"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for each in forecasts:
+        moved = each.demand.nvme_read_nbytes + each.demand.nvme_write_nbytes
+        table.add_row(
+            format_nbytes(each.budget_nbytes / training.ranks),
+            f"{moved / 1e9:.1f}",
+            *(_seconds(seconds) for seconds in each.bound.by_resource.values()),
+            _seconds(each.bound.seconds),
+            "chosen" if each.budget_nbytes == min(chosen.budget_nbytes, training.nbytes) else "",
+        )
+    return table
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.3g} s"

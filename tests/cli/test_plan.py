@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tencache plan`` with the rates of a machine that are given, and once with measured ones."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config
+
+from tencache_ds.cli import main, plan
+from tencache_ds.profiling import probe as probe_module
+from tencache_ds.profiling.hardware import Hardware, StorageRates
+
+pytestmark = pytest.mark.timeout(240)  # DeepSpeed may compile its CPU Adam
+
+GIB = 2**30
+DRIVE = StorageRates(
+    read_bytes_per_s=2e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2e9, request_nbytes=2**20, lanes=8, direct=True,
+    filesystem="ext4",
+)  # fmt: skip
+MACHINE = Hardware(cpu="a CPU", cores=16, memory_nbytes=2**37, storage=DRIVE, cpu_adam_params_per_s=5e9)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 GiB of RAM, 100 GiB on the drive."""
+    monkeypatch.setattr(probe_module, "probe", lambda path, **_: MACHINE)
+    monkeypatch.setattr(plan, "available_nbytes", lambda: 64 * GIB)
+    monkeypatch.setattr(plan, "_free_nbytes", lambda folder: None if folder is None else 100 * GIB)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_model_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    words = ["plan", "--params", "6.7B", "--nvme-path", str(tmp_path), "--json", str(file)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "6.7 billion parameters on 1 x a CPU" in printed
+    assert "32.0 GiB" in printed
+    assert "does not fit" not in printed
+    saved = json.loads(file.read_text())
+    assert saved["chosen"]["budget_nbytes"] == 32 * GIB
+    assert saved["problems"] == []
+    steps = [each["bound"]["seconds"] for each in saved["others"]]
+    assert steps == sorted(steps, reverse=True)
+    assert [each["budget_nbytes"] for each in saved["others"]] == [0, 32 * GIB, 40 * GIB, 6_700_000_000 * 16]
+    assert printed.count("chosen") == 1
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--params", "6.7B"], "name a drive with --nvme-path"),
+        (["--params", "13B", "--nvme-path", "/", "--host-memory", "0"], "of NVMe are needed, 100.0 GiB are free"),
+        (["--params", "6.7B", "--nvme-path", "/", "--host-memory", "90GiB"], "lower --host-memory"),
+    ],
+)
+def test_a_model_that_does_not_fit(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 1
+    assert problem in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("machine")
+def test_ranks_share_the_memory_of_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "1B", "--ranks", "4", "--nvme-path", str(tmp_path)]) == 0
+    assert "4 x a CPU, 8192 tokens per step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("6.7B", 6_700_000_000), ("350M", 350_000_000), ("7e9", 7 * 10**9), ("5", 5)]
+)
+def test_numbers_of_parameters(text: str, count: int) -> None:
+    assert plan._count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "many", "-1", "1.2.3"])
+def test_what_is_no_number_of_parameters(text: str) -> None:
+    with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+        plan._count(text)
+
+
+@pytest.mark.parametrize("words", [[], ["--params", "1B", "--model", "x"], ["--layers", "2"], ["--hidden", "2"]])
+def test_one_model_is_asked_for(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 1
+    assert "say which model" in capsys.readouterr().err
+
+
+def test_a_hugging_face_config_is_counted(tmp_path: Path) -> None:
+    GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=32).save_pretrained(tmp_path)
+    per_layer = 12 * 64**2 + 13 * 64
+    assert plan.count_parameters(str(tmp_path)) == 100 * 64 + 32 * 64 + 2 * per_layer + 2 * 64
+
+
+def test_a_model_that_nobody_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(tmp_path)]) == 1
+    assert f"--model {tmp_path}" in capsys.readouterr().err
+
+
+def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--layers", "2", "--hidden", "256", "--nvme-path", str(tmp_path), "--seconds", "2"]
+    assert main(words) == 0
+    assert "step at best" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tencache_ds.planning.bound import Resource
+from tencache_ds.planning.forecast import Training, forecast
+from tencache_ds.profiling.hardware import Hardware, StorageRates
+
+pytestmark = pytest.mark.timeout(60)
+
+DRIVE = StorageRates(
+    read_bytes_per_s=2e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2e9, request_nbytes=2**20, lanes=8, direct=True,
+    filesystem="ext4",
+)  # fmt: skip
+MACHINE = Hardware(
+    cpu="a CPU", cores=16, memory_nbytes=2**37, storage=DRIVE, cpu_adam_params_per_s=5e9, matmul_flops_per_s=5e14
+)
+BILLION = Training(numel=10**9, tokens_per_step=2048)
+trainings = st.builds(
+    Training,
+    numel=st.integers(1, 10**12),
+    tokens_per_step=st.integers(1, 10**7),
+    micro_steps=st.integers(1, 64),
+    gradient_nbytes=st.sampled_from([2, 4]),
+)
+
+
+@given(trainings, st.integers(0, 2**50))
+def test_everything_is_somewhere_and_the_budget_is_used_first(training: Training, budget: int) -> None:
+    found = forecast(training, budget, MACHINE)
+    assert found.host_nbytes + found.nvme_nbytes == training.nbytes
+    gradients = training.numel * training.gradient_nbytes
+    assert found.gradients.host_nbytes == gradients
+    assert found.host_nbytes <= max(budget, min(budget, training.numel * training.weight_nbytes) + gradients)
+    if found.nvme_nbytes:
+        assert found.host_nbytes >= budget
+    if found.weights.nvme_nbytes:
+        assert found.state.host_nbytes == 0, "weights come first"
+
+
+@given(trainings, st.lists(st.integers(0, 2**45), min_size=2, max_size=6))
+def test_more_memory_is_never_slower(training: Training, budgets: list[int]) -> None:
+    seconds = [forecast(training, budget, MACHINE).bound.seconds for budget in sorted(budgets)]
+    assert all(less >= more for less, more in pairwise(seconds))
+
+
+@pytest.mark.parametrize(
+    ("budget", "bytes_per_param"), [(0, 30), (2 * 10**9, 24), (4 * 10**9, 24), (10 * 10**9, 12), (16 * 10**9, 0)]
+)
+def test_the_bytes_of_a_step(budget: int, bytes_per_param: int) -> None:
+    demand = forecast(BILLION, budget, MACHINE).demand
+    assert demand.nvme_read_nbytes + demand.nvme_write_nbytes == pytest.approx(bytes_per_param * 1e9)
+
+
+def test_the_limit_moves_from_the_drive_to_the_processor() -> None:
+    nothing, everything = (forecast(BILLION, budget, MACHINE).bound for budget in (0, BILLION.nbytes))
+    assert (nothing.limit, everything.limit) == (Resource.NVME, Resource.CPU)
+    assert nothing.seconds == pytest.approx(15)
+    assert everything.seconds == pytest.approx(0.2)
