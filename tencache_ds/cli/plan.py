@@ -11,19 +11,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from tencache_ds.cli.finding import format_nbytes
-from tencache_ds.config import parse_host_memory
 from tencache_ds.errors import ConfigError, TenCacheError
-from tencache_ds.planning.bound import Resource
 from tencache_ds.planning.budget import AUTO_HOST_SHARE
-from tencache_ds.planning.forecast import Forecast, Training, forecast
-from tencache_ds.profiling.hardware import Hardware
 from tencache_ds.profiling.host_memory import available_nbytes
+
+if TYPE_CHECKING:  # they need pydantic, and the options DeepSpeed, which other commands do without
+    from tencache_ds.planning.forecast import Forecast, Training
+    from tencache_ds.profiling.hardware import Hardware
 
 MORE_NBYTES = 8 * 2**30
 """The step of memory whose worth is shown."""
@@ -81,6 +81,8 @@ def _count(text: str) -> int:
 
 
 def _size(text: str) -> int:
+    from tencache_ds.config import parse_host_memory
+
     try:
         return parse_host_memory(text)
     except ValueError as error:
@@ -103,6 +105,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     per_rank = arguments.host_memory
     if per_rank is None:
         per_rank = int(available * AUTO_HOST_SHARE) // arguments.ranks
+    from tencache_ds.planning.forecast import Training, forecast
     from tencache_ds.profiling.probe import probe
 
     hardware = probe(
@@ -246,6 +249,8 @@ def _places(chosen: Forecast) -> Table:
 
 
 def _steps(training: Training, chosen: Forecast, forecasts: Sequence[Forecast], device: str) -> Table:
+    from tencache_ds.planning.bound import Resource
+
     names = {
         Resource.NVME: "NVMe",
         Resource.H2D: "to GPU",
