@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tencache_ds.cli.arguments import at_least_one
 from tencache_ds.config import parse_size
 from tencache_ds.errors import ConfigError
 
@@ -61,12 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=Path, metavar="FOLDER", help="second benchmark to show the repeatability with")
     load = parser.add_argument_group("workload")
     load.add_argument("--model", default="1.3B", choices=SPECS, metavar="MODEL")
-    load.add_argument("--ranks", type=_positive, default=1, help="processes on this machine, one per GPU")
+    load.add_argument("--ranks", type=at_least_one, default=1, help="processes on this machine, one per GPU")
     load.add_argument(
         "--micro-batch", type=_several, default=(None,), metavar="N[,N...]",
         help="sequences per micro-step and rank; with several numbers here or in --accumulation, one benchmark each",
     )  # fmt: skip
-    load.add_argument("--sequence", type=_positive, help="tokens per sequence")
+    load.add_argument("--sequence", type=at_least_one, help="tokens per sequence")
     load.add_argument(
         "--accumulation", type=_several, default=(1,), metavar="N[,N...]", help="micro-steps per optimizer step"
     )
@@ -76,10 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--busy-cores", type=int, default=0, metavar="N", help="processes beside it that keep a core busy each"
     )
     effort = parser.add_argument_group("effort")
-    effort.add_argument("--rounds", type=_positive, help="runs of each configuration")
-    effort.add_argument("--steps", type=_positive, help="measured optimizer steps per run")
+    effort.add_argument("--rounds", type=at_least_one, help="runs of each configuration")
+    effort.add_argument("--steps", type=at_least_one, help="measured optimizer steps per run")
     effort.add_argument(
-        "--turns", type=_positive, metavar="N",
+        "--turns", type=at_least_one, metavar="N",
         help="keep all configurations in memory and let them alternate every STEPS/N steps: steadier ratios where the "
         "machine's speed varies",
     )  # fmt: skip
@@ -199,17 +200,10 @@ def _report(folder: Path, arguments: argparse.Namespace) -> Path:
     return write_report(benchmark, folder, name=arguments.name, baseline=arguments.baseline, repeat=repeat)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
 def _several(text: str) -> tuple[int, ...]:
     """Different numbers with commas between them."""
     try:
-        return tuple(dict.fromkeys(_positive(word) for word in text.split(",")))
+        return tuple(dict.fromkeys(at_least_one(word) for word in text.split(",")))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number, or several with commas between them") from None
 

@@ -75,6 +75,7 @@ def only_loader(op_name: str) -> Iterator[None]:
     Which machine loads is written down, because a file system need not carry locks between machines: a lock that
     another one may have left stays. Does nothing where no file can be made or locked.
     """
+    this_machine = machine_identity()
     with contextlib.ExitStack() as stack:
         try:
             extension_root().mkdir(parents=True, exist_ok=True)
@@ -82,12 +83,12 @@ def only_loader(op_name: str) -> Iterator[None]:
             fcntl.lockf(record, fcntl.LOCK_EX)  # ends with the process, and forked children do not have it
             record.seek(0)
             machine = record.read()
-            if machine == machine_identity():
+            if machine == this_machine:
                 _remove_left_behind(op_name)
             elif not machine:
-                record.write(machine_identity())
+                record.write(this_machine)
                 record.flush()
-            if machine in ("", machine_identity()):
+            if machine in ("", this_machine):
                 stack.callback(record.truncate, 0)
         except OSError as error:
             logger.debug("the %s op is loaded without a lock: %s", op_name, error)

@@ -305,7 +305,7 @@ class Session:
     def step_done(self, update_ns: int) -> StepRecord:
         """Closes an optimizer step that spent ``update_ns`` in the update, and weighs the NVMe paths by what they gave
         in it."""
-        for nvme in {id(engine.nvme): engine.nvme for engine in self._engines}.values():
+        for nvme in self._all_nvme:
             nvme.reweigh()
         return self.counters.step_done(update_ns)
 

@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from tencache_ds.planning.bound import Bound, Demand, Resource, bound
+from tencache_ds.planning.bound import STATE_NBYTES, WEIGHT_NBYTES, Bound, Demand, Resource, bound
 from tencache_ds.profiling.hardware import Hardware
 
 from ..record import Placement, Run, Workload
 from .peers import Peer
-
-WEIGHT_NBYTES, STATE_NBYTES = 2, 12
-"""Per parameter: a 16-bit weight; fp32 master weight and two moments."""
 
 
 def placement_of(peer: Peer, run: Run, ranks: int) -> Placement | None:

@@ -12,14 +12,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tencache_ds.planning.bound import GRADIENT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES
+
 from ..record import Placement, Workload
 
 GIB = 2**30
 STOCK_HOST_NBYTES_PER_PARAM = 26
 """Peak host memory of stock CPU offload with everything in RAM, as measured (docs/benchmarks)."""
 
-NBYTES_PER_PARAM = 16
-"""16-bit weights and gradients, fp32 master weights and two moments: of this ``host_memory_share`` is a share."""
+NBYTES_PER_PARAM = WEIGHT_NBYTES + GRADIENT_NBYTES + STATE_NBYTES
+"""Of this ``host_memory_share`` is a share."""
 
 GPU_NBYTES_PER_PARAM = 20
 """GPU memory of training without offload: weights, gradients, fp32 state, and buffers."""

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 from rich.console import Console
 
+from tencache_ds.cli.arguments import at_least_one, positive
 from tencache_ds.config import parse_size
 from tencache_ds.errors import ConfigError, TenCacheError
 
@@ -130,11 +131,11 @@ def _parser() -> argparse.ArgumentParser:
         "--nvme-path", type=Path, default=Path("."), metavar="FOLDER", help="storage to measure (default: this folder)"
     )
     parser.add_argument(
-        "--seconds", type=_positive, default=DEFAULT_SECONDS, help="budget of the run (default: %(default)s)"
+        "--seconds", type=positive, default=DEFAULT_SECONDS, help="budget of the run (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
     parser.add_argument(
-        "--lanes", type=_count, nargs="+", metavar="N", help="storage, latency: requests worked on at once"
+        "--lanes", type=at_least_one, nargs="+", metavar="N", help="storage, latency: requests worked on at once"
     )
     parser.add_argument(
         "--request",
@@ -159,20 +160,6 @@ def _benchmark(text: str) -> str:
     if text not in (*SHARES, "all"):
         raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(SHARES)}, all")
     return text
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive count")
-    return value
 
 
 def _request(text: str) -> int:

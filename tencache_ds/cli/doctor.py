@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from tencache_ds.cli import hardware_checks, software_checks
+from tencache_ds.cli.arguments import open_console
 from tencache_ds.cli.finding import Finding, Level
 from tencache_ds.cli.storage_checks import check_nvme_path
 
@@ -22,7 +21,6 @@ _MARKS = {
     Level.WARNING: "[yellow]warning[/yellow]",
     Level.PROBLEM: "[red]problem[/red]",
 }
-_NARROWEST_COLUMNS = 100
 
 
 def add_command(commands: Any) -> None:
@@ -46,7 +44,7 @@ def add_command(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints all findings; returns 1 if one of them is a problem, else 0."""
-    console = Console() if sys.stdout.isatty() else Console(width=_NARROWEST_COLUMNS)
+    console = open_console()
     findings = examine(arguments.nvme_path)
     console.print(render(findings))
     problems, warnings = (sum(f.level is level for f in findings) for level in (Level.PROBLEM, Level.WARNING))

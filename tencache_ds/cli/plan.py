@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import sys
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from tencache_ds.cli.arguments import at_least_one, check_json_file, open_console, positive
 from tencache_ds.cli.finding import format_nbytes
 from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.planning.budget import AUTO_HOST_SHARE
@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # they need pydantic, and the options DeepSpeed, which other 
 MORE_NBYTES = 8 * 2**30
 """The step of memory whose worth is shown."""
 
-_NARROWEST_COLUMNS = 100
 _COUNT = re.compile(r"([\d.]+(?:e\d+)?)([KMBT]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -45,14 +44,14 @@ def add_command(commands: Any) -> None:
     model = parser.add_argument_group("model, in one of three ways")
     model.add_argument("--params", type=_count, metavar="N", help="number of parameters, such as 6.7B")
     model.add_argument("--model", metavar="NAME", help="a Hugging Face config.json, its folder, or a name on the hub")
-    model.add_argument("--layers", type=_positive, help="of a Llama-like model, with --hidden")
-    model.add_argument("--hidden", type=_positive, help="its hidden size")
-    model.add_argument("--vocabulary", type=_positive, default=32000, help="its tokens (default: %(default)s)")
+    model.add_argument("--layers", type=at_least_one, help="of a Llama-like model, with --hidden")
+    model.add_argument("--hidden", type=at_least_one, help="its hidden size")
+    model.add_argument("--vocabulary", type=at_least_one, default=32000, help="its tokens (default: %(default)s)")
     step = parser.add_argument_group("step")
-    step.add_argument("--ranks", type=_positive, default=1, help="GPUs of this machine (default: %(default)s)")
-    step.add_argument("--micro-batch", type=_positive, default=1, help="sequences per GPU (default: %(default)s)")
-    step.add_argument("--sequence", type=_positive, default=2048, help="tokens of each (default: %(default)s)")
-    step.add_argument("--accumulation", type=_positive, default=1, help="micro-steps (default: %(default)s)")
+    step.add_argument("--ranks", type=at_least_one, default=1, help="GPUs of this machine (default: %(default)s)")
+    step.add_argument("--micro-batch", type=at_least_one, default=1, help="sequences per GPU (default: %(default)s)")
+    step.add_argument("--sequence", type=at_least_one, default=2048, help="tokens of each (default: %(default)s)")
+    step.add_argument("--accumulation", type=at_least_one, default=1, help="micro-steps (default: %(default)s)")
     step.add_argument("--checkpointing", action="store_true", help="activations are recomputed")
     place = parser.add_argument_group("memory")
     place.add_argument("--nvme-path", type=Path, metavar="FOLDER", help="on the drive that training would use")
@@ -60,16 +59,9 @@ def add_command(commands: Any) -> None:
         "--host-memory", type=_size, metavar="SIZE",
         help="RAM per rank, as tencache.host_memory (default: as without it, half of what is available)",
     )  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=10.0, help="time to measure (default: %(default)g)")
+    parser.add_argument("--seconds", type=positive, default=10.0, help="time to measure (default: %(default)g)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to this file")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 def _count(text: str) -> int:
@@ -91,7 +83,7 @@ def _size(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints; returns 1 if the model does not fit or something cannot be measured, else 0."""
-    console = Console() if sys.stdout.isatty() else Console(width=_NARROWEST_COLUMNS)
+    console = open_console()
     try:
         return _plan(arguments, console)
     except (TenCacheError, OSError) as error:
@@ -100,14 +92,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
+    check_json_file(arguments.json)
     numel = numel_of(arguments)
+    from tencache_ds.io import free_nbytes
+    from tencache_ds.planning.forecast import Training, forecast
+    from tencache_ds.profiling.probe import probe
+
     available = available_nbytes()
     per_rank = arguments.host_memory
     if per_rank is None:
         per_rank = int(available * AUTO_HOST_SHARE) // arguments.ranks
-    from tencache_ds.planning.forecast import Training, forecast
-    from tencache_ds.profiling.probe import probe
-
     hardware = probe(
         arguments.nvme_path,
         seconds=arguments.seconds,
@@ -123,7 +117,8 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     chosen = forecast(training, per_rank * arguments.ranks, hardware)
     others = budgets(training, chosen.budget_nbytes)
     forecasts = [forecast(training, budget, hardware) for budget in others]
-    problems = what_is_missing(chosen, available, _free_nbytes(arguments.nvme_path))
+    free = None if arguments.nvme_path is None else free_nbytes(str(arguments.nvme_path))
+    problems = what_is_missing(chosen, available, free)
     show(training, chosen, forecasts, hardware, console)
     for problem in problems:
         console.print(f"[red]does not fit:[/red] {problem}", soft_wrap=True, highlight=False)
@@ -203,16 +198,6 @@ def what_is_missing(chosen: Forecast, available: int, free: int | None) -> list[
             '--host-memory, or add drives with "tencache.nvme_paths"'
         )
     return problems
-
-
-def _free_nbytes(folder: Path | None) -> int | None:
-    if folder is None:
-        return None
-    from tencache_ds.io import free_nbytes
-
-    with contextlib.suppress(OSError):
-        return free_nbytes(str(folder))
-    return None
 
 
 def show(

@@ -6,8 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,14 +16,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tencache_ds.cli.arguments import check_json_file, open_console, positive
 from tencache_ds.cli.finding import format_nbytes
-from tencache_ds.errors import ConfigError, TenCacheError
+from tencache_ds.errors import TenCacheError
 from tencache_ds.profiling.filesystem import block_device_of
 
 if TYPE_CHECKING:  # both need torch and DeepSpeed, which `tencache doctor` does without
     from tencache_ds.cli.tune_result import Choice, Endurance, PathResult
-
-_NARROWEST_COLUMNS = 100
 
 
 def add_command(commands: Any) -> None:
@@ -45,31 +42,24 @@ def add_command(commands: Any) -> None:
         metavar="FOLDER",
         help="folders to measure, one after the other",
     )
-    parser.add_argument("--seconds", type=_positive, default=10.0, help="time per folder (default: %(default)g)")
+    parser.add_argument("--seconds", type=positive, default=10.0, help="time per folder (default: %(default)g)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to this file")
     parser.add_argument(
         "--save", action="store_true", help="keep the result in the user's cache folder, and show it next time"
     )
     parser.add_argument("--fresh", action="store_true", help="measure again, whatever was saved")
     wear = parser.add_argument_group("endurance")
-    wear.add_argument("--parameters", type=_positive, default=7e9, help="of the model (default: %(default)g)")
+    wear.add_argument("--parameters", type=positive, default=7e9, help="of the model (default: %(default)g)")
     wear.add_argument(
-        "--step-seconds", type=_positive, default=30.0, help="seconds per optimizer step (default: %(default)g)"
+        "--step-seconds", type=positive, default=30.0, help="seconds per optimizer step (default: %(default)g)"
     )
-    wear.add_argument("--drive-bytes", type=_positive, help="size of all drives together (default: as the kernel says)")
+    wear.add_argument("--drive-bytes", type=positive, help="size of all drives together (default: as the kernel says)")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints and, where asked, writes; returns 1 if a folder cannot be measured, else 0."""
-    console = Console() if sys.stdout.isatty() else Console(width=_NARROWEST_COLUMNS)
+    console = open_console()
     try:
         _tune(arguments, console)
     except (TenCacheError, OSError) as error:
@@ -82,8 +72,7 @@ def _tune(arguments: argparse.Namespace, console: Console) -> None:
     from tencache_ds.profiling.probe_storage import check_folder
 
     # What is wrong with the arguments is said before anything is imported or measured.
-    if arguments.json is not None and not os.access(arguments.json.resolve().parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--json {arguments.json} cannot be written: name a file in an existing folder of this user")
+    check_json_file(arguments.json)
     for folder in arguments.nvme_path:
         check_folder(folder.expanduser())
 

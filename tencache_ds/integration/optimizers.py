@@ -12,6 +12,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
 from torch.optim import optimizer as torch_optimizer
 
+from tencache_ds.tiers.sub_group import Kinds
+
 _Groups = list[dict[str, Any]]
 _KINDS: Mapping[type, Callable[[_Groups], tuple[str, ...]]] = {
     DeepSpeedCPUAdam: lambda groups: ("exp_avg", "exp_avg_sq"),
@@ -35,7 +37,7 @@ _KINDS: Mapping[type, Callable[[_Groups], tuple[str, ...]]] = {
 }
 
 
-def known_kinds(optimizer: Any, master_dtype: torch.dtype) -> tuple[tuple[str, torch.dtype], ...]:
+def known_kinds(optimizer: Any, master_dtype: torch.dtype) -> Kinds:
     """``(kind, dtype)`` of the states an optimizer is known to keep per element, besides the master weight.
 
     Of optimizers not listed they turn up at the first step; knowing them reserves their space at the start.

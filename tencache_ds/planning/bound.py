@@ -22,6 +22,9 @@ FLOPS_PER_PARAM_AND_TOKEN = 6
 FLOPS_WITH_RECOMPUTE = 8
 """The same with activation checkpointing: forward runs a second time."""
 
+WEIGHT_NBYTES, GRADIENT_NBYTES, STATE_NBYTES = 2, 2, 12
+"""Per parameter: 16-bit weights and gradients, fp32 master weights and two moments."""
+
 
 class Resource(StrEnum):
     """What a step can be limited by."""
@@ -81,10 +84,10 @@ class Demand:
     optimizer_nvme: float = 0.0
     weights_gpu: float = 0.0
     optimizer_gpu: float = 0.0
-    weight_nbytes: float = 2.0
-    gradient_nbytes: float = 2.0
+    weight_nbytes: float = WEIGHT_NBYTES
+    gradient_nbytes: float = GRADIENT_NBYTES
     gradient_nvme_nbytes: float = 0.0
-    optimizer_state_nbytes_per_param: float = 12.0
+    optimizer_state_nbytes_per_param: float = STATE_NBYTES
     activation_recompute: bool = False
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tencache_ds.planning.bound import Bound, Demand, bound
+from tencache_ds.planning.bound import GRADIENT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES, Bound, Demand, bound
 from tencache_ds.profiling.hardware import Hardware
 
 
@@ -33,9 +33,9 @@ class Training:
     tokens_per_step: int
     micro_steps: int = 1
     activation_recompute: bool = False
-    weight_nbytes: int = 2
-    gradient_nbytes: int = 2
-    state_nbytes: int = 12
+    weight_nbytes: int = WEIGHT_NBYTES
+    gradient_nbytes: int = GRADIENT_NBYTES
+    state_nbytes: int = STATE_NBYTES
 
     @property
     def nbytes(self) -> int:

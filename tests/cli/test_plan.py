@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config
 
+from tencache_ds import io
 from tencache_ds.cli import main, plan
 from tencache_ds.profiling import probe as probe_module
 from tencache_ds.profiling.hardware import Hardware, StorageRates
@@ -29,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 GiB of RAM, 100 GiB on the drive."""
     monkeypatch.setattr(probe_module, "probe", lambda path, **_: MACHINE)
     monkeypatch.setattr(plan, "available_nbytes", lambda: 64 * GIB)
-    monkeypatch.setattr(plan, "_free_nbytes", lambda folder: None if folder is None else 100 * GIB)
+    monkeypatch.setattr(io, "free_nbytes", lambda folder: 100 * GIB)
 
 
 @pytest.mark.usefixtures("machine")

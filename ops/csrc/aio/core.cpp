@@ -20,7 +20,7 @@ constexpr auto kLaneGrace = std::chrono::seconds(1);
 
 Clock::time_point deadline_after(double timeout_s)
 {
-    // A year is indefinitely, and does not overflow the clock.
+    // A year stands for no limit, and does not overflow the clock.
     const double bounded_s = timeout_s < 0 ? 365.0 * 86400 : std::min(timeout_s, 365.0 * 86400);
     return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded_s));
 }

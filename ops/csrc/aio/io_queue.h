@@ -91,8 +91,8 @@ public:
     // Drops the blocks that the kernel does not have yet; the request ends with ECANCELED when the others have ended.
     // False when there are none: the request goes on to its end.
     bool cancel(std::uint64_t id);
-    // Ended requests, oldest first, each handed out once. Waits up to timeout_s for the first (negative: indefinitely).
-    // Empty after a time-out, and indefinitely once closed() and all handed out.
+    // Ended requests, oldest first, each handed out once. Waits up to timeout_s for the first (negative: no limit).
+    // Empty after a time-out, and always once closed() and all handed out.
     std::vector<Completion> collect(std::size_t max_n, double timeout_s);
     // Refuses new requests and waits up to timeout_s for all submitted; then drops what has not started, gives up what
     // has, and ends the lanes. drop_waiting: drops what has not started at once. Returns the number of requests given

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands' arguments have in common, and where they print. Imports neither torch nor DeepSpeed."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from tencache_ds.errors import ConfigError
+
+_NARROWEST_COLUMNS = 100
+
+
+def positive(text: str) -> float:
+    """A number above 0, for :mod:`argparse`."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def at_least_one(text: str) -> int:
+    """A whole number above 0, for :mod:`argparse`."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def check_json_file(file: Path | None) -> None:
+    """Says before anything is measured that the result could not be written.
+
+    Raises:
+        ConfigError: names the file and what to do.
+    """
+    if file is not None and not os.access(file.resolve().parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--json {file} cannot be written: name a file in an existing folder of this user")
+
+
+def open_console() -> Console:
+    """Standard output, wide enough for the tables where it is no terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=_NARROWEST_COLUMNS)
