@@ -143,6 +143,11 @@ class TenCacheConfig(DeepSpeedConfigModel):
     available when the model is built, divided by the ranks on the host. 0 sends everything but gradients to NVMe; else
     at least 64 KiB."""
 
+    gpu_memory: Size | None = None
+    """GPU memory per rank in which weights, gradients and optimizer state live. It is filled after the first optimizer
+    step, in this order, and the state in it is updated there. Automatic: what that step left free, less as much again
+    as its activations and gradients took; it is given back when a later step needs it. 0 uses none."""
+
     staging_memory: Size | None = None
     """Pinned host memory per rank through which everything on its way from or to NVMe passes. Automatic: 12 optimizer
     chunks and up to 768 MiB of weights, more if the largest weight needs it."""

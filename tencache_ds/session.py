@@ -73,6 +73,7 @@ class Session:
         self._owns = owns
         self._optimizer_store: ExtentStore | None = None
         self._reserved_nbytes = 0
+        self._gpu_weight_nbytes = self._gpu_gradient_nbytes = 0
         self._pools: list[BufferPool] = []
         self._chunk_pool: BufferPool | None = None
         self._fused_adam: FusedAdam | None = None
@@ -87,6 +88,11 @@ class Session:
             warn=logger.warning if surroundings.rank == 0 else logger.debug,
         )
         self._claimed = [engine for engine in self._engines if engine.claim(self)]
+
+    @property
+    def has_optimizer_store(self) -> bool:
+        """Whether optimizer state may live on NVMe."""
+        return self._optimizer_store is not None
 
     @property
     def closed(self) -> bool:
@@ -146,6 +152,20 @@ class Session:
         self._reserved_nbytes = gradient_nbytes + sum(map(sum, nbytes)) - sum(stored)
         self._engines[0].reserve_host_memory(self._reserved_nbytes)
         return [SubGroupSpec(numel, kinds, places) for numel, places in zip(numels, homes, strict=True)], stored
+
+    @property
+    def host_left_nbytes(self) -> int:
+        """What of this rank's host memory neither weights nor gradients nor optimizer state have taken."""
+        return self._engines[0].host_left_nbytes
+
+    def count_host_state(self, nbytes: int) -> None:
+        """More of it is taken by optimizer state that changed its place, or less."""
+        self._reserved_nbytes += nbytes
+        self._engines[0].reserve_host_memory(nbytes)
+
+    def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
+        """What weights and gradients take in GPU memory now, for :meth:`stats`."""
+        self._gpu_weight_nbytes, self._gpu_gradient_nbytes = weight_nbytes, gradient_nbytes
 
     def check_optimizer_space(self, needed_nbytes: int) -> None:
         """Compares what optimizer state needs on NVMe with what is free, for all ranks of this host together.
@@ -275,6 +295,9 @@ class Session:
             stored_nbytes=stored_nbytes,
             resident_weight_nbytes=sum(tier.resident_nbytes for tier in weights),
             resident_state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.resident_nbytes,
+            gpu_weight_nbytes=self._gpu_weight_nbytes,
+            gpu_gradient_nbytes=self._gpu_gradient_nbytes,
+            gpu_state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.device_nbytes,
             healed_reads=sum(store.n_healed_reads for store in stores),
             relocated_extents=sum(store.n_relocated for store in stores),
             io_backend=paths[0].backend if paths else "",

@@ -107,22 +107,16 @@ def activate() -> None:
 
 
 def _announce(session: Session, seconds: float) -> None:
-    """The one line that says what is active and what lives where, on rank 0.
-
-    The user asked for TenCache: it shows whatever DeepSpeed's log level is (INFO is hidden by default).
-    """
+    """The one line that says what is active and what lives where."""
     import deepspeed
-    from deepspeed import comm as dist
-    from deepspeed.utils import logger as deepspeed_logger
 
     import tencache_ds
+    from tencache_ds.integration.announcing import announce
 
-    if dist.get_rank() == 0:
-        message = (
-            f"TenCache {tencache_ds.__version__} is active with DeepSpeed {deepspeed.__version__}: per rank "
-            f"{session.describe()}; built in {seconds:.1f} s"
-        )
-        (deepspeed_logger.info if deepspeed_logger.isEnabledFor(logging.INFO) else print)(message)
+    announce(
+        f"TenCache {tencache_ds.__version__} is active with DeepSpeed {deepspeed.__version__}: per rank "
+        f"{session.describe()}; built in {seconds:.1f} s"
+    )
 
 
 @contextlib.contextmanager

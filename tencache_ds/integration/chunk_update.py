@@ -16,6 +16,8 @@ from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, adam_scalars
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.cpu_share import CpuShare, cores_for_arithmetic
+from tencache_ds.tiers.device_adam import DeviceAdam
+from tencache_ds.tiers.device_update import DeviceUpdate
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.fused_update import FusedUpdate
 from tencache_ds.tiers.gradients import GradientTier
@@ -36,6 +38,7 @@ class SubGroupUpdater:
         *,
         cores: int,
         fused: FusedAdam | None,
+        device: DeviceAdam | None = None,
     ) -> None:
         """
         Args:
@@ -46,6 +49,7 @@ class SubGroupUpdater:
             writer: where the model's weights get their new values.
             cores: how many of the host's cores arithmetic may use here.
             fused: Adam in one pass; None leaves Adam to DeepSpeed's op.
+            device: Adam on state in device memory; None where there is none. Not without ``fused``.
         """
         self._optimizer = optimizer
         self._tier = tier
@@ -54,6 +58,9 @@ class SubGroupUpdater:
         self._writer = writer
         self._cores = cores
         self._fused = None if fused is None else FusedUpdate(fused, tier, gradients, writer)
+        self._on_device = (
+            None if fused is None or device is None else DeviceUpdate(device, fused.width, tier, gradients, writer)
+        )
         self._powers: BetaPowers | None = None  # of Adam
         self._scratch: torch.Tensor | None = None
         self._cpu_share = CpuShare()
@@ -73,7 +80,9 @@ class SubGroupUpdater:
         powers = self._powers_at(step, group)
         in_passes = partial(self._update_in_passes, group=group, step=step, start=start, scale=scale)
         if self._fused is not None:
-            self._fused.run(sub_group, start, self._scalars(group, powers, float(scale)), in_passes)
+            scalars = self._scalars(group, powers, float(scale))
+            done = self._on_device.start(sub_group, start, scalars) if self._on_device is not None else frozenset()
+            self._fused.run(sub_group, start, scalars, in_passes, done)
         else:
             for chunk in self._tier.chunks(sub_group):
                 with self._tier.using(chunk) as used:
@@ -151,8 +160,9 @@ class SubGroupUpdater:
 
     def _whole_gradient(self, sub_group: int, start: int, like: torch.Tensor) -> torch.Tensor:
         """The sub-group's gradient in the master weights' dtype; the accumulation buffer itself where that has it."""
-        if self._gradients.buffer.dtype == like.dtype:
-            return self._gradients.buffer[start : start + like.numel()]  # nobody reads it once the step is done
+        view = self._gradients.view(start, like.numel())
+        if view is not None and view.dtype == like.dtype:
+            return view  # nobody reads it once the step is done
         whole = self._tier.whole(sub_group)
         gradient = self._scratch_for(like.numel(), like.dtype) if whole else torch.empty_like(like)
         self._gradients.fill(gradient, start)

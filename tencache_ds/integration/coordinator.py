@@ -47,6 +47,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         self._tencache_swappers: dict[int, ParamSwapper] = {}
         self.weights_stay: Callable[[], bool] = lambda: True
         """Whether the weights are the same in the next pass: false on the last micro-step before an optimizer step."""
+        self.between_modules: Callable[[], None] = lambda: None
+        """Called after each fetch, on the thread that computes."""
 
     @torch.no_grad()
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
@@ -65,6 +67,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
                     self._issued, lambda key: self._tencache_reads.worth_keeping(key, skip=key not in needed)
                 )
             self.read_ahead()
+        self.between_modules()
 
     def reset_step(self) -> None:
         """The start of a forward pass."""
@@ -88,6 +91,12 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
                 end = trace.now + len(trace.order)
             self._tencache_reads.go(self._read_one_ahead, end)
 
+    def weights_changed(self) -> None:
+        """The current stream has changed shards in device memory: later gathers find the new values."""
+        if not get_accelerator().is_synchronized_device():
+            gathers = self._PartitionedParameterCoordinator__allgather_stream
+            gathers.wait_stream(get_accelerator().current_stream())
+
     def hide_unused(self) -> None:
         """Takes back weights that were committed but not gathered, before they go out of date."""
         with self._tencache_lock:
@@ -106,6 +115,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
 
         def choose(key: int) -> bool:
             param = self._tencache_params[key]
+            if not param.nvme_swapper.stored(param):
+                return True  # it has moved to memory since the order was recorded
             if param.ds_status is ZeroParamStatus.NOT_AVAILABLE and key not in chosen:
                 if single and not param.nvme_swapper.ready(param):
                     return False

@@ -42,11 +42,19 @@ class ModelWeights:
             counters: where bytes to the device are counted.
         """
         self._groups = groups
-        self._flats = flats
+        self._flats = list(flats)
         self._partitions = partitions
         self._counters = counters
         self._found_segments: dict[int, tuple[list[int], list[int]]] = {}
         self._found_overlaps: dict[Chunk, list[Overlap]] = {}
+
+        self._sub_group_of = {param.ds_id: index for index, group in enumerate(groups) for param in group}
+
+    def part_from_flat(self, param: Any) -> None:
+        """A parameter's shard no longer lies in its sub-group's flat tensor: from now on each is found separately."""
+        sub_group = self._sub_group_of.get(param.ds_id)
+        if sub_group is not None:
+            self._flats[sub_group] = None
 
     # Writing
 

@@ -191,7 +191,7 @@ class ParamSwapper:
             event = None
             for param in params:
                 key = param.ds_id
-                if key not in self._bypassed_host:
+                if key not in self._bypassed_host and not self._weights.on_device(key):
                     self.engine.counters.moved(Link.H2D, self._weights.nbytes_of(key))
                 if self._weights.is_resident(key):
                     self.engine.counters.accessed(Access.RESIDENT)
@@ -216,7 +216,7 @@ class ParamSwapper:
         return self._weights.read_ahead_nbytes
 
     def manages(self, param: Any) -> bool:
-        """Whether the parameter's shard is in the weight tier, resident or stored."""
+        """Whether the parameter's shard is in the weight tier, wherever it lives."""
         return self._weights.holds(param.ds_id)
 
     def stored(self, param: Any) -> bool:
@@ -284,6 +284,29 @@ class ParamSwapper:
                     self._hide(param)
                     self._weights.give_back(key)
                     self._gone(key)
+
+    # Device memory
+
+    def to_device(self, param: Any, memory: torch.Tensor) -> None:
+        """Makes a shard resident in device memory (1-D, of its length); nobody uses the parameter meanwhile."""
+        with self._lock:
+            self._weights.to_device(param.ds_id, memory)
+            param.ds_tensor.data = memory
+            param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+
+    def to_host(self, param: Any) -> None:
+        """Takes a shard out of device memory, to where it was before."""
+        with self._lock:
+            host = self._weights.to_host(param.ds_id)
+            if host is None:
+                self._hide(param)
+                self._gone(param.ds_id)
+            else:
+                param.ds_tensor.data = host
+
+    def keeps_host_memory(self, param: Any) -> bool:
+        """Whether a shard in device memory has host memory to go back to."""
+        return self._weights.keeps_host_memory(param.ds_id)
 
     # Changing weights outside the optimizer
 

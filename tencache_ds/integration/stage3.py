@@ -20,9 +20,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from tencache_ds.errors import ConfigError, TenCacheError
+from tencache_ds.gpu_homes import GpuHomes, open_device
+from tencache_ds.integration.agreement import Agreement
+from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater
 from tencache_ds.integration.config_checks import refuse_optimizer
+from tencache_ds.integration.device_weights import DeviceWeights
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.letting_go import finish_gathers, let_go
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
@@ -36,8 +40,11 @@ from tencache_ds.integration.optimizers import (
 from tencache_ds.integration.param_swapper import ParamSwapper, engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.state_access import StateAccessMixin
+from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.observability.counters import monitor_events
 from tencache_ds.session import Session
+from tencache_ds.tiers.device_adam import DeviceAdam
+from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
 from tencache_ds.tiers.sub_group import Kinds
@@ -59,6 +66,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._gradients: GradientTier | None = None
         self._optimizer_states: OptimizerStates | None = None
         self._updater: SubGroupUpdater | None = None
+        self._gpu_homes: GpuHomes | None = None
         self._model_weights: ModelWeights | None = None
         self._optimizer_on_nvme = False
         self._combined_scale: Any = 1.0
@@ -80,7 +88,10 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             if hasattr(self, "parameter_offload"):
                 self.parameter_offload.destroy()
             raise
-        self._get_param_coordinator().weights_stay = self._weights_stay
+        coordinator = self._get_param_coordinator()
+        coordinator.weights_stay = self._weights_stay
+        if self._gpu_homes is not None:
+            coordinator.between_modules = self._gpu_homes.relieve
 
     # Building
 
@@ -167,6 +178,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self.grad_partitions_flat_buffer = buffer
         self._gradients = GradientTier(buffer, segments, engine.counters)
         setattr(self, _GRAD_PARTITIONS, {segment.key: self._gradients.segment(segment.key) for segment in segments})
+        fused = engine.fused_adam() if updates_by_chunks(self.optimizer) else None
+        opened = self._open_device(fused)
         self._updater = SubGroupUpdater(
             self.optimizer,
             self._state,
@@ -174,10 +187,43 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             self._gradients,
             self._model_weights,
             cores=engine.surroundings.cores,
-            fused=engine.fused_adam() if updates_by_chunks(self.optimizer) else None,
+            fused=fused,
+            device=None if opened is None else opened[1],
         )
+        if opened is not None:
+            self._gpu_homes = self._build_gpu_homes(opened[0])
         starts = itertools.accumulate((int(n) for n in self.fp16_partitioned_groups_flat_numel), initial=0)
         self._sub_group_starts = list(starts)
+
+    def _open_device(self, fused: FusedAdam | None) -> tuple[DeviceMemory, DeviceAdam] | None:
+        """GPU memory for weights, gradients and state, where the update knows how to use it."""
+        if fused is None or self._tencache_options.gpu_memory == 0:
+            return None
+        try:
+            return open_device(self._require_engine().surroundings.on_cuda, fused)
+        except ConfigError as error:
+            logger.warning("nothing is kept in GPU memory: %s", error)
+            return None
+
+    def _build_gpu_homes(self, memory: DeviceMemory) -> GpuHomes:
+        engine = self._require_engine()
+        partitions = getattr(self, _GRAD_PARTITIONS)
+        return GpuHomes(
+            self._tencache_options,
+            memory,
+            self._state,
+            self._gradients,
+            [[(param.ds_id, param.partition_numel()) for param in group] for group in self.fp16_groups],
+            DeviceWeights(list(self.module.parameters()), self._model_weights),
+            engine,
+            has_store=engine.has_optimizer_store,
+            agree=lambda topic, value, decide: Agreement.of_job().reach(
+                topic, value, lambda posts: decide([post.value for post in posts])
+            ),
+            moved_gradient=partitions.__setitem__,
+            moved_state=self._optimizer_states.show,
+            say=lambda message: announce(f"TenCache: {message}"),
+        )
 
     def create_reduce_and_remove_grad_hooks(self) -> None:
         # A post-accumulate hook needs the parameter, not its value: stored weights are not read for it.
@@ -233,9 +279,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             return super().has_overflow(partition_gradients)
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
-        pieces = self._gradients.buffer.split(OVERFLOW_CHECK_NUMEL)
-        found = any(not bool(torch.isfinite(piece).all()) for piece in pieces)
-        overflow = get_accelerator().ByteTensor([found])
+        overflow = get_accelerator().ByteTensor([not self._gradients.all_finite(OVERFLOW_CHECK_NUMEL)])
         dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=overflow, op=dist.ReduceOp.MAX)
         return bool(overflow[0].item())
@@ -256,7 +300,11 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             self._weights_changing = False
         if self._gradients is not None:
             self._gradients.end_step()
-        self._get_param_coordinator().read_ahead(updated=True)
+        coordinator = self._get_param_coordinator()
+        if self._gpu_homes is not None:
+            self._gpu_homes.step_done()
+            coordinator.weights_changed()
+        coordinator.read_ahead(updated=True)
         record = engine.step_done(time.perf_counter_ns() - t_start_ns)
         deepspeed_engine = self._deepspeed_engine()
         if deepspeed_engine is not None and deepspeed_engine.monitor.enabled and dist.get_rank() == 0:
@@ -395,6 +443,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             if session is not None:
                 stack.callback(session.close)
             stack.callback(super().destroy)
+            if self._gpu_homes is not None:
+                stack.callback(self._gpu_homes.close)
             stack.callback(finish_gathers, module)
 
     def _weights_stay(self) -> bool:

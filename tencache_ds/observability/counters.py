@@ -113,6 +113,9 @@ class Stats:
         stored_nbytes: bytes of scratch storage allocated on NVMe.
         resident_weight_nbytes: weights kept in host memory.
         resident_state_nbytes: optimizer state kept in host memory.
+        gpu_weight_nbytes: weights kept in GPU memory.
+        gpu_gradient_nbytes: gradients accumulated in GPU memory.
+        gpu_state_nbytes: optimizer state kept, and updated, in GPU memory.
         healed_reads: reads that differed from what was written and were right the second time: a disk to watch.
         relocated_extents: how often a weight or chunk changed its NVMe path, for the paths' rates had changed.
         io_backend: name of the I/O backend in use, or "" when nothing is stored.
@@ -130,6 +133,9 @@ class Stats:
     stored_nbytes: int = 0
     resident_weight_nbytes: int = 0
     resident_state_nbytes: int = 0
+    gpu_weight_nbytes: int = 0
+    gpu_gradient_nbytes: int = 0
+    gpu_state_nbytes: int = 0
     healed_reads: int = 0
     relocated_extents: int = 0
     io_backend: str = ""

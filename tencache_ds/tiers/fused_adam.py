@@ -54,6 +54,16 @@ class FusedAdam:
         self._team = self._op.Team(n_threads)
 
     @property
+    def width(self) -> int:
+        """Elements per vector: what a sub-group's scalar tail is a remainder of."""
+        return int(self._width)
+
+    @property
+    def tail_contracted(self) -> bool:
+        """Whether that tail is contracted as GCC does it."""
+        return bool(self._op.TAIL_CONTRACTED)
+
+    @property
     def n_threads(self) -> int:
         """Size of the team."""
         return int(self._team.n_threads)
@@ -98,6 +108,11 @@ class FusedAdam:
         n_tail = numel % self._width
         types = TYPES[gradient.dtype], TYPES[weights[0][1].dtype]
         job: Job = self._team.adam(runs, *types, n_tail, self._op.AdamScalars(**dataclasses.asdict(scalars)))
+        return job
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Job:
+        """Begins to copy bytes within host memory; both tensors are contiguous and of as many bytes."""
+        job: Job = self._team.copy(target.data_ptr(), source.data_ptr(), source.nbytes)
         return job
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +60,14 @@ class FusedUpdate:
         self._gradients = gradients
         self._writer = writer
 
-    def run(self, sub_group: int, start: int, scalars: AdamScalars, in_passes: Callable[[ChunkInUse], None]) -> None:
+    def run(
+        self,
+        sub_group: int,
+        start: int,
+        scalars: AdamScalars,
+        in_passes: Callable[[ChunkInUse], None],
+        done: Collection[int] = (),
+    ) -> None:
         """Updates a sub-group.
 
         Args:
@@ -68,6 +75,7 @@ class FusedUpdate:
             start: its first element in the gradient buffer.
             scalars: of the step.
             in_passes: updates a chunk that the kernel does not take, and its weights.
+            done: indices of chunks that are updated elsewhere.
 
         Raises:
             StorageError: a read failed, or an earlier write.
@@ -77,6 +85,8 @@ class FusedUpdate:
         begun: deque[_Begun] = deque()
         try:
             for chunk in self._tier.chunks(sub_group):
+                if chunk.index in done:
+                    continue
                 used = self._tier.take(chunk)
                 try:
                     while len(begun) > (0 if used.staged else without_buffers):

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients: accumulated in host memory, never on NVMe, handed to the optimizer from where they were accumulated.
+"""Gradients: accumulated where the optimizer reads them, in host memory or in device memory, never on NVMe.
 
 Stock ZeRO-Infinity copies each gradient back to the device, up-casts it, copies it to the host again and writes it to
-NVMe. Here the accumulation buffer is the only place. A weight that got no gradient since the last optimizer step counts
+NVMe. Here the place of accumulation is the only one. A weight that got no gradient since the last optimizer step counts
 as zero (as in ZeRO-1 and ZeRO-2; stock ZeRO-3 re-applies the previous step's gradient).
 """
 
 from __future__ import annotations
 
+import bisect
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +48,8 @@ class GradientSegment:
 
 
 class GradientTier:
-    """The accumulation buffer of one rank.
+    """The accumulated gradients of one rank: a buffer in host memory with a segment for every weight, some of which are
+    accumulated in device memory instead.
 
     Called from the training thread and autograd threads, one at a time (DeepSpeed reduces gradients serially).
     """
@@ -62,17 +64,66 @@ class GradientTier:
         self._buffer = buffer
         self._segments = {segment.key: segment for segment in segments}
         self._ordered = tuple(segments)
+        self._starts = [segment.start for segment in segments]
+        self._on_device: dict[int, torch.Tensor] = {}
+        self.version = 0
+        """Grows whenever a gradient changes its place."""
         self._states = dict.fromkeys(self._segments, GradientState.ZERO)
         self._replaced: dict[int, torch.Tensor] = {}
         self._counters = counters
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The whole accumulation buffer."""
+        """The host buffer; segments of gradients in device memory mean nothing there."""
         return self._buffer
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which gradients are accumulated."""
+        return self._buffer.dtype
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of the gradients that are accumulated in device memory."""
+        return sum(tensor.nbytes for tensor in self._on_device.values())
+
+    def move(self, key: int, memory: torch.Tensor | None) -> torch.Tensor:
+        """Accumulates a weight's gradient elsewhere from now on. Between two optimizer steps.
+
+        Args:
+            key: the weight.
+            memory: 1-D device tensor of the segment's length and the accumulation dtype; its contents are replaced.
+                None: in the host buffer.
+
+        Returns:
+            Where the gradient is accumulated.
+
+        Raises:
+            TenCacheError: the weight has a gradient that no step has used yet.
+        """
+        if self._states[key] is GradientState.LIVE:
+            raise TenCacheError(f"the gradient of weight id {key} cannot be moved: no optimizer step has used it yet")
+        if memory is None:
+            self._on_device.pop(key, None)
+        else:
+            self._on_device[key] = memory
+        self._states[key] = GradientState.STALE
+        self.version += 1
+        return self.segment(key)
+
+    @property
+    def any_replaced(self) -> bool:
+        """Whether a gradient of this step was replaced at a higher precision."""
+        return bool(self._replaced)
+
+    def on_device(self, key: int) -> bool:
+        """Whether a weight's gradient is accumulated in device memory."""
+        return key in self._on_device
+
     def segment(self, key: int) -> torch.Tensor:
-        """A weight's part of the accumulation buffer."""
+        """A weight's accumulated gradient, where it is accumulated."""
+        if key in self._on_device:
+            return self._on_device[key]
         segment = self._segments[key]
         return self._buffer[segment.start : segment.start + segment.numel]
 
@@ -91,7 +142,8 @@ class GradientTier:
             itself.
         """
         target = self.segment(key)[: partition.numel()]
-        self._counters.moved(Link.D2H, target.nbytes)
+        if key not in self._on_device:
+            self._counters.moved(Link.D2H, target.nbytes)
         fresh = first or self._states[key] is not GradientState.LIVE
         self._states[key] = GradientState.LIVE
         self._replaced.pop(key, None)
@@ -131,13 +183,22 @@ class GradientTier:
         """Weights that got a gradient since the last optimizer step, in buffer order."""
         return [segment.key for segment in self._ordered if self._states[segment.key] is GradientState.LIVE]
 
+    def all_finite(self, pieces_of: int) -> bool:
+        """Whether no accumulated gradient is infinite or NaN, looking at so many elements at a time."""
+        finite = all(bool(torch.isfinite(piece).all()) for piece in self._buffer.split(pieces_of))
+        found: dict[torch.device, torch.Tensor] = {}
+        for tensor in self._on_device.values():  # one wait for a device, not one for each gradient
+            here = torch.isfinite(tensor).all()
+            found[tensor.device] = found[tensor.device] & here if tensor.device in found else here
+        return finite and all(bool(each) for each in found.values())
+
     def value(self, key: int) -> torch.Tensor:
-        """A copy of a weight's gradient in fp32, as the optimizer would see it before unscaling."""
+        """A copy of a weight's gradient in host memory in fp32, as the optimizer would see it before unscaling."""
         if key in self._replaced:
             return self._replaced[key].clone()
         if self._states[key] is GradientState.STALE:
             return torch.zeros(self._segments[key].numel, dtype=torch.float32)
-        return self.segment(key).float()
+        return self.segment(key).to("cpu", torch.float32, copy=True)
 
     def replace(self, key: int, value: torch.Tensor) -> None:
         """Makes ``value`` (1-D fp32, the segment's length) the weight's gradient for this step, at full precision."""
@@ -152,17 +213,41 @@ class GradientTier:
         """Copies gradients into ``target`` (1-D, any float dtype), beginning at element ``start`` of the buffer."""
         end = start + target.numel()
         target.copy_(self._buffer[start:end])
-        for key, value in self._replaced.items():
-            segment = self._segments[key]
-            low, high = max(segment.start, start), min(segment.start + segment.numel, end)
-            if low < high:
+        if not self._replaced and not self._on_device:
+            return
+        for segment, low, high in self._between(start, end):
+            value = self._replaced.get(segment.key)
+            if value is None:
+                value = self._on_device.get(segment.key)
+            if value is not None:
                 target[low - start : high - start].copy_(value[low - segment.start : high - segment.start])
 
     def view(self, start: int, numel: int) -> torch.Tensor | None:
-        """``numel`` elements of the buffer from ``start``, as they were accumulated; None where a gradient among them
-        was replaced at a higher precision, so that :meth:`fill` has to be asked."""
-        for key in self._replaced:
-            segment = self._segments[key]
-            if segment.start < start + numel and start < segment.start + segment.numel:
-                return None
+        """``numel`` elements of the host buffer from ``start``, as they were accumulated; None where a gradient among
+        them was replaced at a higher precision, or is in device memory, so that :meth:`fill` has to be asked."""
+        if self._replaced or self._on_device:
+            for segment, _, _ in self._between(start, start + numel):
+                if segment.key in self._replaced or segment.key in self._on_device:
+                    return None
         return self._buffer[start : start + numel]
+
+    def pieces(self, start: int, numel: int) -> list[tuple[int, torch.Tensor]] | None:
+        """``numel`` elements from ``start`` as ``(first element, tensor)``, each where it is accumulated; ascending and
+        without gaps. None where a gradient among them was replaced at a higher precision."""
+        found = []
+        for segment, low, high in self._between(start, start + numel):
+            if segment.key in self._replaced:
+                return None
+            tensor = self.segment(segment.key)[low - segment.start : high - segment.start]
+            found.append((low - start, tensor))
+        return found
+
+    def _between(self, start: int, end: int) -> Iterator[tuple[GradientSegment, int, int]]:
+        """The segments with elements of ``[start, end)``, each with the first of them and the one after the last."""
+        for index in range(max(bisect.bisect_right(self._starts, start) - 1, 0), len(self._ordered)):
+            segment = self._ordered[index]
+            if segment.start >= end:
+                return
+            low, high = max(segment.start, start), min(segment.start + segment.numel, end)
+            if low < high:
+                yield segment, low, high

@@ -2,7 +2,8 @@
 """Master weights and moments: in chunks, streamed past the optimizer in ascending order.
 
 During an update chunk ``i`` is worked on while ``i+1 … i+k`` are being read and ``i-1 …`` written back; ``k`` is
-whatever the staging pool has room for. Chunks that live in host memory take part without the transfers.
+whatever the staging pool has room for. Chunks that live in host memory take part without the transfers. Those that live
+in device memory are updated there (:mod:`tencache_ds.tiers.device_update`); everybody else gets copies of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
 from tencache_ds.items import Place
 from tencache_ds.memory.arena import HostArena, Locking
+from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
 from tencache_ds.observability.counters import Counters, Link, Stall
 from tencache_ds.planning.chunks import Chunk, cut_sub_group
@@ -39,6 +41,8 @@ class ChunkInUse:
     chunk: Chunk
     views: dict[str, torch.Tensor]
     _lease: Lease | None = None
+    _device: torch.Tensor | None = None  # whose copy the views are
+    _copy: torch.Tensor | None = None
 
     @property
     def staged(self) -> bool:
@@ -50,6 +54,12 @@ class ChunkInUse:
         lease, self._lease = self._lease, None
         self.views = {}
         return lease
+
+    def _end_copy(self, *, changed: bool) -> None:
+        device, self._device = self._device, None
+        copy, self._copy = self._copy, None
+        if device is not None and copy is not None and changed:
+            device.copy_(copy)
 
 
 @dataclass(slots=True)
@@ -89,6 +99,8 @@ class OptimizerStateTier:
         self._counters = counters
         self._chunk_nbytes = chunk_nbytes
         self._timeout_s = timeout_s
+        self.version = 0
+        """Grows whenever a chunk changes its place."""
         # Not for children: a data loader's workers would have every chunk copied that is updated while they live.
         self._memory = HostArena(None, Locking.NONE)
         self._groups = [self._make(index, spec) for index, spec in enumerate(specs)]
@@ -122,6 +134,25 @@ class OptimizerStateTier:
         """Bytes of state that live in host memory."""
         return sum(group.resident_nbytes for group in self._groups)
 
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of state that live in device memory."""
+        return sum(group.device_nbytes for group in self._groups)
+
+    def places(self, sub_group: int) -> tuple[Place, ...]:
+        """Where each chunk of a sub-group lives."""
+        group = self._groups[sub_group]
+        return tuple(group.place(chunk) for chunk in group.chunks)
+
+    def on_device(self, chunk: Chunk) -> bool:
+        """Whether a chunk lives in device memory."""
+        return chunk.index in self._groups[chunk.sub_group].device
+
+    def device_views(self, chunk: Chunk) -> dict[str, torch.Tensor]:
+        """A 1-D tensor per kind of a chunk that lives in device memory; changes are changes of the state."""
+        group = self._groups[chunk.sub_group]
+        return group.views_of(chunk, group.device[chunk.index])
+
     # The update: a stream of chunks
 
     def begin_update(self, sub_groups: Sequence[int] | None = None) -> None:
@@ -140,6 +171,10 @@ class OptimizerStateTier:
         group = self._groups[chunk.sub_group]
         if chunk.index not in group.extents:
             self._read_ahead()  # buffers of writes that have ended since
+            if chunk.index in group.device:
+                device = group.device[chunk.index]
+                copy = device.to("cpu", copy=True)
+                return ChunkInUse(chunk, group.views_of(chunk, copy), _device=device, _copy=copy)
             return ChunkInUse(chunk, group.resident_views(chunk))
         if self._ahead and self._ahead[0].chunk is chunk:
             entry = self._ahead.popleft()
@@ -161,6 +196,7 @@ class OptimizerStateTier:
     def put(self, used: ChunkInUse, *, changed: bool = True) -> None:
         """Ends the use of a chunk; a changed one goes to NVMe without waiting."""
         lease = used._end()
+        used._end_copy(changed=changed)
         if lease is None:
             return
         if changed:
@@ -175,8 +211,9 @@ class OptimizerStateTier:
         self._read_ahead()
 
     def drop(self, used: ChunkInUse) -> None:
-        """Ends the use of a chunk after an error: what is on NVMe stays as it is."""
+        """Ends the use of a chunk after an error: what is on NVMe, or in device memory, stays as it is."""
         lease = used._end()
+        used._end_copy(changed=False)
         if lease is not None:
             lease.release()
 
@@ -335,6 +372,135 @@ class OptimizerStateTier:
         lease.buffer[: chunk.nbytes].zero_()
         return ChunkInUse(chunk, group.views_of(chunk, lease.buffer), lease)
 
+    # Places
+
+    def relocate(self, places: Mapping[int, Sequence[Place]], device: DeviceMemory | None = None) -> None:
+        """Moves chunks between the places where they live. Between two passes.
+
+        Each is copied to its new home before it gives up the old one, so an error leaves every chunk complete where it
+        was or where it was to be. A sub-group that was whole is in chunks from then on; for a moment, its part that
+        stays in host memory is there twice.
+
+        Args:
+            places: of the sub-groups that change, where each chunk is to live.
+            device: where device memory comes from; None where no chunk goes there.
+
+        Raises:
+            MemoryLimitError: there is no such memory.
+            SpaceError, StorageError: there is no room on NVMe, or a transfer failed.
+            TenCacheError: there is no store.
+        """
+        self._abandon_ahead()
+        for index, wanted in places.items():
+            if self._groups[index].spec.whole and any(place is not Place.HOST for place in wanted):
+                self._groups[index] = self._cut_whole(self._groups[index], wanted, device)
+        moves = [
+            (chunk, place)
+            for index, wanted in sorted(places.items())
+            for chunk, place in zip(self._groups[index].chunks, wanted, strict=True)
+            if place is not self._groups[index].place(chunk)
+        ]
+        try:
+            # What leaves memory first, so that what comes finds room.
+            for chunk, place in sorted(moves, key=lambda move: -move[1]):
+                self._move(chunk, place, device)
+        finally:
+            for index in places:
+                group = self._groups[index]
+                if not group.spec.whole:
+                    group.spec = replace(group.spec, places=self.places(index))
+
+    def _cut_whole(self, group: SubGroup, places: Sequence[Place], device: DeviceMemory | None) -> SubGroup:
+        """A whole sub-group's state in chunks, those for device memory there and the others in host memory."""
+        cut = SubGroup(replace(group.spec, places=tuple(places)), group.chunks)
+        try:
+            for chunk, place in zip(group.chunks, places, strict=True):
+                if place is Place.GPU and device is not None:
+                    memory = torch.zeros(chunk.nbytes, dtype=torch.uint8)
+                    cut.device[chunk.index] = device.allocate(chunk.nbytes)
+                else:
+                    memory = self._memory.allocate(chunk.nbytes, "optimizer state")
+                    cut.resident[chunk.index] = memory
+                for kind, view in cut.views_of(chunk, memory).items():
+                    view.copy_(group.tensors[kind][chunk.start : chunk.start + chunk.numel])
+                if chunk.index in cut.device and device is not None:
+                    device.write(cut.device[chunk.index], memory)
+        except BaseException:
+            self._vacate(cut)
+            raise
+        self.version += 1
+        return cut
+
+    def _move(self, chunk: Chunk, place: Place, device: DeviceMemory | None) -> None:
+        group = self._groups[chunk.sub_group]
+        source, lease = self._bytes_of(group, chunk)
+        try:
+            if place is Place.NVME:
+                self._move_to_nvme(group, chunk, source)
+            elif place is Place.HOST:
+                target = self._memory.allocate(chunk.nbytes, "optimizer state")
+                target.copy_(source)
+                self._vacate_chunk(group, chunk)
+                group.resident[chunk.index] = target
+            else:
+                if device is None:
+                    raise TenCacheError(f"chunk {chunk.sub_group}.{chunk.index} is to move to a device; there is none")
+                target = device.allocate(chunk.nbytes)
+                device.write(target, source)
+                self._vacate_chunk(group, chunk)
+                group.device[chunk.index] = target
+        finally:
+            if lease is not None:
+                lease.release()
+        self.version += 1
+
+    def _bytes_of(self, group: SubGroup, chunk: Chunk) -> tuple[torch.Tensor, Lease | None]:
+        """A chunk's bytes where they are; those on NVMe are read into a staging buffer, which has to be released."""
+        for homes in (group.device, group.resident):
+            if chunk.index in homes:
+                return homes[chunk.index][: chunk.nbytes], None
+        entry = self._start_read(chunk, self._lease(chunk), Priority.URGENT)
+        try:
+            entry.ticket.wait(self._timeout_s)
+        except BaseException:
+            entry.lease.release_with(entry.ticket)
+            raise
+        return entry.lease.buffer[: chunk.nbytes], entry.lease
+
+    def _move_to_nvme(self, group: SubGroup, chunk: Chunk, source: torch.Tensor) -> None:
+        store = self._require_store(chunk.sub_group)
+        lease = self._lease(chunk)
+        try:
+            lease.buffer[: chunk.nbytes].copy_(source)
+            group.extents[chunk.index] = store.allocate(chunk.nbytes, _name(chunk))
+            ticket = self._start_write(chunk, lease)
+        except BaseException:
+            lease.release()
+            self._forget_extent(group, chunk)
+            raise
+        lease.release_with(ticket)
+        try:
+            ticket.wait(self._timeout_s)  # only then the old home may go
+        except BaseException:
+            self._forget_extent(group, chunk)
+            raise
+        self._free_memory(group, chunk)
+
+    def _vacate_chunk(self, group: SubGroup, chunk: Chunk) -> None:
+        self._forget_extent(group, chunk)
+        self._free_memory(group, chunk)
+
+    def _forget_extent(self, group: SubGroup, chunk: Chunk) -> None:
+        extent = group.extents.pop(chunk.index, None)
+        if extent is not None:
+            self._require_store(chunk.sub_group).free(extent)
+
+    def _free_memory(self, group: SubGroup, chunk: Chunk) -> None:
+        group.device.pop(chunk.index, None)
+        memory = group.resident.pop(chunk.index, None)
+        if memory is not None:
+            self._memory.free(memory)
+
     # Lifetime
 
     def drain(self) -> None:
@@ -373,8 +539,8 @@ class OptimizerStateTier:
         try:
             for chunk, place in zip(chunks, spec.places or (), strict=True):
                 if place is Place.NVME:
-                    name = f"optimizer chunk {chunk.sub_group}.{chunk.index}"
-                    group.extents[chunk.index] = self._require_store(chunk.sub_group).allocate(chunk.nbytes, name)
+                    store = self._require_store(chunk.sub_group)
+                    group.extents[chunk.index] = store.allocate(chunk.nbytes, _name(chunk))
                 else:
                     group.resident[chunk.index] = self._memory.allocate(chunk.nbytes, "optimizer state")
         except BaseException:
@@ -389,6 +555,8 @@ class OptimizerStateTier:
                 self._store.free(extent)
         for memory in group.resident.values():
             self._memory.free(memory)
+        group.device.clear()
+        self.version += 1
 
     def _cut(self, index: int, spec: SubGroupSpec, largest_nbytes: int | None = None) -> tuple[Chunk, ...]:
         kinds = [(kind, dtype.itemsize) for kind, dtype in spec.kinds]
@@ -521,3 +689,8 @@ class OptimizerStateTier:
         self._groups[chunk.sub_group].extents[chunk.index] = extent
         self._counters.moved(Link.NVME_WRITE, extent.allocated_nbytes)
         return store.write(extent, lease.buffer[: extent.allocated_nbytes], priority=Priority.BACKGROUND)
+
+
+def _name(chunk: Chunk) -> str:
+    """What messages call its extent."""
+    return f"optimizer chunk {chunk.sub_group}.{chunk.index}"

@@ -22,7 +22,7 @@ class SubGroupSpec:
     Attributes:
         numel: elements of this rank's partition.
         kinds: of the states the optimizer keeps, ``master`` first.
-        places: of each chunk, HOST or NVME; None for one whole tensor per kind in host memory.
+        places: of each chunk; None for one whole tensor per kind in host memory.
     """
 
     numel: int
@@ -43,7 +43,9 @@ class SubGroup:
         spec: what is kept.
         chunks: in ascending order.
         extents: where chunks that live on NVMe are, by their index.
-        resident: bytes of the other chunks, by their index, laid out as in an extent; none of a whole sub-group.
+        resident: bytes of chunks that live in host memory, by their index, laid out as in an extent; none of a whole
+            sub-group.
+        device: the same of chunks that live in device memory.
         tensors: of a whole sub-group, 1-D, by kind.
     """
 
@@ -51,12 +53,24 @@ class SubGroup:
     chunks: tuple[Chunk, ...]
     extents: dict[int, Extent] = field(default_factory=dict)
     resident: dict[int, torch.Tensor] = field(default_factory=dict)
+    device: dict[int, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def resident_nbytes(self) -> int:
         """Bytes in host memory."""
         return sum(tensor.nbytes for tensor in (*self.resident.values(), *self.tensors.values()))
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes in device memory."""
+        return sum(tensor.nbytes for tensor in self.device.values())
+
+    def place(self, chunk: Chunk) -> Place:
+        """Where one of the chunks lives."""
+        if chunk.index in self.extents:
+            return Place.NVME
+        return Place.GPU if chunk.index in self.device else Place.HOST
 
     def dtype(self, kind: str) -> torch.dtype:
         """Of one kind of state.

@@ -19,7 +19,7 @@ class WeightState(enum.Enum):
     """Where a weight's shard is, and what its memory means."""
 
     RESIDENT = "resident"
-    """In host memory for good; never read from or written to NVMe."""
+    """In memory, of the host or of the device, and nowhere else; never read from or written to NVMe."""
 
     INITIAL = "initial"
     """In ordinary memory, being filled for the first time; not yet on NVMe."""
@@ -45,9 +45,11 @@ class WeightState(enum.Enum):
 
 
 _TRANSITIONS: dict[WeightState, frozenset[WeightState]] = {
-    WeightState.RESIDENT: frozenset(),
+    WeightState.RESIDENT: frozenset({WeightState.STORED}),
     WeightState.INITIAL: frozenset({WeightState.STORED}),
-    WeightState.STORED: frozenset({WeightState.READING, WeightState.UPDATING, WeightState.OVERWRITING}),
+    WeightState.STORED: frozenset(
+        {WeightState.READING, WeightState.UPDATING, WeightState.OVERWRITING, WeightState.RESIDENT}
+    ),
     WeightState.READING: frozenset({WeightState.STAGED, WeightState.STORED}),
     WeightState.STAGED: frozenset({WeightState.EXPOSED, WeightState.STORED}),
     WeightState.EXPOSED: frozenset({WeightState.STORED, WeightState.STAGED, WeightState.OVERWRITING}),
@@ -116,6 +118,8 @@ class Weight:
         extent: its place on NVMe, once it has one.
         buffer: memory it is staged in, if any.
         resident: its memory when it is resident, 1-D.
+        on_device: whether it is resident in device memory.
+        host: of one that is resident in device memory, the host memory that it had, if any: it may come back.
         ticket: the read under way or just done.
         trainable: whether the optimizer updates it.
         prefetched: whether it was in memory, or on its way there, before it was asked for.
@@ -131,6 +135,8 @@ class Weight:
     extent: Extent | None = None
     buffer: StagingBuffer | None = None
     resident: torch.Tensor | None = None
+    on_device: bool = False
+    host: torch.Tensor | None = None
     ticket: Ticket | None = None
     trainable: bool = True
     prefetched: bool = False

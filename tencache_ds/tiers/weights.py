@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of one model on one rank: some in host memory for good, the rest on NVMe and staged when needed.
+"""The weights of one model on one rank: some in memory, of the host or the device, the rest on NVMe and staged.
 
 Residency is static (the access pattern is a cyclic scan, on which recency caching never hits). A stored weight's
 staging buffer is clean at all times except between :meth:`WeightTier.begin_update` and
@@ -90,7 +90,7 @@ class WeightTier:
             return weight.view()
 
     def is_resident(self, key: int) -> bool:
-        """Whether the weight stays in host memory for good."""
+        """Whether the weight is in memory, of the host or the device, and nowhere else."""
         return self._weights[key].state is WeightState.RESIDENT
 
     def store_initial(self, key: int) -> None:
@@ -107,6 +107,66 @@ class WeightTier:
             self._ordinary.release_with(self._write(weight, buffer.bytes), buffer)
             weight.buffer = None
             weight.move_to(WeightState.STORED)
+
+    # Device memory
+
+    def to_device(self, key: int, memory: torch.Tensor) -> None:
+        """Makes a weight resident in device memory. Nobody uses it meanwhile.
+
+        Args:
+            key: which.
+            memory: 1-D tensor of the shard's length and dtype; what becomes of a resident weight's host memory is that
+                it is kept for :meth:`to_host`.
+
+        Raises:
+            StorageError: it could not be read.
+            TenCacheError: it is in use.
+        """
+        with self._lock:
+            weight = self._weights[key]
+            if weight.unused:
+                self._discard(weight)
+            if weight.state not in (WeightState.RESIDENT, WeightState.STORED):
+                raise TenCacheError(f"weight {weight.name} cannot change its place: it is {weight.state.value}")
+            memory.copy_(self.read(key))
+            if weight.state is WeightState.STORED:
+                weight.move_to(WeightState.RESIDENT)
+            else:
+                weight.host = weight.resident
+            weight.resident, weight.on_device = memory, True
+
+    def to_host(self, key: int) -> torch.Tensor | None:
+        """Takes a weight out of device memory, to where it was before: host memory, or NVMe, which is waited for.
+
+        Returns:
+            Its host memory, or None if it has none.
+
+        Raises:
+            StorageError: it could not be written; it stays where it is.
+        """
+        with self._lock:
+            weight = self._weights[key]
+            assert weight.resident is not None
+            if weight.host is not None:
+                weight.host.copy_(weight.resident)
+                weight.resident, weight.host, weight.on_device = weight.host, None, False
+                return weight.resident
+            buffer = self._ordinary.take(weight)
+            buffer.bytes[: weight.nbytes].view(weight.dtype).copy_(weight.resident)
+            ticket = self._write(weight, buffer.bytes)
+            self._ordinary.release_with(ticket, buffer)
+            ticket.wait(self._timeout_s)
+            weight.resident, weight.on_device = None, False
+            weight.move_to(WeightState.STORED)
+            return None
+
+    def on_device(self, key: int) -> bool:
+        """Whether the weight is resident in device memory."""
+        return self._weights[key].on_device
+
+    def keeps_host_memory(self, key: int) -> bool:
+        """Whether a weight that is resident in device memory has host memory too."""
+        return self._weights[key].host is not None
 
     def holds(self, key: int) -> bool:
         """Whether this weight is registered here."""
@@ -230,7 +290,7 @@ class WeightTier:
 
         Args:
             keys: which.
-            for_host: in host memory; otherwise possibly in GPU memory, see :meth:`staged_for_gpu`.
+            for_host: in host memory, to be read only; otherwise possibly in GPU memory, see :meth:`staged_for_gpu`.
 
         Returns:
             1-D tensors, valid until :meth:`give_back` of the same key.
@@ -261,7 +321,7 @@ class WeightTier:
             for weight in weights:
                 if weight.state is WeightState.RESIDENT:
                     assert weight.resident is not None
-                    exposed.append(weight.resident)
+                    exposed.append(weight.resident.cpu() if for_host else weight.resident)
                     continue
                 if weight.state is not WeightState.EXPOSED:
                     self._count_access(weight)
@@ -420,7 +480,7 @@ class WeightTier:
             weight = self._weights[key]
             if weight.state is WeightState.RESIDENT:
                 assert weight.resident is not None
-                return weight.resident.clone()
+                return weight.resident.to("cpu", copy=True)
             store, extent = self._stored_at(weight)
             buffer = self._ordinary.take(weight)
             self._counters.moved(Link.NVME_READ, extent.allocated_nbytes)
@@ -478,8 +538,9 @@ class WeightTier:
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes of weights kept in host memory."""
-        return sum(w.nbytes for w in self._weights.values() if w.state is WeightState.RESIDENT)
+        """Bytes of host memory that weights keep; those of weights that are in device memory for now among them."""
+        kept = (w for w in self._weights.values() if w.state is WeightState.RESIDENT)
+        return sum(w.nbytes for w in kept if not w.on_device or w.host is not None)
 
     def nbytes_of(self, key: int) -> int:
         """Bytes of one shard."""

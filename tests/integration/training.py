@@ -301,8 +301,8 @@ class TrafficMeter:
         return {"steps": steps, "counted_nbytes": counted_end - counted, "kernel_nbytes": kernel_end - kernel}
 
 
-def run_case(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
-    """One training run; returns its losses and, with TenCache, its counters."""
+def run_case(case: dict[str, Any], engine_name: str, folder: str, rank: int, hook: Any = None) -> dict[str, Any]:
+    """One training run: its losses and, with TenCache, its counters. ``hook(engine, step)`` follows each step."""
     nvme = os.path.join(folder, "nvme")
     if case.get("smallest_staging") and engine_name == "tencache":
         smallest = smallest_staging_nbytes(case, nvme)
@@ -312,7 +312,7 @@ def run_case(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> 
     steps = case.get("steps", 20)
     meter = TrafficMeter(2, steps) if case.get("measure_traffic") and engine_name == "tencache" else None
     result: dict[str, Any] = {"initial_weights": digests(engine.module) if case.get("weights") else {}}
-    result["losses"] = train(engine, steps, generator, oracle=engine_name == "stock", hook=meter)
+    result["losses"] = train(engine, steps, generator, oracle=engine_name == "stock", hook=meter or hook)
     if engine_name == "tencache":
         import dataclasses
 

@@ -31,7 +31,7 @@ using tencache::Team;
 
 // 28 bytes an element: a block is about 1 MiB of traffic, 0.1 to 0.3 ms of one core.
 constexpr std::size_t BLOCK_NUMEL = 32768;
-constexpr std::size_t FILL_BLOCK_NBYTES = std::size_t{2} << 20;
+constexpr std::size_t MEMORY_BLOCK_NBYTES = std::size_t{2} << 20;
 
 ElementType element_type(const std::string& name)
 {
@@ -128,14 +128,28 @@ public:
         return submit(job);
     }
 
+    PyJob copy(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes)
+    {
+        if (target == 0 || source == 0) { throw py::value_error("no address"); }
+        auto job = std::make_shared<Job>();
+        job->n_blocks = (nbytes + MEMORY_BLOCK_NBYTES - 1) / MEMORY_BLOCK_NBYTES;
+        job->run = [target, source, nbytes](std::size_t index) {
+            const std::size_t start = index * MEMORY_BLOCK_NBYTES;
+            std::memcpy(reinterpret_cast<char*>(target) + start,
+                        reinterpret_cast<const char*>(source) + start,
+                        std::min(MEMORY_BLOCK_NBYTES, nbytes - start));
+        };
+        return submit(job);
+    }
+
     PyJob fill_zero(std::uintptr_t address, std::size_t nbytes)
     {
         if (address == 0) { throw py::value_error("no address"); }
         auto job = std::make_shared<Job>();
-        job->n_blocks = (nbytes + FILL_BLOCK_NBYTES - 1) / FILL_BLOCK_NBYTES;
+        job->n_blocks = (nbytes + MEMORY_BLOCK_NBYTES - 1) / MEMORY_BLOCK_NBYTES;
         job->run = [address, nbytes](std::size_t index) {
-            const std::size_t start = index * FILL_BLOCK_NBYTES;
-            std::memset(reinterpret_cast<char*>(address) + start, 0, std::min(FILL_BLOCK_NBYTES, nbytes - start));
+            const std::size_t start = index * MEMORY_BLOCK_NBYTES;
+            std::memset(reinterpret_cast<char*>(address) + start, 0, std::min(MEMORY_BLOCK_NBYTES, nbytes - start));
         };
         return submit(job);
     }
@@ -206,8 +220,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("n_tail"),
              py::arg("scalars"),
              py::arg("variant") = "")
+        .def("copy", &PyTeam::copy, py::arg("target"), py::arg("source"), py::arg("nbytes"))
         .def("fill_zero", &PyTeam::fill_zero, py::arg("address"), py::arg("nbytes"))
         .def("close", &PyTeam::close);
+    m.attr("TAIL_CONTRACTED") = tencache::TAIL_CONTRACTED;
     m.def("adam_variant", [] {
         const AdamVariant variant = tencache::adam_variant();
         return std::make_pair(std::string(variant.name), variant.kernel == nullptr ? std::size_t{0} : variant.width);

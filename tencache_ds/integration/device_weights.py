@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shards of a model's weights in device memory: a :class:`tencache_ds.gpu_homes.MovableWeights`.
+
+DeepSpeed gathers from ``param.ds_tensor``, wherever that is. With its memory on the device there is nothing to copy; on
+one rank the gathered weight is the shard itself, as in training without offload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+from tencache_ds.integration.model_weights import ModelWeights, in_tier
+
+
+class DeviceWeights:
+    """Used by the training thread, between two steps.
+
+    Args:
+        params: the model's parameters, each once.
+        model_weights: where the optimizer writes them.
+    """
+
+    def __init__(self, params: Sequence[Any], model_weights: ModelWeights) -> None:
+        self._params = {param.ds_id: param for param in params if _is_movable(param)}
+        self._model_weights = model_weights
+        self._host: dict[int, torch.Tensor] = {}
+
+    def shards(self) -> list[tuple[int, int]]:
+        """See :meth:`MovableWeights.shards`: those on NVMe come first, whose bytes cost most."""
+        stored = {key for key, param in self._params.items() if in_tier(param) and param.nvme_swapper.stored(param)}
+        order = sorted(self._params, key=lambda key: key not in stored)
+        return [(key, _nbytes(self._params[key])) for key in order]
+
+    def to_device(self, key: int, memory: torch.Tensor) -> None:
+        """See :meth:`MovableWeights.to_device`."""
+        param = self._params[key]
+        shard = memory.view(param.ds_tensor.dtype)
+        if in_tier(param):
+            param.nvme_swapper.to_device(param, shard)
+            return
+        self._model_weights.part_from_flat(param)
+        self._host[key] = param.ds_tensor.data
+        shard.copy_(param.ds_tensor.data)
+        param.ds_tensor.data = shard
+
+    def to_host(self, key: int) -> None:
+        """See :meth:`MovableWeights.to_host`."""
+        param = self._params[key]
+        if in_tier(param):
+            param.nvme_swapper.to_host(param)
+            return
+        host = self._host.pop(key)
+        host.copy_(param.ds_tensor.data)
+        param.ds_tensor.data = host
+
+    def keeps_host_memory(self, key: int) -> bool:
+        """See :meth:`MovableWeights.keeps_host_memory`."""
+        param = self._params[key]
+        return key in self._host or (in_tier(param) and param.nvme_swapper.keeps_host_memory(param))
+
+
+def _is_movable(param: Any) -> bool:
+    """Whether DeepSpeed keeps a plain shard of it off the device, and no second one or quantized values."""
+    shard = getattr(param, "ds_tensor", None)
+    if shard is None or hasattr(shard, "ds_quant_scale") or getattr(param, "ds_secondary_tensor", None) is not None:
+        return False
+    if in_tier(param):
+        return True
+    available = shard.status is PartitionedParamStatus.AVAILABLE
+    synchronized = get_accelerator().is_synchronized_device()
+    return available and (synchronized or not get_accelerator().on_accelerator(shard))
+
+
+def _nbytes(param: Any) -> int:
+    return int(param.ds_tensor.ds_numel) * param.ds_tensor.element_size()

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of the compute device for what lives there between two uses, from torch's allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from tencache_ds.errors import MemoryLimitError
+from tencache_ds.items import GpuUsage
+
+HostCopy = Callable[[torch.Tensor, torch.Tensor], None]
+"""Copies the bytes of the second tensor to the first, both in host memory."""
+
+BOUNCE_NBYTES = 32 * 2**20
+
+
+class DeviceMemory(Protocol):
+    """The memory of one device, as one rank sees it. One thread at a time uses it."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def usage(self) -> GpuUsage:
+        """What it is used for now."""
+
+    def free_nbytes(self) -> int:
+        """What nobody uses; quick, but what torch's allocator keeps for later counts as used."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A 1-D uint8 tensor. Memory goes back with its last view.
+
+        Raises:
+            MemoryLimitError: there is no such memory.
+        """
+
+    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies 1-D uint8 host memory of any kind to the device; later work on the current stream finds it there, and
+        the source may be freed."""
+
+    def synchronize(self) -> None:
+        """Waits for everything that was issued to the device."""
+
+    def trim(self) -> None:
+        """Gives back to the device what torch's allocator keeps and nobody uses."""
+
+
+class CudaMemory:
+    """See :class:`DeviceMemory`.
+
+    Args:
+        device: a CUDA device.
+        host_copy: copies into pinned memory, at the memory's speed.
+    """
+
+    def __init__(self, device: torch.device, host_copy: HostCopy) -> None:
+        self._device = device
+        self._host_copy = host_copy
+        self._bounce: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._turn = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Which it is."""
+        return self._device
+
+    def usage(self) -> GpuUsage:
+        """See :meth:`DeviceMemory.usage`. A limit set with ``set_per_process_memory_fraction`` is the device's end."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        reserved = torch.cuda.memory_reserved(self._device)
+        limit = int(self._fraction() * total)
+        return GpuUsage(
+            total_nbytes=limit,
+            free_nbytes=max(min(free, limit - reserved), 0),
+            reserved_nbytes=reserved,
+            allocated_nbytes=torch.cuda.memory_allocated(self._device),
+        )
+
+    def free_nbytes(self) -> int:
+        """See :meth:`DeviceMemory.free_nbytes`."""
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """See :meth:`DeviceMemory.allocate`."""
+        try:
+            with torch.inference_mode(False):
+                return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryLimitError(
+                f"{nbytes} bytes of GPU memory are needed, which {self._device} does not have: {error}"
+            ) from error
+
+    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See :meth:`DeviceMemory.write`. Passes through two pinned buffers, in turns."""
+        if not self._bounce:
+            for _ in range(2):
+                buffer = torch.empty(BOUNCE_NBYTES, dtype=torch.uint8, pin_memory=True)
+                self._bounce.append((buffer, torch.cuda.Event()))
+        for start in range(0, source.numel(), BOUNCE_NBYTES):
+            piece = source[start : start + BOUNCE_NBYTES]
+            buffer, copied = self._bounce[self._turn]
+            self._turn = 1 - self._turn
+            copied.synchronize()
+            self._host_copy(buffer[: piece.numel()], piece)
+            target[start : start + piece.numel()].copy_(buffer[: piece.numel()], non_blocking=True)
+            copied.record()
+
+    def synchronize(self) -> None:
+        """See :meth:`DeviceMemory.synchronize`."""
+        torch.cuda.synchronize(self._device)
+
+    def trim(self) -> None:
+        """See :meth:`DeviceMemory.trim`. The buffers of :meth:`write` go too."""
+        self._bounce.clear()
+        torch.cuda.empty_cache()
+
+    def _fraction(self) -> float:
+        get = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # torch 2.8 and later
+        return float(get(self._device)) if get is not None else 1.0

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases of three other programs with weights, gradients and optimizer state in device memory.
+
+On a GPU this is the real thing. On the CPU accelerator ordinary memory stands in for the device's, and the update team
+for the GPU kernel; all else is what runs on a GPU: the plan, the moves, what leaves when memory gets short, saving. A
+case may say by ``"device_memory"`` how much there is, and by ``"moves"`` that places change at random after steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import checkpoint_cases
+import torch
+import training
+import user_api_cases
+from deepspeed.accelerator import get_accelerator
+
+from tencache_ds.errors import MemoryLimitError
+from tencache_ds.integration import stage3
+from tencache_ds.items import GpuUsage, Place
+from tencache_ds.planning.adam_scalars import AdamScalars
+from tencache_ds.tiers.device_adam import Launch, Run
+from tencache_ds.tiers.fused_adam import TYPES, FusedAdam
+
+plain_config = training.config_for
+CAPACITY = {"nbytes": 4 * 2**30}
+"""Of the ordinary memory that stands in for a device's."""
+
+LEFT_BY_TRAINING_NBYTES = 256 * 2**20
+"""On a GPU, by a training that wants nearly all of it."""
+
+
+def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
+    config = plain_config(case, engine, nvme)
+    if engine == "tencache" and "device_memory" in case:
+        config["tencache"]["gpu_memory"] = case["device_memory"]
+    return config
+
+
+class OrdinaryMemory:
+    """A device's memory, for want of a device."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._given: list[Any] = []
+        self.wanted_by_training_nbytes = 0
+
+    def usage(self) -> GpuUsage:
+        return GpuUsage(CAPACITY["nbytes"], self.free_nbytes(), 2**20, 2**20)
+
+    def free_nbytes(self) -> int:
+        self._given = [reference for reference in self._given if reference() is not None]
+        taken = sum(storage.nbytes() for reference in self._given if (storage := reference()) is not None)
+        return max(CAPACITY["nbytes"] - taken - self.wanted_by_training_nbytes, 0)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.free_nbytes():
+            raise MemoryLimitError(f"{nbytes} bytes are not there")
+        # Poisoned: whoever reads before writing is wrong.
+        memory = torch.full((nbytes,), 0xCB, dtype=torch.uint8)
+        self._given.append(weakref.ref(memory.untyped_storage()))
+        return memory
+
+    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def synchronize(self) -> None: ...
+
+    def trim(self) -> None: ...
+
+
+class TeamAdam:
+    """The update team in place of a GPU."""
+
+    def __init__(self, fused: FusedAdam) -> None:
+        self._fused = fused
+        self.launches = 0
+
+    def prepare(self, runs: Sequence[Run], gradient: torch.dtype, weight: torch.dtype) -> Launch:
+        tuples = [dataclasses.astuple(run)[:6] for run in runs]
+        n_tail = sum(run.n_tail for run in runs)
+        assert all(run.n_tail == 0 for run in runs[:-1]) or n_tail == 0
+        team, op = self._fused._team, self._fused._op
+
+        def launch(scalars: AdamScalars) -> None:
+            self.launches += 1
+            op_scalars = op.AdamScalars(**dataclasses.asdict(scalars))
+            job = team.adam(tuples, TYPES[gradient], TYPES[weight], n_tail, op_scalars)
+            assert job.wait(60)
+
+        return launch
+
+    def close(self) -> None: ...
+
+
+def use_ordinary_memory() -> None:
+    stage3.open_device = lambda on_cuda, fused: (OrdinaryMemory(), TeamAdam(fused))
+
+
+class RandomMoves:
+    """Gives chunks other places after every second step, which a plan would not do."""
+
+    def __init__(self, seed: int, places: Sequence[str]) -> None:
+        self._random = random.Random(seed)
+        self._places = [Place[name] for name in places]
+        self.moved = 0
+
+    def __call__(self, engine: Any, step: int) -> None:
+        homes = engine.optimizer._gpu_homes
+        if step % 2 or homes is None:
+            return
+        tier = engine.optimizer._state
+        for index in range(len(engine.optimizer.fp16_groups)):
+            wanted = [self._random.choice(self._places) for _ in tier.chunks(index)]
+            self.moved += sum(new is not old for new, old in zip(wanted, tier.places(index), strict=True))
+            homes._relocate({index: wanted})
+
+
+def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:
+    if "scenario" in case:
+        return user_api_cases.run(case, engine, folder, rank)
+    if "action" in case:
+        return checkpoint_cases.run(case, engine, folder, rank)
+    hook: Any = None
+    if engine == "tencache" and "moves" in case:
+        hook = RandomMoves(case["moves"], case["places"])
+    if engine == "tencache" and "shrinks_at" in case:
+        hook = Shrinking(case["shrinks_at"])
+    result = training.run_case(case, engine, folder, rank, hook=hook)
+    if isinstance(hook, RandomMoves):
+        result["moved"] = hook.moved
+    if isinstance(hook, Shrinking):
+        result["device_nbytes"] = hook.device_nbytes
+    return result
+
+
+class Shrinking:
+    """From some step on training wants nearly all of the device's memory for itself."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._taken: torch.Tensor | None = None
+        self.device_nbytes: list[list[int]] = []
+        """After each step, of weights and of state."""
+
+    def __call__(self, engine: Any, step: int) -> None:
+        homes = engine.optimizer._gpu_homes
+        nbytes = dict(homes._weights.shards())
+        weights = sum(nbytes[key] for key in homes._weights_there)
+        self.device_nbytes.append([weights, engine.optimizer._state.device_nbytes])
+        if step == self._step:
+            if isinstance(homes._memory, OrdinaryMemory):
+                homes._memory.wanted_by_training_nbytes = CAPACITY["nbytes"]
+            else:
+                nbytes = homes._memory.free_nbytes() - LEFT_BY_TRAINING_NBYTES
+                self._taken = torch.empty(nbytes, dtype=torch.uint8, device=homes._memory.device)
+
+
+if __name__ == "__main__":
+    training.config_for = config_for
+    torch.manual_seed(0)
+    if get_accelerator().is_synchronized_device():
+        use_ordinary_memory()
+    training.main(run)

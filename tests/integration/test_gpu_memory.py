@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights, gradients and optimizer state in GPU memory: the same numbers, bit for bit, as stock CPU offload.
+
+Without a GPU ordinary memory stands in for it: see ``gpu_memory_cases.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)
+
+PROGRAM = "gpu_memory_cases.py"
+CHUNKS = {"tencache": {"chunk_size": 2**16}}
+RAM = {"offload_param": "cpu", "offload_optimizer": "cpu"}
+
+TRAINING: dict[str, dict[str, Any]] = {
+    name: {"model": name, "weights": True, "steps": 8}
+    for name in ("mlp", "random_skip", "unused", "tied", "external", "moe_leaf", "llama_reentrant", "gpt2")
+} | {
+    "lora": {"model": "llama", "lora": True, "weights": True, "steps": 8},
+    "ram": {"model": "llama", "weights": True, "steps": 8} | RAM,
+    "weights_on_device": {"model": "llama", "offload_param": "none", "steps": 6},
+    "optimizer_in_ram": {"model": "llama", "offload_optimizer": "cpu", "steps": 6},
+    "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1, "steps": 8},
+    "accumulation_random_skip": {"model": "random_skip", "accumulation": 2, "steps": 8},
+    "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2, "steps": 8},
+    "two_groups_scheduler": {"model": "gpt2", "optimizer": "two_groups", "scheduler": True, "steps": 8},
+    "host_memory_automatic": {"model": "llama", "tencache": {"host_memory": None}, "steps": 6},
+}
+"""Everything goes to GPU memory after the first step."""
+
+PARTS: dict[str, dict[str, Any]] = {
+    # The shards of the llama take 4.4 MiB, its state with gradients 30.6.
+    "weights": {"model": "llama", "device_memory": "3MiB", "weights": True} | CHUNKS,
+    "no_weights_fit": {"model": "llama", "device_memory": 0} | CHUNKS,
+    "some_state": {"model": "llama", "device_memory": "14MiB", "clipping": 0.1} | CHUNKS,
+    "some_state_ram": {"model": "llama", "device_memory": "14MiB", "weights": True} | CHUNKS | RAM,
+    "three_places": {
+        "model": "llama",
+        "device_memory": "14MiB",
+        "tencache": {"chunk_size": 2**16, "host_memory": "16MiB"},
+    },
+    "odd_chunks": {"model": "gpt2", "device_memory": "12MiB", "tencache": {"chunk_size": 100_003}},
+}
+
+PLACES = ("GPU", "HOST", "NVME")
+MOVES: dict[str, dict[str, Any]] = {
+    f"moves_{seed}": {
+        "model": "llama",
+        "moves": seed,
+        "places": PLACES,
+        "clipping": 0.1 if seed % 2 else 0.0,
+        "accumulation": 1 + seed % 3,
+        "tencache": {"chunk_size": 2 ** (16 + seed % 4), "host_memory": ("6MiB", "24MiB", 0)[seed % 3]},
+        "steps": 20,
+    }
+    for seed in range(4)
+}
+MOVES["moves_ram"] = {"model": "llama", "moves": 9, "places": PLACES[:2], "steps": 12} | CHUNKS | RAM
+
+SHRINKS: dict[str, dict[str, Any]] = {
+    "shrinks": {"model": "llama", "shrinks_at": 3, "steps": 8, "weights": True} | CHUNKS,
+    "shrinks_ram": {"model": "llama", "shrinks_at": 3, "steps": 8, "weights": True} | CHUNKS | RAM,
+    "shrinks_into_two_places": {
+        "model": "llama",
+        "shrinks_at": 3,
+        "steps": 8,
+        "tencache": {"chunk_size": 2**16, "host_memory": "16MiB"},
+    },
+}
+SCENARIOS = (
+    "read_state",
+    "write_full_state",
+    "write_local_state",
+    "step_hooks",
+    "gather_before_and_between",
+    "forward_inside_gathered",
+    "gather_everything",
+    "evaluate_between",
+    "two_engines",
+    "destroy_one_of_two",
+    "train_destroy_train",
+    "actor_and_critic",
+    "two_heads_of_a_frozen_backbone",
+    "parts_of_two_zero_inits",
+    "accumulation_unmanaged",
+)
+ON_TWO_RANKS = ("mlp", "tied", "lora", "ram", "accumulation_clipping", "accumulation_random_skip", "three_places")
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "everything": {"model": "mlp"},
+    "some": {"model": "mlp", "device_memory": "6MiB"} | CHUNKS,
+    "lora": {"model": "llama", "lora": True},
+    "into_a_trained_engine": {"model": "mlp", "trained_before_loading": True},
+    "before_the_first_step": {"model": "mlp", "before": 0, "trained_before_loading": True},
+}
+
+
+def both(cases: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any], str]]:
+    return [(name, case, engine) for name, case in cases.items() for engine in ("stock", "tencache")]
+
+
+def checkpoints() -> list[tuple[str, dict[str, Any], str]]:
+    cases = []
+    for name, case in CHECKPOINTS.items():
+        for engine in ("stock", "tencache"):
+            cases.append((f"save_{name}", case | {"action": "save", "checkpoint": f"{name}-{engine}"}, engine))
+        for saver, loader in (("stock", "tencache"), ("tencache", "stock"), ("tencache", "tencache")):
+            case_here = case | {"action": "load", "checkpoint": f"{name}-{saver}"}
+            cases.append((f"load_{name}_of_{saver}", case_here, loader))
+        case_here = case | {"action": "load", "checkpoint": f"{name}-stock"}
+        cases.append((f"load_{name}_of_stock", case_here, "stock"))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def one_rank(harness: Any) -> Any:
+    scenarios = {name: {"scenario": name} for name in SCENARIOS}
+    cases = both(TRAINING | PARTS | MOVES | SHRINKS | scenarios)
+    return harness.run([*cases, *checkpoints()], program=PROGRAM, timeout_s=380)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(harness: Any) -> Any:
+    chosen = {name: (TRAINING | PARTS)[name] for name in ON_TWO_RANKS} | {"moves_0": MOVES["moves_0"]}
+    return harness.run(both(chosen), ranks=2, program=PROGRAM, timeout_s=380)
+
+
+def assert_same(outcome: Any, name: str) -> None:
+    for rank in outcome.ranks:
+        stock, ours = (outcome.result(name, engine, rank) for engine in ("stock", "tencache"))
+        assert ours["losses"] == stock["losses"]
+        assert len(set(stock["losses"])) > 1, "the case does not train"
+        assert ours.get("weights") == stock.get("weights")
+
+
+@pytest.mark.parametrize("name", [*TRAINING, *PARTS, *MOVES, *SHRINKS])
+def test_one_rank(one_rank: Any, name: str) -> None:
+    assert_same(one_rank, name)
+
+
+@pytest.mark.parametrize("name", [*ON_TWO_RANKS, "moves_0"])
+def test_two_ranks(two_ranks: Any, name: str) -> None:
+    assert_same(two_ranks, name)
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINING if name != "weights_on_device"])
+def test_everything_is_in_gpu_memory(one_rank: Any, name: str) -> None:
+    stats = one_rank.result(name, "tencache")["stats"]
+    assert stats["gpu_weight_nbytes"] > 0
+    assert stats["gpu_gradient_nbytes"] > 0
+    assert stats["gpu_state_nbytes"] > 0
+    assert stats["resident_state_nbytes"] == 0
+    moved = stats["last_step"]["nbytes"]
+    assert moved["nvme_read"] == moved["nvme_write"] == moved["d2h"] == moved["h2d"] == 0
+
+
+def test_a_budget_is_filled_and_kept(one_rank: Any) -> None:
+    for name, budget in (("weights", 3), ("some_state", 14), ("three_places", 14)):
+        stats = one_rank.result(name, "tencache")["stats"]
+        used = stats["gpu_weight_nbytes"] + stats["gpu_gradient_nbytes"] + stats["gpu_state_nbytes"]
+        assert 0.75 * budget * 2**20 < used <= budget * 2**20, name
+        assert (stats["gpu_state_nbytes"] > 0) is (name != "weights")
+    assert one_rank.result("no_weights_fit", "tencache")["stats"]["gpu_weight_nbytes"] == 0
+
+
+def test_host_memory_that_becomes_free_takes_state_from_nvme(one_rank: Any) -> None:
+    two, three = (one_rank.result(name, "tencache")["stats"] for name in ("some_state", "three_places"))
+    assert three["gpu_state_nbytes"] == two["gpu_state_nbytes"]
+    assert three["resident_state_nbytes"] > 6 * 2**20
+    moved = three["last_step"]["nbytes"]["nvme_read"]
+    assert 0 < moved < two["last_step"]["nbytes"]["nvme_read"]
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_chunks_have_moved(one_rank: Any, name: str) -> None:
+    assert one_rank.result(name, "tencache")["moved"] > 50
+
+
+@pytest.mark.parametrize("name", SHRINKS)
+def test_memory_that_training_needs_is_given_back(one_rank: Any, name: str) -> None:
+    found = one_rank.result(name, "tencache")["device_nbytes"]
+    assert min(found[3]) > 0
+    assert found[-1] == [0 if name == "shrinks_ram" else found[-1][0], 0]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_what_scripts_do_besides_training(one_rank: Any, name: str) -> None:
+    assert one_rank.result(name, "tencache") == one_rank.result(name, "stock")
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints_go_both_ways(one_rank: Any, name: str) -> None:
+    expected = one_rank.result(f"load_{name}_of_stock", "stock")
+    assert one_rank.result(f"load_{name}_of_stock", "tencache") == expected
+    for engine in ("stock", "tencache"):
+        assert one_rank.result(f"load_{name}_of_tencache", engine) == expected
