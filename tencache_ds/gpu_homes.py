@@ -22,13 +22,14 @@ import torch
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import MemoryLimitError, TenCacheError
-from tencache_ds.items import GpuUsage, Place
+from tencache_ds.items import Place
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.planning.gpu_placement import (
     LEAST_HEADROOM_NBYTES,
     GpuPlan,
     chunks_to_release,
     gpu_budget,
+    headroom,
     plan_gpu,
 )
 from tencache_ds.planning.placement import place_state
@@ -147,6 +148,7 @@ class GpuHomes:
         self._weights_there: list[int] = []
         self._lock = threading.Lock()
         self._t_looked_s = 0.0
+        memory.record()
 
     # Between two steps
 
@@ -163,7 +165,7 @@ class GpuHomes:
     def _plan(self) -> None:
         self._memory.synchronize()
         usage = self._memory.usage()
-        self._headroom_nbytes = max(usage.transient_nbytes, LEAST_HEADROOM_NBYTES)
+        self._headroom_nbytes = headroom(usage)
         budget = gpu_budget(usage, self._options.gpu_memory)
         smallest = self._agree("GPU memory", budget.nbytes, min)
         reason = budget.reason if smallest == budget.nbytes else "what the rank with the least has free"
@@ -179,7 +181,7 @@ class GpuHomes:
         self._move_state(plan)
         self._memory.synchronize()
         self._memory.trim()
-        self._report(usage, reason, time.perf_counter() - t_start_s)
+        self._report(reason, time.perf_counter() - t_start_s)
 
     def _move_weights(self, shards: Sequence[tuple[int, int]], plan: GpuPlan) -> None:
         """All ranks move the same weights, or none: those from NVMe leave the order in which collectives are made."""
@@ -272,8 +274,7 @@ class GpuHomes:
 
     def _short_nbytes(self) -> int:
         """What is missing to the headroom, if half of that is gone."""
-        usage = self._memory.usage()
-        available_nbytes = usage.free_nbytes + usage.transient_nbytes
+        available_nbytes = self._memory.usage().available_nbytes
         return self._headroom_nbytes - available_nbytes if available_nbytes < self._headroom_nbytes // 2 else 0
 
     def _release_state(self, nbytes: int) -> None:
@@ -317,7 +318,7 @@ class GpuHomes:
 
     # Reporting and lifetime
 
-    def _report(self, usage: GpuUsage, reason: str, seconds: float) -> None:
+    def _report(self, reason: str, seconds: float) -> None:
         nbytes = self._note()
         self._say(
             f"per rank {_gib(nbytes)} of weights, {_gib(self._gradients.device_nbytes)} of gradients and "

@@ -20,18 +20,23 @@ class GpuUsage:
     """What a GPU's memory is used for.
 
     Attributes:
-        total_nbytes: what this process may use of the device, whatever others use of it.
-        free_nbytes: what nobody uses.
-        reserved_nbytes: what torch's allocator holds; after a step it keeps what the step needed at its peak.
-        allocated_nbytes: the part of it that is in use by tensors; the rest served activations and gradients.
+        free_nbytes: what no process uses, as far as this one may use it.
+        cached_nbytes: what torch's allocator keeps for later, and no tensor uses.
+        allocated_nbytes: what tensors of this process use.
+        peak_nbytes: the most that they have used since recording began.
     """
 
-    total_nbytes: int
     free_nbytes: int
-    reserved_nbytes: int
+    cached_nbytes: int
     allocated_nbytes: int
+    peak_nbytes: int
+
+    @property
+    def available_nbytes(self) -> int:
+        """What new tensors could take."""
+        return self.free_nbytes + self.cached_nbytes
 
     @property
     def transient_nbytes(self) -> int:
-        """What the step needed at its peak beside what stays."""
-        return self.reserved_nbytes - self.allocated_nbytes
+        """What the recorded step needed at its peak beside what stays: activations and gradients."""
+        return self.peak_nbytes - self.allocated_nbytes

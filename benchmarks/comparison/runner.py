@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -110,6 +111,11 @@ class Session:
                         self._add(self._execute(entry, peer, self._knobs(entry, peer), index, setting, limit))
         self._conclude()
         return self._benchmark
+
+    def _on_progress(self) -> None:
+        """Shows that time passes; in a file every refresh would be one more line."""
+        if sys.stderr.isatty():
+            self._bar.refresh()
 
     # What is on record
 
@@ -238,7 +244,7 @@ class Session:
             prepared.append((self._request(entry, peer, knobs, index, own), knobs, own))
         self._bar.set_description(f"{len(due)} in turns")
         requests = [request for request, _, _ in prepared]
-        runs = execute_in_turns(requests, self._logs(), n_turns=self._plan.turns, on_progress=self._bar.refresh)
+        runs = execute_in_turns(requests, self._logs(), n_turns=self._plan.turns, on_progress=self._on_progress)
         _empty(Path(setting.nvme_path))
         for run, of in zip(runs, prepared, strict=True):
             self._add(self._described(run, *of))
@@ -249,7 +255,7 @@ class Session:
         self._check_time([entry])
         self._bar.set_description(f"{entry.name}{' (trial)' if index < 0 else ''}")
         request = self._request(entry, peer, knobs, index, setting)
-        run = execute(request, self._logs(), host_limit=limit, on_progress=self._bar.refresh)
+        run = execute(request, self._logs(), host_limit=limit, on_progress=self._on_progress)
         _empty(Path(setting.nvme_path))
         return self._described(run, request, knobs, setting)
 

@@ -23,8 +23,11 @@ class DeviceMemory(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    def record(self) -> None:
+        """From now on the peak of what tensors use is recorded."""
+
     def usage(self) -> GpuUsage:
-        """What it is used for now."""
+        """What it is used for now, and was since :meth:`record`."""
 
     def free_nbytes(self) -> int:
         """What nobody uses; quick, but what torch's allocator keeps for later counts as used."""
@@ -66,16 +69,20 @@ class CudaMemory:
         """Which it is."""
         return self._device
 
+    def record(self) -> None:
+        """See :meth:`DeviceMemory.record`. DeepSpeed's initialization resets the same figure several times."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
     def usage(self) -> GpuUsage:
         """See :meth:`DeviceMemory.usage`. A limit set with ``set_per_process_memory_fraction`` is the device's end."""
         free, total = torch.cuda.mem_get_info(self._device)
         reserved = torch.cuda.memory_reserved(self._device)
-        limit = int(self._fraction() * total)
+        allocated = torch.cuda.memory_allocated(self._device)
         return GpuUsage(
-            total_nbytes=limit,
-            free_nbytes=max(min(free, limit - reserved), 0),
-            reserved_nbytes=reserved,
-            allocated_nbytes=torch.cuda.memory_allocated(self._device),
+            free_nbytes=max(min(free, int(self._fraction() * total) - reserved), 0),
+            cached_nbytes=reserved - allocated,
+            allocated_nbytes=allocated,
+            peak_nbytes=torch.cuda.max_memory_allocated(self._device),
         )
 
     def free_nbytes(self) -> int:

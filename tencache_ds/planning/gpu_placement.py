@@ -46,18 +46,24 @@ def gpu_budget(usage: GpuUsage, wanted_nbytes: int | None) -> GpuBudget:
 
     Returns:
         Automatic: what the recorded step left free, less as much again as its activations and gradients took: they may
-        double. A figure of the user is only limited by what is free.
+        double. A figure of the user is only limited by what that step left free.
     """
+    left_nbytes = max(usage.available_nbytes - usage.transient_nbytes, 0)
     if wanted_nbytes is not None:
-        if wanted_nbytes <= usage.free_nbytes:
+        if wanted_nbytes <= left_nbytes:
             return GpuBudget(wanted_nbytes, "tencache.gpu_memory")
-        return GpuBudget(max(usage.free_nbytes, 0), f"tencache.gpu_memory, of which {_gib(usage.free_nbytes)} are free")
-    headroom_nbytes = max(usage.transient_nbytes, LEAST_HEADROOM_NBYTES)
+        return GpuBudget(left_nbytes, f"tencache.gpu_memory, of which the recorded step left {_gib(left_nbytes)} free")
+    headroom_nbytes = headroom(usage)
     return GpuBudget(
-        max(usage.free_nbytes - headroom_nbytes, 0),
-        f"{_gib(usage.free_nbytes)} are free after the recorded step, of which {_gib(headroom_nbytes)} stay free for a "
-        "step that needs more",
+        max(left_nbytes - headroom_nbytes, 0),
+        f"the recorded step left {_gib(left_nbytes)} free, of which {_gib(headroom_nbytes)} stay free for a step that "
+        "needs more",
     )
+
+
+def headroom(usage: GpuUsage) -> int:
+    """Bytes that are to stay free at the peak of a step like the recorded one."""
+    return max(usage.transient_nbytes, LEAST_HEADROOM_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,10 @@ class OrdinaryMemory:
         self._given: list[Any] = []
         self.wanted_by_training_nbytes = 0
 
+    def record(self) -> None: ...
+
     def usage(self) -> GpuUsage:
-        return GpuUsage(CAPACITY["nbytes"], self.free_nbytes(), 2**20, 2**20)
+        return GpuUsage(self.free_nbytes(), 0, 2**20, 2**20)
 
     def free_nbytes(self) -> int:
         self._given = [reference for reference in self._given if reference() is not None]

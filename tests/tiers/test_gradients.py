@@ -176,6 +176,19 @@ class GradientMachine(RuleBasedStateMachine):
         self.tier.end_step()
         self.model.clear()
 
+    @rule(pick=st.integers(0, 100), there=st.booleans())
+    def move(self, pick: int, there: bool) -> None:
+        key = pick % len(self.numels)
+        memory = torch.full((self.numels[key],), float("nan"), dtype=self.dtype) if there else None
+        if key in self.model:
+            with pytest.raises(TenCacheError, match="no optimizer step has used it"):
+                self.tier.move(key, memory)
+            return
+        version = self.tier.version
+        assert self.tier.move(key, memory) is self.tier.segment(key) or not there
+        assert self.tier.version > version
+        assert self.tier.on_device(key) is there
+
     @rule(start=st.integers(0, 100), numel=st.integers(0, 100))
     def settle_and_fill(self, start: int, numel: int) -> None:
         self.tier.settle()
@@ -183,7 +196,20 @@ class GradientMachine(RuleBasedStateMachine):
         start %= dense.numel()
         expected = dense[start : start + numel]
         assert torch.equal(filled(self.tier, start, expected.numel()), expected)
-        assert torch.equal(self.tier.buffer, dense.to(self.dtype))
+        for key, numel in enumerate(self.numels):
+            expected = self.model.get(key, torch.zeros(numel)).to(self.dtype)
+            assert torch.equal(self.tier.segment(key), expected)
+        found = self.tier.pieces(start, expected_numel := min(numel, dense.numel() - start))
+        assert self.tier.all_finite(3)
+        if self.tier.any_replaced:
+            return
+        assert found is not None
+        position = 0
+        for first, tensor in found:
+            assert first == position
+            assert torch.equal(tensor.float(), dense[start + first : start + first + tensor.numel()])
+            position += tensor.numel()
+        assert position == expected_numel
 
     @invariant()
     def every_value_is_right(self) -> None:

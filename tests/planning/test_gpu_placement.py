@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tencache_ds.items import GpuUsage
+from tencache_ds.planning.gpu_placement import (
+    ALLOCATION_NBYTES,
+    LEAST_HEADROOM_NBYTES,
+    chunks_to_release,
+    gpu_budget,
+    headroom,
+    plan_gpu,
+)
+
+GIB = 2**30
+SIZES = st.lists(st.integers(1, 40 * ALLOCATION_NBYTES), max_size=8)
+
+
+def usage(free: int, cached: int = 0, allocated: int = 0, peak: int = 0) -> GpuUsage:
+    return GpuUsage(free * GIB, cached * GIB, allocated * GIB, max(peak, allocated) * GIB)
+
+
+def test_an_automatic_budget_leaves_room_for_a_step_twice_as_large():
+    # 10 GiB of activations: 130 are available, the step takes 10 of them, and 10 stay free.
+    found = usage(free=120, cached=10, allocated=5, peak=15)
+    assert gpu_budget(found, None).nbytes == 110 * GIB
+    assert headroom(found) == 10 * GIB
+    assert "10.00 GiB stay free" in gpu_budget(found, None).reason
+
+
+def test_something_stays_free_beside_the_smallest_activations():
+    assert gpu_budget(usage(free=8), None).nbytes == 8 * GIB - LEAST_HEADROOM_NBYTES
+    assert gpu_budget(usage(free=0), None).nbytes == 0
+
+
+def test_a_figure_of_the_user_counts_as_far_as_a_step_leaves_it_free():
+    found = usage(free=20, cached=2, allocated=5, peak=9)
+    assert gpu_budget(found, 18 * GIB).nbytes == 18 * GIB
+    assert gpu_budget(found, 19 * GIB).nbytes == 18 * GIB
+    assert "18.00 GiB free" in gpu_budget(found, 19 * GIB).reason
+    assert gpu_budget(found, 0).nbytes == 0
+
+
+def test_weights_come_first_then_chunks_from_the_front():
+    weights, chunks, gradients = [1024, 512], [[6144, 6144], [6144]], [[1024, 1024], [1024]]
+    assert plan_gpu(weights, chunks, gradients, 1100).weights == (True, False)
+    assert plan_gpu(weights, chunks, gradients, 1100).chunks == (0, 0)
+    assert plan_gpu(weights, chunks, gradients, 1536 + 7168).chunks == (1, 0)
+    assert plan_gpu(weights, chunks, gradients, 1536 + 2 * 7168 + 100).chunks == (2, 0)
+    everything = plan_gpu(weights, chunks, gradients, 10**6)
+    assert everything.chunks == (2, 1)
+    assert everything.nbytes == 1536 + 3 * 7168
+
+
+@given(SIZES, st.lists(SIZES, max_size=4), st.integers(0, 400 * ALLOCATION_NBYTES))
+def test_a_plan_fits_and_wastes_less_than_the_next_item(weights, groups, budget):
+    gradients = [[nbytes // 6 + 1 for nbytes in group] for group in groups]
+    plan = plan_gpu(weights, groups, gradients, budget)
+
+    def rounded(nbytes: int) -> int:
+        return -(-nbytes // ALLOCATION_NBYTES) * ALLOCATION_NBYTES
+
+    used = sum(rounded(nbytes) for nbytes, there in zip(weights, plan.weights, strict=True) if there)
+    left = []
+    for group, gradient, count in zip(groups, gradients, plan.chunks, strict=True):
+        items = [rounded(a) + rounded(b) for a, b in zip(group, gradient, strict=True)]
+        used += sum(items[:count])
+        left += items[count:]
+    assert used == plan.nbytes <= budget
+    if not all(plan.weights):
+        assert not any(plan.chunks)
+        outside = [rounded(nbytes) for nbytes, there in zip(weights, plan.weights, strict=True) if not there]
+        assert min(outside) > budget - used
+    elif left:
+        assert left[0] > budget - used
+
+
+@given(st.lists(st.lists(st.integers(1, 100), max_size=6), max_size=4), st.data())
+def test_what_leaves_is_enough_and_no_chunk_more(groups, data):
+    counts = [data.draw(st.integers(0, len(group))) for group in groups]
+    there = sum(sum(group[:count]) for group, count in zip(groups, counts, strict=True))
+    wanted = data.draw(st.integers(0, 600))
+    left = chunks_to_release(groups, counts, wanted)
+    freed = there - sum(sum(group[:count]) for group, count in zip(groups, left, strict=True))
+    assert freed >= min(wanted, there)
+    if freed:
+        last = max(index for index, (a, b) in enumerate(zip(counts, left, strict=True)) if a > b)
+        first = min(index for index, (a, b) in enumerate(zip(counts, left, strict=True)) if a > b)
+        assert freed - groups[first][left[first]] < wanted
+        assert left[last + 1 :] == tuple(counts[last + 1 :])
+    assert all(a <= b for a, b in zip(left, counts, strict=True))
+
+
+def test_the_last_chunks_leave_first():
+    assert chunks_to_release([[10, 10], [10, 10]], [2, 2], 15) == (2, 0)
+    assert chunks_to_release([[10, 10], [10, 10]], [2, 2], 25) == (1, 0)
+    assert chunks_to_release([[10]], [1], 0) == (1,)
+    with pytest.raises(IndexError):
+        chunks_to_release([], [1], 1)

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State and weights that change their place, with ordinary memory for a device's; and the update of state there."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tencache_ds.errors import MemoryLimitError, StorageError, TenCacheError
+from tencache_ds.io import Operation
+from tencache_ds.items import GpuUsage, Place
+from tencache_ds.memory import HostArena, Locking
+from tencache_ds.planning.size_classes import SizeClass
+from tencache_ds.tiers.device_update import DeviceUpdate
+from tencache_ds.tiers.gradients import GradientSegment, GradientTier
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.sub_group import SubGroupSpec
+from tencache_ds.tiers.weight_record import WeightState
+from tencache_ds.tiers.weights import WeightTier
+from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
+
+pytestmark = pytest.mark.timeout(120)
+
+KINDS = ((MASTER, torch.float32), ("exp_avg", torch.float32), ("exp_avg_sq", torch.float32))
+CHUNK_NBYTES = 4096 * 12
+NUMELS = (3 * 4096 + 100, 2 * 4096)
+N_CHUNKS = (4, 2)
+
+
+class Device:
+    """Ordinary memory, so many bytes of it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, nbytes: int = 2**30) -> None:
+        self.left_nbytes = nbytes
+
+    def record(self) -> None: ...
+
+    def usage(self) -> GpuUsage:
+        return GpuUsage(self.left_nbytes, 0, 0, 0)
+
+    def free_nbytes(self) -> int:
+        return self.left_nbytes
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.left_nbytes:
+            raise MemoryLimitError(f"{nbytes} bytes are not there")
+        self.left_nbytes -= nbytes
+        return torch.full((nbytes,), 0xCB, dtype=torch.uint8)
+
+    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def synchronize(self) -> None: ...
+
+    def trim(self) -> None: ...
+
+
+class Bench:
+    """A tier of two sub-groups with known contents."""
+
+    def __init__(self, folder: Path, *, whole: bool = False) -> None:
+        self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES, 3),))
+        places = [None if whole else (Place.NVME,) * count for count in N_CHUNKS]
+        self.tier = OptimizerStateTier(
+            [SubGroupSpec(numel, KINDS, each) for numel, each in zip(NUMELS, places, strict=True)],
+            store=None if whole else self.storage.store,
+            pool=lambda: self.storage.pool,
+            counters=self.storage.counters,
+            chunk_nbytes=CHUNK_NBYTES,
+            timeout_s=TIMEOUT_S,
+        )
+        self.dense = [
+            {kind: numbers(numel, dtype, 10 * index + i) for i, (kind, dtype) in enumerate(KINDS)}
+            for index, numel in enumerate(NUMELS)
+        ]
+        for index, values in enumerate(self.dense):
+            self.tier.write(index, values)
+
+    def check(self) -> None:
+        for index, values in enumerate(self.dense):
+            for kind, value in values.items():
+                assert torch.equal(self.tier.read(index, kind), value), (index, kind)
+
+    def change(self, by: float) -> None:
+        """Changes every chunk as an update would."""
+        self.tier.begin_update()
+        for index, values in enumerate(self.dense):
+            for chunk in self.tier.chunks(index):
+                with self.tier.using(chunk) as used:
+                    for view in used.views.values():
+                        view.add_(by)
+            for value in values.values():
+                value.add_(by)
+
+    def close(self) -> None:
+        self.storage.backend.open_gates()
+        self.tier.drain()
+        self.tier.close()
+        self.storage.close()
+
+
+@pytest.fixture
+def bench(tmp_path):
+    bench = Bench(tmp_path)
+    yield bench
+    bench.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(*[st.sampled_from(list(Place))] * 6), min_size=1, max_size=4), st.booleans())
+def test_state_keeps_its_values_wherever_it_moves(rounds, whole):
+    with tempfile.TemporaryDirectory() as folder:
+        bench, device = Bench(Path(folder), whole=whole), Device()
+        try:
+            for number, places in enumerate(rounds):
+                if whole:  # there is no store
+                    places = [Place.HOST if place is Place.NVME else place for place in places]
+                wanted = {0: places[:4], 1: places[4:]}
+                version = bench.tier.version
+                before = [bench.tier.places(index) for index in (0, 1)]
+                bench.tier.relocate(wanted, device)
+                assert [bench.tier.places(index) for index in (0, 1)] == [tuple(places[:4]), tuple(places[4:])]
+                assert (bench.tier.version > version) or before == [tuple(places[:4]), tuple(places[4:])]
+                bench.check()
+                bench.change(number + 1)
+                bench.check()
+            for index, count in ((0, 4), (1, 2)):
+                found = bench.tier.places(index)
+                assert len(found) == count
+                for chunk, place in zip(bench.tier.chunks(index), found, strict=True):
+                    assert bench.tier.on_device(chunk) is (place is Place.GPU)
+        finally:
+            bench.close()
+
+
+def test_a_copy_of_device_state_is_no_change_of_it(bench):
+    bench.tier.relocate({1: (Place.GPU, Place.GPU)}, Device())
+    chunk = bench.tier.chunks(1)[0]
+    used = bench.tier.take(chunk)
+    used.views[MASTER].zero_()
+    bench.tier.drop(used)
+    used = bench.tier.take(chunk)
+    used.views[MASTER].zero_()
+    bench.tier.put(used, changed=False)
+    bench.check()
+
+
+def test_without_memory_state_stays_where_it_is(bench):
+    with pytest.raises(MemoryLimitError):
+        bench.tier.relocate({0: (Place.GPU,) * 4}, Device(2 * CHUNK_NBYTES))
+    assert bench.tier.places(0) == (Place.GPU, Place.GPU, Place.NVME, Place.NVME)
+    bench.check()
+    bench.change(1)
+    bench.check()
+
+
+def test_a_chunk_that_cannot_be_written_stays_in_memory(bench):
+    bench.tier.relocate({0: (Place.GPU, Place.HOST, Place.NVME, Place.NVME)}, Device())
+    bench.storage.backend.fails = lambda operation, tag: operation is Operation.WRITE
+    for places in ((Place.NVME, Place.HOST, Place.NVME, Place.NVME), (Place.GPU, *(Place.NVME,) * 3)):
+        with pytest.raises(StorageError, match="injected"):
+            bench.tier.relocate({0: places})
+    bench.storage.backend.fails = lambda operation, tag: False
+    assert bench.tier.places(0) == (Place.GPU, Place.HOST, Place.NVME, Place.NVME)
+    bench.check()
+
+
+def test_what_cannot_be_done_is_said(bench, tmp_path):
+    with pytest.raises(TenCacheError, match="there is none"):
+        bench.tier.relocate({0: (Place.GPU,) * 4})
+    (tmp_path / "whole").mkdir()
+    whole = Bench(tmp_path / "whole", whole=True)
+    with pytest.raises(TenCacheError, match="there is no store"):
+        whole.tier.relocate({0: (Place.NVME,) * 4}, Device())
+    whole.check()
+    whole.close()
+
+
+class Adam:
+    """Adds the gradient to the master weights and copies them into the weights, one address at a time."""
+
+    def __init__(self, memory) -> None:
+        self._memory = memory
+
+    def prepare(self, runs, gradient, weight):
+        def launch(scalars) -> None:
+            for run in runs:
+                assert run.numel > 0
+                master = self._memory(run.master, run.numel, torch.float32)
+                if run.gradient:
+                    master += self._memory(run.gradient, run.numel, gradient).float()
+                self._memory(run.exp_avg, run.numel, torch.float32).fill_(run.n_tail)
+                if run.weight:
+                    self._memory(run.weight, run.numel, weight).copy_(master)
+
+        return launch
+
+    def close(self) -> None: ...
+
+
+def at_address(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    import ctypes
+
+    buffer = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype, count=numel)
+
+
+class Weights:
+    """A writer of weights whose lengths have nothing to do with those of chunks."""
+
+    def __init__(self, numels: tuple[int, ...]) -> None:
+        self.numels = numels
+        self.tensors = [torch.zeros(numel, dtype=torch.bfloat16) for numel in numels]
+
+    def open(self, chunk):
+        found, start = [], 0
+        for tensor in self.tensors:
+            low, high = max(start, chunk.start), min(start + tensor.numel(), chunk.start + chunk.numel)
+            if low < high:
+                found.append((low - chunk.start, tensor[low - start : high - start]))
+            start += tensor.numel()
+        return found
+
+    def close(self, chunk) -> None: ...
+
+    def holds_buffers(self, sub_group: int) -> bool:
+        return False
+
+
+def test_an_update_reaches_every_element_of_every_chunk_there(bench):
+    numel = NUMELS[0]
+    lengths = (100, 5000, 3000, numel - 8100)
+    segments, start = [], 7  # another sub-group's gradients come before
+    for key, length in enumerate(lengths):
+        segments.append(GradientSegment(key, start, length))
+        start += length
+    gradients = GradientTier(torch.zeros(start, dtype=torch.bfloat16), segments, bench.storage.counters)
+    weights = Weights(lengths)
+    update = DeviceUpdate(Adam(at_address), 16, bench.tier, gradients, weights)
+    bench.tier.relocate({0: (Place.GPU, Place.NVME, Place.GPU, Place.GPU)}, Device())
+    gradients.move(1, torch.empty(lengths[1], dtype=torch.bfloat16))
+
+    def step(seed: int) -> torch.Tensor:
+        values = [numbers(length, torch.bfloat16, seed + key) for key, length in enumerate(lengths)]
+        for key, value in enumerate(values):
+            gradients.accumulate(key, value, first=True)
+        return torch.cat(values)
+
+    def in_chunk(index: int) -> slice:
+        chunk = bench.tier.chunks(0)[index]
+        return slice(chunk.start, chunk.start + chunk.numel)
+
+    for seed in (100, 200):
+        gradient = step(seed)
+        assert update.start(0, 7, None) == {0, 2, 3}
+        for index in (0, 2, 3):
+            bench.dense[0][MASTER][in_chunk(index)] += gradient[in_chunk(index)].float()
+        gradients.end_step()
+    n_tail = numel % 16
+    written = torch.cat(weights.tensors)
+    for index in (0, 2, 3):
+        bench.dense[0]["exp_avg"][in_chunk(index)] = float(n_tail if index == 3 else 0)
+        assert torch.equal(written[in_chunk(index)], bench.dense[0][MASTER][in_chunk(index)].bfloat16())
+    assert not written[in_chunk(1)].any()
+    bench.check()
+    # A gradient at full precision is for the general path (weight 3 reaches from chunk 1 to the end), and the places
+    # change under the update.
+    step(300)
+    gradients.replace(3, torch.ones(lengths[3]))
+    assert update.start(0, 7, None) == {0}
+    bench.tier.relocate({0: (Place.HOST, Place.HOST, Place.HOST, Place.GPU)}, Device())
+    gradients.end_step()
+    step(400)
+    assert update.start(0, 7, None) == {3}
+    assert update.start(1, 7 + numel, None) == set()
+
+
+def test_weights_go_to_a_device_and_come_back(tmp_path):
+    storage = Storage(tmp_path, (SizeClass(8192, 2),))
+    arenas = HostArena(None, Locking.NONE), HostArena(None, Locking.NONE)
+    weights = WeightTier(
+        store=lambda: storage.store,
+        resident_arena=arenas[0],
+        transient_arena=arenas[1],
+        resident_budget_nbytes=lambda: 4096,
+        counters=storage.counters,
+        timeout_s=TIMEOUT_S,
+    )
+    values = {key: numbers(2048, torch.bfloat16, key) for key in range(3)}
+    for key, value in values.items():
+        weights.register(key, f"weight {key}", 2048, torch.bfloat16, always_resident=False).copy_(value)
+        weights.store_initial(key)
+    weights.use_pool(storage.pool)
+    assert [weights.is_resident(key) for key in range(3)] == [True, False, False]
+    weights.read_ahead([1])
+    memory = {key: torch.empty(2048, dtype=torch.bfloat16) for key in (0, 1)}
+    for key in (0, 1):
+        weights.to_device(key, memory[key])
+        assert weights.on_device(key)
+        assert torch.equal(memory[key], values[key])
+        assert weights.expose([key])[0] is memory[key]
+        weights.give_back(key)
+    assert weights.keeps_host_memory(0)
+    assert not weights.keeps_host_memory(1)
+    assert len(weights.stored_nbytes()) == 1
+    for key in (0, 1):  # an update, where they are now
+        values[key] = values[key] + 1
+        weights.begin_update(key).copy_(values[key])
+        weights.finish_update(key)
+        assert torch.equal(weights.read(key), values[key])
+    weights.expose([2])
+    with pytest.raises(TenCacheError, match="it is exposed"):
+        weights.to_device(2, memory[0])
+    weights.give_back(2)
+    storage.backend.fails = lambda operation, tag: operation is Operation.WRITE
+    with pytest.raises(StorageError):
+        weights.to_host(1)
+    assert weights.on_device(1)
+    storage.backend.fails = lambda operation, tag: False
+    assert weights.to_host(0) is not None
+    assert weights.to_host(1) is None
+    assert weights._weights[1].state is WeightState.STORED
+    for key, value in values.items():
+        assert torch.equal(weights.read(key), value)
+    weights.close()
+    storage.close()
+    for arena in arenas:
+        arena.close()
