@@ -127,6 +127,10 @@ def train(name: str, config: dict[str, Any], arguments: argparse.Namespace, cons
     config_file.write_text(json.dumps(config, indent=2))
     # ninja, which DeepSpeed calls to build its operators, is beside the interpreter and not always on PATH.
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    # Without a GPU, torch computes on OpenMP threads that spin while they wait for each other. Where another process
+    # keeps a core busy that more than doubles a step, unless libgomp counts more threads than cores, as it happens to
+    # do in some of these runs and not in others.
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
     with log_file.open("w") as log:
         process = subprocess.Popen(
             launcher_command(config_file, arguments), stdout=subprocess.PIPE, stderr=log, text=True, env=environment

@@ -4,10 +4,11 @@ memory. Part of the composition root (:mod:`tencache_ds.session`).
 
 [Note: memory that training needs] Everything here lies in memory that training left idle, and training may want it
 back at any time: for a longer sequence, an evaluation, a second model. torch's allocator cannot be asked to wait. So a
-part of the memory stays free, as much as activations and gradients took in the recorded step, and whenever half of that
-is gone, which is looked at between modules, optimizer state leaves the GPU until it is free again. State can leave in
-the middle of a pass, because only the optimizer looks at it; weights and gradients leave between two steps. What has
-left does not come back: memory that was needed once is needed again.
+part of the memory stays free, as much as activations and gradients took in the recorded step. Between modules it is
+looked at how much the pass has taken and, compared with the recorded pass, how much it is going to take. Before that
+exceeds what is left, and whenever half of what stayed free is gone, optimizer state leaves the GPU. It can leave in the
+middle of a pass, because only the optimizer looks at it; weights and gradients leave between two steps. What has left
+does not come back: memory that was needed once is needed again.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from tencache_ds.planning.gpu_placement import (
     headroom,
     plan_gpu,
 )
+from tencache_ds.planning.memory_curve import MemoryCurve
 from tencache_ds.planning.placement import place_state
 from tencache_ds.tiers.device_adam import DeviceAdam, TritonAdam
-from tencache_ds.tiers.fused_adam import FusedAdam
+from tencache_ds.tiers.fused_adam import EXP_AVG, EXP_AVG_SQ, FusedAdam
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -44,7 +46,10 @@ COPY_TIMEOUT_S = 600.0
 """A copy within host memory takes milliseconds; where it takes this long, nothing else gets on either."""
 
 LOOK_EVERY_S = 0.002
-"""Free memory is looked at no more often than this: a call of the driver takes some microseconds."""
+"""Memory is looked at no more often than this, so that it costs less than one percent."""
+
+SPARE_SHARE = 0.25
+"""Of the headroom: so much more than a pass is expected to take is kept free, for what is lost between allocations."""
 
 Agree = Callable[[str, Any, Callable[[Sequence[Any]], Any]], Any]
 """Lets all ranks decide one thing: the topic, this rank's value, and what is made of those of all ranks."""
@@ -148,6 +153,8 @@ class GpuHomes:
         self._weights_there: list[int] = []
         self._lock = threading.Lock()
         self._t_looked_s = 0.0
+        self._curve = MemoryCurve()
+        self._place = self._base_nbytes = 0
         memory.record()
 
     # Between two steps
@@ -158,23 +165,27 @@ class GpuHomes:
             self._planned = True
             self._plan()
             return
-        self.relieve()
-        if self._weights_there and not self._chunks_there() and self._short_nbytes() > 0:
+        if self._chunks_there():
+            short_nbytes = self._short_nbytes(None)
+            if short_nbytes > 0:
+                self._release_state(short_nbytes)
+        elif self._weights_there and self._short_nbytes(None) > 0:
             self._release_weights()
 
     def _plan(self) -> None:
         self._memory.synchronize()
         usage = self._memory.usage()
         self._headroom_nbytes = headroom(usage)
+        self._curve.complete(usage.peak_nbytes - self._base_nbytes)
         budget = gpu_budget(usage, self._options.gpu_memory)
         smallest = self._agree("GPU memory", budget.nbytes, min)
         reason = budget.reason if smallest == budget.nbytes else "what the rank with the least has free"
         shards = list(self._weights.shards())
-        states = [[chunk.nbytes for chunk in self._tier.chunks(index)] for index in range(len(self._sub_groups))]
-        itemsize = self._gradients.dtype.itemsize
-        gradients = [
-            [chunk.numel * itemsize for chunk in self._tier.chunks(index)] for index in range(len(self._sub_groups))
+        chunks = [
+            self._tier.chunks(index) if self._updated_there(index) else () for index in range(len(self._sub_groups))
         ]
+        states = [[chunk.nbytes for chunk in group] for group in chunks]
+        gradients = [[chunk.numel * self._gradients.dtype.itemsize for chunk in group] for group in chunks]
         plan = plan_gpu([nbytes for _, nbytes in shards], states, gradients, smallest)
         t_start_s = time.perf_counter()
         self._move_weights(shards, plan)
@@ -182,6 +193,12 @@ class GpuHomes:
         self._memory.synchronize()
         self._memory.trim()
         self._report(reason, time.perf_counter() - t_start_s)
+
+    def _updated_there(self, sub_group: int) -> bool:
+        """Whether the kernel takes a sub-group's state: Adam's, in single precision."""
+        kinds = self._tier.kinds(sub_group)
+        dtypes = {self._tier.dtype(sub_group, kind) for kind in kinds}
+        return set(kinds) == {MASTER, EXP_AVG, EXP_AVG_SQ} and dtypes == {torch.float32}
 
     def _move_weights(self, shards: Sequence[tuple[int, int]], plan: GpuPlan) -> None:
         """All ranks move the same weights, or none: those from NVMe leave the order in which collectives are made."""
@@ -257,25 +274,44 @@ class GpuHomes:
 
     # Giving back
 
+    def begin_pass(self) -> None:
+        """A forward pass begins."""
+        self._place, self._base_nbytes = 0, self._memory.usage().allocated_nbytes
+        if not self._planned:
+            self._curve.begin()
+
     def relieve(self) -> None:
-        """Takes optimizer state out of GPU memory where training is about to need it. Cheap, unless it is."""
+        """Called between modules: takes optimizer state out of GPU memory where training is about to need it. Cheap,
+        unless it is."""
+        place, self._place = self._place, self._place + 1
+        if not self._planned:
+            self._curve.record(self._memory.usage().allocated_nbytes - self._base_nbytes)
+            return
         now_s = time.monotonic()
-        if now_s - self._t_looked_s < LOOK_EVERY_S or not self._planned or not self._lock.acquire(blocking=False):
+        if now_s - self._t_looked_s < LOOK_EVERY_S or not self._lock.acquire(blocking=False):
             return
         try:
             self._t_looked_s = now_s
-            if self._memory.free_nbytes() >= self._headroom_nbytes // 2 or not self._chunks_there():
-                return
-            short_nbytes = self._short_nbytes()
-            if short_nbytes > 0:
-                self._release_state(short_nbytes)
+            if self._chunks_there():
+                short_nbytes = self._short_nbytes(place)
+                if short_nbytes > 0:
+                    self._release_state(short_nbytes)
         finally:
             self._lock.release()
 
-    def _short_nbytes(self) -> int:
-        """What is missing to the headroom, if half of that is gone."""
-        available_nbytes = self._memory.usage().available_nbytes
-        return self._headroom_nbytes - available_nbytes if available_nbytes < self._headroom_nbytes // 2 else 0
+    def _short_nbytes(self, place: int | None) -> int:
+        """Bytes that have to become free: what is missing to the headroom, if half of that is gone, or what the rest
+        of a pass will take beyond what is there. Between two passes ``place`` is None."""
+        usage = self._memory.usage()
+        available_nbytes = usage.available_nbytes
+        short_nbytes = self._headroom_nbytes - available_nbytes
+        if available_nbytes >= self._headroom_nbytes // 2:
+            short_nbytes = 0
+        if place is not None:
+            more_nbytes = self._curve.more_nbytes(place, usage.allocated_nbytes - self._base_nbytes)
+            more_nbytes += int(SPARE_SHARE * self._headroom_nbytes)
+            short_nbytes = max(short_nbytes, more_nbytes - available_nbytes)
+        return short_nbytes
 
     def _release_state(self, nbytes: int) -> None:
         there = self._chunks_there()
@@ -295,9 +331,11 @@ class GpuHomes:
         self._memory.synchronize()
         self._relocate(places)
         self._memory.trim()
+        left_nbytes = there - self._chunks_there()
+        self._base_nbytes -= left_nbytes
         logger.warning(
             "training needs GPU memory: %.2f of %.2f GiB of optimizer state left it, and stay out",
-            (there - self._chunks_there()) / 2**30,
+            left_nbytes / 2**30,
             there / 2**30,
         )
 

@@ -47,6 +47,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         self._tencache_swappers: dict[int, ParamSwapper] = {}
         self.weights_stay: Callable[[], bool] = lambda: True
         """Whether the weights are the same in the next pass: false on the last micro-step before an optimizer step."""
+        self.before_pass: Callable[[], None] = lambda: None
+        """Called at the start of each forward pass."""
         self.between_modules: Callable[[], None] = lambda: None
         """Called after each fetch, on the thread that computes."""
 
@@ -72,6 +74,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     def reset_step(self) -> None:
         """The start of a forward pass."""
         super().reset_step()
+        self.before_pass()
         with self._tencache_lock:
             self.hide_unused()
             self._tencache_trace.begin_cycle()

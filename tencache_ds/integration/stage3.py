@@ -91,6 +91,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         coordinator = self._get_param_coordinator()
         coordinator.weights_stay = self._weights_stay
         if self._gpu_homes is not None:
+            coordinator.before_pass = self._gpu_homes.begin_pass
             coordinator.between_modules = self._gpu_homes.relieve
 
     # Building

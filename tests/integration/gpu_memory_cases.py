@@ -54,15 +54,15 @@ class OrdinaryMemory:
     def record(self) -> None: ...
 
     def usage(self) -> GpuUsage:
-        return GpuUsage(self.free_nbytes(), 0, 2**20, 2**20)
+        return GpuUsage(self._free_nbytes(), 0, 2**20, 2**20)
 
-    def free_nbytes(self) -> int:
+    def _free_nbytes(self) -> int:
         self._given = [reference for reference in self._given if reference() is not None]
         taken = sum(storage.nbytes() for reference in self._given if (storage := reference()) is not None)
         return max(CAPACITY["nbytes"] - taken - self.wanted_by_training_nbytes, 0)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        if nbytes > self.free_nbytes():
+        if nbytes > self._free_nbytes():
             raise MemoryLimitError(f"{nbytes} bytes are not there")
         # Poisoned: whoever reads before writing is wrong.
         memory = torch.full((nbytes,), 0xCB, dtype=torch.uint8)
@@ -160,7 +160,7 @@ class Shrinking:
             if isinstance(homes._memory, OrdinaryMemory):
                 homes._memory.wanted_by_training_nbytes = CAPACITY["nbytes"]
             else:
-                nbytes = homes._memory.free_nbytes() - LEFT_BY_TRAINING_NBYTES
+                nbytes = homes._memory.usage().free_nbytes - LEFT_BY_TRAINING_NBYTES
                 self._taken = torch.empty(nbytes, dtype=torch.uint8, device=homes._memory.device)
 
 

@@ -45,9 +45,6 @@ class Device:
     def usage(self) -> GpuUsage:
         return GpuUsage(self.left_nbytes, 0, 0, 0)
 
-    def free_nbytes(self) -> int:
-        return self.left_nbytes
-
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > self.left_nbytes:
             raise MemoryLimitError(f"{nbytes} bytes are not there")
