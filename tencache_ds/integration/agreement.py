@@ -164,6 +164,11 @@ _WHY_MISSING = (
 )
 
 
+def agreed(topic: str, value: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+    """What ``decide`` makes of the values of all ranks of the job: see :meth:`Agreement.reach`."""
+    return Agreement.of_job().reach(topic, value, lambda posts: decide([post.value for post in posts]))
+
+
 def difference(what: str, values: Sequence[Any], posts: Sequence[Post]) -> str:
     """A sentence that says which ranks have which value of ``what``."""
     ranks: dict[str, list[int]] = {}

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
 from deepspeed.utils import z3_leaf_module
 
-from tencache_ds.integration.agreement import Agreement
+from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.observability.counters import Event
 from tencache_ds.planning.lookahead import CommitWindow, Walk
@@ -146,7 +146,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
                 lambda key: params[key].ds_numel,
                 lambda key: params[key].ds_tensor.ds_numel * params[key].dtype.itemsize,
                 bucket_numel=self._PartitionedParameterCoordinator__prefetch_bucket_sz,
-                read_ahead_nbytes=_agreed_smallest(swappers[0].read_ahead_nbytes),
+                # Of all ranks: they have to commit to the same gathers.
+                read_ahead_nbytes=agreed("how much is read ahead", swappers[0].read_ahead_nbytes, min),
             )
         return self._tencache_window.end()
 
@@ -189,12 +190,6 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
 
     def _swappers(self) -> list[ParamSwapper]:
         return list(self._tencache_swappers.values())
-
-
-def _agreed_smallest(nbytes: int) -> int:
-    """Of all ranks: they have to commit to the same gathers."""
-    agreement = Agreement.of_job()
-    return int(agreement.reach("how much is read ahead", nbytes, lambda posts: min(post.value for post in posts)))
 
 
 def _without_cache(coordinator: type[PartitionedParameterCoordinator]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.gpu_homes import GpuHomes, open_device
-from tencache_ds.integration.agreement import Agreement
+from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater
@@ -197,14 +197,17 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._sub_group_starts = list(starts)
 
     def _open_device(self, fused: FusedAdam | None) -> tuple[DeviceMemory, DeviceAdam] | None:
-        """GPU memory for weights, gradients and state, where the update knows how to use it."""
-        if fused is None or self._tencache_options.gpu_memory == 0:
+        """GPU memory for weights, gradients and state, where the updates of all ranks know how to use it."""
+        if not updates_by_chunks(self.optimizer) or self._tencache_options.gpu_memory == 0:
             return None
-        try:
-            return open_device(self._require_engine().surroundings.on_cuda, fused)
-        except ConfigError as error:
-            logger.warning("nothing is kept in GPU memory: %s", error)
-            return None
+        opened = None
+        if fused is not None:
+            try:
+                opened = open_device(self._require_engine().surroundings.on_cuda, fused)
+            except ConfigError as error:
+                logger.warning("nothing is kept in GPU memory: %s", error)
+        # Later they decide together what goes there: one that cannot would be waited for.
+        return opened if agreed("whether GPU memory is used", opened is not None, all) else None
 
     def _build_gpu_homes(self, memory: DeviceMemory) -> GpuHomes:
         engine = self._require_engine()
@@ -218,9 +221,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             DeviceWeights(list(self.module.parameters()), self._model_weights),
             engine,
             has_store=engine.has_optimizer_store,
-            agree=lambda topic, value, decide: Agreement.of_job().reach(
-                topic, value, lambda posts: decide([post.value for post in posts])
-            ),
+            agree=agreed,
             moved_gradient=partitions.__setitem__,
             moved_state=self._optimizer_states.show,
             say=lambda message: announce(f"TenCache: {message}"),

@@ -56,9 +56,6 @@ class DeviceAdam(Protocol):
             weight: dtype of the weights.
         """
 
-    def close(self) -> None:
-        """Ends it. Idempotent."""
-
 
 class TritonAdam:
     """:mod:`tencache_ds.ops.gpu_adam` on a CUDA device.
@@ -104,9 +101,6 @@ class TritonAdam:
                     each(scalars)
 
         return launch
-
-    def close(self) -> None:
-        """Nothing to end."""
 
     def _in_whole_blocks(self, run: Run) -> int:
         addresses = (run.master, run.exp_avg, run.exp_avg_sq, run.gradient, run.weight)

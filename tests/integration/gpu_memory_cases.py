@@ -98,8 +98,6 @@ class TeamAdam:
 
         return launch
 
-    def close(self) -> None: ...
-
 
 def use_ordinary_memory() -> None:
     stage3.open_device = lambda on_cuda, fused: (OrdinaryMemory(), TeamAdam(fused))

@@ -199,8 +199,6 @@ class Adam:
 
         return launch
 
-    def close(self) -> None: ...
-
 
 def at_address(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     import ctypes
