@@ -49,7 +49,13 @@ LOOK_EVERY_S = 0.002
 """Memory is looked at no more often than this, so that it costs less than one percent."""
 
 SPARE_SHARE = 0.25
-"""Of the headroom: so much more than a pass is expected to take is kept free, for what is lost between allocations."""
+"""Of the headroom: so much more than a pass is expected to take is kept free."""
+
+LOST_SHARE = 0.1
+"""Of what a pass is going to take: what is lost between allocations."""
+
+QUANTUM_SHARE = 0.5
+"""Of the headroom: so much more state leaves than has to, because each time the device is waited for."""
 
 Agree = Callable[[str, Any, Callable[[Sequence[Any]], Any]], Any]
 """Lets all ranks decide one thing: the topic, this rank's value, and what is made of those of all ranks."""
@@ -154,7 +160,7 @@ class GpuHomes:
         self._lock = threading.Lock()
         self._t_looked_s = 0.0
         self._curve = MemoryCurve()
-        self._place = self._base_nbytes = 0
+        self._place = self._base_nbytes = self._left_nbytes = self._n_flushes = 0
         memory.record()
 
     # Between two steps
@@ -171,6 +177,14 @@ class GpuHomes:
                 self._release_state(short_nbytes)
         elif self._weights_there and self._short_nbytes(None) > 0:
             self._release_weights()
+        self._n_flushes = self._memory.usage().n_flushes
+        if self._left_nbytes:
+            logger.warning(
+                "training needed GPU memory in this step: %s of optimizer state left it, %s are still there",
+                _gib(self._left_nbytes),
+                _gib(self._chunks_there()),
+            )
+            self._left_nbytes = 0
 
     def _plan(self) -> None:
         self._memory.synchronize()
@@ -192,6 +206,7 @@ class GpuHomes:
         self._move_state(plan)
         self._memory.synchronize()
         self._memory.trim()
+        self._n_flushes = self._memory.usage().n_flushes
         self._report(reason, time.perf_counter() - t_start_s)
 
     def _updated_there(self, sub_group: int) -> bool:
@@ -309,15 +324,17 @@ class GpuHomes:
             short_nbytes = 0
         if place is not None:
             more_nbytes = self._curve.more_nbytes(place, usage.allocated_nbytes - self._base_nbytes)
-            more_nbytes += int(SPARE_SHARE * self._headroom_nbytes)
-            short_nbytes = max(short_nbytes, more_nbytes - available_nbytes)
+            needed_nbytes = (1 + LOST_SHARE) * more_nbytes + SPARE_SHARE * self._headroom_nbytes
+            short_nbytes = max(short_nbytes, int(needed_nbytes) - available_nbytes)
+        elif usage.n_flushes > self._n_flushes:  # it found memory, but each time it does a step takes twice as long
+            short_nbytes = max(short_nbytes, self._headroom_nbytes)
         return short_nbytes
 
     def _release_state(self, nbytes: int) -> None:
         there = self._chunks_there()
         states = [[chunk.nbytes for chunk in self._tier.chunks(index)] for index in range(len(self._sub_groups))]
         counts = [sum(place is Place.GPU for place in self._tier.places(index)) for index in range(len(states))]
-        left = chunks_to_release(states, counts, nbytes)
+        left = chunks_to_release(states, counts, nbytes + int(QUANTUM_SHARE * self._headroom_nbytes))
         host_nbytes = self._accounts.host_left_nbytes
         places: dict[int, list[Place]] = {}
         for index, count in enumerate(left):
@@ -333,11 +350,7 @@ class GpuHomes:
         self._memory.trim()
         left_nbytes = there - self._chunks_there()
         self._base_nbytes -= left_nbytes
-        logger.warning(
-            "training needs GPU memory: %.2f of %.2f GiB of optimizer state left it, and stay out",
-            left_nbytes / 2**30,
-            there / 2**30,
-        )
+        self._left_nbytes += left_nbytes
 
     def _release_weights(self) -> None:
         """The last resort, and only weights that go without the other ranks noticing."""
@@ -349,7 +362,7 @@ class GpuHomes:
         self._memory.trim()
         self._note()
         if leaving:
-            logger.warning("training needs GPU memory: %d weights left it, and stay out", len(leaving))
+            logger.warning("training needs GPU memory: %d weights left it", len(leaving))
 
     def _chunks_there(self) -> int:
         return self._tier.device_nbytes

@@ -24,12 +24,14 @@ class GpuUsage:
         cached_nbytes: what torch's allocator keeps for later, and no tensor uses.
         allocated_nbytes: what tensors of this process use.
         peak_nbytes: the most that they have used since recording began.
+        n_flushes: how often torch's allocator had to give back everything it kept before it found memory.
     """
 
     free_nbytes: int
     cached_nbytes: int
     allocated_nbytes: int
     peak_nbytes: int
+    n_flushes: int = 0
 
     @property
     def available_nbytes(self) -> int:

@@ -90,6 +90,7 @@ def test_defaults():
 def test_every_option_takes_effect():
     given = {
         "host_memory": "4GiB",
+        "gpu_memory": "8GiB",
         "staging_memory": "1 GB",
         "chunk_size": "1MiB",
         "nvme_paths": ["/b", "/c"],
@@ -106,6 +107,7 @@ def test_every_option_takes_effect():
     assert given.keys() == TenCacheConfig.model_fields.keys()
     options = options_from(json.loads(json.dumps(given)))
     assert options.host_memory == 2**32
+    assert options.gpu_memory == 2**33
     assert options.staging_memory == 10**9
     assert options.chunk_size == 2**20
     assert options.nvme_paths == ["/b", "/c"]

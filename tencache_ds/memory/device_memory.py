@@ -81,6 +81,7 @@ class CudaMemory:
             cached_nbytes=reserved - allocated,
             allocated_nbytes=allocated,
             peak_nbytes=stats["allocated_bytes"]["all"]["peak"],
+            n_flushes=stats["num_alloc_retries"],
         )
 
     def allocate(self, nbytes: int) -> torch.Tensor:

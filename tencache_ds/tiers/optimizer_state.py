@@ -415,16 +415,18 @@ class OptimizerStateTier:
         cut = SubGroup(replace(group.spec, places=tuple(places)), group.chunks)
         try:
             for chunk, place in zip(group.chunks, places, strict=True):
+                pieces = {
+                    piece: group.tensors[piece.kind][chunk.start : chunk.start + chunk.numel] for piece in chunk.pieces
+                }
                 if place is Place.GPU and device is not None:
-                    memory = torch.zeros(chunk.nbytes, dtype=torch.uint8)
-                    cut.device[chunk.index] = device.allocate(chunk.nbytes)
+                    memory = cut.device[chunk.index] = device.allocate(chunk.nbytes)
+                    for piece, values in pieces.items():
+                        target = memory[piece.offset : piece.offset + piece.nbytes]
+                        device.write(target, values.view(torch.uint8))
                 else:
-                    memory = self._memory.allocate(chunk.nbytes, "optimizer state")
-                    cut.resident[chunk.index] = memory
-                for kind, view in cut.views_of(chunk, memory).items():
-                    view.copy_(group.tensors[kind][chunk.start : chunk.start + chunk.numel])
-                if chunk.index in cut.device and device is not None:
-                    device.write(cut.device[chunk.index], memory)
+                    memory = cut.resident[chunk.index] = self._memory.allocate(chunk.nbytes, "optimizer state")
+                    for piece, values in pieces.items():
+                        memory[piece.offset : piece.offset + piece.nbytes].copy_(values.view(torch.uint8))
         except BaseException:
             self._vacate(cut)
             raise

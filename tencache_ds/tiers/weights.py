@@ -128,10 +128,12 @@ class WeightTier:
                 self._discard(weight)
             if weight.state not in (WeightState.RESIDENT, WeightState.STORED):
                 raise TenCacheError(f"weight {weight.name} cannot change its place: it is {weight.state.value}")
-            memory.copy_(self.read(key))
             if weight.state is WeightState.STORED:
+                memory.copy_(self.read(key))
                 weight.move_to(WeightState.RESIDENT)
             else:
+                assert weight.resident is not None
+                memory.copy_(weight.resident)
                 weight.host = weight.resident
             weight.resident, weight.on_device = memory, True
 

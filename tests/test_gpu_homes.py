@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes to GPU memory after the recorded step, and what leaves it when training needs the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tencache_ds.config import TenCacheConfig
+from tencache_ds.errors import MemoryLimitError
+from tencache_ds.gpu_homes import GpuHomes
+from tencache_ds.items import GpuUsage, Place
+from tencache_ds.tiers.gradients import GradientSegment, GradientTier
+from tests.tiers.test_device_places import CHUNK_NBYTES, NUMELS, Bench
+
+pytestmark = pytest.mark.timeout(60)
+
+UNIT = CHUNK_NBYTES
+"""Of memory here: a chunk of state. All weights together take 0.84 of it."""
+
+WEIGHTS = {0: 8192, 1: NUMELS[0] * 2 - 8192, 2: NUMELS[1] * 2}
+"""Bytes of bf16 shards: two of the first sub-group, one of the second."""
+
+
+class Memory:
+    """A device whose figures a test sets."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, units: float) -> None:
+        self.capacity = int(units * UNIT)
+        self.here = 0
+        self.training = 0  # bytes that training uses
+        self.peak = 0
+        self.n_flushes = 0
+        self.refuses = False
+
+    def record(self) -> None:
+        self.peak = 0
+
+    def use(self, units: float) -> None:
+        self.training = int(units * UNIT)
+        self.peak = max(self.peak, self.here + self.training)
+
+    def usage(self) -> GpuUsage:
+        allocated = self.here + self.training
+        return GpuUsage(max(self.capacity - allocated, 0), 0, allocated, max(self.peak, allocated), self.n_flushes)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if self.refuses:
+            raise MemoryLimitError("not now")
+        self.here += nbytes
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def synchronize(self) -> None: ...
+
+    def trim(self) -> None: ...
+
+
+class Weights:
+    def __init__(self) -> None:
+        self.there: dict[int, torch.Tensor] = {}
+
+    def shards(self) -> list[tuple[int, int]]:
+        return list(WEIGHTS.items())
+
+    def to_device(self, key: int, memory: torch.Tensor) -> None:
+        self.there[key] = memory
+
+    def to_host(self, key: int) -> None:
+        del self.there[key]
+
+    def keeps_host_memory(self, key: int) -> bool:
+        return key != 2
+
+
+class Accounts:
+    host_left_nbytes = 0
+
+    def __init__(self) -> None:
+        self.host_nbytes = 0
+        self.weight_nbytes = self.gradient_nbytes = 0
+
+    def count_host_state(self, nbytes: int) -> None:
+        self.host_nbytes += nbytes
+
+    def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
+        self.weight_nbytes, self.gradient_nbytes = weight_nbytes, gradient_nbytes
+
+
+class Life:
+    """A training of three weights in two sub-groups."""
+
+    def __init__(self, folder: Path, units: float, **options: object) -> None:
+        self.bench = Bench(folder)
+        self.memory = Memory(units)
+        self.weights, self.accounts = Weights(), Accounts()
+        segments, start = [], 0
+        for key, nbytes in WEIGHTS.items():
+            segments.append(GradientSegment(key, start, nbytes // 2))
+            start += nbytes // 2
+        buffer = torch.zeros(start, dtype=torch.bfloat16)
+        self.gradients = GradientTier(buffer, segments, self.bench.storage.counters)
+        self.said: list[str] = []
+        self.moved: set[int] = set()
+        self.homes = GpuHomes(
+            TenCacheConfig(**options),
+            self.memory,
+            self.bench.tier,
+            self.gradients,
+            [[(0, 4096), (1, NUMELS[0] - 4096)], [(2, NUMELS[1])]],
+            self.weights,
+            self.accounts,
+            has_store=True,
+            agree=lambda topic, value, decide: decide([value]),
+            moved_gradient=lambda key, tensor: self.moved.add(key),
+            moved_state=lambda sub_group: None,
+            say=self.said.append,
+        )
+
+    def step(self, tokens: float) -> list[int]:
+        """One step whose layers take a unit each for ``tokens`` of 1, and the loss two. Returns how many chunks are
+        there after each layer, and after the step."""
+        seen = []
+        self.memory.use(0)
+        self.homes.begin_pass()
+        for layer in range(5):
+            self.memory.use(layer * tokens)
+            self.look()
+            seen.append(self.chunks())
+        self.memory.use(6 * tokens)
+        for layer in reversed(range(5)):
+            self.memory.use(layer * tokens)
+            self.look()
+        self.memory.use(0)
+        self.homes.step_done()
+        return [*seen, self.chunks()]
+
+    def look(self) -> None:
+        self.homes._t_looked_s = float("-inf")
+        self.homes.relieve()
+        self.memory.here = sum(self._here())  # what was released is free
+
+    def _here(self) -> Iterator[int]:
+        yield self.bench.tier.device_nbytes
+        yield sum(map(len, self.weights.there.values())) + self.gradients.device_nbytes
+
+    def chunks(self) -> int:
+        return sum(self.bench.tier.places(index).count(Place.GPU) for index in (0, 1))
+
+
+@pytest.fixture
+def life(tmp_path, monkeypatch):
+    monkeypatch.setattr("tencache_ds.planning.gpu_placement.LEAST_HEADROOM_NBYTES", 1)
+    made = []
+
+    def make(units: float, **options: object) -> Life:
+        made.append(Life(tmp_path, units, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.homes.close()
+        each.bench.check()
+        each.bench.close()
+
+
+def test_with_room_for_everything_everything_goes_there_and_stays(life):
+    training = life(100)
+    assert training.step(1)[-1] == 6
+    assert set(training.weights.there) == {0, 1, 2} == training.moved
+    assert training.accounts.weight_nbytes == sum(WEIGHTS.values()) == training.accounts.gradient_nbytes
+    for _ in range(3):
+        assert training.step(1) == [6] * 6
+    assert len(training.said) == 1
+
+
+def test_room_stays_free_for_a_step_twice_as_large(life):
+    # Six units at the peak, six stay free; of the other six, weights take one, and gradients of five chunks another.
+    training = life(18)
+    assert training.step(1)[-1] == 5
+    assert training.step(1.5) == [5] * 6
+
+
+def test_before_a_larger_step_gets_to_its_peak_state_has_left(life):
+    training = life(18)
+    training.step(1)
+    assert training.step(1) == [5] * 6
+    seen = training.step(2.2)
+    assert seen[0] == 5
+    assert seen[1] < 5, "the first layer took 2.2 times as much"
+    assert seen[4] == seen[1]
+    assert training.memory.peak <= training.memory.capacity
+    assert training.step(1)[-1] == seen[-1], "what has left stays out"
+
+
+def test_memory_that_is_found_only_by_flushing_is_given_back(life):
+    training = life(18)
+    training.step(1)
+    training.memory.n_flushes += 1
+    assert training.step(1)[-1] < 5
+    left = training.chunks()
+    assert training.step(1)[-1] == left
+
+
+def test_weights_leave_last_and_only_those_that_can_without_the_others(life):
+    training = life(18)
+    training.step(1)
+    training.memory.capacity = int(3.5 * UNIT)
+    assert training.step(0.1)[-1] == 0
+    assert set(training.weights.there) == {2}
+    assert training.accounts.weight_nbytes == WEIGHTS[2]
+
+
+def test_without_memory_for_all_weights_none_moves(life):
+    training = life(100)
+    training.memory.refuses = True
+    assert training.step(1)[-1] == 0
+    assert training.weights.there == {}
+    training.memory.refuses = False
+    assert training.step(1)[-1] == 0, "it is decided once"
+
+
+def test_a_budget_of_the_user_is_kept(life):
+    weights = sum(-(-nbytes // 512) * 512 for nbytes in WEIGHTS.values())
+    training = life(100, gpu_memory=weights + CHUNK_NBYTES + 4096 * 2)
+    assert training.step(1)[-1] == 1
+    assert training.moved == {0}
