@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, field_validator
 
 from tencache_ds.errors import ConfigError
 from tencache_ds.keys import OPTIONS_KEY
@@ -31,6 +32,7 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -63,6 +65,42 @@ def parse_size(value: object) -> int:
     return int(number)
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share of the memory that there is.
+
+    Attributes:
+        fraction: from 0 to 1.
+    """
+
+    fraction: float
+
+
+def parse_size_or_share(value: object) -> int | Share:
+    """Bytes as :func:`parse_size` has them, or the share ``"60%"``.
+
+    Raises:
+        ValueError: neither, or more than the whole.
+    """
+    match = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return parse_size(value)
+    percent = float(match.group(1))
+    if percent > 100:
+        raise ValueError(f"{value!r} is more than there is: a share is from 0% to 100%")
+    return Share(percent / 100) if percent else 0
+
+
+def parse_host_share(value: object) -> int | Share:
+    """Bytes as :func:`parse_host_memory` has them, or a share.
+
+    Raises:
+        ValueError: neither, or too few bytes to be meant.
+    """
+    found = parse_size_or_share(value)
+    return found if isinstance(found, Share) else parse_host_memory(found)
+
+
 def parse_host_memory(value: object) -> int:
     """A size that is 0, or large enough to hold a weight.
 
@@ -89,7 +127,8 @@ def refuse_boolean(value: object) -> object:
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
-HostMemory = Annotated[int, BeforeValidator(parse_host_memory)]
+SizeOrShare = Annotated[int | Share, PlainValidator(parse_size_or_share)]
+HostMemory = Annotated[int | Share, PlainValidator(parse_host_share)]
 
 
 class IoBackend(StrEnum):
@@ -140,13 +179,14 @@ class TenCacheConfig(DeepSpeedConfigModel):
     host_memory: HostMemory | None = None
     """Host memory per rank for weights, gradients and optimizer state, in this order; the rest goes to NVMe, but for
     gradients, which stay in host memory in any case. ``staging_memory`` comes on top. Automatic: half of the memory
-    available when the model is built, divided by the ranks on the host. 0 sends everything but gradients to NVMe; else
-    at least 64 KiB."""
+    available when the model is built, divided by the ranks on the host; "60%" is another share of it. 0 sends
+    everything but gradients to NVMe; else at least 64 KiB."""
 
-    gpu_memory: Size | None = None
+    gpu_memory: SizeOrShare | None = None
     """GPU memory per rank in which weights, gradients and optimizer state live. It is filled after the first optimizer
     step, in this order, and the state in it is updated there. Automatic: what that step left free, less as much again
-    as its activations and gradients took; it is given back when a later step needs it. 0 uses none."""
+    as its activations and gradients took; it is given back when a later step needs it. "60%" is a share of what this
+    process may use of the GPU. 0 uses none."""
 
     staging_memory: Size | None = None
     """Pinned host memory per rank through which everything on its way from or to NVMe passes. Automatic: 12 optimizer

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tencache_ds.config import TenCacheConfig
+from tencache_ds.config import Share, TenCacheConfig
 from tencache_ds.errors import MemoryLimitError, TenCacheError
 from tencache_ds.items import Place
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
@@ -191,7 +191,10 @@ class GpuHomes:
         usage = self._memory.usage()
         self._headroom_nbytes = headroom(usage)
         self._curve.complete(usage.peak_nbytes - self._base_nbytes)
-        budget = gpu_budget(usage, self._options.gpu_memory)
+        wanted = self._options.gpu_memory
+        if isinstance(wanted, Share):
+            wanted = int(wanted.fraction * (usage.available_nbytes + usage.allocated_nbytes))
+        budget = gpu_budget(usage, wanted)
         smallest = self._agree("GPU memory", budget.nbytes, min)
         reason = budget.reason if smallest == budget.nbytes else "what the rank with the least has free"
         shards = list(self._weights.shards())

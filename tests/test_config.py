@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.config import Gds, IoBackend, TenCacheConfig, Verify, options_from, parse_size
+from tencache_ds.config import Gds, IoBackend, Share, TenCacheConfig, Verify, options_from, parse_size
 from tencache_ds.errors import ConfigError
 
 UNITS = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4} | {
@@ -122,6 +122,13 @@ def test_every_option_takes_effect():
     assert options.allow_faults is True
 
 
+def test_memory_may_be_a_share():
+    options = options_from({"host_memory": "62.5%", "gpu_memory": " 40 % "})
+    assert options.host_memory == Share(0.625)
+    assert options.gpu_memory == Share(0.4)
+    assert options_from({"host_memory": "0%"}).host_memory == 0
+
+
 @pytest.mark.parametrize(
     ("key", "value", "allowed"),
     [
@@ -129,6 +136,9 @@ def test_every_option_takes_effect():
         ("host_memory", -1, "size"),
         ("host_memory", 16, "'16GiB'"),
         ("host_memory", 1e30, "1024 PiB"),
+        ("host_memory", "101%", "0% to 100%"),
+        ("gpu_memory", "many", "4GiB"),
+        ("gpu_memory", True, "number of bytes"),
         ("io_lanes", True, "no numbers"),
         ("io_timeout_s", False, "no numbers"),
         ("io_request_size", 2**31, str(2**30)),

@@ -18,7 +18,7 @@ from deepspeed.runtime.swap_tensor.constants import (
     AIO_SINGLE_SUBMIT,
 )
 
-from tencache_ds.config import TenCacheConfig
+from tencache_ds.config import Share, TenCacheConfig
 from tencache_ds.engine import TenCacheEngine, logger
 from tencache_ds.integration.agreement import Agreement, Post
 from tencache_ds.integration.aio_section import is_true
@@ -65,12 +65,14 @@ def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
 
 def agree_on_host_memory(options: TenCacheConfig) -> HostBudget:
     """The host memory of each rank, and the ranks and cores of each machine, from what every rank sees of its own."""
+    wanted = options.host_memory
     mine = RankMemory(
         socket.gethostname(),
-        options.host_memory,
+        None if isinstance(wanted, Share) else wanted,
         memory_domains(),
         tuple(sorted(os.sched_getaffinity(0))),
         core_quotas(),
+        wanted.fraction if isinstance(wanted, Share) else None,
     )
     return HostBudget(**Agreement.of_job().reach("host memory", asdict(mine), _plan_host_memory))
 
@@ -86,6 +88,7 @@ def _plan_host_memory(posts: Sequence[Post]) -> dict[str, Any]:
                     tuple(MemoryDomain(**domain) for domain in v["domains"]),
                     tuple(v["cores"]),
                     tuple(CoreQuota(**quota) for quota in v["quotas"]),
+                    v["wanted_share"],
                 )
                 for v in values
             ]

@@ -54,10 +54,11 @@ class RankMemory:
 
     Attributes:
         host: name of its host, for messages.
-        wanted_nbytes: the user's ``host_memory`` there, or None for automatic.
+        wanted_nbytes: the user's ``host_memory`` there in bytes, or None for a share.
         domains: the memory it shares with others: its machine's first, then that of its control groups.
         cores: numbers of the machine's cores that it may run on.
         quotas: of the time on them, which it shares with others.
+        wanted_share: the user's ``host_memory`` as a share of what is available, or None for automatic.
     """
 
     host: str
@@ -65,6 +66,7 @@ class RankMemory:
     domains: tuple[MemoryDomain, ...]
     cores: tuple[int, ...]
     quotas: tuple[CoreQuota, ...] = ()
+    wanted_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,26 +129,24 @@ def _own_budget(rank: RankMemory, sharers: Counter[str]) -> tuple[int, str]:
     """One rank's own figure, and where it comes from."""
     if rank.wanted_nbytes is not None:
         return rank.wanted_nbytes, "tencache.host_memory"
-    shares = [
-        (int(domain.available_nbytes * AUTO_HOST_SHARE) // sharers[domain.identity], domain) for domain in rank.domains
-    ]
+    share = AUTO_HOST_SHARE if rank.wanted_share is None else rank.wanted_share
+    shares = [(int(domain.available_nbytes * share) // sharers[domain.identity], domain) for domain in rank.domains]
     nbytes, domain = min(shares, key=lambda share: share[0])
     count = sharers[domain.identity]
     divided = f", divided by its {count} ranks" if count > 1 else ""
-    return nbytes, f"half of the {domain.available_nbytes / 2**30:.2f} GiB that {domain.name} has available{divided}"
+    part = "half" if rank.wanted_share is None else f"{100 * share:g}%"
+    return nbytes, f"{part} of the {domain.available_nbytes / 2**30:.2f} GiB that {domain.name} has available{divided}"
 
 
 def _differing(ranks: Sequence[RankMemory], nbytes: int) -> str:
     """A warning where the user gave ranks different figures."""
-    first_with: dict[int | None, int] = {}
+    first_with: dict[str, int] = {}
     for index, rank in enumerate(ranks):
-        first_with.setdefault(rank.wanted_nbytes, index)
+        wanted = f"{100 * rank.wanted_share:g}%" if rank.wanted_share is not None else "automatic"
+        first_with.setdefault(wanted if rank.wanted_nbytes is None else f"{rank.wanted_nbytes} bytes", index)
     if len(first_with) == 1:
         return ""
-    given = ", ".join(
-        f"{'automatic' if wanted is None else f'{wanted} bytes'} on rank {index} ({ranks[index].host})"
-        for wanted, index in first_with.items()
-    )
+    given = ", ".join(f"{wanted} on rank {index} ({ranks[index].host})" for wanted, index in first_with.items())
     return (
         f'"tencache.host_memory" differs between ranks: {given}. The smallest figure, {nbytes} bytes, counts for all: '
         "the weights' places have to be the same everywhere. Give all hosts the same config."

@@ -89,6 +89,15 @@ def test_hosts_with_different_numbers_of_ranks_and_memory() -> None:
     assert "the smallest figure of all ranks, that of rank 2 on host-b" in budget.reason
 
 
+def test_the_user_may_name_another_share() -> None:
+    ranks = [replace(memory(100), wanted_share=0.8)] * 2
+    budget = plan_host_memory(ranks)
+    assert budget.host_nbytes == 40 * GIB
+    assert budget.reason == "80% of the 100.00 GiB that this machine has available, divided by its 2 ranks"
+    assert budget.warning == ""
+    assert "80% on rank 0 (host-a), automatic on rank 1" in plan_host_memory([ranks[0], memory(100)]).warning
+
+
 def test_the_users_figures_that_differ_are_named() -> None:
     budget = plan_host_memory([memory(100, "a", wanted=7), memory(100, "b"), memory(100, "b", wanted=9)])
     assert budget.host_nbytes == 7
