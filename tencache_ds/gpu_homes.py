@@ -102,7 +102,8 @@ def open_device(on_cuda: bool, fused: FusedAdam) -> tuple[DeviceMemory, DeviceAd
     device = torch.device("cuda", torch.cuda.current_device())
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        fused.copy(target, source).wait(COPY_TIMEOUT_S)
+        if not fused.copy(target, source).wait(COPY_TIMEOUT_S):
+            raise TenCacheError(f"a copy of {source.nbytes} bytes in host memory was not done after {COPY_TIMEOUT_S} s")
 
     return CudaMemory(device, copy), TritonAdam(device, tail_contracted=fused.tail_contracted)
 

@@ -38,8 +38,8 @@ def add_command(commands: Any) -> None:
         "plan",
         help="say whether a model fits this machine, what goes where, and what more memory would give",
         description="Measures this machine for some seconds and says what of a model's weights, gradients and "
-        "optimizer state would be in RAM and on NVMe, and the shortest step that this allows. Exit status 1 if it does "
-        "not fit.",
+        "optimizer state would be in GPU memory, in RAM and on NVMe, and the shortest step that this allows. Exit "
+        "status 1 if it does not fit.",
     )
     model = parser.add_argument_group("model, in one of three ways")
     model.add_argument("--params", type=_count, metavar="N", help="number of parameters, such as 6.7B")
@@ -59,6 +59,11 @@ def add_command(commands: Any) -> None:
         "--host-memory", type=_size, metavar="SIZE",
         help="RAM per rank, as tencache.host_memory (default: as without it, half of what is available)",
     )  # fmt: skip
+    place.add_argument(
+        "--gpu-memory", type=_gpu_size, default=0, metavar="SIZE",
+        help="memory of each GPU that training leaves idle, as tencache.gpu_memory; by itself TenCache takes what its "
+        "first step leaves free, which cannot be told before (default: none)",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=positive, default=10.0, help="time to measure (default: %(default)g)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to this file")
     parser.set_defaults(run=run)
@@ -77,6 +82,15 @@ def _size(text: str) -> int:
 
     try:
         return parse_host_memory(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _gpu_size(text: str) -> int:
+    from tencache_ds.config import parse_size
+
+    try:
+        return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -114,11 +128,13 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         micro_steps=arguments.accumulation,
         activation_recompute=arguments.checkpointing,
     )
-    chosen = forecast(training, per_rank * arguments.ranks, hardware)
+    gpu_nbytes = arguments.gpu_memory * arguments.ranks
+    at_start = forecast(training, per_rank * arguments.ranks, hardware)
+    chosen = forecast(training, at_start.budget_nbytes, hardware, gpu_budget_nbytes=gpu_nbytes)
     others = budgets(training, chosen.budget_nbytes)
-    forecasts = [forecast(training, budget, hardware) for budget in others]
+    forecasts = [forecast(training, budget, hardware, gpu_budget_nbytes=gpu_nbytes) for budget in others]
     free = None if arguments.nvme_path is None else free_nbytes(str(arguments.nvme_path))
-    problems = what_is_missing(chosen, available, free)
+    problems = what_is_missing(at_start, available, free)  # GPU memory is filled after the first step
     show(training, chosen, forecasts, hardware, console)
     for problem in problems:
         console.print(f"[red]does not fit:[/red] {problem}", soft_wrap=True, highlight=False)
@@ -214,8 +230,9 @@ def show(
     console.print(_places(chosen))
     console.print(_steps(training, chosen, forecasts, "GPU" if hardware.gpu else "arithmetic"))
     console.print(
-        "Seconds of each resource, if it worked alone; a step takes at least as long as the busiest. GPU memory is not "
-        "planned: the layers at work, activations and DeepSpeed's buckets need room there.",
+        "Seconds of each resource, if it worked alone; a step takes at least as long as the busiest. GPU memory is "
+        "what --gpu-memory says: the layers at work, activations and DeepSpeed's buckets need room beside it. What "
+        "lies there keeps its RAM, but for optimizer state.",
         highlight=False,
         soft_wrap=True,
     )
@@ -224,12 +241,12 @@ def show(
 def _places(chosen: Forecast) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("on this machine")
-    for name in ("RAM", "NVMe"):
+    for name in ("GPU memory", "RAM", "NVMe"):
         table.add_column(name, justify="right")
     rows = (("16-bit weights", chosen.weights), ("gradients", chosen.gradients), ("optimizer state", chosen.state))
-    for name, share in rows:
-        table.add_row(name, format_nbytes(share.host_nbytes), format_nbytes(share.nvme_nbytes))
-    table.add_row("together", format_nbytes(chosen.host_nbytes), format_nbytes(chosen.nvme_nbytes))
+    for name, found in rows:
+        table.add_row(name, *map(format_nbytes, (found.gpu_nbytes, found.host_nbytes, found.nvme_nbytes)))
+    table.add_row("together", *map(format_nbytes, (chosen.gpu_nbytes, chosen.host_nbytes, chosen.nvme_nbytes)))
     return table
 
 

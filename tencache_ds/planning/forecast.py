@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training keeps where under a budget of host memory, and the shortest step that this allows.
+"""What a training keeps where under budgets of host and GPU memory, and the shortest step that this allows.
 
-The same order as when it runs: weights first, gradients in any case, then optimizer state
-(:mod:`tencache_ds.planning.placement`), here in bytes instead of weights and chunks.
+The same order as when it runs, here in bytes instead of weights and chunks. At the start weights, gradients in any
+case, then optimizer state go to host memory (:mod:`tencache_ds.planning.placement`), the rest to NVMe. After the
+recorded step weights, then state with its gradients go to GPU memory (:mod:`tencache_ds.planning.gpu_placement`).
+Weights and gradients keep their host memory, in case they have to go back; what state leaves there takes state from
+NVMe.
 """
 
 from __future__ import annotations
@@ -44,11 +47,12 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Bytes of one kind on a host, by place."""
+class ByPlace:
+    """Bytes of one kind on a host and its GPUs, by place. Those with host memory to go back to count in both."""
 
     host_nbytes: int
     nvme_nbytes: int
+    gpu_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class Forecast:
 
     Attributes:
         budget_nbytes: host memory of all ranks of the host.
+        gpu_budget_nbytes: GPU memory of all of them.
         weights: where they are.
         gradients: where they are.
         state: where the optimizer's state is.
@@ -65,9 +70,10 @@ class Forecast:
     """
 
     budget_nbytes: int
-    weights: Share
-    gradients: Share
-    state: Share
+    gpu_budget_nbytes: int
+    weights: ByPlace
+    gradients: ByPlace
+    state: ByPlace
     demand: Demand
     bound: Bound
 
@@ -81,37 +87,53 @@ class Forecast:
         """On NVMe, of all kinds."""
         return self.weights.nvme_nbytes + self.state.nvme_nbytes
 
+    @property
+    def gpu_nbytes(self) -> int:
+        """In GPU memory, of all kinds."""
+        return self.weights.gpu_nbytes + self.gradients.gpu_nbytes + self.state.gpu_nbytes
 
-def forecast(training: Training, budget_nbytes: int, hardware: Hardware) -> Forecast:
-    """The places of everything under a budget, and the bound that follows.
+
+def forecast(training: Training, budget_nbytes: int, hardware: Hardware, *, gpu_budget_nbytes: int = 0) -> Forecast:
+    """The places of everything under two budgets, and the bound that follows.
 
     Args:
         training: what is trained.
         budget_nbytes: ``host_memory`` of all ranks of the host together.
         hardware: rates of the host.
+        gpu_budget_nbytes: ``gpu_memory`` of all of them; 0 gives what is where in the recorded step.
 
     Raises:
         ConfigError: no rate is known.
     """
-    weights = _split(training.numel * training.weight_nbytes, budget_nbytes)
-    gradients = Share(training.numel * training.gradient_nbytes, 0)
-    left = budget_nbytes - weights.host_nbytes - gradients.host_nbytes
-    state = _split(training.numel * training.state_nbytes, left)
+    numel, per_weight = training.numel, training.weight_nbytes
+    weights = _split(numel * per_weight, budget_nbytes)
+    on_gpu = min(numel * per_weight, gpu_budget_nbytes)
+    gradient_nbytes = numel * training.gradient_nbytes
+    left = budget_nbytes - weights.host_nbytes - gradient_nbytes
+    updated = 0  # parameters whose state is in GPU memory
+    if on_gpu == numel * per_weight:
+        updated = min(numel, (gpu_budget_nbytes - on_gpu) // (training.state_nbytes + training.gradient_nbytes))
+    state = _split((numel - updated) * training.state_nbytes, left)
+    weights = ByPlace(weights.host_nbytes, max(0, weights.nvme_nbytes - on_gpu), on_gpu)
+    gradients = ByPlace(gradient_nbytes, 0, updated * training.gradient_nbytes)
+    state = ByPlace(state.host_nbytes, state.nvme_nbytes, updated * training.state_nbytes)
     demand = Demand(
-        numel=training.numel,
+        numel=numel,
         tokens_per_step=training.tokens_per_step,
         ranks_on_host=training.ranks,
         micro_steps=training.micro_steps,
-        weights_nvme=weights.nvme_nbytes / (training.numel * training.weight_nbytes),
-        optimizer_nvme=state.nvme_nbytes / (training.numel * training.state_nbytes),
-        weight_nbytes=training.weight_nbytes,
+        weights_nvme=weights.nvme_nbytes / (numel * per_weight),
+        optimizer_nvme=state.nvme_nbytes / (numel * training.state_nbytes),
+        weights_gpu=weights.gpu_nbytes / (numel * per_weight),
+        optimizer_gpu=updated / numel,
+        weight_nbytes=per_weight,
         gradient_nbytes=training.gradient_nbytes,
         optimizer_state_nbytes_per_param=training.state_nbytes,
         activation_recompute=training.activation_recompute,
     )
-    return Forecast(budget_nbytes, weights, gradients, state, demand, bound(demand, hardware))
+    return Forecast(budget_nbytes, gpu_budget_nbytes, weights, gradients, state, demand, bound(demand, hardware))
 
 
-def _split(nbytes: int, budget_nbytes: int) -> Share:
+def _split(nbytes: int, budget_nbytes: int) -> ByPlace:
     host = min(nbytes, max(0, budget_nbytes))
-    return Share(host, nbytes - host)
+    return ByPlace(host, nbytes - host)

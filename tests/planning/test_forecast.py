@@ -43,10 +43,34 @@ def test_everything_is_somewhere_and_the_budget_is_used_first(training: Training
         assert found.state.host_nbytes == 0, "weights come first"
 
 
-@given(trainings, st.lists(st.integers(0, 2**45), min_size=2, max_size=6))
-def test_more_memory_is_never_slower(training: Training, budgets: list[int]) -> None:
-    seconds = [forecast(training, budget, MACHINE).bound.seconds for budget in sorted(budgets)]
-    assert all(less >= more for less, more in pairwise(seconds))
+@given(trainings, st.lists(st.integers(0, 2**45), min_size=2, max_size=6), st.integers(0, 2**45))
+def test_more_memory_is_never_slower(training: Training, budgets: list[int], other: int) -> None:
+    ascending = sorted(budgets)
+    host = [forecast(training, budget, MACHINE, gpu_budget_nbytes=other).bound.seconds for budget in ascending]
+    gpu = [forecast(training, other, MACHINE, gpu_budget_nbytes=budget).bound.seconds for budget in ascending]
+    for seconds in (host, gpu):
+        assert all(less >= more for less, more in pairwise(seconds))
+
+
+@given(trainings, st.integers(0, 2**45), st.integers(0, 2**45))
+def test_what_is_in_gpu_memory_is_updated_there(training: Training, host: int, gpu: int) -> None:
+    found = forecast(training, host, MACHINE, gpu_budget_nbytes=gpu)
+    assert found.gpu_nbytes <= gpu
+    state = found.state
+    assert state.gpu_nbytes + state.host_nbytes + state.nvme_nbytes == training.numel * training.state_nbytes
+    assert found.gradients.gpu_nbytes * training.state_nbytes == state.gpu_nbytes * training.gradient_nbytes
+    if state.gpu_nbytes:
+        assert found.weights.gpu_nbytes == training.numel * training.weight_nbytes, "weights come first"
+        assert found.weights.nvme_nbytes == 0
+    at_start = forecast(training, host, MACHINE)
+    assert found.host_nbytes <= at_start.host_nbytes
+    assert found.nvme_nbytes <= at_start.nvme_nbytes
+
+
+def test_gpu_memory_that_holds_everything_leaves_nothing_to_move() -> None:
+    demand = forecast(BILLION, 4 * 10**9, MACHINE, gpu_budget_nbytes=16 * 10**9).demand
+    assert demand.h2d_nbytes == demand.d2h_nbytes == demand.nvme_read_nbytes == demand.cpu_adam_numel == 0
+    assert demand.gpu_adam_numel == 10**9
 
 
 @pytest.mark.parametrize(
