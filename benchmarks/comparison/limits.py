@@ -11,24 +11,36 @@ from .peers import Peer
 
 
 def placement_of(peer: Peer, run: Run, ranks: int) -> Placement | None:
-    """Where a finished run kept things; None if it is not known."""
-    if peer.place is not None:
-        return peer.place(run.knobs)
+    """Where a finished run kept things at its end; None if it is not known."""
     stats = run.tencache_stats
     if stats is None or run.numel == 0:
-        return None
-    # Statistics are per rank, and every rank holds its share of each weight.
-    numel = run.numel / ranks
+        return None if peer.place is None else peer.place(run.knobs)
+    # Statistics are per rank, and every rank holds its share of each weight. Those that were written before things
+    # could stay in GPU memory, or state in host memory, do not mention it.
+    weights_nbytes, state_nbytes = WEIGHT_NBYTES * run.numel / ranks, STATE_NBYTES * run.numel / ranks
+    weights_gpu = _share(stats.get("gpu_weight_nbytes", 0) / weights_nbytes)
+    state_gpu = _share(stats.get("gpu_state_nbytes", 0) / state_nbytes)
+    if peer.place is not None:
+        placed = peer.place(run.knobs)
+        return placed.model_copy(
+            update={
+                "weights_gpu": max(placed.weights_gpu, weights_gpu),
+                "optimizer_gpu": max(placed.optimizer_gpu, state_gpu),
+            }
+        )
+    # Weights in GPU memory may have host memory besides.
+    weights_memory = max(stats["resident_weight_nbytes"] / weights_nbytes, weights_gpu)
     return Placement(
-        weights_nvme=_rest(stats["resident_weight_nbytes"] / (WEIGHT_NBYTES * numel)),
-        # Of statistics that were written before state could stay in host memory none did.
-        optimizer_nvme=_rest(stats.get("resident_state_nbytes", 0) / (STATE_NBYTES * numel)),
+        weights_nvme=1 - _share(weights_memory),
+        optimizer_nvme=1 - _share(stats.get("resident_state_nbytes", 0) / state_nbytes + state_gpu),
+        weights_gpu=weights_gpu,
+        optimizer_gpu=state_gpu,
     )
 
 
-def _rest(resident: float) -> float:
-    """The share on NVMe, where ``resident`` is that in host memory; slabs are a little larger than what is in them."""
-    return min(1.0, max(0.0, 1.0 - resident))
+def _share(of_all: float) -> float:
+    """At most the whole: slabs, and chunks with their padding, are a little larger than what is in them."""
+    return min(1.0, of_all)
 
 
 def bound_of(hardware: Hardware, workload: Workload, numel: int, placement: Placement) -> Bound:
