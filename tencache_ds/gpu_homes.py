@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -160,6 +160,7 @@ class GpuHomes:
         self._weights_there: list[int] = []
         self._lock = threading.Lock()
         self._t_looked_s = 0.0
+        self._stuck = False
         self._curve = MemoryCurve()
         self._place = self._base_nbytes = self._left_nbytes = self._n_flushes = 0
         memory.record()
@@ -172,7 +173,7 @@ class GpuHomes:
             self._planned = True
             self._plan()
             return
-        if self._chunks_there():
+        if self._chunks_there() and not self._stuck:
             short_nbytes = self._short_nbytes(None)
             if short_nbytes > 0:
                 self._release_state(short_nbytes)
@@ -180,6 +181,7 @@ class GpuHomes:
             self._release_weights()
         self._n_flushes = self._memory.usage().n_flushes
         if self._left_nbytes:
+            self._return_gradients()
             logger.warning(
                 "training needed GPU memory in this step: %s of optimizer state left it, %s are still there",
                 _gib(self._left_nbytes),
@@ -250,17 +252,25 @@ class GpuHomes:
 
     def _move_gradients(self, sub_group: int, count: int) -> None:
         """Those of weights all of whose elements belong to the first chunks of a sub-group."""
-        if not count:
-            return
-        last = self._tier.chunks(sub_group)[count - 1]
-        end, position = last.start + last.numel, 0
-        for key, numel in self._sub_groups[sub_group]:
-            position += numel
-            if position > end:
-                return
-            if not self._gradients.on_device(key):
+        for key, numel, belongs in self._within(sub_group, count):
+            if belongs and not self._gradients.on_device(key):
                 memory = self._memory.allocate(numel * self._gradients.dtype.itemsize)
                 self._moved_gradient(key, self._gradients.move(key, memory.view(self._gradients.dtype)))
+
+    def _return_gradients(self) -> None:
+        """Those of weights whose state has left."""
+        for index in range(len(self._sub_groups)):
+            for key, _, belongs in self._within(index, self._tier.places(index).count(Place.GPU)):
+                if not belongs and self._gradients.on_device(key):
+                    self._moved_gradient(key, self._gradients.move(key, None))
+        self._note()
+
+    def _within(self, sub_group: int, count: int) -> Iterator[tuple[int, int, bool]]:
+        """The weights of a sub-group with their lengths, and whether they end within its first chunks."""
+        end, position = sum(chunk.numel for chunk in self._tier.chunks(sub_group)[:count]), 0
+        for key, numel in self._sub_groups[sub_group]:
+            position += numel
+            yield key, numel, position <= end
 
     def _with_device_chunks(self, sub_group: int, count: int) -> list[Place]:
         """The first chunks on the device, the others where they are."""
@@ -311,10 +321,13 @@ class GpuHomes:
             return
         try:
             self._t_looked_s = now_s
-            if self._chunks_there():
+            if self._chunks_there() and not self._stuck:
                 short_nbytes = self._short_nbytes(place)
                 if short_nbytes > 0:
                     self._release_state(short_nbytes)
+        except MemoryLimitError as error:
+            self._stuck = True
+            logger.warning("training needs GPU memory, but optimizer state has nowhere to go: %s", error)
         finally:
             self._lock.release()
 

@@ -197,7 +197,8 @@ def test_before_a_larger_step_gets_to_its_peak_state_has_left(life):
     assert seen[1] < 5, "the first layer took 2.2 times as much"
     assert seen[4] == seen[1]
     assert training.memory.peak <= training.memory.capacity
-    assert training.step(1)[-1] == seen[-1], "what has left stays out"
+    assert training.step(1)[-1] == seen[-1] == 0, "what has left stays out"
+    assert training.gradients.device_nbytes == training.accounts.gradient_nbytes == 0, "nor is its gradient there"
 
 
 def test_memory_that_is_found_only_by_flushing_is_given_back(life):
@@ -207,6 +208,19 @@ def test_memory_that_is_found_only_by_flushing_is_given_back(life):
     assert training.step(1)[-1] < 5
     left = training.chunks()
     assert training.step(1)[-1] == left
+
+
+def test_where_state_has_nowhere_to_go_training_goes_on(life, monkeypatch, caplog):
+    training = life(18)
+    training.step(1)
+
+    def refuse(nbytes: int) -> None:
+        raise MemoryLimitError("the host is full")
+
+    monkeypatch.setattr(training.homes, "_release_state", refuse)
+    assert training.step(2.2)[-1] == 5
+    assert [record for record in caplog.records if "the host is full" in record.getMessage()][1:] == []
+    assert "the host is full" in caplog.text
 
 
 def test_weights_leave_last_and_only_those_that_can_without_the_others(life):
