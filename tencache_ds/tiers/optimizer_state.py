@@ -24,6 +24,7 @@ from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
 from tencache_ds.observability.counters import Counters, Link, Stall
 from tencache_ds.planning.chunks import Chunk, cut_sub_group
 from tencache_ds.planning.placement import place_state
+from tencache_ds.tiers.relocation import PURPOSE, StateRelocation
 from tencache_ds.tiers.sub_group import SubGroup, SubGroupSpec
 
 MASTER = "master"
@@ -103,6 +104,7 @@ class OptimizerStateTier:
         """Grows whenever a chunk changes its place."""
         # Not for children: a data loader's workers would have every chunk copied that is updated while they live.
         self._memory = HostArena(None, Locking.NONE)
+        self._relocation = StateRelocation(self._memory, self)
         self._groups = [self._make(index, spec) for index, spec in enumerate(specs)]
         self._ahead: deque[_Ahead] = deque()
         self._queue: deque[Chunk] = deque()
@@ -377,9 +379,8 @@ class OptimizerStateTier:
     def relocate(self, places: Mapping[int, Sequence[Place]], device: DeviceMemory | None = None) -> None:
         """Moves chunks between the places where they live. Between two passes.
 
-        Each is copied to its new home before it gives up the old one, so an error leaves every chunk complete where it
-        was or where it was to be. A sub-group that was whole is in chunks from then on; for a moment, its part that
-        stays in host memory is there twice.
+        An error leaves every chunk complete where it was or where it was to be. A sub-group that was whole is in chunks
+        from then on; for a moment, its part that stays in host memory is there twice.
 
         Args:
             places: of the sub-groups that change, where each chunk is to live.
@@ -393,7 +394,8 @@ class OptimizerStateTier:
         self._abandon_ahead()
         for index, wanted in places.items():
             if self._groups[index].spec.whole and any(place is not Place.HOST for place in wanted):
-                self._groups[index] = self._cut_whole(self._groups[index], wanted, device)
+                self._groups[index] = self._relocation.cut_whole(self._groups[index], wanted, device)
+                self.version += 1
         moves = [
             (chunk, place)
             for index, wanted in sorted(places.items())
@@ -403,105 +405,51 @@ class OptimizerStateTier:
         try:
             # What leaves memory first, so that what comes finds room.
             for chunk, place in sorted(moves, key=lambda move: -move[1]):
-                self._move(chunk, place, device)
+                self._relocation.move(self._groups[chunk.sub_group], chunk, place, device)
+                self.version += 1
         finally:
             for index in places:
                 group = self._groups[index]
                 if not group.spec.whole:
                     group.spec = replace(group.spec, places=self.places(index))
 
-    def _cut_whole(self, group: SubGroup, places: Sequence[Place], device: DeviceMemory | None) -> SubGroup:
-        """A whole sub-group's state in chunks, those for device memory there and the others in host memory."""
-        cut = SubGroup(replace(group.spec, places=tuple(places)), group.chunks)
-        try:
-            for chunk, place in zip(group.chunks, places, strict=True):
-                pieces = {
-                    piece: group.tensors[piece.kind][chunk.start : chunk.start + chunk.numel] for piece in chunk.pieces
-                }
-                if place is Place.GPU and device is not None:
-                    memory = cut.device[chunk.index] = device.allocate(chunk.nbytes)
-                    for piece, values in pieces.items():
-                        target = memory[piece.offset : piece.offset + piece.nbytes]
-                        device.write(target, values.view(torch.uint8))
-                else:
-                    memory = cut.resident[chunk.index] = self._memory.allocate(chunk.nbytes, "optimizer state")
-                    for piece, values in pieces.items():
-                        memory[piece.offset : piece.offset + piece.nbytes].copy_(values.view(torch.uint8))
-        except BaseException:
-            self._vacate(cut)
-            raise
-        self.version += 1
-        return cut
+    # Chunks on NVMe, one at a time: tencache_ds.tiers.relocation.StoredChunks
 
-    def _move(self, chunk: Chunk, place: Place, device: DeviceMemory | None) -> None:
-        group = self._groups[chunk.sub_group]
-        source, lease = self._bytes_of(group, chunk)
-        try:
-            if place is Place.NVME:
-                self._move_to_nvme(group, chunk, source)
-            elif place is Place.HOST:
-                target = self._memory.allocate(chunk.nbytes, "optimizer state")
-                target.copy_(source)
-                self._vacate_chunk(group, chunk)
-                group.resident[chunk.index] = target
-            else:
-                if device is None:
-                    raise TenCacheError(f"chunk {chunk.sub_group}.{chunk.index} is to move to a device; there is none")
-                target = device.allocate(chunk.nbytes)
-                device.write(target, source)
-                self._vacate_chunk(group, chunk)
-                group.device[chunk.index] = target
-        finally:
-            if lease is not None:
-                lease.release()
-        self.version += 1
-
-    def _bytes_of(self, group: SubGroup, chunk: Chunk) -> tuple[torch.Tensor, Lease | None]:
-        """A chunk's bytes where they are; those on NVMe are read into a staging buffer, which has to be released."""
-        for homes in (group.device, group.resident):
-            if chunk.index in homes:
-                return homes[chunk.index][: chunk.nbytes], None
+    @contextmanager
+    def reading(self, chunk: Chunk) -> Iterator[torch.Tensor]:
+        """The bytes of a chunk that lives on NVMe, in a staging buffer, until the block ends."""
         entry = self._start_read(chunk, self._lease(chunk), Priority.URGENT)
         try:
             entry.ticket.wait(self._timeout_s)
         except BaseException:
             entry.lease.release_with(entry.ticket)
             raise
-        return entry.lease.buffer[: chunk.nbytes], entry.lease
+        with entry.lease:
+            yield entry.lease.buffer[: chunk.nbytes]
 
-    def _move_to_nvme(self, group: SubGroup, chunk: Chunk, source: torch.Tensor) -> None:
-        store = self._require_store(chunk.sub_group)
-        lease = self._lease(chunk)
+    def store(self, group: SubGroup, chunk: Chunk, source: torch.Tensor) -> None:
+        """Gives a chunk a place on NVMe and writes its bytes there, before anything else is lost."""
+        store, lease = self._require_store(chunk.sub_group), self._lease(chunk)
         try:
             lease.buffer[: chunk.nbytes].copy_(source)
             group.extents[chunk.index] = store.allocate(chunk.nbytes, _name(chunk))
             ticket = self._start_write(chunk, lease)
         except BaseException:
             lease.release()
-            self._forget_extent(group, chunk)
+            self.forget(group, chunk)
             raise
         lease.release_with(ticket)
         try:
-            ticket.wait(self._timeout_s)  # only then the old home may go
+            ticket.wait(self._timeout_s)
         except BaseException:
-            self._forget_extent(group, chunk)
+            self.forget(group, chunk)
             raise
-        self._free_memory(group, chunk)
 
-    def _vacate_chunk(self, group: SubGroup, chunk: Chunk) -> None:
-        self._forget_extent(group, chunk)
-        self._free_memory(group, chunk)
-
-    def _forget_extent(self, group: SubGroup, chunk: Chunk) -> None:
+    def forget(self, group: SubGroup, chunk: Chunk) -> None:
+        """Gives up a chunk's place on NVMe, if it has one."""
         extent = group.extents.pop(chunk.index, None)
         if extent is not None:
             self._require_store(chunk.sub_group).free(extent)
-
-    def _free_memory(self, group: SubGroup, chunk: Chunk) -> None:
-        group.device.pop(chunk.index, None)
-        memory = group.resident.pop(chunk.index, None)
-        if memory is not None:
-            self._memory.free(memory)
 
     # Lifetime
 
@@ -544,7 +492,7 @@ class OptimizerStateTier:
                     store = self._require_store(chunk.sub_group)
                     group.extents[chunk.index] = store.allocate(chunk.nbytes, _name(chunk))
                 else:
-                    group.resident[chunk.index] = self._memory.allocate(chunk.nbytes, "optimizer state")
+                    group.resident[chunk.index] = self._memory.allocate(chunk.nbytes, PURPOSE)
         except BaseException:
             self._vacate(group)
             raise

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out moves of optimizer state between GPU memory, host memory and NVMe.
+
+A chunk is copied to its new home before it gives up the old one: an error leaves it complete where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from tencache_ds.errors import TenCacheError
+from tencache_ds.items import Place
+from tencache_ds.memory.arena import HostArena
+from tencache_ds.memory.device_memory import DeviceMemory
+from tencache_ds.planning.chunks import Chunk
+from tencache_ds.tiers.sub_group import SubGroup
+
+PURPOSE = "optimizer state"
+
+
+class StoredChunks(Protocol):
+    """Chunks on NVMe, one at a time. Each call waits for its transfer.
+
+    Raises:
+        StorageError: a transfer failed.
+    """
+
+    def reading(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
+        """The bytes of a chunk that lives there, in a staging buffer."""
+
+    def store(self, group: SubGroup, chunk: Chunk, source: torch.Tensor) -> None:
+        """Gives a chunk a place there and writes its bytes; without it after an error.
+
+        Raises:
+            SpaceError: there is no room.
+        """
+
+    def forget(self, group: SubGroup, chunk: Chunk) -> None:
+        """Gives up a chunk's place there, if it has one."""
+
+
+class StateRelocation:
+    """Used by the thread of the optimizer's state, between two passes.
+
+    Args:
+        memory: host memory of resident chunks.
+        stored: chunks on NVMe.
+    """
+
+    def __init__(self, memory: HostArena, stored: StoredChunks) -> None:
+        self._memory = memory
+        self._stored = stored
+
+    def cut_whole(self, group: SubGroup, places: Sequence[Place], device: DeviceMemory | None) -> SubGroup:
+        """A whole sub-group's state in chunks, those for device memory there and the others in host memory.
+
+        Raises:
+            MemoryLimitError: there is no such memory; nothing was taken.
+        """
+        cut = SubGroup(replace(group.spec, places=tuple(places)), group.chunks)
+        try:
+            for chunk, place in zip(group.chunks, places, strict=True):
+                pieces = {
+                    piece: group.tensors[piece.kind][chunk.start : chunk.start + chunk.numel].view(torch.uint8)
+                    for piece in chunk.pieces
+                }
+                if place is Place.GPU and device is not None:
+                    memory = cut.device[chunk.index] = device.allocate(chunk.nbytes)
+                    for piece, values in pieces.items():
+                        device.write(memory[piece.offset : piece.offset + piece.nbytes], values)
+                else:
+                    memory = cut.resident[chunk.index] = self._memory.allocate(chunk.nbytes, PURPOSE)
+                    for piece, values in pieces.items():
+                        memory[piece.offset : piece.offset + piece.nbytes].copy_(values)
+        except BaseException:
+            for chunk in cut.chunks:
+                self._free_memory(cut, chunk)
+            raise
+        return cut
+
+    def move(self, group: SubGroup, chunk: Chunk, place: Place, device: DeviceMemory | None) -> None:
+        """Moves one chunk.
+
+        Raises:
+            MemoryLimitError: there is no such memory.
+            SpaceError, StorageError: there is no room on NVMe, or a transfer failed.
+            TenCacheError: there is no device, or no store.
+        """
+        with self._bytes_of(group, chunk) as source:
+            if place is Place.NVME:
+                self._stored.store(group, chunk, source)
+                self._free_memory(group, chunk)
+                return
+            homes = group.resident
+            if place is Place.HOST:
+                target = self._memory.allocate(chunk.nbytes, PURPOSE)
+                target.copy_(source)
+            else:
+                if device is None:
+                    raise TenCacheError(f"chunk {chunk.sub_group}.{chunk.index} is to move to a device; there is none")
+                homes, target = group.device, device.allocate(chunk.nbytes)
+                device.write(target, source)
+        self._stored.forget(group, chunk)
+        self._free_memory(group, chunk)
+        homes[chunk.index] = target
+
+    def _bytes_of(self, group: SubGroup, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
+        """A chunk's bytes where they are, or in a staging buffer."""
+        for homes in (group.device, group.resident):
+            if chunk.index in homes:
+                return nullcontext(homes[chunk.index][: chunk.nbytes])
+        return self._stored.reading(chunk)
+
+    def _free_memory(self, group: SubGroup, chunk: Chunk) -> None:
+        group.device.pop(chunk.index, None)
+        memory = group.resident.pop(chunk.index, None)
+        if memory is not None:
+            self._memory.free(memory)
