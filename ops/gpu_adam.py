@@ -14,7 +14,7 @@ import triton.language as tl
 BLOCK_NUMEL = 4096
 """Elements of one program."""
 
-RUN_FIELDS = 7
+RUN_FIELDS = tl.constexpr(7)
 """Addresses of master weights, moments, gradient (0: zeros) and weight (0: not wanted), length, length without tail."""
 
 FLOAT32 = tl.constexpr(0)
@@ -61,7 +61,7 @@ def adam_runs(
         BLOCK: elements of a block.
     """
     program = tl.program_id(0)
-    run = runs + tl.load(block_run + program).to(tl.int64) * 7
+    run = runs + tl.load(block_run + program).to(tl.int64) * RUN_FIELDS
     start = tl.load(block_start + program)
     master_address, exp_avg_address, exp_avg_sq_address = tl.load(run), tl.load(run + 1), tl.load(run + 2)
     gradient_address, weight_address = tl.load(run + 3), tl.load(run + 4)

@@ -21,6 +21,7 @@ from tencache_ds.gpu_staging import gpu_staging_possible
 from tencache_ds.io import ExtentStore, NvmePath, NvmePaths, RoutedBackend, StorageBackend, open_backend
 from tencache_ds.io.fingerprint import Fingerprint, sampled_fingerprint, whole_fingerprint
 from tencache_ds.keys import FAULTS_VARIABLE
+from tencache_ds.layout import gib
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES
@@ -303,8 +304,3 @@ class TenCacheEngine:
                 faults,
             )
         return FaultBackend(backend, rules, self.surroundings.rank), f"{reason}; WITH INJECTED FAULTS: {faults}"
-
-
-def gib(nbytes: int) -> str:
-    """Bytes in words."""
-    return f"{nbytes / 2**30:.2f} GiB"

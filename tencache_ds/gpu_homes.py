@@ -24,6 +24,7 @@ import torch
 from tencache_ds.config import Share, TenCacheConfig
 from tencache_ds.errors import MemoryLimitError, TenCacheError
 from tencache_ds.items import Place
+from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.planning.gpu_placement import (
     LEAST_HEADROOM_NBYTES,
@@ -163,6 +164,7 @@ class GpuHomes:
         self._stuck = False
         self._curve = MemoryCurve()
         self._place = self._base_nbytes = self._left_nbytes = self._n_flushes = 0
+        self._state_nbytes = 0  # in GPU memory: asked for between modules, and a sum over all chunks
         memory.record()
 
     # Between two steps
@@ -173,7 +175,7 @@ class GpuHomes:
             self._planned = True
             self._plan()
             return
-        if self._chunks_there() and not self._stuck:
+        if self._state_nbytes and not self._stuck:
             short_nbytes = self._short_nbytes(None)
             if short_nbytes > 0:
                 self._release_state(short_nbytes)
@@ -184,8 +186,8 @@ class GpuHomes:
             self._return_gradients()
             logger.warning(
                 "training needed GPU memory in this step: %s of optimizer state left it, %s are still there",
-                _gib(self._left_nbytes),
-                _gib(self._chunks_there()),
+                gib(self._left_nbytes),
+                gib(self._state_nbytes),
             )
             self._left_nbytes = 0
 
@@ -298,6 +300,7 @@ class GpuHomes:
             self._tier.relocate(places, self._memory)
         finally:
             self._accounts.count_host_state(self._tier.resident_nbytes - before)
+            self._state_nbytes = self._tier.device_nbytes
             for index in places:
                 self._moved_state(index)
 
@@ -321,7 +324,7 @@ class GpuHomes:
             return
         try:
             self._t_looked_s = now_s
-            if self._chunks_there() and not self._stuck:
+            if self._state_nbytes and not self._stuck:
                 short_nbytes = self._short_nbytes(place)
                 if short_nbytes > 0:
                     self._release_state(short_nbytes)
@@ -348,7 +351,7 @@ class GpuHomes:
         return short_nbytes
 
     def _release_state(self, nbytes: int) -> None:
-        there = self._chunks_there()
+        there = self._state_nbytes
         states = [[chunk.nbytes for chunk in self._tier.chunks(index)] for index in range(len(self._sub_groups))]
         counts = [sum(place is Place.GPU for place in self._tier.places(index)) for index in range(len(states))]
         left = chunks_to_release(states, counts, nbytes + int(QUANTUM_SHARE * self._headroom_nbytes))
@@ -365,7 +368,7 @@ class GpuHomes:
         self._memory.synchronize()
         self._relocate(places)
         self._memory.trim()
-        left_nbytes = there - self._chunks_there()
+        left_nbytes = there - self._state_nbytes
         self._base_nbytes -= left_nbytes
         self._left_nbytes += left_nbytes
 
@@ -381,16 +384,13 @@ class GpuHomes:
         if leaving:
             logger.warning("training needs GPU memory: %d weights left it", len(leaving))
 
-    def _chunks_there(self) -> int:
-        return self._tier.device_nbytes
-
     # Reporting and lifetime
 
     def _report(self, reason: str, seconds: float) -> None:
         nbytes = self._note()
         self._say(
-            f"per rank {_gib(nbytes)} of weights, {_gib(self._gradients.device_nbytes)} of gradients and "
-            f"{_gib(self._tier.device_nbytes)} of optimizer state are in GPU memory from now on ({reason}); moved in "
+            f"per rank {gib(nbytes)} of weights, {gib(self._gradients.device_nbytes)} of gradients and "
+            f"{gib(self._state_nbytes)} of optimizer state are in GPU memory from now on ({reason}); moved in "
             f"{seconds:.1f} s"
         )
 
@@ -413,7 +413,3 @@ class GpuHomes:
             except TenCacheError:
                 logger.exception("a weight could not leave GPU memory, and stays there")
         self._note()
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"

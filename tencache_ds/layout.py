@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How bytes are laid out in host memory and in files. Imports nothing."""
+"""How bytes are laid out in host memory and in files, and how messages count them. Imports nothing."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ PAGE_NBYTES = 4096
 def round_up(nbytes: int, multiple: int = PAGE_NBYTES) -> int:
     """The smallest multiple that is not below ``nbytes``; by default whole pages."""
     return -(-nbytes // multiple) * multiple
+
+
+def gib(nbytes: int) -> str:
+    """Bytes, formatted in GiB."""
+    return f"{nbytes / 2**30:.2f} GiB"

@@ -22,14 +22,14 @@ from collections.abc import Sequence
 import torch
 
 from tencache_ds.config import TenCacheConfig
-from tencache_ds.engine import TenCacheEngine, gib
+from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import SpaceError, TenCacheError
 from tencache_ds.gpu_staging import GpuStaging
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.paths import NvmePaths
 from tencache_ds.io.scratch import device_of, free_nbytes
 from tencache_ds.items import Place
-from tencache_ds.layout import round_up
+from tencache_ds.layout import gib, round_up
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.pool import BufferPool, PoolTimeout
 from tencache_ds.observability.counters import Counters, Stats, StepRecord

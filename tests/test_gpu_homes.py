@@ -14,6 +14,7 @@ from tencache_ds.errors import MemoryLimitError
 from tencache_ds.gpu_homes import GpuHomes
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
+from tests.tiers.ordinary_device import OrdinaryDevice
 from tests.tiers.test_device_places import CHUNK_NBYTES, NUMELS, Bench
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,10 +26,8 @@ WEIGHTS = {0: 8192, 1: NUMELS[0] * 2 - 8192, 2: NUMELS[1] * 2}
 """Bytes of bf16 shards: two of the first sub-group, one of the second."""
 
 
-class Memory:
+class Memory(OrdinaryDevice):
     """A device whose figures a test sets."""
-
-    device = torch.device("cpu")
 
     def __init__(self, units: float) -> None:
         self.capacity = int(units * UNIT)
@@ -54,13 +53,6 @@ class Memory:
             raise MemoryLimitError("not now")
         self.here += nbytes
         return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def synchronize(self) -> None: ...
-
-    def trim(self) -> None: ...
 
 
 class Weights:

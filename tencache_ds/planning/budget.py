@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tencache_ds.errors import ConfigError
+from tencache_ds.layout import gib
 from tencache_ds.planning.cores import core_budget
 from tencache_ds.planning.size_classes import plan_size_classes, smallest_budget_nbytes
 from tencache_ds.profiling.host_cores import CoreQuota
@@ -135,7 +136,7 @@ def _own_budget(rank: RankMemory, sharers: Counter[str]) -> tuple[int, str]:
     count = sharers[domain.identity]
     divided = f", divided by its {count} ranks" if count > 1 else ""
     part = "half" if rank.wanted_share is None else f"{100 * share:g}%"
-    return nbytes, f"{part} of the {domain.available_nbytes / 2**30:.2f} GiB that {domain.name} has available{divided}"
+    return nbytes, f"{part} of the {gib(domain.available_nbytes)} that {domain.name} has available{divided}"
 
 
 def _differing(ranks: Sequence[RankMemory], nbytes: int) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tencache_ds.items import GpuUsage
+from tencache_ds.layout import gib, round_up
 
 LEAST_HEADROOM_NBYTES = 2**30
 """GPU memory that is left free at least, beside what the recorded step needed."""
@@ -52,11 +53,11 @@ def gpu_budget(usage: GpuUsage, wanted_nbytes: int | None) -> GpuBudget:
     if wanted_nbytes is not None:
         if wanted_nbytes <= left_nbytes:
             return GpuBudget(wanted_nbytes, "tencache.gpu_memory")
-        return GpuBudget(left_nbytes, f"tencache.gpu_memory, of which the recorded step left {_gib(left_nbytes)} free")
+        return GpuBudget(left_nbytes, f"tencache.gpu_memory, of which the recorded step left {gib(left_nbytes)} free")
     headroom_nbytes = headroom(usage)
     return GpuBudget(
         max(left_nbytes - headroom_nbytes, 0),
-        f"the recorded step left {_gib(left_nbytes)} free, of which {_gib(headroom_nbytes)} stay free for a step that "
+        f"the recorded step left {gib(left_nbytes)} free, of which {gib(headroom_nbytes)} stay free for a step that "
         "needs more",
     )
 
@@ -130,8 +131,4 @@ def chunks_to_release(chunk_nbytes: Sequence[Sequence[int]], chunks: Sequence[in
 
 
 def _rounded(nbytes: int) -> int:
-    return -(-nbytes // ALLOCATION_NBYTES) * ALLOCATION_NBYTES
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
+    return round_up(nbytes, ALLOCATION_NBYTES)

@@ -137,7 +137,7 @@ def _runs(views: dict[str, torch.Tensor], gradients: Pieces, weights: Pieces, nu
             gradient=_address_among(gradients, first),
             weight=_address_among(weights, first),
             numel=end - first,
-            n_tail=max(0, min(end, numel) - max(first, numel - n_tail)),
+            n_tail=max(0, end - max(first, numel - n_tail)),
         )
 
 

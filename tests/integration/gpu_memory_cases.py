@@ -26,6 +26,7 @@ from tencache_ds.items import GpuUsage, Place
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.tiers.device_adam import Launch, Run
 from tencache_ds.tiers.fused_adam import TYPES, FusedAdam
+from tests.tiers.ordinary_device import OrdinaryDevice
 
 plain_config = training.config_for
 CAPACITY = {"nbytes": 4 * 2**30}
@@ -42,16 +43,12 @@ def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
     return config
 
 
-class OrdinaryMemory:
+class OrdinaryMemory(OrdinaryDevice):
     """A device's memory, for want of a device."""
-
-    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self._given: list[Any] = []
         self.wanted_by_training_nbytes = 0
-
-    def record(self) -> None: ...
 
     def usage(self) -> GpuUsage:
         return GpuUsage(self._free_nbytes(), 0, 2**20, 2**20)
@@ -68,13 +65,6 @@ class OrdinaryMemory:
         memory = torch.full((nbytes,), 0xCB, dtype=torch.uint8)
         self._given.append(weakref.ref(memory.untyped_storage()))
         return memory
-
-    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def synchronize(self) -> None: ...
-
-    def trim(self) -> None: ...
 
 
 class TeamAdam:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tencache_ds.ops.tencache_update import load_tencache_update
-from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
+from tencache_ds.planning.adam_scalars import BetaPowers
 from tencache_ds.tiers.device_adam import Run, TritonAdam
-from tests.ops.test_update import DTYPES, SIZES, Setting, State, gradients_of, repeated, scalars_of
+from tests.ops.test_update import DTYPES, SIZES, Setting, State, gradients_of, repeated, scalars_at, scalars_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -69,14 +69,13 @@ def differences(
         tail = max(0, end - max(start, setting.numel - n_tail))
         runs.append(Run(*addresses, numel=end - start, n_tail=tail))
     launch = adam.prepare(runs, setting.gradient_dtype, setting.weight_dtype)
-    options = {key: getattr(setting, key) for key in ("lr", "betas", "eps", "weight_decay", "decoupled", "scale")}
     for step in range(1, setting.steps + 1):
         gradient = draw(setting, step, generator)
         op_scalars = scalars_of(op, setting, step, powers)
         types = DTYPES[setting.gradient_dtype], DTYPES[setting.weight_dtype]
         job = team.adam([expected.run(gradient)], *types, n_tail, op_scalars)
         gradient_there.copy_(gradient)
-        launch(adam_scalars(**options, bias_correction=setting.bias_correction, powers=powers.at(step, setting.betas)))
+        launch(scalars_at(setting, step, powers))
         assert job.wait(60)
     return State(*(each.cpu() for each in arrays), weight.cpu()).differing(expected)
 
@@ -136,11 +135,6 @@ def test_a_run_without_gradient_or_weight(op: Any, team: Any, adam: TritonAdam) 
         assert team.adam([expected.run(None)], "bfloat16", "bfloat16", 0, scalars_of(op, setting, step, powers)).wait(
             60
         )
-        launch(
-            adam_scalars(
-                lr=setting.lr, betas=setting.betas, powers=powers.at(step, setting.betas), eps=setting.eps,
-                weight_decay=0.1, decoupled=True, bias_correction=True, scale=1.0,
-            )
-        )  # fmt: skip
+        launch(scalars_at(setting, step, powers))
     found = State(*(each.cpu() for each in arrays), expected.weight)
     assert found.differing(expected) == 0

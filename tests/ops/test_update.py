@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tencache_ds.ops.tencache_update import load_tencache_update
-from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
+from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, adam_scalars
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the op
 
@@ -107,10 +107,13 @@ def gradients_of(setting: Setting, step: int, generator: torch.Generator) -> tor
     return values.to(setting.gradient_dtype)
 
 
-def scalars_of(op: Any, setting: Setting, step: int, powers: BetaPowers) -> Any:
+def scalars_at(setting: Setting, step: int, powers: BetaPowers) -> AdamScalars:
     options = {key: getattr(setting, key) for key in ("lr", "betas", "eps", "weight_decay", "decoupled", "scale")}
-    scalars = adam_scalars(**options, bias_correction=setting.bias_correction, powers=powers.at(step, setting.betas))
-    return op.AdamScalars(**dataclasses.asdict(scalars))
+    return adam_scalars(**options, bias_correction=setting.bias_correction, powers=powers.at(step, setting.betas))
+
+
+def scalars_of(op: Any, setting: Setting, step: int, powers: BetaPowers) -> Any:
+    return op.AdamScalars(**dataclasses.asdict(scalars_at(setting, step, powers)))
 
 
 def repeated(setting: Setting, step: int, generator: torch.Generator) -> torch.Tensor:

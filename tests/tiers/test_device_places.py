@@ -23,6 +23,7 @@ from tencache_ds.tiers.sub_group import SubGroupSpec
 from tencache_ds.tiers.weight_record import WeightState
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
+from tests.tiers.ordinary_device import OrdinaryDevice
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,15 +33,11 @@ NUMELS = (3 * 4096 + 100, 2 * 4096)
 N_CHUNKS = (4, 2)
 
 
-class Device:
+class Device(OrdinaryDevice):
     """Ordinary memory, so many bytes of it."""
-
-    device = torch.device("cpu")
 
     def __init__(self, nbytes: int = 2**30) -> None:
         self.left_nbytes = nbytes
-
-    def record(self) -> None: ...
 
     def usage(self) -> GpuUsage:
         return GpuUsage(self.left_nbytes, 0, 0, 0)
@@ -50,13 +47,6 @@ class Device:
             raise MemoryLimitError(f"{nbytes} bytes are not there")
         self.left_nbytes -= nbytes
         return torch.full((nbytes,), 0xCB, dtype=torch.uint8)
-
-    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def synchronize(self) -> None: ...
-
-    def trim(self) -> None: ...
 
 
 class Bench:
