@@ -19,7 +19,7 @@ from tencache_ds.config import IoBackend, TenCacheConfig, Verify
 from tencache_ds.errors import ConfigError
 from tencache_ds.gpu_staging import gpu_staging_possible
 from tencache_ds.io import ExtentStore, NvmePath, NvmePaths, RoutedBackend, StorageBackend, open_backend
-from tencache_ds.io.fingerprint import Fingerprint, sampled_fingerprint, whole_fingerprint
+from tencache_ds.io.integrity.fingerprint import Fingerprint, sampled_fingerprint, whole_fingerprint
 from tencache_ds.keys import FAULTS_VARIABLE
 from tencache_ds.layout import gib
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
@@ -288,8 +288,8 @@ class TenCacheEngine:
 
     def _with_faults(self, backend: StorageBackend, reason: str, faults: str) -> tuple[StorageBackend, str]:
         """For a drill: storage that goes wrong on purpose, which nobody must take for the real thing."""
-        from tencache_ds.io.fault_rules import parse_faults
-        from tencache_ds.io.faults import FaultBackend
+        from tencache_ds.io.wrappers.fault_rules import parse_faults
+        from tencache_ds.io.wrappers.faults import FaultBackend
 
         try:
             rules = parse_faults(faults)

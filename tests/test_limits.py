@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tencache_ds.errors import ConfigError, ProcessLimitError, SpaceError, StorageError
-from tencache_ds.io import native
-from tencache_ds.io.backend import Operation
-from tencache_ds.io.posix import PosixBackend
+from tencache_ds.io.backends import native
+from tencache_ds.io.backends.posix import PosixBackend
+from tencache_ds.io.backends.ticket import Operation
 from tencache_ds.io.space import SpaceFile
 from tencache_ds.limits import start_threads
 

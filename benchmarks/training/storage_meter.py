@@ -5,10 +5,10 @@ What is counted, and where:
 
 - *Bytes*: every transfer through DeepSpeed's ``aio_handle`` (stock's swappers and TenCache's aio backend make theirs
   from the same class, which :meth:`StorageMeter.meter_handles` replaces by a subclass), and, for TenCache, every
-  transfer through ``tencache_ds.io.posix.PosixFiles``, which is its posix backend and where its aio backend sends what
-  a handle cannot take, and every request of its native and gds backends, which have no handle. The bytes are those of
-  the buffer. A call counts when it returns, an asynchronous one at its submission; a request of a backend when it is
-  done.
+  transfer through ``tencache_ds.io.backends.posix.PosixFiles``, which is its posix backend and where its aio backend
+  sends what a handle cannot take, and every request of its native and gds backends, which have no handle. The bytes
+  are those of the buffer. A call counts when it returns, an asynchronous one at its submission; a request of a backend
+  when it is done.
 - *Waits*: time that a training thread spends in a call of an ``aio_handle``: the main thread, or one that Python did
   not start, as autograd's are. Stock makes all its calls there: ``wait``, and submissions, which open the file.
   TenCache makes its calls in lanes of its own, which are no training threads; its training threads stand in its stalls
@@ -80,7 +80,7 @@ class StorageMeter:
         """Counts the transfers of TenCache's ``PosixFiles``, existing ones too. Its lanes make them: no waits.
 
         Args:
-            files_class: ``tencache_ds.io.posix.PosixFiles``.
+            files_class: ``tencache_ds.io.backends.posix.PosixFiles``.
         """
         original: Any = files_class.transfer  # type: ignore[attr-defined]
 

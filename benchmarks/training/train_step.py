@@ -100,7 +100,7 @@ def meter_storage(meter: StorageMeter, config: dict[str, Any]) -> None:
         print(f"aio_handle is not metered, TenCache goes without it: {type(error).__name__}: {error}", flush=True)
     if with_tencache:
         from tencache_ds.io import GdsBackend, NativeBackend
-        from tencache_ds.io.posix import PosixFiles
+        from tencache_ds.io.backends.posix import PosixFiles
 
         meter.meter_files(PosixFiles)
         for backend in (NativeBackend, GdsBackend):

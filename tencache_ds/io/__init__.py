@@ -6,25 +6,18 @@ from __future__ import annotations
 from typing import Literal
 
 from tencache_ds.errors import ConfigError
-from tencache_ds.io.aio import AioBackend
-from tencache_ds.io.backend import (
-    IoCounters,
-    IoTotals,
-    Operation,
-    Priority,
-    StorageBackend,
-    StorageCancelledError,
-    StorageTimeoutError,
-    Ticket,
-)
+from tencache_ds.io.backends.aio import AioBackend
+from tencache_ds.io.backends.counters import IoCounters, IoTotals
+from tencache_ds.io.backends.gds import GdsBackend
+from tencache_ds.io.backends.native import NativeBackend
+from tencache_ds.io.backends.posix import PosixBackend
+from tencache_ds.io.backends.protocol import StorageBackend
+from tencache_ds.io.backends.ticket import Operation, Priority, StorageCancelledError, StorageTimeoutError, Ticket
 from tencache_ds.io.extents import Extent
-from tencache_ds.io.gds import GdsBackend
-from tencache_ds.io.native import NativeBackend
 from tencache_ds.io.paths import NvmePath, NvmePaths
-from tencache_ds.io.posix import PosixBackend
-from tencache_ds.io.routing import RoutedBackend
 from tencache_ds.io.scratch import ScratchFolder, free_nbytes
 from tencache_ds.io.store import ExtentStore
+from tencache_ds.io.wrappers.routed import RoutedBackend
 
 __all__ = [
     "AioBackend",

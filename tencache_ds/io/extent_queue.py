@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io.backend import Operation, Priority, Ticket
+from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
 from tencache_ds.io.extents import Extent
-from tencache_ds.io.witness import Witness
+from tencache_ds.io.integrity.witness import Witness
 
 
 class ExtentTicket(Ticket):
@@ -32,7 +32,7 @@ class ExtentTicket(Ticket):
         self._explain = explain
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """See :meth:`tencache_ds.io.backend.Ticket.wait`."""
+        """See :meth:`tencache_ds.io.Ticket.wait`."""
         try:
             super().wait(timeout_s)
         except StorageError as error:

@@ -12,67 +12,18 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from tencache_ds.errors import SpaceError, StorageError
-from tencache_ds.io.backend import Operation, Priority, StorageBackend, StorageCancelledError, Ticket
-from tencache_ds.io.fingerprint import Fingerprint
+from tencache_ds.io.backends.protocol import StorageBackend
+from tencache_ds.io.backends.ticket import StorageCancelledError
 from tencache_ds.io.former_scratch import warn_of_former_leftovers
-from tencache_ds.io.meter import BandwidthMeter
+from tencache_ds.io.integrity.fingerprint import Fingerprint
 from tencache_ds.io.scratch import ScratchFolder
 from tencache_ds.io.store import ExtentStore
 from tencache_ds.io.stripes import Placement
+from tencache_ds.io.wrappers.metered import BandwidthMeter, MeteredBackend
 from tencache_ds.observability.paths import Contents, PathStats, what_was_on
 
 FILE_SUFFIX = ".bin"
-
-
-class MeteredBackend:
-    """Passes every request on to ``inner`` and tells ``meter`` about it (satisfies
-    :class:`tencache_ds.io.backend.StorageBackend`). Owns nothing: closing it does nothing.
-    """
-
-    def __init__(self, inner: StorageBackend, meter: BandwidthMeter) -> None:
-        self.name = inner.name
-        self.alignment_nbytes = inner.alignment_nbytes
-        self.counters = inner.counters
-        self._inner = inner
-        self._meter = meter
-
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
-        self._meter.started()
-        try:
-            ticket = self._inner.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
-        except BaseException:
-            self._meter.ended(0)
-            raise
-        ticket.add_done_callback(self._on_done)
-        return ticket
-
-    def add(self, path: str, fd: int) -> None:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.add`."""
-        self._inner.add(path, fd)
-
-    def forget(self, path: str) -> None:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.forget`."""
-        self._inner.forget(path)
-
-    def close(self) -> None:
-        """Does nothing: the wrapped backend is closed by whoever opened it."""
-
-    def _on_done(self, ticket: Ticket) -> None:
-        self._meter.ended(ticket.nbytes if ticket.error is None else 0)
 
 
 @dataclass(slots=True, eq=False)

@@ -20,16 +20,17 @@ from functools import partial
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io.backend import Operation, Priority, StorageBackend, Ticket
+from tencache_ds.io.backends.protocol import StorageBackend
+from tencache_ds.io.backends.requests import cancelled, check_request, refusal
+from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
 from tencache_ds.io.extent_queue import ExtentQueue, ExtentTicket, Request
 from tencache_ds.io.extents import Extent
-from tencache_ds.io.fingerprint import Fingerprint, sampled_fingerprint
-from tencache_ds.io.lanes import cancelled, check_request, refusal
+from tencache_ds.io.integrity.fingerprint import Fingerprint, sampled_fingerprint
+from tencache_ds.io.integrity.verification import verify_read
+from tencache_ds.io.integrity.witness import Witness, Witnesses
 from tencache_ds.io.scratch import openable
 from tencache_ds.io.space import SpaceFiles
 from tencache_ds.io.stripes import Placement, StripedSpace
-from tencache_ds.io.verification import verify_read
-from tencache_ds.io.witness import Witness, Witnesses
 from tencache_ds.layout import round_up
 
 

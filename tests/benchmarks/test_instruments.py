@@ -154,8 +154,8 @@ def test_an_unknown_handle_is_refused() -> None:
 @pytest.mark.parametrize("backend", ["native", "aio", "posix"])
 def test_counts_what_tencache_moves(backend: str, handle: Any, meter: StorageMeter, tmp_path: Path) -> None:
     from tencache_ds.io import ExtentStore, open_backend
-    from tencache_ds.io.native import NativeBackend
-    from tencache_ds.io.posix import PosixFiles
+    from tencache_ds.io.backends.native import NativeBackend
+    from tencache_ds.io.backends.posix import PosixFiles
 
     meter.meter_files(PosixFiles)
     meter.meter_requests(NativeBackend)

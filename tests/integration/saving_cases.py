@@ -23,7 +23,7 @@ import training
 from checkpoint_cases import hashes
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io.fault_rules import VARIABLE, parse_faults
+from tencache_ds.io.wrappers.fault_rules import VARIABLE, parse_faults
 
 LORA = {"model": "llama", "lora": True}
 FILE_LIMIT_NBYTES = 200_000

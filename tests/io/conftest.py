@@ -15,8 +15,9 @@ import torch
 
 from tencache_ds.errors import StorageError
 from tencache_ds.io import Operation, Priority, Ticket
-from tencache_ds.io.lanes import LanePool
+from tencache_ds.io.backends.lanes import LanePool
 from tencache_ds.layout import PAGE_NBYTES
+from tests.io.device_files import new_kind
 
 
 def aligned(nbytes: int, fill: int | None = 0, seed: int = 0) -> torch.Tensor:
@@ -125,3 +126,10 @@ def memory_backend():
     backend = MemoryBackend()
     yield backend
     backend.close()
+
+
+@pytest.fixture
+def files():
+    """Files that stand for those of KvikIO, of a kind of their own."""
+    with new_kind() as kind:
+        yield kind

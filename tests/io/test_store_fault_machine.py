@@ -45,9 +45,9 @@ from tencache_ds.io import (
     StorageTimeoutError,
     Ticket,
 )
-from tencache_ds.io.fault_rules import Fault, Kind
-from tencache_ds.io.faults import FaultBackend
-from tencache_ds.io.fingerprint import sampled_fingerprint, whole_fingerprint
+from tencache_ds.io.integrity.fingerprint import sampled_fingerprint, whole_fingerprint
+from tencache_ds.io.wrappers.fault_rules import Fault, Kind
+from tencache_ds.io.wrappers.faults import FaultBackend
 from tests.io.conftest import aligned
 
 PAGE = 4096

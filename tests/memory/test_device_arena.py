@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory for staging. A CPU stands in for the device; what only streams show is in tests/io/test_gds.py."""
+"""Device memory for staging. A CPU stands in for the device; what only streams show is in ``test_gds.py``."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ of its own. What the op does not do is done here or one level up:
   missing one when it writes: checked before each request;
 - it never looks at ``io_event.res``, so a failed or short transfer counts as done: the extent store's fingerprints
   find that and re-read through plain descriptors to learn the errno;
-- it needs O_DIRECT: files on a file system without it go through :class:`tencache_ds.io.posix.PosixFiles`;
+- it needs O_DIRECT: files on a file system without it go through :class:`tencache_ds.io.backends.posix.PosixFiles`;
 - at the first write of a process it logs a warning inside ``std::call_once`` while it holds the GIL: a second lane
   that writes meanwhile takes the GIL and waits for the once-flag, and both stand still indefinitely. So one write goes
   first, alone;
@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import ConfigError, StorageError
-from tencache_ds.io.backend import Operation, StorageTimeoutError
-from tencache_ds.io.posix import PosixBackend, storage_error
+from tencache_ds.io.backends.posix import PosixBackend
+from tencache_ds.io.backends.requests import storage_error
+from tencache_ds.io.backends.ticket import Operation, StorageTimeoutError
 from tencache_ds.io.scratch import openable
 from tencache_ds.layout import PAGE_NBYTES
 
@@ -88,7 +89,7 @@ class AioBackend(PosixBackend):
     def close(self) -> None:
         """Waits for everything submitted, joins the lanes, frees the handles, closes the files. Idempotent.
 
-        Raises: see :meth:`tencache_ds.io.lane_backend.LaneBackend.close`.
+        Raises: see :meth:`tencache_ds.io.backends.lane_backend.LaneBackend.close`.
         """
         try:
             super().close()

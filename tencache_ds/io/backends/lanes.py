@@ -9,27 +9,26 @@ chunk. All policy about *what* to move is elsewhere.
 from __future__ import annotations
 
 import atexit
-import errno
 import os
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
-from tencache_ds.errors import ProcessLimitError, StorageError
-from tencache_ds.io.backend import (
-    IoCounters,
-    Operation,
-    Priority,
-    StorageCancelledError,
-    StorageGivenUpError,
-    StorageTimeoutError,
-    Ticket,
+from tencache_ds.errors import ProcessLimitError
+from tencache_ds.io.backends.counters import IoCounters
+from tencache_ds.io.backends.requests import (
+    cancelled,
+    check_request,
+    given_up,
+    never_finished,
+    refusal,
+    refusal_in_child,
 )
+from tencache_ds.io.backends.shutdown import keep_for_the_device, stop_at_exit
+from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import start_threads
 
@@ -38,12 +37,6 @@ Transfer = Callable[[int, Operation, str, int, torch.Tensor, str], None]
 
 _BACKGROUND_EVERY = 4
 """With both kinds waiting, every fourth pick is BACKGROUND: read-ahead slows down under urgent load, never stops."""
-
-_EXIT_GRACE_S = 10.0
-"""Longest time the interpreter's exit waits for running transfers; a device that hangs must not hang it too."""
-
-
-_in_use_by_device: list[torch.Tensor] = []
 
 
 class _Request:
@@ -135,7 +128,7 @@ class LanePool:
         priority: Priority = Priority.BACKGROUND,
         finish: Callable[[], None] | None = None,
     ) -> Ticket:
-        """Queues one request; see :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
+        """Queues one request; see :meth:`tencache_ds.io.StorageBackend.submit`."""
         check_request(offset, buffer, self._alignment_nbytes, self._device_type)
         ticket = Ticket(operation, path, offset, buffer.numel(), tag)
         # Before any lock is taken: in a forked child a lock may be held indefinitely by a thread that does not exist.
@@ -299,87 +292,3 @@ class LanePool:
         t_end_s = time.monotonic() + grace_s
         for thread in self._threads:
             thread.join(max(0.0, t_end_s - time.monotonic()))
-
-
-def check_request(offset: int, buffer: torch.Tensor, alignment_nbytes: int, device_type: str | None = "cpu") -> None:
-    """Checks what O_DIRECT would refuse, with a message that says what was given.
-
-    Args:
-        offset, buffer, alignment_nbytes: the request, and what it must be multiples of.
-        device_type: where the buffer has to be; None leaves that to whoever moves the bytes.
-
-    Raises:
-        ValueError: the buffer is not a non-empty, aligned, 1-D contiguous uint8 tensor on that device, or the offset is
-            negative or unaligned.
-    """
-    if not isinstance(buffer, torch.Tensor):
-        raise ValueError(f"buffer must be a torch.Tensor, not {type(buffer).__name__}")
-    if buffer.dtype is not torch.uint8 or device_type not in (None, buffer.device.type) or buffer.dim() != 1:
-        where = "" if device_type is None else f" on the {device_type.upper()}"
-        raise ValueError(
-            f"buffer must be a 1-D uint8 tensor{where}, not {buffer.dim()}-D {buffer.dtype} on {buffer.device}"
-        )
-    if not buffer.is_contiguous():
-        raise ValueError(f"buffer must be contiguous, not of stride {buffer.stride()}")
-    nbytes = buffer.numel()
-    if nbytes == 0 or nbytes % alignment_nbytes:
-        raise ValueError(f"buffer length must be a positive multiple of {alignment_nbytes} bytes, not {nbytes}")
-    if buffer.data_ptr() % alignment_nbytes:
-        raise ValueError(f"buffer address must be a multiple of {alignment_nbytes}, not {buffer.data_ptr():#x}")
-    if offset < 0 or offset % alignment_nbytes:
-        raise ValueError(f"file offset must be a non-negative multiple of {alignment_nbytes}, not {offset}")
-
-
-def refusal(ticket: Ticket, cause: str) -> StorageError:
-    """The error of a request that no device has seen."""
-    return ticket.failure(cause, StorageError)
-
-
-def refusal_in_child(ticket: Ticket, pid: int) -> StorageError:
-    """The error of a request made in a forked child, to a backend that process ``pid`` opened."""
-    return refusal(ticket, f"opened by process {pid}, used in its forked child {os.getpid()}; open one there")
-
-
-def cancelled(ticket: Ticket) -> StorageCancelledError:
-    """The error of a request that was cancelled."""
-    return ticket.failure("cancelled", StorageCancelledError, errno.ECANCELED)
-
-
-def keep_for_the_device(buffer: torch.Tensor) -> None:
-    """Never frees this buffer: a device that hangs may still write to it."""
-    _in_use_by_device.append(buffer)
-
-
-def given_up(ticket: Ticket) -> StorageGivenUpError:
-    """The error of a request that the device had not finished when its backend had to close."""
-    cause = "given up: the device had not finished it when the backend had to close"
-    return ticket.failure(cause, StorageGivenUpError, errno.ETIMEDOUT)
-
-
-def never_finished(stuck: Sequence[Ticket], timeout_s: float) -> StorageTimeoutError:
-    """The error of a backend that closed without these."""
-    cause = (
-        f"the device had not finished it and {len(stuck) - 1} other requests {timeout_s} s after the backend was "
-        "closed; it hangs or is gone (dmesg says why)"
-    )
-    return stuck[0].failure(cause, StorageTimeoutError, errno.ETIMEDOUT)
-
-
-class Abandonable(Protocol):
-    """What has threads that must not outlive the interpreter."""
-
-    def abandon(self, grace_s: float) -> None:
-        """Fails what has not started, waits up to ``grace_s`` seconds for what has."""
-        ...
-
-
-def stop_at_exit(owner: Abandonable) -> Callable[[], None]:
-    """Abandons ``owner`` at the interpreter's exit if it is alive then; returns what ``atexit.unregister`` takes."""
-    reference = weakref.ref(owner)
-
-    def stop() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.abandon(_EXIT_GRACE_S)
-
-    return atexit.register(stop)

@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 import torch
 
-from tencache_ds.io.backend import Operation, Priority, StorageBackend, Ticket
-from tencache_ds.io.gds import compatibility_mode, missing_kvikio, plain_cause
+from tencache_ds.io.backends.gds import compatibility_mode, missing_kvikio, plain_cause
+from tencache_ds.io.backends.protocol import StorageBackend
+from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
 from tencache_ds.io.scratch import close_unnamed, make_unnamed
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.device_arena import DeviceArena, wait_for_device

@@ -28,10 +28,10 @@ from typing import Any, Protocol
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io.backend import Operation
-from tencache_ds.io.lane_backend import LaneBackend
-from tencache_ds.io.open_files import OpenFile, OpenFiles
-from tencache_ds.io.posix import storage_error
+from tencache_ds.io.backends.lane_backend import LaneBackend
+from tencache_ds.io.backends.open_files import OpenFile, OpenFiles
+from tencache_ds.io.backends.requests import storage_error
+from tencache_ds.io.backends.ticket import Operation
 
 _WHERE = re.compile(r"^.*? at: \S+:\d+:? ?")
 _MODES = {Operation.READ: "r", Operation.WRITE: "r+"}
@@ -83,7 +83,7 @@ def compatibility_mode() -> str:
 
 
 class GdsBackend(LaneBackend):
-    """Moves bytes between files and GPU memory (satisfies :class:`tencache_ds.io.backend.StorageBackend`, for 1-D
+    """Moves bytes between files and GPU memory (satisfies :class:`tencache_ds.io.StorageBackend`, for 1-D
     contiguous uint8 tensors of one CUDA device instead of host memory).
 
     The caller hands over *quiet* memory: no GPU work that touches it may be pending at :meth:`submit`, for a read as
@@ -126,7 +126,7 @@ class GdsBackend(LaneBackend):
     def close(self) -> None:
         """Also gives KvikIO's buffers back; does nothing in a forked child, where a handle's driver is not.
 
-        Raises: see :meth:`tencache_ds.io.lane_backend.LaneBackend.close`.
+        Raises: see :meth:`tencache_ds.io.backends.lane_backend.LaneBackend.close`.
         """
         if os.getpid() != self._pid:
             return
@@ -179,7 +179,7 @@ class _Handle(OpenFile):
     file: DeviceFile
 
     def close(self) -> None:
-        """See :meth:`tencache_ds.io.open_files.OpenFile.close`."""
+        """See :meth:`tencache_ds.io.backends.open_files.OpenFile.close`."""
         self.file.close()
 
 

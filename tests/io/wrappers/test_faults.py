@@ -24,8 +24,8 @@ from tencache_ds.io import (
     StorageCancelledError,
     StorageTimeoutError,
 )
-from tencache_ds.io.fault_rules import Fault, Kind, parse_faults
-from tencache_ds.io.faults import LATE_BYTE, FaultBackend
+from tencache_ds.io.wrappers.fault_rules import Fault, Kind, parse_faults
+from tencache_ds.io.wrappers.faults import LATE_BYTE, FaultBackend
 from tests.io.conftest import MemoryBackend, aligned
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the ops
@@ -392,8 +392,8 @@ import sys, torch
 sys.path.insert(0, {os.getcwd()!r})
 from tests.io.conftest import aligned
 from tencache_ds.io import Operation, PosixBackend
-from tencache_ds.io.fault_rules import parse_faults
-from tencache_ds.io.faults import FaultBackend
+from tencache_ds.io.wrappers.fault_rules import parse_faults
+from tencache_ds.io.wrappers.faults import FaultBackend
 backend = FaultBackend(PosixBackend(), parse_faults("kind=hang;kind=delay,seconds=1000"))
 ticket = backend.submit(Operation.WRITE, {str(tmp_path / "data")!r}, 0, aligned(4096))
 ticket.add_done_callback(lambda t: print(t.error))
@@ -406,7 +406,7 @@ ticket.add_done_callback(lambda t: print(t.error))
 
 
 def test_nothing_is_imported_without_the_variable():
-    code = "import sys, tencache_ds.engine; print('tencache_ds.io.faults' in sys.modules)"
+    code = "import sys, tencache_ds.engine; print('tencache_ds.io.wrappers.faults' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

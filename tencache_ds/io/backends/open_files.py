@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from tencache_ds.io.backend import Operation
+from tencache_ds.io.backends.ticket import Operation
 from tencache_ds.io.scratch import openable
 
 

@@ -17,7 +17,7 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder  # registers the builders
 from deepspeed.utils import logger
 from tencache_ds.io import Operation
-from tencache_ds.io.aio import AioBackend
+from tencache_ds.io.backends.aio import AioBackend
 from tencache_ds.memory.arena import HostArena, Locking
 
 class Slow(logging.Handler):  # lets go of the GIL, as writing to a pipe or a file does

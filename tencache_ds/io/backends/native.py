@@ -3,7 +3,7 @@
 
 The lanes know nothing of Python and never wait for the GIL. Two Python threads sleep in the op, without the GIL, until
 requests have ended; they turn results into errors, verify what was read and end the tickets. Descriptors and the rules
-for files without O_DIRECT are those of :class:`tencache_ds.io.posix.PosixFiles`.
+for files without O_DIRECT are those of :class:`tencache_ds.io.backends.posix.PosixFiles`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import ConfigError, ProcessLimitError, StorageError
-from tencache_ds.io.backend import IoCounters, IoTotals, Operation, Priority, Ticket
-from tencache_ds.io.lanes import (
+from tencache_ds.io.backends.counters import IoCounters, IoTotals
+from tencache_ds.io.backends.posix import Descriptor, PosixFiles, give_back_pages
+from tencache_ds.io.backends.requests import (
     cancelled,
     check_request,
     given_up,
-    keep_for_the_device,
     never_finished,
     refusal,
     refusal_in_child,
-    stop_at_exit,
+    storage_error,
 )
-from tencache_ds.io.posix import Descriptor, PosixFiles, give_back_pages, storage_error
+from tencache_ds.io.backends.shutdown import keep_for_the_device, stop_at_exit
+from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import remedy, start_threads, too_few_threads
 
@@ -77,7 +78,7 @@ class _Counters(IoCounters):
 
 
 class NativeBackend:
-    """Storage through Linux AIO (satisfies :class:`tencache_ds.io.backend.StorageBackend`). Any host memory will do.
+    """Storage through Linux AIO (satisfies :class:`tencache_ds.io.StorageBackend`). Any host memory will do.
 
     Args:
         n_lanes: native threads, each with a kernel context of its own; 4 to 8 reach the limit of fast storage.
@@ -152,7 +153,7 @@ class NativeBackend:
         priority: Priority = Priority.BACKGROUND,
         finish: Callable[[], None] | None = None,
     ) -> Ticket:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
+        """See :meth:`tencache_ds.io.StorageBackend.submit`."""
         check_request(offset, buffer, PAGE_NBYTES)
         ticket = Ticket(operation, path, offset, buffer.numel(), tag)
         if os.getpid() != self._pid:  # before any lock: a thread that does not exist here may hold it indefinitely
@@ -161,7 +162,7 @@ class NativeBackend:
         return ticket
 
     def add(self, path: str, fd: int) -> None:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.add`."""
+        """See :meth:`tencache_ds.io.StorageBackend.add`."""
         self._files.add(path, fd)
 
     def forget(self, path: str) -> None:

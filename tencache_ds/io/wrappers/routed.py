@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 import torch
 
-from tencache_ds.io.backend import IoCounters, IoTotals, Operation, Priority, StorageBackend, Ticket
+from tencache_ds.io.backends.counters import IoCounters, IoTotals
+from tencache_ds.io.backends.protocol import StorageBackend
+from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
 
 
 class RoutedBackend:
     """Passes each request to the backend for the memory that its buffer is in (satisfies
-    :class:`tencache_ds.io.backend.StorageBackend`). Which requests of an extent may run at the same time is the extent
+    :class:`tencache_ds.io.StorageBackend`). Which requests of an extent may run at the same time is the extent
     store's business, whatever backends move them.
 
     Args:
@@ -56,26 +58,26 @@ class RoutedBackend:
         priority: Priority = Priority.BACKGROUND,
         finish: Callable[[], None] | None = None,
     ) -> Ticket:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
+        """See :meth:`tencache_ds.io.StorageBackend.submit`."""
         backend = next((device for device, owns in self._devices if owns(buffer)), self._host)
         return backend.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
 
     def add(self, path: str, fd: int) -> None:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.add`."""
+        """See :meth:`tencache_ds.io.StorageBackend.add`."""
         self._files[path] = fd
         self._host.add(path, fd)
         for device, _ in self._devices:
             device.add(path, fd)
 
     def forget(self, path: str) -> None:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.forget`."""
+        """See :meth:`tencache_ds.io.StorageBackend.forget`."""
         self._files.pop(path, None)
         self._host.forget(path)
         for device, _ in self._devices:
             device.forget(path)
 
     def close(self) -> None:
-        """Closes all, whatever the first raises; see :meth:`tencache_ds.io.backend.StorageBackend.close`."""
+        """Closes all, whatever the first raises; see :meth:`tencache_ds.io.StorageBackend.close`."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._host.close)
             for device, _ in self._devices:

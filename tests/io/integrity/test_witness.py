@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tencache_ds.io import ExtentStore, PosixBackend
-from tencache_ds.io.fingerprint import whole_fingerprint
+from tencache_ds.io.integrity.fingerprint import whole_fingerprint
 from tests.io.conftest import aligned
 
 pytestmark = pytest.mark.timeout(60)

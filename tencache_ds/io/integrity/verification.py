@@ -9,10 +9,10 @@ import mmap
 import torch
 
 from tencache_ds.errors import CorruptionError
-from tencache_ds.io.backend import Operation
+from tencache_ds.io.backends.posix import PosixFiles
+from tencache_ds.io.backends.ticket import Operation
 from tencache_ds.io.extents import Extent
-from tencache_ds.io.posix import PosixFiles
-from tencache_ds.io.witness import Witness, Witnesses
+from tencache_ds.io.integrity.witness import Witness, Witnesses
 from tencache_ds.memory.device_arena import wait_for_device
 
 _logger = logging.getLogger("DeepSpeed.tencache.io")

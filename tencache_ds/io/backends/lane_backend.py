@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from tencache_ds.io.backend import Operation, Priority, StorageTimeoutError, Ticket
-from tencache_ds.io.lanes import LanePool
-from tencache_ds.io.open_files import OpenFiles
+from tencache_ds.io.backends.lanes import LanePool
+from tencache_ds.io.backends.open_files import OpenFiles
+from tencache_ds.io.backends.ticket import Operation, Priority, StorageTimeoutError, Ticket
 from tencache_ds.layout import PAGE_NBYTES
 
 
 class LaneBackend(abc.ABC):
-    """A :class:`tencache_ds.io.backend.StorageBackend`, but for its name and for how one piece is moved.
+    """A :class:`tencache_ds.io.StorageBackend`, but for its name and for how one piece is moved.
 
     Args:
         files: owned, closed by :meth:`close`.
@@ -55,11 +55,11 @@ class LaneBackend(abc.ABC):
         priority: Priority = Priority.BACKGROUND,
         finish: Callable[[], None] | None = None,
     ) -> Ticket:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
+        """See :meth:`tencache_ds.io.StorageBackend.submit`."""
         return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
 
     def add(self, path: str, fd: int) -> None:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.add`."""
+        """See :meth:`tencache_ds.io.StorageBackend.add`."""
         self._files.add(path, fd)
 
     def forget(self, path: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to fail: the rules that a user writes for :mod:`tencache_ds.io.faults`.
+"""What is to fail: the rules that a user writes for :mod:`tencache_ds.io.wrappers.faults`.
 
 ``TENCACHE_FAULTS="op=write,kind=eio,after=100;op=read,kind=bitflip,match=optimizer"`` is a list of rules, separated by
 semicolons, each a list of ``key=value``, separated by commas. The first rule that fires takes the request.
@@ -16,8 +16,8 @@ semicolons, each a list of ``key=value``, separated by commas. The first rule th
   ``times``: at most so many are hit (no limit).
 - ``seconds``: of ``delay``, and of a ``hang`` that ends. ``seed``: of the bit that flips (0).
 
-The single word ``none`` installs the wrapper without a rule, for :meth:`~tencache_ds.io.faults.FaultBackend.inject`.
-Halves are whole 4 KiB pages, rounded down: of a single page nothing is moved.
+The single word ``none`` installs the wrapper without a rule, for :meth:`.faults.FaultBackend.inject`. Halves are whole
+4 KiB pages, rounded down: of a single page nothing is moved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import enum
 from dataclasses import dataclass
 
 from tencache_ds.errors import ConfigError
-from tencache_ds.io.backend import Operation
+from tencache_ds.io.backends.ticket import Operation
 from tencache_ds.keys import FAULTS_VARIABLE
 
 VARIABLE = FAULTS_VARIABLE

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from tencache_ds.io.fingerprint import Fingerprint
+from tencache_ds.io.integrity.fingerprint import Fingerprint
 from tencache_ds.limits import too_few_threads
 
 _N_THREADS = 2

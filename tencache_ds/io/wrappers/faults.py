@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Storage that fails on purpose: a wrapper around any backend, for tests and for a user's own drill.
 
-:mod:`tencache_ds.io.fault_rules` says which faults there are and how they are written.
+:mod:`tencache_ds.io.wrappers.fault_rules` says which faults there are and how they are written.
 """
 
 from __future__ import annotations
@@ -20,18 +20,12 @@ from dataclasses import dataclass
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io.backend import (
-    IoCounters,
-    Operation,
-    Priority,
-    StorageBackend,
-    StorageCancelledError,
-    StorageGivenUpError,
-    Ticket,
-)
-from tencache_ds.io.fault_rules import VARIABLE, Fault, Kind
-from tencache_ds.io.lanes import cancelled, check_request, refusal, stop_at_exit
-from tencache_ds.io.posix import storage_error
+from tencache_ds.io.backends.counters import IoCounters
+from tencache_ds.io.backends.protocol import StorageBackend
+from tencache_ds.io.backends.requests import cancelled, check_request, refusal, storage_error
+from tencache_ds.io.backends.shutdown import stop_at_exit
+from tencache_ds.io.backends.ticket import Operation, Priority, StorageCancelledError, StorageGivenUpError, Ticket
+from tencache_ds.io.wrappers.fault_rules import VARIABLE, Fault, Kind
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import start_threads
 from tencache_ds.memory.device_arena import wait_for_device
@@ -71,7 +65,7 @@ class _Held:
 
 class FaultBackend:
     """Wraps a backend and lets chosen requests go wrong (satisfies
-    :class:`tencache_ds.io.backend.StorageBackend`). What no rule hits goes straight through.
+    :class:`tencache_ds.io.StorageBackend`). What no rule hits goes straight through.
 
     Errors that are injected end their tickets in a thread of the wrapper, as those of a device end in a lane.
 
@@ -122,7 +116,7 @@ class FaultBackend:
         priority: Priority = Priority.BACKGROUND,
         finish: Callable[[], None] | None = None,
     ) -> Ticket:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.submit`."""
+        """See :meth:`tencache_ds.io.StorageBackend.submit`."""
         check_request(offset, buffer, self.alignment_nbytes, device_type=None)
         if os.getpid() == self._pid:  # in a forked child the inner backend refuses, before any lock
             chosen = self._choose(operation, path, tag)
@@ -141,11 +135,11 @@ class FaultBackend:
         return self._inner.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
 
     def add(self, path: str, fd: int) -> None:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.add`."""
+        """See :meth:`tencache_ds.io.StorageBackend.add`."""
         self._inner.add(path, fd)
 
     def forget(self, path: str) -> None:
-        """See :meth:`tencache_ds.io.backend.StorageBackend.forget`."""
+        """See :meth:`tencache_ds.io.StorageBackend.forget`."""
         self._inner.forget(path)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tencache_ds.errors import StorageError
 from tencache_ds.io import IoTotals, Operation, Priority, StorageCancelledError, StorageTimeoutError, Ticket
-from tencache_ds.io.lanes import LanePool
+from tencache_ds.io.backends.lanes import LanePool
 from tests.io.conftest import aligned
 
 pytestmark = pytest.mark.timeout(60)
@@ -344,7 +344,7 @@ def test_a_forked_child_gets_an_error_instead_of_hanging(device, one_lane):
 def test_the_interpreter_exits_with_requests_queued():
     script = """
 import time, torch
-from tencache_ds.io.lanes import LanePool
+from tencache_ds.io.backends.lanes import LanePool
 from tencache_ds.io import Operation
 pool = LanePool(2, lambda *request: time.sleep(0.2), 4096)
 base = torch.empty(8192, dtype=torch.uint8)

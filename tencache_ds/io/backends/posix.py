@@ -2,7 +2,7 @@
 """The backend that needs nothing but the operating system: ``preadv``/``pwritev`` in several lanes.
 
 Every byte count is checked and every errno reported. It works with any host memory, pinned or not, and on any file
-system; :mod:`tencache_ds.io.aio` uses the same :class:`PosixFiles` where Linux AIO cannot work.
+system; :mod:`tencache_ds.io.backends.aio` uses the same :class:`PosixFiles` where Linux AIO cannot work.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tencache_ds.errors import SpaceError, StorageError
-from tencache_ds.io.backend import Operation
-from tencache_ds.io.lane_backend import LaneBackend
-from tencache_ds.io.open_files import OpenFile, OpenFiles
+from tencache_ds.errors import StorageError
+from tencache_ds.io.backends.lane_backend import LaneBackend
+from tencache_ds.io.backends.open_files import OpenFile, OpenFiles
+from tencache_ds.io.backends.requests import storage_error
+from tencache_ds.io.backends.ticket import Operation
 from tencache_ds.io.scratch import openable
 from tencache_ds.layout import PAGE_NBYTES
-from tencache_ds.limits import remedy
 
 _logger = logging.getLogger("DeepSpeed.tencache.io")
 
@@ -45,7 +45,7 @@ class Descriptor(OpenFile):
     previous_write: tuple[int, int] = (0, 0)
 
     def close(self) -> None:
-        """See :meth:`tencache_ds.io.open_files.OpenFile.close`."""
+        """See :meth:`tencache_ds.io.backends.open_files.OpenFile.close`."""
         os.close(self.fd)
 
 
@@ -89,7 +89,7 @@ class PosixFiles(OpenFiles[Descriptor]):
             raise storage_error(operation, path, offset, len(view), error, tag) from error
 
     def forget(self, path: str) -> None:
-        """See :meth:`tencache_ds.io.open_files.OpenFiles.forget`; whether the file has O_DIRECT is forgotten too."""
+        """See :meth:`.open_files.OpenFiles.forget`; whether the file has O_DIRECT is forgotten too."""
         with self._lock:
             self._buffered_paths.discard(path)
         super().forget(path)
@@ -174,15 +174,8 @@ def give_back_pages(operation: Operation, descriptor: Descriptor, offset: int, n
             os.posix_fadvise(descriptor.fd, previous_offset, previous_nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def storage_error(operation: Operation, path: str, offset: int, nbytes: int, error: OSError, tag: str) -> StorageError:
-    """The typed error for what the operating system said."""
-    kind = SpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
-    cause = f"{error.strerror or error}{remedy(error.errno)}"
-    return kind(operation.value, path, offset, nbytes, cause, errno=error.errno, tag=tag)
-
-
 class PosixBackend(LaneBackend):
-    """Storage through ``preadv`` and ``pwritev`` (satisfies :class:`tencache_ds.io.backend.StorageBackend`).
+    """Storage through ``preadv`` and ``pwritev`` (satisfies :class:`tencache_ds.io.StorageBackend`).
 
     Args:
         n_lanes: threads; 4 to 8 reach the limit of one device.
