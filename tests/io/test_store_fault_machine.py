@@ -48,6 +48,7 @@ from tencache_ds.io import (
 from tencache_ds.io.integrity.fingerprint import sampled_fingerprint, whole_fingerprint
 from tencache_ds.io.wrappers.fault_rules import Fault, Kind
 from tencache_ds.io.wrappers.faults import FaultBackend
+from tencache_ds.io.wrappers.pass_through import Submission
 from tests.io.conftest import aligned
 
 PAGE = 4096
@@ -72,19 +73,9 @@ class WatchedFaults(FaultBackend):
         self._submitting = threading.local()
         super().__init__(inner, ())
 
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
-        self._submitting.address = buffer.data_ptr()
-        return super().submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+    def _submit(self, request: Submission) -> Ticket:
+        self._submitting.address = request.buffer.data_ptr()
+        return super()._submit(request)
 
     def _choose(self, operation: Operation, path: str, tag: str) -> tuple[Fault, int] | None:
         chosen = super()._choose(operation, path, tag)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from tencache_ds.errors import CorruptionError, StorageError
-from tencache_ds.io import Extent, ExtentStore, NativeBackend, Operation, Priority, StorageCancelledError, Ticket
-from tencache_ds.layout import PAGE_NBYTES
+from tencache_ds.io import Extent, ExtentStore, NativeBackend, Operation, StorageCancelledError, Ticket
+from tencache_ds.io.wrappers.pass_through import PassThroughBackend, Submission
 from tests.io.conftest import MemoryBackend, aligned
 
 pytestmark = pytest.mark.timeout(300)
@@ -51,56 +52,36 @@ class Gate:
             self.kept.append(go_on)
 
 
-class NativeOnDisk:
+class NativeOnDisk(PassThroughBackend):
     """The native backend, with writes that really fail (no such folder) or really get lost (another file) on demand."""
 
-    name = "native"
-    alignment_nbytes = PAGE_NBYTES
-
     def __init__(self, folder: str) -> None:
+        super().__init__(NativeBackend(n_lanes=2, block_nbytes=PAGE, queue_depth=2, background_nbytes=2 * PAGE))
         self.gate = Gate()
         self.fail: Callable[[Operation, int, str], bool] = lambda operation, offset, tag: False
         self.lose_writes = False
         self._folder = folder
         with open(os.path.join(folder, "elsewhere"), "wb"):
             pass
-        self._native = NativeBackend(n_lanes=2, block_nbytes=PAGE, queue_depth=2, background_nbytes=2 * PAGE)
-        self.counters = self._native.counters
 
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
-        if self.fail(operation, offset, tag):
-            path = os.path.join(self._folder, "injected", "missing")
-        elif self.lose_writes and operation is Operation.WRITE:
-            path = os.path.join(self._folder, "elsewhere")
-        ticket = Ticket(operation, path, offset, buffer.numel(), tag)
+    def _submit(self, request: Submission) -> Ticket:
+        if self.fail(request.operation, request.offset, request.tag):
+            request = replace(request, path=os.path.join(self._folder, "injected", "missing"))
+        elif self.lose_writes and request.operation is Operation.WRITE:
+            request = replace(request, path=os.path.join(self._folder, "elsewhere"))
+        ticket = Ticket(request.operation, request.path, request.offset, request.buffer.numel(), request.tag)
 
         def go_on() -> None:
-            inner = self._native.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+            inner = request.to(self._inner)
             ticket.bind(promote=inner.promote, cancel=inner.cancel)
             inner.add_done_callback(lambda inner: ticket.complete(inner.error))
 
         self.gate.pass_through(go_on)
         return ticket
 
-    def add(self, path: str, fd: int) -> None:
-        self._native.add(path, fd)
-
-    def forget(self, path: str) -> None:
-        self._native.forget(path)
-
     def close(self) -> None:
         self.gate.set()
-        self._native.close()
+        super().close()
 
 
 class StoreMachine(RuleBasedStateMachine):

@@ -15,17 +15,17 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io.backends.counters import IoCounters
 from tencache_ds.io.backends.protocol import StorageBackend
 from tencache_ds.io.backends.requests import cancelled, check_request, refusal, storage_error
 from tencache_ds.io.backends.shutdown import stop_at_exit
 from tencache_ds.io.backends.ticket import Operation, Priority, StorageCancelledError, StorageGivenUpError, Ticket
 from tencache_ds.io.wrappers.fault_rules import VARIABLE, Fault, Kind
+from tencache_ds.io.wrappers.pass_through import PassThroughBackend, Submission
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import start_threads
 from tencache_ds.memory.device_arena import wait_for_device
@@ -51,9 +51,7 @@ class _Held:
 
     fault: Fault
     ticket: Ticket
-    buffer: torch.Tensor
-    priority: Priority
-    finish: Callable[[], None] | None
+    request: Submission
     inner: Ticket | None = None
     starts_later: bool = False  # a delay that is not over
 
@@ -63,9 +61,8 @@ class _Held:
         return was_waiting
 
 
-class FaultBackend:
-    """Wraps a backend and lets chosen requests go wrong (satisfies
-    :class:`tencache_ds.io.StorageBackend`). What no rule hits goes straight through.
+class FaultBackend(PassThroughBackend):
+    """Lets chosen requests go wrong. What no rule hits goes straight through.
 
     Errors that are injected end their tickets in a thread of the wrapper, as those of a device end in a lane.
 
@@ -79,11 +76,8 @@ class FaultBackend:
     """
 
     def __init__(self, inner: StorageBackend, faults: Sequence[Fault], rank: int = 0) -> None:
-        self.name = inner.name
-        self.alignment_nbytes = inner.alignment_nbytes
-        self.counters: IoCounters = inner.counters
+        super().__init__(inner)
         self.n_injected = 0
-        self._inner = inner
         self._rank = rank
         self._pid = os.getpid()
         self._changed = threading.Condition()
@@ -105,43 +99,6 @@ class FaultBackend:
             self._n_fired = [0] * len(self._faults)
             self._lost_folders.clear()
 
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
-        """See :meth:`tencache_ds.io.StorageBackend.submit`."""
-        check_request(offset, buffer, self.alignment_nbytes, device_type=None)
-        if os.getpid() == self._pid:  # in a forked child the inner backend refuses, before any lock
-            chosen = self._choose(operation, path, tag)
-            if chosen is not None:
-                fault, n_fired = chosen
-                if fault.kind is Kind.bitflip:
-                    flip = _Flip(buffer, fault.seed, self._rank, n_fired)
-                    if operation is Operation.READ:
-                        finish = flip.then(finish)
-                    else:
-                        buffer = flip.changed_copy()
-                else:
-                    ticket = Ticket(operation, path, offset, buffer.numel(), tag)
-                    self._answer(_Held(fault, ticket, buffer, Priority(priority), finish))
-                    return ticket
-        return self._inner.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
-
-    def add(self, path: str, fd: int) -> None:
-        """See :meth:`tencache_ds.io.StorageBackend.add`."""
-        self._inner.add(path, fd)
-
-    def forget(self, path: str) -> None:
-        """See :meth:`tencache_ds.io.StorageBackend.forget`."""
-        self._inner.forget(path)
-
     def close(self) -> None:
         """Ends delays, gives up what hangs, then closes the wrapped backend. Idempotent; no-op in a forked child.
 
@@ -162,7 +119,7 @@ class FaultBackend:
         for held in hung:
             held.ticket.complete(_given_up(held.ticket))
         atexit.unregister(self._at_exit)
-        self._inner.close()
+        super().close()
         if hung:
             raise _given_up(hung[0].ticket)
 
@@ -180,6 +137,23 @@ class FaultBackend:
         self._thread.join(grace_s)
 
     # Choosing
+
+    def _submit(self, request: Submission) -> Ticket:
+        check_request(request.offset, request.buffer, self.alignment_nbytes, device_type=None)
+        if os.getpid() != self._pid:  # a forked child: the inner backend refuses, before any lock
+            return super()._submit(request)
+        chosen = self._choose(request.operation, request.path, request.tag)
+        if chosen is None:
+            return super()._submit(request)
+        fault, n_fired = chosen
+        if fault.kind is Kind.bitflip:
+            flip = _Flip(request.buffer, fault.seed, self._rank, n_fired)
+            if request.operation is Operation.READ:
+                return super()._submit(replace(request, finish=flip.then(request.finish)))
+            return super()._submit(replace(request, buffer=flip.changed_copy()))
+        ticket = Ticket(request.operation, request.path, request.offset, request.buffer.numel(), request.tag)
+        self._answer(_Held(fault, ticket, request))
+        return ticket
 
     def _choose(self, operation: Operation, path: str, tag: str) -> tuple[Fault, int] | None:
         """The rule that takes this request, and how often it has fired with this one."""
@@ -211,8 +185,8 @@ class FaultBackend:
         kind, ticket = held.fault.kind, held.ticket
         held.starts_later = kind is Kind.delay
         ticket.bind(promote=lambda: self._promote(held), cancel=lambda: self._cancel(held))
-        if kind in (Kind.short, Kind.torn) and _half_nbytes(held.buffer):
-            self._pass_on(held, _half_nbytes(held.buffer))
+        if kind in (Kind.short, Kind.torn) and _half_nbytes(ticket):
+            self._pass_on(held, _half_nbytes(ticket))
             return
         with self._changed:
             if self._closing:
@@ -236,32 +210,25 @@ class FaultBackend:
         if waited_for:
             self._pass_on_or_fail(held)
         elif held.ticket.operation is Operation.READ:
-            held.buffer.fill_(LATE_BYTE)
+            held.request.buffer.fill_(LATE_BYTE)
         else:
-            held.buffer.sum()
+            held.request.buffer.sum()
 
     def _pass_on(self, held: _Held, nbytes: int) -> None:
         """Hands the first ``nbytes`` to the wrapped backend; the ticket ends when they have moved."""
-        ticket = held.ticket
-        held.inner = self._inner.submit(
-            ticket.operation,
-            ticket.path,
-            ticket.offset,
-            held.buffer[:nbytes],
-            tag=ticket.tag,
-            priority=held.priority,
-            finish=held.finish if held.fault.kind is not Kind.short else None,
-        )
+        ticket, request = held.ticket, held.request
+        finish = request.finish if held.fault.kind is not Kind.short else None
+        held.inner = super()._submit(replace(request, buffer=request.buffer[:nbytes], finish=finish))
         held.inner.add_done_callback(lambda inner: ticket.complete(self._outcome(held, inner.error)))
 
     def _outcome(self, held: _Held, error: BaseException | None) -> BaseException | None:
         if isinstance(error, StorageCancelledError):
             return cancelled(held.ticket)
-        return _short(held.ticket, held.buffer) if error is None and held.fault.kind is Kind.short else error
+        return _short(held.ticket) if error is None and held.fault.kind is Kind.short else error
 
     def _promote(self, held: _Held) -> None:
         with self._changed:
-            held.priority = Priority.URGENT
+            held.request = replace(held.request, priority=Priority.URGENT)
             inner = held.inner
         if inner is not None:
             inner.promote()
@@ -309,13 +276,13 @@ class FaultBackend:
         error: BaseException | None = None
         try:
             if kind is Kind.short:
-                error = _short(ticket, held.buffer, n_moved=0)
+                error = _short(ticket, n_moved=0)
             elif kind is not Kind.torn:
                 number = _ERRNO[kind]
                 cause = OSError(number, f"{os.strerror(number)}, {_NOTE}")
                 error = storage_error(ticket.operation, ticket.path, ticket.offset, ticket.nbytes, cause, ticket.tag)
-            elif held.finish is not None:
-                held.finish()
+            elif held.request.finish is not None:
+                held.request.finish()
         except BaseException as raised:  # of finish(): the waiter raises it
             error = raised
         ticket.complete(error)
@@ -351,13 +318,13 @@ class _Flip:
         return copy
 
 
-def _half_nbytes(buffer: torch.Tensor) -> int:
-    return buffer.numel() // (2 * PAGE_NBYTES) * PAGE_NBYTES
+def _half_nbytes(ticket: Ticket) -> int:
+    return ticket.nbytes // (2 * PAGE_NBYTES) * PAGE_NBYTES
 
 
-def _short(ticket: Ticket, buffer: torch.Tensor, n_moved: int | None = None) -> StorageError:
+def _short(ticket: Ticket, n_moved: int | None = None) -> StorageError:
     """What a backend says of a transfer that stopped half-way."""
-    n_moved = _half_nbytes(buffer) if n_moved is None else n_moved
+    n_moved = _half_nbytes(ticket) if n_moved is None else n_moved
     operation, path, offset, nbytes = ticket.operation, ticket.path, ticket.offset, ticket.nbytes
     if operation is Operation.WRITE:
         refusal = OSError(errno.EIO, f"the device took {n_moved} of {nbytes} bytes, {_NOTE}")

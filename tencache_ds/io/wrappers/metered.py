@@ -10,10 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch
-
 from tencache_ds.io.backends.protocol import StorageBackend
-from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
+from tencache_ds.io.backends.ticket import Ticket
+from tencache_ds.io.wrappers.pass_through import PassThroughBackend, Submission
 
 _MEMORY = 0.5
 """Weight of everything before the interval that has just ended. A change shows at once, an odd interval is forgotten
@@ -72,49 +71,25 @@ class BandwidthMeter:
             return self._known_nbytes / self._known_ns * 1e9 if self._known_nbytes and self._known_ns else None
 
 
-class MeteredBackend:
-    """Passes every request on to ``inner`` and tells ``meter`` about it (satisfies
-    :class:`tencache_ds.io.StorageBackend`). Owns nothing: closing it does nothing.
-    """
+class MeteredBackend(PassThroughBackend):
+    """Tells ``meter`` about every request. Owns nothing: the wrapped backend is closed by whoever opened it."""
 
     def __init__(self, inner: StorageBackend, meter: BandwidthMeter) -> None:
-        self.name = inner.name
-        self.alignment_nbytes = inner.alignment_nbytes
-        self.counters = inner.counters
-        self._inner = inner
+        super().__init__(inner)
         self._meter = meter
 
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
-        """See :meth:`tencache_ds.io.StorageBackend.submit`."""
+    def close(self) -> None:
+        """Does nothing."""
+
+    def _submit(self, request: Submission) -> Ticket:
         self._meter.started()
         try:
-            ticket = self._inner.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+            ticket = super()._submit(request)
         except BaseException:
             self._meter.ended(0)
             raise
         ticket.add_done_callback(self._on_done)
         return ticket
-
-    def add(self, path: str, fd: int) -> None:
-        """See :meth:`tencache_ds.io.StorageBackend.add`."""
-        self._inner.add(path, fd)
-
-    def forget(self, path: str) -> None:
-        """See :meth:`tencache_ds.io.StorageBackend.forget`."""
-        self._inner.forget(path)
-
-    def close(self) -> None:
-        """Does nothing: the wrapped backend is closed by whoever opened it."""
 
     def _on_done(self, ticket: Ticket) -> None:
         self._meter.ended(ticket.nbytes if ticket.error is None else 0)

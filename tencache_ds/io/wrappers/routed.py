@@ -10,24 +10,21 @@ import torch
 
 from tencache_ds.io.backends.counters import IoCounters, IoTotals
 from tencache_ds.io.backends.protocol import StorageBackend
-from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
+from tencache_ds.io.backends.ticket import Ticket
+from tencache_ds.io.wrappers.pass_through import PassThroughBackend, Submission
 
 
-class RoutedBackend:
-    """Passes each request to the backend for the memory that its buffer is in (satisfies
-    :class:`tencache_ds.io.StorageBackend`). Which requests of an extent may run at the same time is the extent
-    store's business, whatever backends move them.
+class RoutedBackend(PassThroughBackend):
+    """Passes each request to the backend for the memory that its buffer is in. Which requests of an extent may run at
+    the same time is the extent store's business, whatever backends move them.
 
     Args:
         host: for host memory; owned, closed by :meth:`close`.
     """
 
     def __init__(self, host: StorageBackend) -> None:
-        self.name = host.name
-        self.alignment_nbytes = host.alignment_nbytes
-        self._totals = _Sum(host.counters)
-        self.counters: IoCounters = self._totals
-        self._host = host
+        super().__init__(host)
+        self.counters = self._totals = _Sum(host.counters)
         self._files: dict[str, int] = {}  # for a device that comes later
         self._devices: tuple[tuple[StorageBackend, Callable[[torch.Tensor], bool]], ...] = ()
 
@@ -47,41 +44,29 @@ class RoutedBackend:
                 self._devices = tuple(pair for pair in self._devices if pair[0] is not device)
                 device.close()
 
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
-        """See :meth:`tencache_ds.io.StorageBackend.submit`."""
-        backend = next((device for device, owns in self._devices if owns(buffer)), self._host)
-        return backend.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
-
     def add(self, path: str, fd: int) -> None:
         """See :meth:`tencache_ds.io.StorageBackend.add`."""
         self._files[path] = fd
-        self._host.add(path, fd)
+        super().add(path, fd)
         for device, _ in self._devices:
             device.add(path, fd)
 
     def forget(self, path: str) -> None:
         """See :meth:`tencache_ds.io.StorageBackend.forget`."""
         self._files.pop(path, None)
-        self._host.forget(path)
+        super().forget(path)
         for device, _ in self._devices:
             device.forget(path)
 
     def close(self) -> None:
         """Closes all, whatever the first raises; see :meth:`tencache_ds.io.StorageBackend.close`."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._host.close)
+            stack.callback(super().close)
             for device, _ in self._devices:
                 stack.callback(device.close)
+
+    def _submit(self, request: Submission) -> Ticket:
+        return request.to(next((device for device, owns in self._devices if owns(request.buffer)), self._inner))
 
 
 class _Sum(IoCounters):
