@@ -18,7 +18,16 @@ import torch
 from tencache_ds.config import IoBackend, TenCacheConfig, Verify
 from tencache_ds.errors import ConfigError
 from tencache_ds.gpu_staging import gpu_staging_possible
-from tencache_ds.io import ExtentStore, NvmePath, NvmePaths, RoutedBackend, StorageBackend, open_backend
+from tencache_ds.io import (
+    BackendSettings,
+    ExtentStore,
+    NvmePath,
+    NvmePaths,
+    RoutedBackend,
+    StorageBackend,
+    open_backend,
+)
+from tencache_ds.io.backends.registry import may_need_pinned_buffers
 from tencache_ds.io.integrity.fingerprint import Fingerprint, sampled_fingerprint, whole_fingerprint
 from tencache_ds.keys import FAULTS_VARIABLE
 from tencache_ds.layout import gib
@@ -227,8 +236,8 @@ class TenCacheEngine:
         """How staging memory is locked: for fast copies on a GPU, for DeepSpeed's aio op on a CPU, or not at all."""
         if self.surroundings.on_cuda:
             return Locking.CUDA if self.surroundings.pin_memory else Locking.NONE
-        wanted = self.options.io_backend
-        if not self.surroundings.pin_memory or wanted in (IoBackend.posix, IoBackend.native):
+        wanted = IoBackend(self.options.io_backend).value
+        if not self.surroundings.pin_memory or not may_need_pinned_buffers(wanted):
             return Locking.NONE
         headroom = locked_memory_headroom_nbytes()
         if wanted == IoBackend.auto and headroom is not None and headroom < nbytes:
@@ -276,14 +285,16 @@ class TenCacheEngine:
         staging_nbytes = self.options.staging_memory or AUTO_WEIGHT_STAGING_NBYTES
         return open_backend(
             IoBackend(self.options.io_backend).value,
-            n_lanes=self.options.io_lanes,
-            request_nbytes=self.options.io_request_size,
-            block_nbytes=aio.block_nbytes,
-            queue_depth=aio.queue_depth,
-            single_submit=aio.single_submit,
-            overlap_events=aio.overlap_events,
-            buffers_are_pinned=self.staging_locking(staging_nbytes) is not Locking.NONE,
-            close_timeout_s=self.options.io_timeout_s,
+            BackendSettings(
+                buffers_are_pinned=self.staging_locking(staging_nbytes) is not Locking.NONE,
+                n_lanes=self.options.io_lanes,
+                request_nbytes=self.options.io_request_size,
+                block_nbytes=aio.block_nbytes,
+                queue_depth=aio.queue_depth,
+                single_submit=aio.single_submit,
+                overlap_events=aio.overlap_events,
+                close_timeout_s=self.options.io_timeout_s,
+            ),
         )
 
     def _with_faults(self, backend: StorageBackend, reason: str, faults: str) -> tuple[StorageBackend, str]:

@@ -24,7 +24,7 @@ from tencache_ds.profiling.probe_storage import Kind
 
 from .area import MIB, open_area, open_buffers, write_files
 from .result import MIN_REPEATS, MicroResult, Row, alternate, progress
-from .storage_variants import BACKENDS, PIECE_NBYTES, STOCK_THREADS, OpenBackend, Work, stock_settings
+from .storage_variants import OPENED, PIECE_NBYTES, STOCK_THREADS, OpenBackend, Work, stock_settings
 
 LANES = 8
 URGENT_NBYTES = 4 * MIB
@@ -197,12 +197,12 @@ class Variant:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant("native", STEADY, partial(BackendSession, BACKENDS["native"][0])),
+    Variant("native", STEADY, partial(BackendSession, OPENED["native"][0])),
     # The others give background the same room at all times.
-    Variant("native", FIRST, partial(FreshBackend, BACKENDS["native"][0])),
+    Variant("native", FIRST, partial(FreshBackend, OPENED["native"][0])),
     *(
         Variant(name, STEADY, partial(BackendSession, opened), locked)
-        for name, (opened, locked) in BACKENDS.items()
+        for name, (opened, locked) in OPENED.items()
         if name != "native"
     ),
     *(Variant(f"stock handle x{n}", STEADY, partial(StockSession, n), needs_locked=True) for n in STOCK_THREADS),

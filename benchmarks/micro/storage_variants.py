@@ -18,7 +18,8 @@ from tencache_ds.cli.storage_loops import Issue, Requests, Session, StockSession
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.integration.aio_section import read_aio_section
-from tencache_ds.io import AioBackend, ExtentStore, NativeBackend, Operation, PosixBackend, StorageBackend, Ticket
+from tencache_ds.io import BACKENDS, BackendSettings, ExtentStore, Operation, StorageBackend, Ticket
+from tencache_ds.io.backends.registry import BackendEntry
 from tencache_ds.profiling.probe_storage import Kind
 
 BLOCK_NBYTES = 1 << 20
@@ -209,34 +210,32 @@ def open_stock(threads: int, work: Work) -> StockSession:
     return StockSession(stock_settings(threads), work.requests)
 
 
-def _open_native(lanes: int, request_nbytes: int) -> StorageBackend:
-    return NativeBackend(lanes, min(BLOCK_NBYTES, request_nbytes), QUEUE_DEPTH)
+def _open_backend(entry: BackendEntry, lanes: int, request_nbytes: int) -> StorageBackend:
+    return entry.open(
+        BackendSettings(
+            buffers_are_pinned=entry.pinned_only,
+            n_lanes=lanes,
+            request_nbytes=min(PIECE_NBYTES, request_nbytes),
+            block_nbytes=BLOCK_NBYTES,
+            queue_depth=QUEUE_DEPTH,
+        )
+    )
 
 
-def _open_posix(lanes: int, request_nbytes: int) -> StorageBackend:
-    return PosixBackend(lanes, min(PIECE_NBYTES, request_nbytes))
-
-
-def _open_aio(lanes: int, request_nbytes: int) -> StorageBackend:
-    return AioBackend(lanes, min(PIECE_NBYTES, request_nbytes), BLOCK_NBYTES, QUEUE_DEPTH)
-
-
-BACKENDS: dict[str, tuple[OpenBackend, bool]] = {
-    "native": (_open_native, False),
-    "posix": (_open_posix, False),
-    "aio": (_open_aio, True),
+OPENED: dict[str, tuple[OpenBackend, bool]] = {
+    name: (partial(_open_backend, entry), entry.pinned_only) for name, entry in BACKENDS.items()
 }
-"""TenCache's backends: how each is opened, and whether it needs page-locked buffers. A new one is one more line."""
+"""TenCache's backends: how each is opened, and whether it needs page-locked buffers."""
 
 RAW = tuple(Variant(f"raw x{n}", partial(RawThreads, n)) for n in RAW_THREADS)
 STOCK = tuple(Variant(f"stock handle x{n}", partial(open_stock, n), needs_locked=True) for n in STOCK_THREADS)
 
 VARIANTS: tuple[Variant, ...] = (
     *RAW,
-    *(Variant(name, partial(open_bare, opened), locked) for name, (opened, locked) in BACKENDS.items()),
+    *(Variant(name, partial(open_bare, opened), locked) for name, (opened, locked) in OPENED.items()),
     *(
         Variant(f"store on {name}", partial(open_store, opened, name), locked, has_own_files=True)
-        for name, (opened, locked) in BACKENDS.items()
+        for name, (opened, locked) in OPENED.items()
     ),
     *STOCK,
 )

@@ -22,6 +22,7 @@ from tencache_ds.cli.storage_loops import Session, StockSession
 from tencache_ds.cli.tune_result import LEAST_ROUNDS, Choice, Measured, PathResult
 from tencache_ds.cli.tune_sessions import Settings, TenCacheSession, requests_on, stock_grid, tencache_grid
 from tencache_ds.errors import ConfigError, LockedMemoryError
+from tencache_ds.io import BACKENDS
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.profiling.filesystem import FileSystem, block_device_of, file_system_of
 from tencache_ds.profiling.probe_storage import Kind, area_nbytes_for, fill_area, open_area
@@ -71,7 +72,8 @@ def measure_path(folder: Path, seconds: float, advance: Callable[[float], None] 
         buffers = slab.split(REQUEST_NBYTES)
         # Compiles what has to be compiled before the clock starts, and says which backend it will be.
         everything = requests_on(area, buffers, MOST_IN_FLIGHT)
-        first = TenCacheSession("auto", tencache_grid("native")[0], everything, not unlocked)
+        best = next(iter(BACKENDS))
+        first = TenCacheSession("auto", tencache_grid(best)[0], everything, not unlocked)
         backend, reason = first.backend.name, first.reason
         first.close()
         stock_absent = _why_no_stock(area.direct, unlocked)
@@ -97,7 +99,7 @@ def measure_path(folder: Path, seconds: float, advance: Callable[[float], None] 
         choices = {side: _choice(side, grid, mixed, finals) for side, (grid, _) in sides.items()}
     system = file_system_of(folder)
     warnings = warnings_of(folder, system, area.direct)
-    if backend != "native":
+    if backend != best:
         warnings.append(f'"io_backend": "auto" takes {backend} here: {reason}')
     return PathResult(
         path=str(folder),

@@ -108,7 +108,7 @@ class PathResult(BaseModel):
     """Requests submitted at a time, as training does with its chunks."""
 
     backend: str
-    """Of ``native``, ``aio``, ``posix``: the one that ``"io_backend": "auto"`` takes here."""
+    """The one that ``"io_backend": "auto"`` takes here."""
 
     backend_reason: str
     tencache: Choice

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal, cast
 
 import torch
 
@@ -13,7 +12,7 @@ from tencache_ds.cli.storage_loops import Requests, keep_in_flight
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import StorageError
 from tencache_ds.integration.aio_section import read_aio_section
-from tencache_ds.io import Operation, StorageBackend, Ticket, open_backend
+from tencache_ds.io import BACKENDS, BackendSettings, Operation, StorageBackend, Ticket, open_backend
 from tencache_ds.profiling.probe_storage import Area, Kind
 
 Settings = Mapping[str, "bool | int"]
@@ -25,7 +24,7 @@ _MIB = 1 << 20
 def tencache_grid(backend: str) -> list[dict[str, bool | int]]:
     """Settings worth trying with a backend, the defaults first.
 
-    ``native`` cuts requests into blocks, so their size is what counts; ``posix`` knows no blocks.
+    Where the kernel gets requests in blocks, the size of these is what counts, and elsewhere that of the requests.
     """
     aio = read_aio_section({})
     fields = TenCacheConfig.model_fields
@@ -35,7 +34,7 @@ def tencache_grid(backend: str) -> list[dict[str, bool | int]]:
         "block_size": aio["block_size"],
         "queue_depth": aio["queue_depth"],
     }
-    if backend == "posix":
+    if not BACKENDS[backend].in_blocks:
         changes = [{"io_lanes": lanes, "io_request_size": size * _MIB} for lanes in (4, 8, 16) for size in (1, 4, 8)]
     else:
         changes = [
@@ -105,12 +104,14 @@ class TenCacheSession:
     def __init__(self, kind: str, settings: Settings, requests: Requests, buffers_are_pinned: bool) -> None:
         self._requests = requests
         self._backend, self.reason = open_backend(
-            cast(Literal["auto", "native", "aio", "posix"], kind),
-            n_lanes=settings["io_lanes"],
-            request_nbytes=settings["io_request_size"],
-            block_nbytes=settings["block_size"],
-            queue_depth=settings["queue_depth"],
-            buffers_are_pinned=buffers_are_pinned,
+            kind,
+            BackendSettings(
+                buffers_are_pinned=buffers_are_pinned,
+                n_lanes=settings["io_lanes"],
+                request_nbytes=settings["io_request_size"],
+                block_nbytes=settings["block_size"],
+                queue_depth=settings["queue_depth"],
+            ),
         )
 
     @property

@@ -19,6 +19,7 @@ from benchmarks.training.device_profile import busy_s, parse_trace
 from benchmarks.training.energy import CpuEnergy, counter_delta
 from benchmarks.training.storage_meter import StorageMeter, on_training_thread
 from benchmarks.training.timeline import Timeline
+from tencache_ds.io import BACKENDS
 from tests.io.conftest import aligned
 from tests.io.device_files import new_kind
 
@@ -151,15 +152,15 @@ def test_an_unknown_handle_is_refused() -> None:
         StorageMeter().meter_handles(module)
 
 
-@pytest.mark.parametrize("backend", ["native", "aio", "posix"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_counts_what_tencache_moves(backend: str, handle: Any, meter: StorageMeter, tmp_path: Path) -> None:
-    from tencache_ds.io import ExtentStore, open_backend
+    from tencache_ds.io import BackendSettings, ExtentStore, open_backend
     from tencache_ds.io.backends.native import NativeBackend
     from tencache_ds.io.backends.posix import PosixFiles
 
     meter.meter_files(PosixFiles)
     meter.meter_requests(NativeBackend)
-    storage = open_backend(backend, n_lanes=2, buffers_are_pinned=True)[0]
+    storage = open_backend(backend, BackendSettings(buffers_are_pinned=True, n_lanes=2))[0]
     store = ExtentStore(str(tmp_path / "store"), storage, growth_nbytes=NBYTES)
     extent = store.allocate(NBYTES, "data")
     locked = handle.new_cpu_locked_tensor(NBYTES, torch.empty(0, dtype=torch.uint8))  # what aio takes as it is

@@ -13,9 +13,9 @@ from rich.console import Console
 from benchmarks.micro import __main__ as command
 from benchmarks.micro import area, cpu_update, latency, pool, storage
 from benchmarks.micro.result import MicroReport, MicroResult, Row, alternate
-from benchmarks.micro.storage_variants import BACKENDS, RAW, VARIANTS, RawThreads, Work
+from benchmarks.micro.storage_variants import RAW, VARIANTS, RawThreads, Work
 from tencache_ds.errors import ConfigError, LockedMemoryError, SpaceError, StorageError
-from tencache_ds.io import Operation, Priority
+from tencache_ds.io import BACKENDS, Operation, Priority
 from tencache_ds.memory.pages import Locking, PlainPages
 from tencache_ds.profiling.filesystem import supports_direct_io
 from tencache_ds.profiling.probe_storage import Kind

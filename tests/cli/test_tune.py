@@ -21,6 +21,7 @@ from tencache_ds.cli.tune_sessions import stock_grid, tencache_grid
 from tencache_ds.config import options_from
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.integration.aio_section import read_aio_section
+from tencache_ds.io import BACKENDS
 from tencache_ds.profiling import filesystem, probe_storage
 
 pytestmark = pytest.mark.timeout(300)  # DeepSpeed may compile its operators
@@ -78,7 +79,7 @@ class TestRealRun:
         assert list(cache.iterdir()) == []
         content = json.loads(file.read_text())
         (found,) = content["paths"]
-        assert found["backend"] in ("native", "aio", "posix")
+        assert found["backend"] in BACKENDS
         default = found["tencache"]["tried"][0]
         assert default["settings"] == tencache_grid(found["backend"])[0]
         rates = [default[f"{kind}_bytes_per_s"] for kind in ("read", "write", "mixed")]
@@ -207,7 +208,7 @@ class TestAdvice:
         assert Choice(tried=(default, near, far)).gain == pytest.approx(0.5)
         assert Choice(tried=(default, near, much_faster)).best == much_faster
 
-    @pytest.mark.parametrize("backend", ["native", "aio", "posix"])
+    @pytest.mark.parametrize("backend", BACKENDS)
     def test_grids_begin_with_the_defaults_and_can_be_set(self, backend: str) -> None:
         grid = tencache_grid(backend)
         defaults = options_from(None)

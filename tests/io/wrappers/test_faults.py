@@ -15,9 +15,9 @@ import torch
 
 from tencache_ds.errors import ConfigError, CorruptionError, SpaceError, StorageError
 from tencache_ds.io import (
-    AioBackend,
+    BACKENDS,
+    BackendSettings,
     ExtentStore,
-    NativeBackend,
     Operation,
     PosixBackend,
     Priority,
@@ -31,16 +31,14 @@ from tests.io.conftest import MemoryBackend, aligned
 pytestmark = pytest.mark.timeout(300)  # the first run builds the ops
 
 PAGE = 4096
-BACKENDS = {
-    "native": lambda: NativeBackend(n_lanes=2, block_nbytes=PAGE * 4, queue_depth=4),
-    "aio": lambda: AioBackend(n_lanes=2, request_nbytes=PAGE * 4, queue_depth=4),
-    "posix": lambda: PosixBackend(n_lanes=2, request_nbytes=PAGE * 4),
-}
+SETTINGS = BackendSettings(
+    buffers_are_pinned=False, n_lanes=2, request_nbytes=PAGE * 4, block_nbytes=PAGE * 4, queue_depth=4
+)
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):
-    backend = FaultBackend(BACKENDS[request.param](), ())
+    backend = FaultBackend(BACKENDS[request.param].open(SETTINGS), ())
     yield backend
     try:
         backend.close()
