@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer's pass over host memory: TenCache's chunks against DeepSpeedCPUAdam on one flat tensor.
 
-TenCache's side is :class:`~tencache_ds.tiers.fused_update.FusedUpdate` itself on a resident sub-group: one pass takes
-the 16-bit gradient, updates master weight and moments, and writes the weight in 16 bits. Reading and writing chunks is
-the storage benchmark's subject.
+TenCache's side is :class:`~tencache_ds.tiers.fused_update.FusedUpdate` over the chunks of a resident sub-group: one
+pass takes the 16-bit gradient, updates master weight and moments, and writes the weight in 16 bits. Reading and writing
+chunks is the storage benchmark's subject.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from tencache_ds.tiers.cpu_share import CpuShare
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.fused_update import FusedUpdate
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
-from tencache_ds.tiers.optimizer_state import MASTER, ChunkInUse, OptimizerStateTier
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
 from tencache_ds.tiers.sub_group import SubGroupSpec
+from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep
 
 from .result import MIN_REPEATS, MicroResult, Row, alternate, progress
 
@@ -211,7 +212,7 @@ class _Fused:
         """From now on a team of so many threads."""
         self.close()
         self._adam = FusedAdam(n_threads)
-        self._update = FusedUpdate(self._adam, self._state, self._gradients, self._writer)
+        self._update = ChunkedUpdate(self._state, self._gradients, self._writer, [FusedUpdate(self._adam)])
 
     def step(self) -> None:
         """One optimizer step."""
@@ -227,15 +228,11 @@ class _Fused:
             bias_correction=True,
             scale=_SCALE,
         )
-        self._update.run(0, 0, scalars, _in_passes)
+        self._update.run(SubGroupStep(0, 0, self._step, _SCALE, group, scalars))
 
     def close(self) -> None:
         if self._adam is not None:
             self._adam.close()
-
-
-def _in_passes(used: ChunkInUse) -> None:
-    raise RuntimeError("the fused update did not take a chunk of single precision")
 
 
 def _no_pool() -> BufferPool:

@@ -23,11 +23,11 @@ from deepspeed.checkpoint.constants import (
 )
 
 from tencache_ds.errors import CheckpointError, TenCacheError
-from tencache_ds.integration.chunk_update import publish
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.io.torch_archive import DeferredTensor
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.optimizer_state import MASTER
+from tencache_ds.tiers.update import publish
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sub-group's optimizer step: chunk by chunk for DeepSpeed's CPU Adam, as a whole for every other optimizer."""
+"""One sub-group's optimizer step for the optimizer that DeepSpeed wraps: chunk by chunk for DeepSpeed's CPU Adam, as a
+whole for every other. The update itself is :mod:`tencache_ds.tiers.update`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,15 @@ import torch
 from tencache_ds.integration.cpu_adam_op import LazyCpuAdam
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, adam_scalars
-from tencache_ds.planning.chunks import Chunk
-from tencache_ds.tiers.cpu_share import CpuShare, cores_for_arithmetic
+from tencache_ds.tiers.cpu_share import ArithmeticCores
 from tencache_ds.tiers.device_adam import DeviceAdam
 from tencache_ds.tiers.device_update import DeviceUpdate
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.fused_update import FusedUpdate
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.optimizer_state import MASTER, ChunkInUse, OptimizerStateTier
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.unfused_update import Scratch, UnfusedUpdate, WholeUpdate
+from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep, UpdateKernel
 from tencache_ds.tiers.weight_writer import WeightWriter
 
 
@@ -52,18 +53,18 @@ class SubGroupUpdater:
             device: Adam on state in device memory; None where there is none. Not without ``fused``.
         """
         self._optimizer = optimizer
-        self._tier = tier
         self._states = states
-        self._gradients = gradients
-        self._writer = writer
-        self._cores = cores
-        self._fused = None if fused is None else FusedUpdate(fused, tier, gradients, writer)
-        self._on_device = (
-            None if fused is None or device is None else DeviceUpdate(device, fused.width, tier, gradients, writer)
-        )
+        self._op = _DeepSpeedCpuAdam(optimizer)
         self._powers: BetaPowers | None = None  # of Adam
-        self._scratch: torch.Tensor | None = None
-        self._cpu_share = CpuShare()
+        limit, scratch = ArithmeticCores(cores, tier.streamed), Scratch()
+        kernels: list[UpdateKernel] = [UnfusedUpdate(self._op, limit, scratch)]
+        in_place = None
+        if fused is not None:
+            kernels.insert(0, FusedUpdate(fused))
+            if device is not None:
+                in_place = DeviceUpdate(device, fused.width, tier, gradients, writer)
+        self._by_chunks = ChunkedUpdate(tier, gradients, writer, kernels, in_place)
+        self._as_whole = WholeUpdate(tier, gradients, writer, limit, scratch)
 
     def update_by_chunks(self, sub_group: int, group: dict[str, Any], start: int, scale: Any) -> None:
         """Adam on each chunk, with the arithmetic of DeepSpeed's CPU Adam on the whole sub-group.
@@ -76,29 +77,33 @@ class SubGroupUpdater:
             start: first element of the sub-group in the gradient buffer.
             scale: what gradients are multiplied by: a float or a 0-dim tensor.
         """
-        step = int(self._states.begin_step(sub_group))
-        powers = self._powers_at(step, group)
-        in_passes = partial(self._update_in_passes, group=group, step=step, start=start, scale=scale)
-        if self._fused is not None:
-            scalars = self._scalars(group, powers, float(scale))
-            done = self._on_device.start(sub_group, start, scalars) if self._on_device is not None else frozenset()
-            self._fused.run(sub_group, start, scalars, in_passes, done)
-        else:
-            for chunk in self._tier.chunks(sub_group):
-                with self._tier.using(chunk) as used:
-                    in_passes(used)
+        number = int(self._states.begin_step(sub_group))
+        scalars = self._scalars(group, self._powers_at(number, group), float(scale))
+        self._by_chunks.run(SubGroupStep(sub_group, start, number, scale, group, scalars))
         # Of its parameter groups none has a parameter now, so this changes nothing, but torch sees that a step was
         # taken: LR schedulers ask for it, profilers show it.
         self._optimizer.step()
 
-    def _powers_at(self, step: int, group: dict[str, Any]) -> tuple[np.float32, np.float32]:
+    def update_as_whole(self, sub_group: int, start: int, scale: Any, step: Callable[[], None]) -> None:
+        """Any optimizer, through its own ``step()``, with the sub-group's whole state in host memory for as long.
+
+        Of a sub-group that is whole in host memory the optimizer works on the tier's own tensors.
+
+        Args:
+            sub_group: which one.
+            start: first element of the sub-group in the gradient buffer.
+            scale: what gradients are multiplied by: a float or a 0-dim tensor.
+            step: calls ``optimizer.step()`` for the sub-group's placeholder.
+        """
+        self._as_whole.run(sub_group, start, scale, self._states.whole(sub_group), step)
+
+    def _powers_at(self, number: int, group: dict[str, Any]) -> tuple[np.float32, np.float32]:
         """Those of the step's betas. DeepSpeed's op, which keeps its own, counts along for chunks that it updates."""
         if self._powers is None:
             self._powers = BetaPowers(self._optimizer.defaults["betas"])
-        nothing = torch.empty(0)
-        for each in self._powers.steps_to_count(step):
-            self._call_op(group, each, nothing, nothing, nothing, nothing)
-        return self._powers.at(step, group["betas"])
+        for each in self._powers.steps_to_count(number):
+            self._op.count(each, group)
+        return self._powers.at(number, group["betas"])
 
     def _scalars(self, group: dict[str, Any], powers: tuple[np.float32, np.float32], scale: float) -> AdamScalars:
         return adam_scalars(
@@ -112,24 +117,42 @@ class SubGroupUpdater:
             scale=scale,
         )
 
-    def _update_in_passes(self, used: ChunkInUse, group: dict[str, Any], step: int, start: int, scale: Any) -> None:
-        """DeepSpeed's op between passes of torch's. The op keeps the bias correction of a step between calls with the
-        same step number."""
-        chunk, master = used.chunk, used.views[MASTER]
-        if isinstance(self._optimizer.ds_opt_adam, LazyCpuAdam):
-            self._optimizer.ds_opt_adam.load_now()  # with the OpenMP library that is limited below
-        with self._limited_cores(chunk.sub_group):
-            gradient = self._scratch_for(chunk.numel, master.dtype)
-            self._gradients.fill(gradient, start + chunk.start)
-            _multiply(gradient, scale)
-            self._call_op(group, step, master, gradient, used.views["exp_avg"], used.views["exp_avg_sq"])
-            publish(self._writer, chunk, master)
 
-    def _call_op(self, group: dict[str, Any], step: int, *tensors: torch.Tensor) -> None:
-        """DeepSpeed's CPU Adam on master weights, gradient and moments."""
+class _DeepSpeedCpuAdam:
+    """The op of a ``DeepSpeedCPUAdam``: a :class:`~tencache_ds.tiers.unfused_update.AdamOp`.
+
+    It keeps the bias correction of a step between calls with the same step number.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def load(self) -> None:
+        """See :meth:`AdamOp.load`."""
+        if isinstance(self._optimizer.ds_opt_adam, LazyCpuAdam):
+            self._optimizer.ds_opt_adam.load_now()
+
+    def __call__(
+        self,
+        step: SubGroupStep,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+    ) -> None:
+        """See :class:`AdamOp`."""
+        self._call(step.number, step.hyper, master, gradient, exp_avg, exp_avg_sq)
+
+    def count(self, number: int, group: Mapping[str, Any]) -> None:
+        """A step without elements."""
+        nothing = torch.empty(0)
+        self._call(number, group, nothing, nothing, nothing, nothing)
+
+    def _call(self, number: int, group: Mapping[str, Any], *tensors: torch.Tensor) -> None:
+        """On master weights, gradient and moments."""
         self._optimizer.ds_opt_adam.adam_update(
             self._optimizer.opt_id,
-            step,
+            number,
             group["lr"],
             *group["betas"],
             group["eps"],
@@ -137,55 +160,3 @@ class SubGroupUpdater:
             group["bias_correction"],
             *tensors,
         )
-
-    def update_as_whole(self, sub_group: int, start: int, scale: Any, step: Callable[[], None]) -> None:
-        """Any optimizer, through its own ``step()``, with the sub-group's whole state in host memory for as long.
-
-        Of a sub-group that is whole in host memory the optimizer works on the tier's own tensors.
-
-        Args:
-            sub_group: which one.
-            start: first element of the sub-group in the gradient buffer.
-            scale: what gradients are multiplied by: a float or a 0-dim tensor.
-            step: calls ``optimizer.step()`` for the sub-group's placeholder.
-        """
-        with self._limited_cores(sub_group):
-            with self._states.whole(sub_group) as placeholder:
-                placeholder.grad = self._whole_gradient(sub_group, start, placeholder)
-                _multiply(placeholder.grad, scale)
-                step()
-                master = placeholder.data
-            for chunk in self._tier.chunks(sub_group):
-                publish(self._writer, chunk, master[chunk.start : chunk.start + chunk.numel])
-
-    def _whole_gradient(self, sub_group: int, start: int, like: torch.Tensor) -> torch.Tensor:
-        """The sub-group's gradient in the master weights' dtype; the accumulation buffer itself where that has it."""
-        view = self._gradients.view(start, like.numel())
-        if view is not None and view.dtype == like.dtype:
-            return view  # nobody reads it once the step is done
-        whole = self._tier.whole(sub_group)
-        gradient = self._scratch_for(like.numel(), like.dtype) if whole else torch.empty_like(like)
-        self._gradients.fill(gradient, start)
-        return gradient
-
-    def _limited_cores(self, sub_group: int) -> AbstractContextManager[None]:
-        """At most this rank's cores, with some left to the I/O lanes while chunks are streamed."""
-        streamed = self._tier.streamed(sub_group)
-        return self._cpu_share.limited(cores_for_arithmetic(torch.get_num_threads(), self._cores, streamed=streamed))
-
-    def _scratch_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if self._scratch is None or self._scratch.numel() < numel or self._scratch.dtype != dtype:
-            self._scratch = torch.empty(numel, dtype=dtype)
-        return self._scratch[:numel]
-
-
-def publish(writer: WeightWriter, chunk: Chunk, master: torch.Tensor) -> None:
-    """Rounds a chunk's master weights (1-D) to the model's dtype and puts them where the weights live."""
-    for first, weight in writer.open(chunk):
-        weight.copy_(master[first : first + weight.numel()])
-    writer.close(chunk)
-
-
-def _multiply(gradient: torch.Tensor, scale: Any) -> None:
-    if not (isinstance(scale, float) and scale == 1.0):
-        gradient.mul_(scale)

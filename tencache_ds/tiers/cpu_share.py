@@ -8,9 +8,10 @@ cores as with half of them (docs/benchmarks).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
+import torch
 from threadpoolctl import ThreadpoolController
 
 SMALLEST_SHARED_CORES = 4
@@ -42,3 +43,22 @@ class CpuShare:
             self._controller = ThreadpoolController().select(user_api="openmp")
         with self._controller.limit(limits=threads):
             yield
+
+
+class ArithmeticCores:
+    """Limits arithmetic on a sub-group to this rank's cores, with some left to the I/O lanes while chunks are streamed.
+
+    Args:
+        cores: of the host that this rank may use.
+        streamed: whether lanes move a sub-group's state meanwhile.
+    """
+
+    def __init__(self, cores: int, streamed: Callable[[int], bool]) -> None:
+        self._cores = cores
+        self._streamed = streamed
+        self._share = CpuShare()
+
+    def limited(self, sub_group: int) -> AbstractContextManager[None]:
+        """See :meth:`CpuShare.limited`."""
+        streamed = self._streamed(sub_group)
+        return self._share.limited(cores_for_arithmetic(torch.get_num_threads(), self._cores, streamed=streamed))

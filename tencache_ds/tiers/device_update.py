@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The update of those chunks of optimizer state that live in device memory, on the compute device's own stream.
+"""The update of those chunks of optimizer state that live in device memory, on the compute device's own stream: an
+:class:`~tencache_ds.tiers.update.InPlaceKernel`.
 
 Their gradients are accumulated there and their weights live there, so nothing crosses to the host. A weight of which
 some elements belong to chunks elsewhere has its gradient in host memory: those elements are copied to the device.
@@ -7,20 +8,18 @@ some elements belong to chunks elsewhere has its gradient in host memory: those 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.device_adam import DeviceAdam, Launch, Run
 from tencache_ds.tiers.fused_adam import EXP_AVG, EXP_AVG_SQ, TYPES
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.update import Pieces, SubGroupStep
 from tencache_ds.tiers.weight_writer import WeightWriter
-
-Pieces = Sequence[tuple[int, torch.Tensor]]
 
 
 @dataclass(slots=True)
@@ -66,28 +65,23 @@ class DeviceUpdate:
         self._writer = writer
         self._prepared: dict[int, _Prepared] = {}
 
-    def start(self, sub_group: int, start: int, scalars: AdamScalars) -> frozenset[int]:
+    def start(self, step: SubGroupStep) -> frozenset[int]:
         """Begins the update of a sub-group's chunks in device memory; what follows on the current stream finds them
         updated.
-
-        Args:
-            sub_group: which one.
-            start: its first element in the gradient buffer.
-            scalars: of the step.
 
         Returns:
             The indices of the chunks that are updated; those whose gradient was replaced at a higher precision are not.
         """
         places = (self._tier.version, self._gradients.version)
-        prepared = self._prepared.get(sub_group)
+        prepared = self._prepared.get(step.sub_group)
         if prepared is None or prepared.places != places:
-            prepared = self._prepared[sub_group] = self._prepare(sub_group, start, places)
+            prepared = self._prepared[step.sub_group] = self._prepare(step.sub_group, step.start, places)
         if self._gradients.any_replaced:
-            prepared = self._prepare(sub_group, start, places)  # for this step only
+            prepared = self._prepare(step.sub_group, step.start, places)  # for this step only
         for device, host in prepared.copies:
             device.copy_(host, non_blocking=True)
         if prepared.launch is not None:
-            prepared.launch(scalars)
+            prepared.launch(step.scalars)
         return frozenset(chunk.index for chunk in prepared.chunks)
 
     def _prepare(self, sub_group: int, start: int, places: tuple[int, int]) -> _Prepared:

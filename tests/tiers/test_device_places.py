@@ -20,6 +20,7 @@ from tencache_ds.tiers.device_update import DeviceUpdate
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
 from tencache_ds.tiers.sub_group import SubGroupSpec
+from tencache_ds.tiers.update import SubGroupStep
 from tencache_ds.tiers.weight_record import WeightState
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
@@ -229,6 +230,7 @@ def test_an_update_reaches_every_element_of_every_chunk_there(bench):
     gradients = GradientTier(torch.zeros(start, dtype=torch.bfloat16), segments, bench.storage.counters)
     weights = Weights(lengths)
     update = DeviceUpdate(Adam(at_address), 16, bench.tier, gradients, weights)
+    first = SubGroupStep(0, 7, 1, 1.0, {}, None)
     bench.tier.relocate({0: (Place.GPU, Place.NVME, Place.GPU, Place.GPU)}, Device())
     gradients.move(1, torch.empty(lengths[1], dtype=torch.bfloat16))
 
@@ -244,7 +246,7 @@ def test_an_update_reaches_every_element_of_every_chunk_there(bench):
 
     for seed in (100, 200):
         gradient = step(seed)
-        assert update.start(0, 7, None) == {0, 2, 3}
+        assert update.start(first) == {0, 2, 3}
         for index in (0, 2, 3):
             bench.dense[0][MASTER][in_chunk(index)] += gradient[in_chunk(index)].float()
         gradients.end_step()
@@ -259,12 +261,12 @@ def test_an_update_reaches_every_element_of_every_chunk_there(bench):
     # change under the update.
     step(300)
     gradients.replace(3, torch.ones(lengths[3]))
-    assert update.start(0, 7, None) == {0}
+    assert update.start(first) == {0}
     bench.tier.relocate({0: (Place.HOST, Place.HOST, Place.HOST, Place.GPU)}, Device())
     gradients.end_step()
     step(400)
-    assert update.start(0, 7, None) == {3}
-    assert update.start(1, 7 + numel, None) == set()
+    assert update.start(first) == {3}
+    assert update.start(SubGroupStep(1, 7 + numel, 1, 1.0, {}, None)) == set()
 
 
 def test_weights_go_to_a_device_and_come_back(tmp_path):

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates with an optimizer's own arithmetic, between passes of torch's: up-cast and unscale the gradient, update
+master weights and state, round into the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from tencache_ds.tiers.cpu_share import ArithmeticCores
+from tencache_ds.tiers.fused_adam import EXP_AVG, EXP_AVG_SQ
+from tencache_ds.tiers.gradients import GradientTier
+from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.update import Pieces, SubGroupStep, publish, round_into
+from tencache_ds.tiers.weight_writer import WeightWriter
+
+
+class AdamOp(Protocol):
+    """Adam on a run of elements, from outside. Used by the training thread."""
+
+    def load(self) -> None:
+        """Loads what it needs, if that is not loaded yet."""
+
+    def __call__(
+        self,
+        step: SubGroupStep,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+    ) -> None:
+        """Updates master weights and moments in place; all 1-D host tensors of one length, the gradient unscaled."""
+
+
+class Scratch:
+    """Ordinary host memory for one gradient at a time."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor, valid until the next call; what it holds means nothing."""
+        if self._memory is None or self._memory.numel() < numel or self._memory.dtype != dtype:
+            self._memory = torch.empty(numel, dtype=dtype)
+        return self._memory[:numel]
+
+
+class UnfusedUpdate:
+    """An :class:`~tencache_ds.tiers.update.UpdateKernel` that takes every chunk of Adam's.
+
+    Args:
+        op: the arithmetic.
+        cores: limits the threads of each pass.
+        scratch: for the up-cast gradient.
+    """
+
+    asynchronous = False
+
+    def __init__(self, op: AdamOp, cores: ArithmeticCores, scratch: Scratch) -> None:
+        self._op = op
+        self._cores = cores
+        self._scratch = scratch
+
+    def takes(self, state: Mapping[str, torch.Tensor], gradient: torch.Tensor, weights: Pieces) -> bool:
+        """See :meth:`UpdateKernel.takes`."""
+        return True
+
+    def start(
+        self, state: Mapping[str, torch.Tensor], gradient: torch.Tensor, weights: Pieces, step: SubGroupStep
+    ) -> None:
+        """See :meth:`UpdateKernel.start`."""
+        self._op.load()  # with the OpenMP library that is limited below
+        with self._cores.limited(step.sub_group):
+            master = state[MASTER]
+            unscaled = self._scratch.take(master.numel(), master.dtype).copy_(gradient)
+            _multiply(unscaled, step.scale)
+            self._op(step, master, unscaled, state[EXP_AVG], state[EXP_AVG_SQ])
+            round_into(weights, master)
+
+
+class WholeUpdate:
+    """Any optimizer, through its own ``step()``, with a sub-group's whole state in host memory for as long. Used by the
+    training thread.
+
+    Args:
+        tier: where master weights and states live.
+        gradients: the accumulated gradients.
+        writer: where the model's weights get their new values.
+        cores: limits the threads of each pass.
+        scratch: for gradients.
+    """
+
+    def __init__(
+        self,
+        tier: OptimizerStateTier,
+        gradients: GradientTier,
+        writer: WeightWriter,
+        cores: ArithmeticCores,
+        scratch: Scratch,
+    ) -> None:
+        self._tier = tier
+        self._gradients = gradients
+        self._writer = writer
+        self._cores = cores
+        self._scratch = scratch
+
+    def run(
+        self,
+        sub_group: int,
+        start: int,
+        scale: Any,
+        state: AbstractContextManager[torch.Tensor],
+        step: Callable[[], None],
+    ) -> None:
+        """Updates a sub-group.
+
+        Args:
+            sub_group: which one.
+            start: its first element in the gradient buffer.
+            scale: what gradients are multiplied by: a float or a 0-dim tensor.
+            state: gives the parameter that the optimizer updates: 1-D, the sub-group's master weights; takes them, and
+                the states that belong to it, back at its end.
+            step: has the optimizer update that parameter from its ``grad``.
+        """
+        with self._cores.limited(sub_group):
+            with state as parameter:
+                parameter.grad = self._gradient(sub_group, start, parameter)
+                _multiply(parameter.grad, scale)
+                step()
+                master = parameter.data
+            for chunk in self._tier.chunks(sub_group):
+                publish(self._writer, chunk, master[chunk.start : chunk.start + chunk.numel])
+
+    def _gradient(self, sub_group: int, start: int, like: torch.Tensor) -> torch.Tensor:
+        """The sub-group's gradient in the master weights' dtype; the accumulation buffer itself where that has it."""
+        view = self._gradients.view(start, like.numel())
+        if view is not None and view.dtype == like.dtype:
+            return view  # nobody reads it once the step is done
+        whole = self._tier.whole(sub_group)
+        gradient = self._scratch.take(like.numel(), like.dtype) if whole else torch.empty_like(like)
+        self._gradients.fill(gradient, start)
+        return gradient
+
+
+def _multiply(gradient: torch.Tensor, scale: Any) -> None:
+    if not (isinstance(scale, float) and scale == 1.0):
+        gradient.mul_(scale)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer step of a sub-group as a stream of chunks over kernels.
+
+Chunks in device memory are updated there, all at once. The others pass through host memory one after the other; while a
+kernel works on one, the next is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tencache_ds.errors import StorageError, TenCacheError
+from tencache_ds.planning.adam_scalars import AdamScalars
+from tencache_ds.planning.chunks import Chunk
+from tencache_ds.tiers.gradients import GradientTier
+from tencache_ds.tiers.optimizer_state import ChunkInUse, OptimizerStateTier
+from tencache_ds.tiers.weight_writer import WeightWriter
+
+JOBS_AHEAD = 3
+"""Chunks that may be queued behind the one under way where that holds no staging buffer: a team of threads never waits
+for Python then."""
+
+JOB_TIMEOUT_S = 3600.0
+"""A chunk takes milliseconds; where it takes this long, nothing else gets on either."""
+
+Pieces = Sequence[tuple[int, torch.Tensor]]
+"""``(first element in the chunk, 1-D tensor)``, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroupStep:
+    """One optimizer step of one sub-group.
+
+    Attributes:
+        sub_group: which one.
+        start: its first element in the gradient buffer.
+        number: of the step, from 1.
+        scale: what gradients are multiplied by: a float or a 0-dim tensor.
+        hyper: the hyper-parameters, an entry of ``optimizer.param_groups``.
+        scalars: what a kernel of Adam works with; they follow from all of the above.
+    """
+
+    sub_group: int
+    start: int
+    number: int
+    scale: Any
+    hyper: Mapping[str, Any]
+    scalars: AdamScalars
+
+
+class UpdateJob(Protocol):
+    """The update of a chunk, under way. It keeps the tensors that it was given for as long as it needs them."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it ended within so many seconds."""
+
+    def publish(self) -> None:
+        """Once it has ended: rounds into those weights that the kernel could not write to itself."""
+
+
+class UpdateKernel(Protocol):
+    """Updates chunks whose state is in host memory. Used by the training thread.
+
+    Attributes:
+        asynchronous: whether :meth:`start` returns before the chunk is updated. Otherwise it works on the calling
+            thread, and nothing else is under way meanwhile.
+    """
+
+    @property
+    def asynchronous(self) -> bool: ...
+
+    def takes(self, state: Mapping[str, torch.Tensor], gradient: torch.Tensor, weights: Pieces) -> bool:
+        """Whether it can update a chunk with these tensors; they are those of :meth:`start`."""
+
+    def start(
+        self, state: Mapping[str, torch.Tensor], gradient: torch.Tensor, weights: Pieces, step: SubGroupStep
+    ) -> UpdateJob | None:
+        """Begins to update a chunk.
+
+        Args:
+            state: 1-D host tensor per kind of state, all of the chunk's length; updated in place.
+            gradient: 1-D host tensor of that length, as it was accumulated; not changed.
+            weights: of which the chunk has elements, in the model's dtype, in host or device memory; they get the
+                rounded master weights.
+            step: of the chunk's sub-group.
+
+        Returns:
+            What is under way; None where it is done.
+        """
+
+
+class InPlaceKernel(Protocol):
+    """Updates chunks where they live outside host memory. Used by the training thread."""
+
+    def start(self, step: SubGroupStep) -> frozenset[int]:
+        """Begins to update the chunks of a sub-group that it takes; returns their indices."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A chunk whose update is queued or under way."""
+
+    used: ChunkInUse
+    job: UpdateJob
+
+
+class ChunkedUpdate:
+    """Streams the chunks of a sub-group over kernels. Used by the training thread.
+
+    Args:
+        tier: where master weights and moments live.
+        gradients: the accumulated gradients.
+        writer: where the model's weights get their new values.
+        kernels: for state in host memory; a chunk goes to the first one that takes it.
+        in_place: for chunks that live elsewhere; what it leaves is updated in a copy in host memory.
+    """
+
+    def __init__(
+        self,
+        tier: OptimizerStateTier,
+        gradients: GradientTier,
+        writer: WeightWriter,
+        kernels: Sequence[UpdateKernel],
+        in_place: InPlaceKernel | None = None,
+    ) -> None:
+        self._tier = tier
+        self._gradients = gradients
+        self._writer = writer
+        self._kernels = tuple(kernels)
+        self._in_place = in_place
+
+    def run(self, step: SubGroupStep) -> None:
+        """Updates a sub-group; writes to NVMe may be under way afterwards.
+
+        Raises:
+            StorageError: a read failed, or an earlier write.
+            TenCacheError: no kernel takes a chunk.
+        """
+        done = frozenset[int]() if self._in_place is None else self._in_place.start(step)
+        # Chunks on NVMe, and weights on NVMe, hold staging buffers: two of them at a time could wait for each other.
+        without_buffers = 0 if self._writer.holds_buffers(step.sub_group) else JOBS_AHEAD
+        begun: deque[_Begun] = deque()
+        try:
+            for chunk in self._tier.chunks(step.sub_group):
+                if chunk.index in done:
+                    continue
+                used = self._tier.take(chunk)
+                try:
+                    while len(begun) > (0 if used.staged else without_buffers):
+                        self._finish(begun.popleft())
+                    job = self._start(used, step, begun)
+                except BaseException:
+                    self._tier.drop(used)
+                    raise
+                if job is None:
+                    self._tier.put(used)
+                else:
+                    begun.append(_Begun(used, job))
+            self._finish_all(begun)
+        except BaseException:
+            self._abandon(begun)
+            raise
+
+    def _start(self, used: ChunkInUse, step: SubGroupStep, begun: deque[_Begun]) -> UpdateJob | None:
+        """Begins the update of a chunk behind those that were begun; None where it is done."""
+        chunk = used.chunk
+        gradient = self._gradients.view(step.start + chunk.start, chunk.numel)
+        if gradient is None:
+            gradient = torch.empty(chunk.numel, dtype=torch.float32)
+            self._gradients.fill(gradient, step.start + chunk.start)
+        weights = self._writer.open(chunk)
+        for kernel in self._kernels:
+            if not kernel.takes(used.views, gradient, weights):
+                continue
+            if not kernel.asynchronous:
+                self._finish_all(begun)
+            job = kernel.start(used.views, gradient, weights, step)
+            if job is None:
+                self._writer.close(chunk)
+            return job
+        dtypes = {kind: view.dtype for kind, view in used.views.items()}
+        raise TenCacheError(f"no kernel updates chunk {chunk.sub_group}.{chunk.index} with state of {dtypes}")
+
+    def _finish_all(self, begun: deque[_Begun]) -> None:
+        while begun:
+            self._finish(begun.popleft())
+
+    def _finish(self, entry: _Begun) -> None:
+        if not entry.job.wait(JOB_TIMEOUT_S):
+            raise TenCacheError(
+                f"the update of chunk {entry.used.chunk.sub_group}.{entry.used.chunk.index} was not done after "
+                f"{JOB_TIMEOUT_S:.0f} s: the threads of the optimizer get no time on any core"
+            )
+        entry.job.publish()
+        self._writer.close(entry.used.chunk)
+        self._tier.put(entry.used)
+
+    def _abandon(self, begun: deque[_Begun]) -> None:
+        """After an error: nobody may have the memory back while a kernel still writes to it."""
+        for entry in begun:
+            entry.job.wait(JOB_TIMEOUT_S)
+            with contextlib.suppress(StorageError):
+                self._tier.put(entry.used)
+
+
+def publish(writer: WeightWriter, chunk: Chunk, master: torch.Tensor) -> None:
+    """Rounds a chunk's master weights (1-D) to the model's dtype and puts them where the weights live."""
+    round_into(writer.open(chunk), master)
+    writer.close(chunk)
+
+
+def round_into(weights: Pieces, master: torch.Tensor) -> None:
+    """Rounds a chunk's master weights (1-D) into the weights that it has elements of."""
+    for first, weight in weights:
+        weight.copy_(master[first : first + weight.numel()])
