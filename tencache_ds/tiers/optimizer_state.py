@@ -20,10 +20,11 @@ from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
 from tencache_ds.items import Place
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.device_memory import DeviceMemory
-from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
-from tencache_ds.observability.counters import Counters, Link, Stall
+from tencache_ds.memory.pool import BufferPool, Lease
+from tencache_ds.observability.counters import Counters, Stall
 from tencache_ds.planning.chunks import Chunk, cut_sub_group
 from tencache_ds.planning.placement import place_state
+from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.relocation import PURPOSE, StateRelocation
 from tencache_ds.tiers.sub_group import SubGroup, SubGroupSpec
 
@@ -95,11 +96,9 @@ class OptimizerStateTier:
         Raises:
             SpaceError: the store has no room for the state.
         """
-        self._store = store
+        self._mover = Mover(store, counters, timeout_s)
         self._pool = pool
-        self._counters = counters
         self._chunk_nbytes = chunk_nbytes
-        self._timeout_s = timeout_s
         self.version = 0
         """Grows whenever a chunk changes its place."""
         # Not for children: a data loader's workers would have every chunk copied that is updated while they live.
@@ -183,15 +182,7 @@ class OptimizerStateTier:
         else:
             self._skip_to(chunk)
             entry = self._start_read(chunk, self._lease(chunk), Priority.URGENT)
-        try:
-            if entry.ticket.done:
-                entry.ticket.wait(0)
-            else:
-                with self._counters.stall(Stall.OPTIMIZER_READ):
-                    entry.ticket.wait(self._timeout_s)
-        except BaseException:
-            entry.lease.release_with(entry.ticket)
-            raise
+        self._mover.wait(entry.ticket, Stall.OPTIMIZER_READ, entry.lease)
         self._read_ahead()
         return ChunkInUse(chunk, group.views_of(chunk, entry.lease.buffer), entry.lease)
 
@@ -202,12 +193,7 @@ class OptimizerStateTier:
         if lease is None:
             return
         if changed:
-            try:
-                ticket = self._start_write(used.chunk, lease)
-            except BaseException:
-                lease.release()
-                raise
-            lease.release_with(ticket)
+            self._write_back(used.chunk, lease)
         else:
             lease.release()
         self._read_ahead()
@@ -418,14 +404,8 @@ class OptimizerStateTier:
     @contextmanager
     def reading(self, chunk: Chunk) -> Iterator[torch.Tensor]:
         """The bytes of a chunk that lives on NVMe, in a staging buffer, until the block ends."""
-        entry = self._start_read(chunk, self._lease(chunk), Priority.URGENT)
-        try:
-            entry.ticket.wait(self._timeout_s)
-        except BaseException:
-            entry.lease.release_with(entry.ticket)
-            raise
-        with entry.lease:
-            yield entry.lease.buffer[: chunk.nbytes]
+        with self._mover.reading(self._extent(chunk), self._lease(chunk)) as buffer:
+            yield buffer[: chunk.nbytes]
 
     def store(self, group: SubGroup, chunk: Chunk, source: torch.Tensor) -> None:
         """Gives a chunk a place on NVMe and writes its bytes there, before anything else is lost."""
@@ -433,14 +413,11 @@ class OptimizerStateTier:
         try:
             lease.buffer[: chunk.nbytes].copy_(source)
             group.extents[chunk.index] = store.allocate(chunk.nbytes, _name(chunk))
-            ticket = self._start_write(chunk, lease)
         except BaseException:
             lease.release()
-            self.forget(group, chunk)
             raise
-        lease.release_with(ticket)
         try:
-            ticket.wait(self._timeout_s)
+            self._write_back(chunk, lease).wait(self._mover.timeout_s)
         except BaseException:
             self.forget(group, chunk)
             raise
@@ -456,14 +433,11 @@ class OptimizerStateTier:
     def drain(self) -> None:
         """Waits until everything written is on NVMe."""
         self._abandon_ahead()
-        if self._store is not None:
-            with self._counters.stall(Stall.WRITE_BACK):
-                self._store.drain()
+        self._mover.drain()
 
     def check(self) -> None:
         """Raises the error of an earlier asynchronous write, if one failed."""
-        if self._store is not None:
-            self._store.check()
+        self._mover.check()
 
     def close(self) -> None:
         """Gives every buffer and all memory back. Idempotent; the store is closed by its owner."""
@@ -500,9 +474,9 @@ class OptimizerStateTier:
 
     def _vacate(self, group: SubGroup) -> None:
         """Gives up the homes of a sub-group's chunks."""
-        if self._store is not None:
+        if self._mover.store is not None:
             for extent in group.extents.values():
-                self._store.free(extent)
+                self._mover.store.free(extent)
         for memory in group.resident.values():
             self._memory.free(memory)
         group.device.clear()
@@ -519,11 +493,11 @@ class OptimizerStateTier:
         The pool stays as it is: chunks get as few elements as its buffers need. Without a store, all of them stay in
         host memory.
         """
-        if self._store is None:
+        if self._mover.store is None:
             chunks = self._cut(sub_group, spec)
             self._replace(sub_group, replace(spec, places=(Place.HOST,) * len(chunks)), chunks)
             return
-        store, largest = self._store, self._pool().largest_nbytes
+        store, largest = self._mover.store, self._pool().largest_nbytes
         chunks = self._cut(sub_group, spec, largest)
         needed = max((chunk.nbytes for chunk in chunks), default=0)
         if needed > largest:
@@ -543,9 +517,9 @@ class OptimizerStateTier:
         self._vacate(old)
 
     def _require_store(self, sub_group: int) -> ExtentStore:
-        if self._store is None:
+        if self._mover.store is None:
             raise TenCacheError(f"sub-group {sub_group} is to be stored, but there is no store")
-        return self._store
+        return self._mover.store
 
     @staticmethod
     def _check_lengths(sub_group: int, values: Mapping[str, torch.Tensor], numel: int) -> None:
@@ -570,18 +544,7 @@ class OptimizerStateTier:
         return found
 
     def _lease(self, chunk: Chunk) -> Lease:
-        pool, owner = self._pool(), f"chunk {chunk.sub_group}.{chunk.index}"
-        lease = pool.try_lease(chunk.nbytes, owner, "update")
-        if lease is None:
-            try:
-                with self._counters.stall(Stall.BUFFER):
-                    lease = pool.lease(chunk.nbytes, owner, "update", urgent=True, timeout_s=self._timeout_s)
-            except PoolTimeout:
-                # Buffers are held by transfers: the one that hangs says more than a list of who waits for it.
-                if self._store is not None:
-                    self._store.raise_overdue(self._timeout_s)
-                raise
-        return lease
+        return self._mover.lease(self._pool(), chunk.nbytes, _owner(chunk), "update")
 
     def _read_in_order(self, chunks: Sequence[Chunk]) -> None:
         """Reads ahead what will be taken next, unless a pass under way comes to it by itself."""
@@ -595,7 +558,7 @@ class OptimizerStateTier:
     def _read_ahead(self) -> None:
         while self._queue:
             chunk = self._queue[0]
-            lease = self._pool().try_lease(chunk.nbytes, f"chunk {chunk.sub_group}.{chunk.index}", "read-ahead")
+            lease = self._pool().try_lease(chunk.nbytes, _owner(chunk), "read-ahead")
             if lease is None:
                 return
             self._queue.popleft()
@@ -624,21 +587,21 @@ class OptimizerStateTier:
         return self._groups[chunk.sub_group].extents[chunk.index]
 
     def _start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> _Ahead:
-        store, extent = self._require_store(chunk.sub_group), self._extent(chunk)
-        self._counters.moved(Link.NVME_READ, extent.allocated_nbytes)
+        return _Ahead(chunk, lease, self._mover.read(self._extent(chunk), lease, priority))
+
+    def _write_back(self, chunk: Chunk, lease: Lease) -> Ticket:
+        extents = self._groups[chunk.sub_group].extents
         try:
-            ticket = store.read(extent, lease.buffer[: extent.allocated_nbytes], priority=priority)
+            extent = extents[chunk.index] = self._mover.relocate(extents[chunk.index])
         except BaseException:
             lease.release()
             raise
-        return _Ahead(chunk, lease, ticket)
+        return self._mover.write_back(extent, lease)
 
-    def _start_write(self, chunk: Chunk, lease: Lease) -> Ticket:
-        store = self._require_store(chunk.sub_group)
-        extent = store.relocate(self._extent(chunk))
-        self._groups[chunk.sub_group].extents[chunk.index] = extent
-        self._counters.moved(Link.NVME_WRITE, extent.allocated_nbytes)
-        return store.write(extent, lease.buffer[: extent.allocated_nbytes], priority=Priority.BACKGROUND)
+
+def _owner(chunk: Chunk) -> str:
+    """What messages about buffers call it."""
+    return f"chunk {chunk.sub_group}.{chunk.index}"
 
 
 def _name(chunk: Chunk) -> str:

@@ -6,15 +6,54 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from dataclasses import dataclass
+
+import torch
 
 from tencache_ds.errors import StorageError
 from tencache_ds.io import Operation, Ticket
 from tencache_ds.layout import round_up
 from tencache_ds.memory.arena import HostArena
-from tencache_ds.tiers.weight_record import StagingBuffer, Weight
+from tencache_ds.tiers.weight_record import CopyEvent, Weight
 
 WRITES_BEHIND_NBYTES = 256 * 2**20
 """Bytes that may wait for their write at one time: of freshly initialised weights, above all."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OrdinaryBuffer:
+    """A :class:`~tencache_ds.tiers.weight_record.StagingBuffer` outside the pool.
+
+    Attributes:
+        buffer: the memory.
+        owner: where it goes back to.
+    """
+
+    buffer: torch.Tensor
+    owner: OrdinaryMemory
+
+    @property
+    def slot_nbytes(self) -> int:
+        """See :attr:`StagingBuffer.slot_nbytes`."""
+        return 0
+
+    @property
+    def for_gpu(self) -> bool:
+        """See :attr:`StagingBuffer.for_gpu`."""
+        return False
+
+    def release(self) -> None:
+        """See :meth:`Buffer.release`."""
+        self.owner.free(self)
+
+    def release_after(self, event: CopyEvent) -> None:
+        """Waits for the event: nobody looks at events of memory outside a pool later."""
+        event.synchronize()
+        self.owner.free(self)
+
+    def release_with(self, ticket: Ticket) -> None:
+        """See :meth:`OrdinaryMemory.free_with`."""
+        self.owner.free_with(ticket, self)
 
 
 class OrdinaryMemory:
@@ -31,24 +70,22 @@ class OrdinaryMemory:
     def __init__(self, arena: HostArena, timeout_s: float) -> None:
         self._arena = arena
         self._timeout_s = timeout_s
-        self._busy: deque[tuple[Ticket, StagingBuffer]] = deque()  # oldest first
+        self._busy: deque[tuple[Ticket, OrdinaryBuffer]] = deque()  # oldest first
 
-    def take(self, weight: Weight) -> StagingBuffer:
+    def take(self, weight: Weight) -> OrdinaryBuffer:
         """A new buffer for a weight."""
-        return StagingBuffer(self._arena.allocate(round_up(weight.nbytes), weight.name), None)
+        return OrdinaryBuffer(self._arena.allocate(round_up(weight.nbytes), weight.name), self)
 
-    def release(self, buffer: StagingBuffer) -> None:
-        """Gives a buffer that no request has back to where it came from, a pool or this."""
-        buffer.release(self._arena)
+    def free(self, buffer: OrdinaryBuffer) -> None:
+        """Frees a buffer that no request has."""
+        self._arena.free(buffer.buffer)
 
-    def release_with(self, ticket: Ticket, buffer: StagingBuffer) -> None:
-        """Gives a buffer back to where it came from when its request has ended; this one's at a later :meth:`settle`.
+    def free_with(self, ticket: Ticket, buffer: OrdinaryBuffer) -> None:
+        """Frees a buffer when its request has ended: at a later :meth:`settle`.
 
         Of a read the outcome no longer matters; the error of a write is raised by :meth:`settle`.
         """
-        if buffer.lease is not None:
-            buffer.lease.release_with(ticket)
-        elif ticket.done and ticket.operation is Operation.READ:
+        if ticket.done and ticket.operation is Operation.READ:
             self._free(ticket, buffer)
         else:
             self._busy.append((ticket, buffer))
@@ -62,7 +99,7 @@ class OrdinaryMemory:
         Raises:
             StorageError: a write failed, or a request took too long.
         """
-        held = sum(buffer.bytes.numel() for _, buffer in self._busy)
+        held = sum(buffer.buffer.numel() for _, buffer in self._busy)
         while self._busy and (self._busy[0][0].done or held > max(keep_nbytes, 0)):
             ticket, buffer = self._busy[0]
             try:
@@ -73,7 +110,7 @@ class OrdinaryMemory:
             finally:
                 if ticket.done:
                     self._busy.popleft()
-                    held -= buffer.bytes.numel()
+                    held -= buffer.buffer.numel()
                     self._free(ticket, buffer)
 
     def close(self) -> None:
@@ -88,8 +125,8 @@ class OrdinaryMemory:
                 ticket.wait_ended(max(0.0, deadline_s - time.monotonic()))
             self._free(ticket, buffer)
 
-    def _free(self, ticket: Ticket, buffer: StagingBuffer) -> None:
+    def _free(self, ticket: Ticket, buffer: OrdinaryBuffer) -> None:
         if ticket.done and not ticket.given_up:
-            self._arena.free(buffer.bytes)
+            self._arena.free(buffer.buffer)
         else:
-            self._arena.keep(buffer.bytes, ticket.tag)
+            self._arena.keep(buffer.buffer, ticket.tag)

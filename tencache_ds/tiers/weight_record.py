@@ -11,8 +11,7 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, Ticket
-from tencache_ds.memory.arena import HostArena
-from tencache_ds.memory.pool import Lease
+from tencache_ds.tiers.mover import Buffer
 
 
 class WeightState(enum.Enum):
@@ -83,26 +82,19 @@ class WeightHome:
     on_nvme: bool
 
 
-@dataclass(slots=True)
-class StagingBuffer:
-    """Memory behind a weight that is not resident: a lease of a pool, or ordinary host memory when there is none.
+class StagingBuffer(Buffer, Protocol):
+    """Memory behind a weight that is not resident: of a pool, or ordinary host memory when there is none."""
 
-    Attributes:
-        bytes: the memory.
-        lease: what it belongs to.
-        for_gpu: it is memory of the compute device, which nothing but a copy to another place there may look at.
-    """
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of the pool's slot that it is; 0 for ordinary memory."""
 
-    bytes: torch.Tensor
-    lease: Lease | None
-    for_gpu: bool = False
+    @property
+    def for_gpu(self) -> bool:
+        """Whether it is memory of the compute device, which nothing but a copy to another place there may look at."""
 
-    def release(self, arena: HostArena) -> None:
-        """Gives the memory back to the pool, or to the arena it came from."""
-        if self.lease is not None:
-            self.lease.release()
-        else:
-            arena.free(self.bytes)
+    def release_after(self, event: CopyEvent, /) -> None:
+        """Gives it back when its last reader is done."""
 
 
 @dataclass(slots=True)
@@ -174,7 +166,7 @@ class Weight:
         """The staging buffer's bytes."""
         if self.buffer is None:
             raise TenCacheError(f"weight {self.name} has no staging buffer: it is {self.state.value}")
-        return self.buffer.bytes
+        return self.buffer.buffer
 
     def view(self) -> torch.Tensor:
         """The shard in its staging buffer, 1-D."""

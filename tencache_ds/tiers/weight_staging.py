@@ -10,15 +10,21 @@ when, does not.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
+from tencache_ds.io import Ticket
 from tencache_ds.layout import round_up
-from tencache_ds.memory.pool import BufferPool, PoolTimeout
-from tencache_ds.observability.counters import Counters, Event, Stall
+from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
+from tencache_ds.observability.counters import Event
 from tencache_ds.planning.lookahead import farthest_first
+from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.ordinary_memory import OrdinaryMemory
-from tencache_ds.tiers.weight_record import StagingBuffer, Weight, WeightState
+from tencache_ds.tiers.weight_record import CopyEvent, StagingBuffer, Weight, WeightState
 
 UPDATE_PATIENCE_S = 5.0
 """How long an update waits for a staging buffer before it takes ordinary memory (which is bounded too)."""
@@ -32,6 +38,41 @@ class UseOrder(Protocol):
 
     def gone(self, key: int, /) -> None:
         """The staging buffer of a weight that nobody had used was given up."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledBuffer:
+    """A :class:`~tencache_ds.tiers.weight_record.StagingBuffer` of a pool.
+
+    Attributes:
+        lease: of its slot.
+        for_gpu: as in :class:`StagingPool`.
+    """
+
+    lease: Lease
+    for_gpu: bool
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """See :attr:`Buffer.buffer`."""
+        return self.lease.buffer
+
+    @property
+    def slot_nbytes(self) -> int:
+        """See :attr:`StagingBuffer.slot_nbytes`."""
+        return self.lease.slot.tensor.numel()
+
+    def release(self) -> None:
+        """See :meth:`Buffer.release`."""
+        self.lease.release()
+
+    def release_after(self, event: CopyEvent) -> None:
+        """See :meth:`StagingBuffer.release_after`."""
+        self.lease.release_after(event)
+
+    def release_with(self, ticket: Ticket) -> None:
+        """See :meth:`Buffer.release_with`."""
+        self.lease.release_with(ticket)
 
 
 class StagingPool:
@@ -51,10 +92,10 @@ class StagingPool:
         """Whether there are slots for so many bytes; not for a weight registered after the pool was planned."""
         return nbytes <= self._largest_slot_nbytes
 
-    def try_lease(self, nbytes: int, owner: str, purpose: str) -> StagingBuffer | None:
+    def try_lease(self, nbytes: int, owner: str, purpose: str) -> PooledBuffer | None:
         """A buffer, or None when every slot that fits is taken or none would fit."""
         lease = self.pool.try_lease(nbytes, owner, purpose) if self.fits(nbytes) else None
-        return None if lease is None else StagingBuffer(lease.buffer, lease, self.for_gpu)
+        return None if lease is None else PooledBuffer(lease, self.for_gpu)
 
 
 class WeightStaging:
@@ -64,9 +105,7 @@ class WeightStaging:
         weights: all weights of the tier, in the order of registration; kept up to date by the tier.
         ordinary: where buffers come from that no pool has.
         discard: gives up the buffer of a weight that nobody uses yet.
-        counters: where waits and overflows are counted.
-        check_age: raises for a transfer that has been under way for so many seconds.
-        timeout_s: longest wait for one transfer.
+        mover: waits for buffers; overflows are counted where it counts.
 
     Attributes:
         orders: what says who is given up first: of every training that these weights are part of.
@@ -77,16 +116,12 @@ class WeightStaging:
         weights: dict[int, Weight],
         ordinary: OrdinaryMemory,
         discard: Callable[[Weight], None],
-        counters: Counters,
-        check_age: Callable[[float], None],
-        timeout_s: float,
+        mover: Mover,
     ) -> None:
         self._weights = weights
         self._ordinary = ordinary
         self._discard = discard
-        self._counters = counters
-        self._check_age = check_age
-        self._timeout_s = timeout_s
+        self._mover = mover
         self.orders: list[UseOrder] = []
         self._host: StagingPool | None = None
         self._gpu: StagingPool | None = None
@@ -133,13 +168,12 @@ class WeightStaging:
         buffer = self._by_eviction(weight, {weight.key}, pool)
         if buffer is None and pool is not None and pool.fits(round_up(weight.nbytes)):
             self._discard_one_reading(weight)
-            nbytes, patience_s = round_up(weight.nbytes), min(UPDATE_PATIENCE_S, self._timeout_s)
-            try:
-                with self._counters.stall(Stall.BUFFER):
-                    lease = pool.pool.lease(nbytes, weight.name, "update", urgent=True, timeout_s=patience_s)
-                buffer = StagingBuffer(lease.buffer, lease)
-            except PoolTimeout:  # held by something that waits for us, such as an open GatheredParameters
-                self._check_age(self._timeout_s)
+            # Where it waits in vain, something that waits for us has them, such as an open GatheredParameters.
+            with contextlib.suppress(PoolTimeout):
+                lease = self._mover.lease(
+                    pool.pool, round_up(weight.nbytes), weight.name, "update", patience_s=UPDATE_PATIENCE_S
+                )
+                buffer = PooledBuffer(lease, pool.for_gpu)
         return self._overflow(weight) if buffer is None else buffer
 
     def _pool(self, for_host: bool) -> StagingPool | None:
@@ -172,9 +206,9 @@ class WeightStaging:
         found = []
         for weight in self._weights.values():
             buffer = weight.buffer
-            if buffer is None or buffer.lease is None or buffer.for_gpu is not for_gpu or not weight.unused:
+            if buffer is None or buffer.for_gpu is not for_gpu or not weight.unused:
                 continue
-            if nbytes <= buffer.lease.slot.tensor.numel():
+            if nbytes <= buffer.slot_nbytes:
                 found.append(weight.key)
         return [self._weights[key] for key in farthest_first(found, self._next_use)]
 
@@ -184,5 +218,5 @@ class WeightStaging:
 
     def _overflow(self, weight: Weight) -> StagingBuffer:
         if self._host is not None:
-            self._counters.happened(Event.OVERFLOW_BUFFER)
+            self._mover.counters.happened(Event.OVERFLOW_BUFFER)
         return self._ordinary.take(weight)

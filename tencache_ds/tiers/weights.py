@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from tencache_ds.errors import StorageError, TenCacheError
-from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
+from tencache_ds.io import Extent, ExtentStore, Priority
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.pool import BufferPool
-from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall
+from tencache_ds.observability.counters import Access, Counters, Event, Stall
+from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.ordinary_memory import WRITES_BEHIND_NBYTES, OrdinaryMemory
 from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weight_record import CopyEvent, StagingBuffer, Weight, WeightHome, WeightState
@@ -52,15 +53,13 @@ class WeightTier:
             timeout_s: longest wait for one transfer.
         """
         self._open_store = store
-        self._store: ExtentStore | None = None
+        self._mover = Mover(None, counters, timeout_s)
         self._resident_memory = ResidentMemory(resident_arena)
         self._ordinary = OrdinaryMemory(transient_arena, timeout_s)
         self._resident_budget = resident_budget_nbytes
         self._resident_left: int | None = None
-        self._counters = counters
-        self._timeout_s = timeout_s
         self._weights: dict[int, Weight] = {}
-        self._staging = self._new_staging(counters)
+        self._staging = self._new_staging()
         self._lock = threading.RLock()
 
     # Registration
@@ -99,14 +98,10 @@ class WeightTier:
             weight = self._weights[key]
             if weight.state is not WeightState.INITIAL:
                 return
-            if self._store is None:
-                self._store = self._open_store()
-            weight.extent = self._store.allocate(weight.nbytes, weight.name)
-            buffer = weight.buffer
-            assert buffer is not None
-            self._ordinary.release_with(self._write(weight, buffer.bytes), buffer)
-            weight.buffer = None
-            weight.move_to(WeightState.STORED)
+            if self._mover.store is None:
+                self._mover.store = self._open_store()
+            weight.extent = self._mover.store.allocate(weight.nbytes, weight.name)
+            self._write_back(weight)
 
     # Device memory
 
@@ -153,11 +148,10 @@ class WeightTier:
                 weight.host.copy_(weight.resident)
                 weight.resident, weight.host, weight.on_device = weight.host, None, False
                 return weight.resident
+            weight.extent = self._mover.relocate(self._extent(weight))
             buffer = self._ordinary.take(weight)
-            buffer.bytes[: weight.nbytes].view(weight.dtype).copy_(weight.resident)
-            ticket = self._write(weight, buffer.bytes)
-            self._ordinary.release_with(ticket, buffer)
-            ticket.wait(self._timeout_s)
+            buffer.buffer[: weight.nbytes].view(weight.dtype).copy_(weight.resident)
+            self._mover.write_back(weight.extent, buffer).wait(self._mover.timeout_s)
             weight.resident, weight.on_device = None, False
             weight.move_to(WeightState.STORED)
             return None
@@ -191,22 +185,18 @@ class WeightTier:
             for weight in moved:
                 if weight.buffer is not None:
                     raise TenCacheError(f"weight {weight.name} cannot be handed over: it is {weight.state.value}")
-            other._store = self._store
+            other._mover.store = self._mover.store
             for weight in moved:
                 other._weights[weight.key] = self._weights.pop(weight.key)
 
     def begin_service(self, counters: Counters) -> None:
         """A training begins: what happens is counted for it. :meth:`use_pool` follows."""
         with self._lock:
-            self._counters = counters
-            self._staging = self._new_staging(counters)
+            self._mover.counters = counters
+            self._staging = self._new_staging()
 
-    def _new_staging(self, counters: Counters) -> WeightStaging:
-        return WeightStaging(self._weights, self._ordinary, self._discard, counters, self._check_age, self._timeout_s)
-
-    def _check_age(self, age_s: float) -> None:
-        if self._store is not None:
-            self._store.raise_overdue(age_s)
+    def _new_staging(self) -> WeightStaging:
+        return WeightStaging(self._weights, self._ordinary, self._discard, self._mover)
 
     def end_service(self, counters: Counters) -> None:
         """The training ended: every staging buffer goes back to its pool, and ordinary memory serves as before; what
@@ -354,19 +344,16 @@ class WeightTier:
             if weight.state is not WeightState.EXPOSED:
                 return
             assert weight.buffer is not None
-            if keep and weight.buffer.lease is not None:
+            if keep and weight.buffer.slot_nbytes:
                 weight.reader, weight.kept, weight.prefetched = event, True, True
                 weight.move_to(WeightState.STAGED)
                 return
             buffer, weight.buffer = weight.buffer, None
             weight.move_to(WeightState.STORED)
             if event is None:
-                self._ordinary.release(buffer)
-            elif buffer.lease is not None:
-                buffer.lease.release_after(event)
+                buffer.release()
             else:
-                event.synchronize()
-                self._ordinary.release(buffer)
+                buffer.release_after(event)
 
     def forget(self, key: int) -> None:
         """Gives up the staged copy of a weight, if it has one that nobody uses."""
@@ -413,7 +400,7 @@ class WeightTier:
                 return
             if weight.state is not WeightState.OVERWRITING:
                 raise TenCacheError(f"weight {weight.name} has no new value to write: it is {weight.state.value}")
-            self._write_and_release(weight)
+            self._end_change(weight)
 
     def abandon_overwrite(self, key: int) -> None:
         """There will be no new value after all: the weight keeps the old one."""
@@ -455,22 +442,19 @@ class WeightTier:
         with self._lock:
             weight = self._weights[key]
             if weight.state is WeightState.UPDATING:
-                self._write_and_release(weight)
+                self._end_change(weight)
 
     # Whole-tier operations
 
     def check(self) -> None:
         """Raises the error of an earlier asynchronous write, if one failed."""
-        if self._store is not None:
-            self._store.check()
+        self._mover.check()
 
     def drain(self) -> None:
         """Waits until everything written is on NVMe."""
         with self._lock:
             self._ordinary.settle(0)
-            if self._store is not None:
-                with self._counters.stall(Stall.WRITE_BACK):
-                    self._store.drain()
+            self._mover.drain()
 
     def read(self, key: int) -> torch.Tensor:
         """A copy of the shard as it was last stored, whatever its staging buffer is used for.
@@ -483,15 +467,9 @@ class WeightTier:
             if weight.state is WeightState.RESIDENT:
                 assert weight.resident is not None
                 return weight.resident.to("cpu", copy=True)
-            store, extent = self._stored_at(weight)
-            buffer = self._ordinary.take(weight)
-            self._counters.moved(Link.NVME_READ, extent.allocated_nbytes)
-            ticket = store.read(extent, buffer.bytes[: extent.allocated_nbytes], priority=Priority.URGENT)
-            try:
-                ticket.wait(self._timeout_s)
-                return buffer.bytes[: weight.nbytes].view(weight.dtype).clone()
-            finally:
-                self._ordinary.release_with(ticket, buffer)
+            extent = self._extent(weight)
+            with self._mover.reading(extent, self._ordinary.take(weight)) as bytes_read:
+                return bytes_read[: weight.nbytes].view(weight.dtype).clone()
 
     def scan(self, keys: Sequence[int], visit: Callable[[int, torch.Tensor], None]) -> None:
         """Shows shards that nobody uses, in the order of ``keys``, reading stored ones ahead; none may be changed.
@@ -556,39 +534,30 @@ class WeightTier:
                 self._end_buffer(weight)
             self._ordinary.close()
             for weight in self._weights.values():
-                if self._store is not None and weight.extent is not None:
-                    self._store.free(weight.extent)
+                if self._mover.store is not None and weight.extent is not None:
+                    self._mover.store.free(weight.extent)
             self._weights.clear()
 
     # Mechanics, called with the lock held
 
     def _count_access(self, weight: Weight) -> None:
         if not weight.prefetched:
-            self._counters.accessed(Access.DEMAND)
+            self._mover.counters.accessed(Access.DEMAND)
         elif weight.ticket is not None and not weight.ticket.done:
-            self._counters.accessed(Access.LATE)
+            self._mover.counters.accessed(Access.LATE)
         else:
-            self._counters.accessed(Access.PREFETCHED)
+            self._mover.counters.accessed(Access.PREFETCHED)
 
     def _start_reading(self, weight: Weight, buffer: StagingBuffer, priority: Priority) -> None:
-        weight.buffer = buffer
-        try:
-            weight.ticket = self._read(weight, priority)
-        except BaseException:
-            self._end_buffer(weight)
-            raise
-        weight.kept = False
+        weight.ticket = self._mover.read(self._extent(weight), buffer, priority)
+        weight.buffer, weight.kept = buffer, False
         weight.move_to(WeightState.READING)
 
     def _finish_reading(self, weight: Weight) -> None:
         assert weight.ticket is not None
         ticket = weight.ticket
         try:
-            if ticket.done:
-                ticket.wait(0)
-            else:
-                with self._counters.stall(Stall.WEIGHT_READ):
-                    ticket.wait(self._timeout_s)
+            self._mover.wait(ticket, Stall.WEIGHT_READ)
         except BaseException:
             if ticket.done:  # a failed read leaves nothing worth keeping; after a time-out the device may still write
                 self._end_buffer(weight)
@@ -601,7 +570,7 @@ class WeightTier:
         self._end_buffer(weight)
         weight.move_to(WeightState.STORED)
         if not weight.kept:
-            self._counters.happened(Event.DISCARDED_READ)
+            self._mover.counters.happened(Event.DISCARDED_READ)
         for order in self._staging.orders:
             order.gone(weight.key)
 
@@ -612,36 +581,32 @@ class WeightTier:
         reader, weight.reader = weight.reader, None
         if buffer is None:
             return
-        if reader is not None and buffer.lease is not None:
-            buffer.lease.release_after(reader)
+        if reader is not None:
+            buffer.release_after(reader)
         elif ticket is None:
-            self._ordinary.release(buffer)
+            buffer.release()
         else:
             ticket.cancel()  # nobody wants the bytes any more
-            self._ordinary.release_with(ticket, buffer)
+            buffer.release_with(ticket)
 
-    def _read(self, weight: Weight, priority: Priority) -> Ticket:
-        store, extent = self._stored_at(weight)
-        self._counters.moved(Link.NVME_READ, extent.allocated_nbytes)
-        return store.read(extent, weight.memory()[: extent.allocated_nbytes], priority=priority)
-
-    def _write(self, weight: Weight, data: torch.Tensor) -> Ticket:
-        store, extent = self._stored_at(weight)
-        weight.extent = extent = store.relocate(extent)
-        self._counters.moved(Link.NVME_WRITE, extent.allocated_nbytes)
-        return store.write(extent, data[: extent.allocated_nbytes], priority=Priority.BACKGROUND)
-
-    def _stored_at(self, weight: Weight) -> tuple[ExtentStore, Extent]:
-        if self._store is None or weight.extent is None:
+    @staticmethod
+    def _extent(weight: Weight) -> Extent:
+        if weight.extent is None:
             raise TenCacheError(f"weight {weight.name} has no place on NVMe: it is {weight.state.value}")
-        return self._store, weight.extent
+        return weight.extent
 
-    def _write_and_release(self, weight: Weight) -> None:
+    def _write_back(self, weight: Weight) -> StagingBuffer:
+        """Sends what the buffer holds to NVMe, and the buffer back after it; after an error the weight keeps both."""
         buffer = weight.buffer
         assert buffer is not None
-        ticket = self._write(weight, buffer.bytes)
+        weight.extent = self._mover.relocate(self._extent(weight))
+        ticket = self._mover.write(weight.extent, buffer.buffer)
         weight.buffer = None
         weight.move_to(WeightState.STORED)
-        self._ordinary.release_with(ticket, buffer)
-        if buffer.lease is None:
+        buffer.release_with(ticket)
+        return buffer
+
+    def _end_change(self, weight: Weight) -> None:
+        """The new value in the buffer is complete."""
+        if not self._write_back(weight).slot_nbytes:
             self._ordinary.settle(WRITES_BEHIND_NBYTES)

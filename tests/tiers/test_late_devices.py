@@ -89,7 +89,7 @@ class Rig:
     def buffer(self, key: int) -> torch.Tensor:
         buffer = self.tier._weights[key].buffer
         assert buffer is not None
-        return buffer.bytes
+        return buffer.buffer
 
     def give_up(self) -> None:
         """What an engine does last: the store and the backend stop waiting for the device."""

@@ -515,7 +515,7 @@ def test_waits_are_counted_as_stalls(bench):
 
 def test_a_write_that_hangs_is_named_by_who_waits_for_its_buffer(bench):
     bench.tier.drain()
-    bench.tier._timeout_s = 0.3
+    bench.tier._mover.timeout_s = 0.3
     gate = bench.storage.backend.gates[Operation.WRITE]
     gate.clear()
     bench.tier.begin_update()

@@ -505,7 +505,7 @@ def test_an_update_does_not_wait_for_ever_for_what_the_user_holds(staged, monkey
 
 
 def test_an_update_names_the_write_that_keeps_every_buffer(staged, monkeypatch):
-    monkeypatch.setattr(staged.tier._staging, "_timeout_s", 0.1)
+    monkeypatch.setattr(staged.tier._mover, "timeout_s", 0.1)
     staged.storage.backend.gates[Operation.WRITE].clear()
     t_start = time.monotonic()
     keys = iter(staged.values)
