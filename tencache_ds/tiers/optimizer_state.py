@@ -8,67 +8,27 @@ in device memory are updated there (:mod:`tencache_ds.tiers.device_update`); eve
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
+from tencache_ds.io import ExtentStore
 from tencache_ds.items import Place
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.device_memory import DeviceMemory
-from tencache_ds.memory.pool import BufferPool, Lease
-from tencache_ds.observability.counters import Counters, Stall
+from tencache_ds.memory.pool import BufferPool
+from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.chunks import Chunk, cut_sub_group
 from tencache_ds.planning.placement import place_state
 from tencache_ds.tiers.mover import Mover
-from tencache_ds.tiers.relocation import PURPOSE, StateRelocation
-from tencache_ds.tiers.sub_group import SubGroup, SubGroupSpec
+from tencache_ds.tiers.relocation import StateRelocation
+from tencache_ds.tiers.stored_chunks import StoredChunks
+from tencache_ds.tiers.sub_group import ChunkInUse, SubGroup, SubGroupSpec
 
 MASTER = "master"
-
-
-@dataclass(slots=True)
-class ChunkInUse:
-    """A chunk whose state is in host memory.
-
-    Attributes:
-        chunk: which one.
-        views: 1-D tensor per kind of state, ``chunk.numel`` elements each.
-    """
-
-    chunk: Chunk
-    views: dict[str, torch.Tensor]
-    _lease: Lease | None = None
-    _device: torch.Tensor | None = None  # whose copy the views are
-    _copy: torch.Tensor | None = None
-
-    @property
-    def staged(self) -> bool:
-        """Whether it holds a staging buffer."""
-        return self._lease is not None
-
-    def _end(self) -> Lease | None:
-        """Takes the views away; returns the buffer that is to be given back, once."""
-        lease, self._lease = self._lease, None
-        self.views = {}
-        return lease
-
-    def _end_copy(self, *, changed: bool) -> None:
-        device, self._device = self._device, None
-        copy, self._copy = self._copy, None
-        if device is not None and copy is not None and changed:
-            device.copy_(copy)
-
-
-@dataclass(slots=True)
-class _Ahead:
-    chunk: Chunk
-    lease: Lease
-    ticket: Ticket
 
 
 class OptimizerStateTier:
@@ -97,16 +57,15 @@ class OptimizerStateTier:
             SpaceError: the store has no room for the state.
         """
         self._mover = Mover(store, counters, timeout_s)
-        self._pool = pool
         self._chunk_nbytes = chunk_nbytes
         self.version = 0
         """Grows whenever a chunk changes its place."""
         # Not for children: a data loader's workers would have every chunk copied that is updated while they live.
         self._memory = HostArena(None, Locking.NONE)
-        self._relocation = StateRelocation(self._memory, self)
-        self._groups = [self._make(index, spec) for index, spec in enumerate(specs)]
-        self._ahead: deque[_Ahead] = deque()
-        self._queue: deque[Chunk] = deque()
+        self._groups: list[SubGroup] = []
+        self._stored = StoredChunks(self._groups, self._mover, pool)
+        self._relocation = StateRelocation(self._memory, self._stored)
+        self._groups += [self._make(index, spec) for index, spec in enumerate(specs)]
 
     # Shape
 
@@ -158,10 +117,8 @@ class OptimizerStateTier:
 
     def begin_update(self, sub_groups: Sequence[int] | None = None) -> None:
         """Starts a pass over the stored chunks (of some sub-groups), ascending, and reads the first ones ahead."""
-        self._abandon_ahead()
         groups = self._groups if sub_groups is None else [self._groups[index] for index in sub_groups]
-        self._queue = deque(chunk for group in groups for chunk in group.chunks if chunk.index in group.extents)
-        self._read_ahead()
+        self._stored.begin(chunk for group in groups for chunk in group.chunks)
 
     def take(self, chunk: Chunk) -> ChunkInUse:
         """A chunk's state in host memory, read ahead in the order of the pass or read now.
@@ -171,37 +128,24 @@ class OptimizerStateTier:
         """
         group = self._groups[chunk.sub_group]
         if chunk.index not in group.extents:
-            self._read_ahead()  # buffers of writes that have ended since
+            self._stored.read_ahead()  # into buffers of writes that have ended since
             if chunk.index in group.device:
                 device = group.device[chunk.index]
                 copy = device.to("cpu", copy=True)
                 return ChunkInUse(chunk, group.views_of(chunk, copy), _device=device, _copy=copy)
             return ChunkInUse(chunk, group.resident_views(chunk))
-        if self._ahead and self._ahead[0].chunk is chunk:
-            entry = self._ahead.popleft()
-        else:
-            self._skip_to(chunk)
-            entry = self._start_read(chunk, self._lease(chunk), Priority.URGENT)
-        self._mover.wait(entry.ticket, Stall.OPTIMIZER_READ, entry.lease)
-        self._read_ahead()
-        return ChunkInUse(chunk, group.views_of(chunk, entry.lease.buffer), entry.lease)
+        lease = self._stored.take(chunk)
+        return ChunkInUse(chunk, group.views_of(chunk, lease.buffer), lease)
 
     def put(self, used: ChunkInUse, *, changed: bool = True) -> None:
         """Ends the use of a chunk; a changed one goes to NVMe without waiting."""
-        lease = used._end()
-        used._end_copy(changed=changed)
-        if lease is None:
-            return
-        if changed:
-            self._write_back(used.chunk, lease)
-        else:
-            lease.release()
-        self._read_ahead()
+        lease = used.end(changed=changed)
+        if lease is not None:
+            self._stored.put(used.chunk, lease, changed=changed)
 
     def drop(self, used: ChunkInUse) -> None:
         """Ends the use of a chunk after an error: what is on NVMe, or in device memory, stays as it is."""
-        lease = used._end()
-        used._end_copy(changed=False)
+        lease = used.end(changed=False)
         if lease is not None:
             lease.release()
 
@@ -228,7 +172,7 @@ class OptimizerStateTier:
         numel = group.spec.numel - start if numel is None else numel
         result = torch.empty(numel, dtype=group.dtype(kind))
         covering = list(self._covering(group, start, numel))
-        self._read_in_order([chunk for chunk, _, _ in covering])
+        self._stored.begin_within([chunk for chunk, _, _ in covering])
         for chunk, low, high in covering:
             used = self.take(chunk)
             result[low - start : high - start] = used.views[kind][low - chunk.start : high - chunk.start]
@@ -316,7 +260,7 @@ class OptimizerStateTier:
                     finally:
                         self.put(used, changed=False)
         finally:
-            self._abandon_ahead()
+            self._stored.abandon()
 
     def dtype(self, sub_group: int, kind: str) -> torch.dtype:
         """The dtype of one kind of state.
@@ -337,7 +281,7 @@ class OptimizerStateTier:
         everything = {kind for kind, _ in group.spec.kinds} == set(values)
         covering = list(self._covering(group, start, numel))
         if not everything:
-            self._read_in_order([chunk for chunk, _, _ in covering])
+            self._stored.begin_within([chunk for chunk, _, _ in covering])
         for chunk, low, high in covering:
             whole = everything and high - low == chunk.numel
             used = self.overwrite(chunk) if whole else self.take(chunk)
@@ -353,11 +297,7 @@ class OptimizerStateTier:
             for view in used.views.values():
                 view.zero_()
             return used
-        # What a pass has read ahead may be this chunk's old state, or hold the buffers this would wait for.
-        if self._ahead:
-            self._abandon_ahead()
-        lease = self._lease(chunk)
-        lease.buffer[: chunk.nbytes].zero_()
+        lease = self._stored.blank(chunk)
         return ChunkInUse(chunk, group.views_of(chunk, lease.buffer), lease)
 
     # Places
@@ -377,7 +317,7 @@ class OptimizerStateTier:
             SpaceError, StorageError: there is no room on NVMe, or a transfer failed.
             TenCacheError: there is no store.
         """
-        self._abandon_ahead()
+        self._stored.abandon()
         for index, wanted in places.items():
             if self._groups[index].spec.whole and any(place is not Place.HOST for place in wanted):
                 self._groups[index] = self._relocation.cut_whole(self._groups[index], wanted, device)
@@ -399,40 +339,11 @@ class OptimizerStateTier:
                 if not group.spec.whole:
                     group.spec = replace(group.spec, places=self.places(index))
 
-    # Chunks on NVMe, one at a time: tencache_ds.tiers.relocation.StoredChunks
-
-    @contextmanager
-    def reading(self, chunk: Chunk) -> Iterator[torch.Tensor]:
-        """The bytes of a chunk that lives on NVMe, in a staging buffer, until the block ends."""
-        with self._mover.reading(self._extent(chunk), self._lease(chunk)) as buffer:
-            yield buffer[: chunk.nbytes]
-
-    def store(self, group: SubGroup, chunk: Chunk, source: torch.Tensor) -> None:
-        """Gives a chunk a place on NVMe and writes its bytes there, before anything else is lost."""
-        store, lease = self._require_store(chunk.sub_group), self._lease(chunk)
-        try:
-            lease.buffer[: chunk.nbytes].copy_(source)
-            group.extents[chunk.index] = store.allocate(chunk.nbytes, _name(chunk))
-        except BaseException:
-            lease.release()
-            raise
-        try:
-            self._write_back(chunk, lease).wait(self._mover.timeout_s)
-        except BaseException:
-            self.forget(group, chunk)
-            raise
-
-    def forget(self, group: SubGroup, chunk: Chunk) -> None:
-        """Gives up a chunk's place on NVMe, if it has one."""
-        extent = group.extents.pop(chunk.index, None)
-        if extent is not None:
-            self._require_store(chunk.sub_group).free(extent)
-
     # Lifetime
 
     def drain(self) -> None:
         """Waits until everything written is on NVMe."""
-        self._abandon_ahead()
+        self._stored.abandon()
         self._mover.drain()
 
     def check(self) -> None:
@@ -441,8 +352,8 @@ class OptimizerStateTier:
 
     def close(self) -> None:
         """Gives every buffer and all memory back. Idempotent; the store is closed by its owner."""
-        self._abandon_ahead()
-        self._groups = []
+        self._stored.abandon()
+        self._groups.clear()
         self._memory.disown()
 
     # Mechanics
@@ -451,36 +362,7 @@ class OptimizerStateTier:
         if spec.whole:
             tensors = {kind: torch.zeros(spec.numel, dtype=dtype) for kind, dtype in spec.kinds}
             return SubGroup(spec, self._cut(index, spec), tensors=tensors)
-        return self._house(spec, self._cut(index, spec))
-
-    def _house(self, spec: SubGroupSpec, chunks: tuple[Chunk, ...]) -> SubGroup:
-        """A sub-group's chunks in their homes, their contents still to be written.
-
-        Raises:
-            SpaceError: the store has no room for them; nothing was taken.
-        """
-        group = SubGroup(spec, chunks)
-        try:
-            for chunk, place in zip(chunks, spec.places or (), strict=True):
-                if place is Place.NVME:
-                    store = self._require_store(chunk.sub_group)
-                    group.extents[chunk.index] = store.allocate(chunk.nbytes, _name(chunk))
-                else:
-                    group.resident[chunk.index] = self._memory.allocate(chunk.nbytes, PURPOSE)
-        except BaseException:
-            self._vacate(group)
-            raise
-        return group
-
-    def _vacate(self, group: SubGroup) -> None:
-        """Gives up the homes of a sub-group's chunks."""
-        if self._mover.store is not None:
-            for extent in group.extents.values():
-                self._mover.store.free(extent)
-        for memory in group.resident.values():
-            self._memory.free(memory)
-        group.device.clear()
-        self.version += 1
+        return self._relocation.house(spec, self._cut(index, spec))
 
     def _cut(self, index: int, spec: SubGroupSpec, largest_nbytes: int | None = None) -> tuple[Chunk, ...]:
         kinds = [(kind, dtype.itemsize) for kind, dtype in spec.kinds]
@@ -497,7 +379,7 @@ class OptimizerStateTier:
             chunks = self._cut(sub_group, spec)
             self._replace(sub_group, replace(spec, places=(Place.HOST,) * len(chunks)), chunks)
             return
-        store, largest = self._mover.store, self._pool().largest_nbytes
+        store, largest = self._mover.store, self._stored.largest_nbytes
         chunks = self._cut(sub_group, spec, largest)
         needed = max((chunk.nbytes for chunk in chunks), default=0)
         if needed > largest:
@@ -505,7 +387,7 @@ class OptimizerStateTier:
                 f"{len(spec.kinds)} kinds of optimizer state of sub-group {sub_group} need buffers of {needed} bytes, "
                 f'those of the pool have {largest}. Raise "tencache.chunk_size".'
             )
-        self._abandon_ahead()
+        self._stored.abandon()
         store.drain()
         # What does not fit into the host memory that the sub-group had goes to NVMe.
         places = place_state([chunk.nbytes for chunk in chunks], self._groups[sub_group].resident_nbytes)
@@ -513,13 +395,9 @@ class OptimizerStateTier:
 
     def _replace(self, sub_group: int, spec: SubGroupSpec, chunks: tuple[Chunk, ...]) -> None:
         """Makes room for chunks, then gives up that of the sub-group's old ones."""
-        old, self._groups[sub_group] = self._groups[sub_group], self._house(spec, chunks)
-        self._vacate(old)
-
-    def _require_store(self, sub_group: int) -> ExtentStore:
-        if self._mover.store is None:
-            raise TenCacheError(f"sub-group {sub_group} is to be stored, but there is no store")
-        return self._mover.store
+        old, self._groups[sub_group] = self._groups[sub_group], self._relocation.house(spec, chunks)
+        self._relocation.vacate(old)
+        self.version += 1
 
     @staticmethod
     def _check_lengths(sub_group: int, values: Mapping[str, torch.Tensor], numel: int) -> None:
@@ -542,68 +420,3 @@ class OptimizerStateTier:
             if low < high:
                 found.append((chunk, low, high))
         return found
-
-    def _lease(self, chunk: Chunk) -> Lease:
-        return self._mover.lease(self._pool(), chunk.nbytes, _owner(chunk), "update")
-
-    def _read_in_order(self, chunks: Sequence[Chunk]) -> None:
-        """Reads ahead what will be taken next, unless a pass under way comes to it by itself."""
-        stored = [chunk for chunk in chunks if chunk.index in self._groups[chunk.sub_group].extents]
-        if len(stored) < 2 or any(entry.chunk is stored[0] for entry in self._ahead):
-            return
-        self._abandon_ahead()
-        self._queue = deque(stored)
-        self._read_ahead()
-
-    def _read_ahead(self) -> None:
-        while self._queue:
-            chunk = self._queue[0]
-            lease = self._pool().try_lease(chunk.nbytes, _owner(chunk), "read-ahead")
-            if lease is None:
-                return
-            self._queue.popleft()
-            self._ahead.append(self._start_read(chunk, lease, Priority.BACKGROUND))
-
-    def _skip_to(self, chunk: Chunk) -> None:
-        """The caller left the order of the pass: what was read ahead is of no use if it lies before ``chunk``."""
-        if chunk in self._queue:
-            while self._queue.popleft() is not chunk:
-                pass
-            self._abandon(self._ahead)
-        elif self._ahead:
-            self._abandon_ahead()
-
-    def _abandon_ahead(self) -> None:
-        self._queue.clear()
-        self._abandon(self._ahead)
-
-    @staticmethod
-    def _abandon(entries: deque[_Ahead]) -> None:
-        while entries:
-            entry = entries.popleft()
-            entry.lease.release_with(entry.ticket)
-
-    def _extent(self, chunk: Chunk) -> Extent:
-        return self._groups[chunk.sub_group].extents[chunk.index]
-
-    def _start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> _Ahead:
-        return _Ahead(chunk, lease, self._mover.read(self._extent(chunk), lease, priority))
-
-    def _write_back(self, chunk: Chunk, lease: Lease) -> Ticket:
-        extents = self._groups[chunk.sub_group].extents
-        try:
-            extent = extents[chunk.index] = self._mover.relocate(extents[chunk.index])
-        except BaseException:
-            lease.release()
-            raise
-        return self._mover.write_back(extent, lease)
-
-
-def _owner(chunk: Chunk) -> str:
-    """What messages about buffers call it."""
-    return f"chunk {chunk.sub_group}.{chunk.index}"
-
-
-def _name(chunk: Chunk) -> str:
-    """What messages call its extent."""
-    return f"optimizer chunk {chunk.sub_group}.{chunk.index}"

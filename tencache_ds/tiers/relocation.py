@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out moves of optimizer state between GPU memory, host memory and NVMe.
+"""Gives optimizer state its homes, and carries out moves between GPU memory, host memory and NVMe.
 
 A chunk is copied to its new home before it gives up the old one: an error leaves it complete where it was.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -18,30 +17,10 @@ from tencache_ds.items import Place
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.tiers.sub_group import SubGroup
+from tencache_ds.tiers.stored_chunks import StoredChunks
+from tencache_ds.tiers.sub_group import SubGroup, SubGroupSpec
 
 PURPOSE = "optimizer state"
-
-
-class StoredChunks(Protocol):
-    """Chunks on NVMe, one at a time. Each call waits for its transfer.
-
-    Raises:
-        StorageError: a transfer failed.
-    """
-
-    def reading(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
-        """The bytes of a chunk that lives there, in a staging buffer."""
-
-    def store(self, group: SubGroup, chunk: Chunk, source: torch.Tensor) -> None:
-        """Gives a chunk a place there and writes its bytes; without it after an error.
-
-        Raises:
-            SpaceError: there is no room.
-        """
-
-    def forget(self, group: SubGroup, chunk: Chunk) -> None:
-        """Gives up a chunk's place there, if it has one."""
 
 
 class StateRelocation:
@@ -55,6 +34,30 @@ class StateRelocation:
     def __init__(self, memory: HostArena, stored: StoredChunks) -> None:
         self._memory = memory
         self._stored = stored
+
+    def house(self, spec: SubGroupSpec, chunks: tuple[Chunk, ...]) -> SubGroup:
+        """A sub-group's chunks in their homes on NVMe and in host memory, their contents still to be written.
+
+        Raises:
+            SpaceError: the store has no room for them; nothing was taken.
+        """
+        group = SubGroup(spec, chunks)
+        try:
+            for chunk, place in zip(chunks, spec.places or (), strict=True):
+                if place is Place.NVME:
+                    self._stored.allocate(group, chunk)
+                else:
+                    group.resident[chunk.index] = self._memory.allocate(chunk.nbytes, PURPOSE)
+        except BaseException:
+            self.vacate(group)
+            raise
+        return group
+
+    def vacate(self, group: SubGroup) -> None:
+        """Gives up the homes of a sub-group's chunks."""
+        for chunk in group.chunks:
+            self._stored.forget(group, chunk)
+            self._free_memory(group, chunk)
 
     def cut_whole(self, group: SubGroup, places: Sequence[Place], device: DeviceMemory | None) -> SubGroup:
         """A whole sub-group's state in chunks, those for device memory there and the others in host memory.

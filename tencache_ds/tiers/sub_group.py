@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sub-group's optimizer state: its chunks, and where each of them lives."""
+"""A sub-group's optimizer state: its chunks, where each of them lives, and one that is in use."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from tencache_ds.io import Extent
 from tencache_ds.items import Place
+from tencache_ds.memory.pool import Lease
 from tencache_ds.planning.chunks import Chunk
 
 Kinds = tuple[tuple[str, torch.dtype], ...]
@@ -96,3 +97,36 @@ class SubGroup:
             piece.kind: buffer[piece.offset : piece.offset + piece.nbytes].view(self.dtype(piece.kind))
             for piece in chunk.pieces
         }
+
+
+@dataclass(slots=True)
+class ChunkInUse:
+    """A chunk whose state is in host memory.
+
+    Attributes:
+        chunk: which one.
+        views: 1-D tensor per kind of state, ``chunk.numel`` elements each.
+    """
+
+    chunk: Chunk
+    views: dict[str, torch.Tensor]
+    _lease: Lease | None = None
+    _device: torch.Tensor | None = None  # whose copy the views are
+    _copy: torch.Tensor | None = None
+
+    @property
+    def staged(self) -> bool:
+        """Whether it holds a staging buffer."""
+        return self._lease is not None
+
+    def end(self, *, changed: bool) -> Lease | None:
+        """Takes the views away. What was changed in a copy of device memory is copied back; of a staging buffer, the
+        lease is returned, once: whoever calls gives it back.
+        """
+        lease, self._lease = self._lease, None
+        device, self._device = self._device, None
+        copy, self._copy = self._copy, None
+        self.views = {}
+        if device is not None and copy is not None and changed:
+            device.copy_(copy)
+        return lease

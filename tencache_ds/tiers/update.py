@@ -19,7 +19,8 @@ from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.optimizer_state import ChunkInUse, OptimizerStateTier
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.sub_group import ChunkInUse
 from tencache_ds.tiers.weight_writer import WeightWriter
 
 JOBS_AHEAD = 3

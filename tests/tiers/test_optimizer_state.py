@@ -177,7 +177,7 @@ def test_the_next_chunks_are_read_while_one_is_worked_on(bench):
     bench.tier.begin_update()
     assert bench.storage.pool.stats().nbytes_leased == bench.storage.pool.stats().nbytes_total
     bench.tier.put(bench.tier.take(bench.all_chunks()[0]), changed=False)
-    assert len(bench.tier._ahead) == SLOTS
+    assert len(bench.tier._stored._ahead) == SLOTS
 
 
 @pytest.mark.parametrize("home", ["whole", "resident"])
@@ -229,7 +229,7 @@ def test_a_pass_over_some_sub_groups(bench):
             used = bench.tier.take(chunk)
             bench.compare(used, add=1.0)
             bench.tier.put(used)
-    assert not bench.tier._ahead
+    assert not bench.tier._stored._ahead
     bench.check()
 
 
@@ -269,7 +269,7 @@ def test_elements_of_many_chunks_are_read_ahead(bench, use):
     opener.join()
     assert seen == [bench.storage.pool.stats().nbytes_total], "as many chunks at a time as there are buffers"
     moved = bench.storage.counters.total().nbytes["nvme_read"] - before
-    assert moved == sum(bench.tier._extent(chunk).allocated_nbytes for chunk in bench.tier.chunks(sub_group))
+    assert moved == sum(extent.allocated_nbytes for extent in bench.tier._groups[sub_group].extents.values())
     bench.check()
 
 

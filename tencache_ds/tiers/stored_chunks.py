@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks of optimizer state on NVMe, streamed through staging buffers in the order of a pass."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from tencache_ds.errors import TenCacheError
+from tencache_ds.io import ExtentStore, Priority, Ticket
+from tencache_ds.memory.pool import BufferPool, Lease
+from tencache_ds.observability.counters import Stall
+from tencache_ds.planning.chunks import Chunk
+from tencache_ds.tiers.mover import Mover
+from tencache_ds.tiers.sub_group import SubGroup
+
+
+@dataclass(slots=True)
+class _Ahead:
+    chunk: Chunk
+    lease: Lease
+    ticket: Ticket
+
+
+class StoredChunks:
+    """Used by the thread of the optimizer's state.
+
+    Args:
+        groups: all sub-groups; kept up to date by the tier.
+        mover: moves the bytes.
+        pool: the pool of chunk buffers.
+    """
+
+    def __init__(self, groups: Sequence[SubGroup], mover: Mover, pool: Callable[[], BufferPool]) -> None:
+        self._groups = groups
+        self._mover = mover
+        self._pool = pool
+        self._ahead: deque[_Ahead] = deque()
+        self._queue: deque[Chunk] = deque()
+
+    @property
+    def largest_nbytes(self) -> int:
+        """The most bytes that a chunk here may have."""
+        return self._pool().largest_nbytes
+
+    # A pass
+
+    def begin(self, chunks: Iterable[Chunk]) -> None:
+        """Starts a pass over those of the chunks that live here, and reads the first ones ahead."""
+        self.abandon()
+        self._queue = deque(chunk for chunk in chunks if self._is_here(chunk))
+        self.read_ahead()
+
+    def begin_within(self, chunks: Iterable[Chunk]) -> None:
+        """Reads ahead what will be taken next, unless a pass under way comes to it by itself."""
+        here = [chunk for chunk in chunks if self._is_here(chunk)]
+        if len(here) > 1 and not any(entry.chunk is here[0] for entry in self._ahead):
+            self.begin(here)
+
+    def read_ahead(self) -> None:
+        """Reads the next ones of the pass into the buffers that are free."""
+        while self._queue:
+            chunk = self._queue[0]
+            lease = self._pool().try_lease(chunk.nbytes, _owner(chunk), "read-ahead")
+            if lease is None:
+                return
+            self._queue.popleft()
+            self._ahead.append(self._start_read(chunk, lease, Priority.BACKGROUND))
+
+    def abandon(self) -> None:
+        """Ends the pass; what was read ahead is given up."""
+        self._queue.clear()
+        self._abandon_ahead()
+
+    # One chunk
+
+    def take(self, chunk: Chunk) -> Lease:
+        """A buffer with a chunk's bytes, read ahead in the order of the pass or read now.
+
+        Raises:
+            StorageError: the read failed.
+        """
+        if self._ahead and self._ahead[0].chunk is chunk:
+            entry = self._ahead.popleft()
+        else:
+            self._skip_to(chunk)
+            entry = self._start_read(chunk, self._lease(chunk), Priority.URGENT)
+        self._mover.wait(entry.ticket, Stall.OPTIMIZER_READ, entry.lease)
+        self.read_ahead()
+        return entry.lease
+
+    def blank(self, chunk: Chunk) -> Lease:
+        """A zeroed buffer for a chunk whose bytes are of no interest."""
+        # What a pass has read ahead may be this chunk's old state, or hold the buffers this would wait for.
+        if self._ahead:
+            self.abandon()
+        lease = self._lease(chunk)
+        lease.buffer[: chunk.nbytes].zero_()
+        return lease
+
+    def put(self, chunk: Chunk, lease: Lease, *, changed: bool) -> None:
+        """Ends the use of a buffer; a changed chunk is written without waiting."""
+        if changed:
+            self._write_back(chunk, lease)
+        else:
+            lease.release()
+        self.read_ahead()
+
+    @contextmanager
+    def reading(self, chunk: Chunk) -> Iterator[torch.Tensor]:
+        """The bytes of a chunk, waited for, in a staging buffer until the block ends.
+
+        Raises:
+            StorageError: the read failed.
+        """
+        extent = self._groups[chunk.sub_group].extents[chunk.index]
+        with self._mover.reading(extent, self._lease(chunk)) as buffer:
+            yield buffer[: chunk.nbytes]
+
+    # Places
+
+    def allocate(self, group: SubGroup, chunk: Chunk) -> None:
+        """Gives a chunk a place here; what is there means nothing yet.
+
+        Raises:
+            SpaceError: there is no room.
+            TenCacheError: there is no store.
+        """
+        name = f"optimizer chunk {chunk.sub_group}.{chunk.index}"
+        group.extents[chunk.index] = self._require_store(chunk).allocate(chunk.nbytes, name)
+
+    def store(self, group: SubGroup, chunk: Chunk, source: torch.Tensor) -> None:
+        """Gives a chunk a place here and writes its bytes, which is waited for; without it after an error.
+
+        Raises:
+            SpaceError: there is no room.
+            StorageError: the write failed.
+            TenCacheError: there is no store.
+        """
+        self._require_store(chunk)
+        lease = self._lease(chunk)
+        try:
+            lease.buffer[: chunk.nbytes].copy_(source)
+            self.allocate(group, chunk)
+        except BaseException:
+            lease.release()
+            raise
+        try:
+            self._write_back(chunk, lease).wait(self._mover.timeout_s)
+        except BaseException:
+            self.forget(group, chunk)
+            raise
+
+    def forget(self, group: SubGroup, chunk: Chunk) -> None:
+        """Gives up a chunk's place here, if it has one."""
+        extent = group.extents.pop(chunk.index, None)
+        if extent is not None:
+            self._require_store(chunk).free(extent)
+
+    # Mechanics
+
+    def _require_store(self, chunk: Chunk) -> ExtentStore:
+        if self._mover.store is None:
+            raise TenCacheError(f"sub-group {chunk.sub_group} is to be stored, but there is no store")
+        return self._mover.store
+
+    def _is_here(self, chunk: Chunk) -> bool:
+        return chunk.index in self._groups[chunk.sub_group].extents
+
+    def _skip_to(self, chunk: Chunk) -> None:
+        """The caller left the order of the pass: what was read ahead is of no use if it lies before ``chunk``."""
+        if chunk in self._queue:
+            while self._queue.popleft() is not chunk:
+                pass
+            self._abandon_ahead()
+        elif self._ahead:
+            self.abandon()
+
+    def _abandon_ahead(self) -> None:
+        while self._ahead:
+            entry = self._ahead.popleft()
+            entry.lease.release_with(entry.ticket)
+
+    def _lease(self, chunk: Chunk) -> Lease:
+        return self._mover.lease(self._pool(), chunk.nbytes, _owner(chunk), "update")
+
+    def _start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> _Ahead:
+        extent = self._groups[chunk.sub_group].extents[chunk.index]
+        return _Ahead(chunk, lease, self._mover.read(extent, lease, priority))
+
+    def _write_back(self, chunk: Chunk, lease: Lease) -> Ticket:
+        extents = self._groups[chunk.sub_group].extents
+        try:
+            extent = extents[chunk.index] = self._mover.relocate(extents[chunk.index])
+        except BaseException:
+            lease.release()
+            raise
+        return self._mover.write_back(extent, lease)
+
+
+def _owner(chunk: Chunk) -> str:
+    """What messages about buffers call it."""
+    return f"chunk {chunk.sub_group}.{chunk.index}"
