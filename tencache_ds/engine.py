@@ -141,7 +141,7 @@ class TenCacheEngine:
     def host_left_nbytes(self) -> int:
         """Of this rank's ``host_memory``, what neither weights nor reservations take. Negative if they take more."""
         with self._shared.lock:
-            weights = sum(tier.resident_nbytes for tier in self._shared.tiers)
+            weights = sum(tier.homes.resident_nbytes for tier in self._shared.tiers)
             return self.surroundings.host_nbytes - weights - self._shared.reserved_nbytes
 
     def reserve_host_memory(self, nbytes: int) -> None:
@@ -186,7 +186,7 @@ class TenCacheEngine:
         if self._shared.resident_arena.locking is Locking.NONE:
             return 0
         alone = len(self._shared.tiers) == 1
-        return self._shared.resident_arena.nbytes_locked if alone else self.weights.resident_nbytes
+        return self._shared.resident_arena.nbytes_locked if alone else self.weights.homes.resident_nbytes
 
     def routes(self) -> list[tuple[NvmePath, RoutedBackend]]:
         """The open paths that may be read into GPU memory, each with the backend that decides by the buffer."""

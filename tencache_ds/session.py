@@ -235,7 +235,7 @@ class Session:
             MemoryLimitError, LockedMemoryError: the memory cannot be had.
         """
         tiers = [engine.weights for engine in self._claimed]
-        shards = [nbytes for tier in tiers for nbytes in tier.stored_nbytes()]
+        shards = [nbytes for tier in tiers for nbytes in tier.homes.stored_nbytes()]
         largest = max([LEAST_SLOT_NBYTES, *(round_up(nbytes) for nbytes in chunk_nbytes)]) if chunk_nbytes else 0
         self._gpu_staging.build(
             [
@@ -278,7 +278,7 @@ class Session:
         weights = [engine.weights for engine in self._engines]
         stores = self._stores
         paths = summed(path.stats() for nvme in self._all_nvme for path in nvme.paths)
-        stored_nbytes = sum(tier.allocated_nbytes for tier in weights)
+        stored_nbytes = sum(tier.homes.allocated_nbytes for tier in weights)
         if self._optimizer_store is not None:
             stored_nbytes += self._optimizer_store.nbytes_allocated
         pinned_weights_nbytes = sum(engine.pinned_nbytes for engine in self._engines)
@@ -293,7 +293,7 @@ class Session:
             gpu_staging_nbytes=self._gpu_staging.nbytes,
             pool_waits=sum(pool.n_waits for pool in pools),
             stored_nbytes=stored_nbytes,
-            resident_weight_nbytes=sum(tier.resident_nbytes for tier in weights),
+            resident_weight_nbytes=sum(tier.homes.resident_nbytes for tier in weights),
             resident_state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.resident_nbytes,
             gpu_weight_nbytes=self._gpu_weight_nbytes,
             gpu_gradient_nbytes=self._gpu_gradient_nbytes,

@@ -123,7 +123,7 @@ class ParamSwapper:
     def _write(self, params: Sequence[Any]) -> None:
         with self._lock:
             for param in params:
-                if self._weights.is_resident(param.ds_id):
+                if self._weights.homes.is_resident(param.ds_id):
                     continue
                 self._hide(param)
                 if param.ds_id in self._overwriting:
@@ -191,9 +191,9 @@ class ParamSwapper:
             event = None
             for param in params:
                 key = param.ds_id
-                if key not in self._bypassed_host and not self._weights.on_device(key):
-                    self.engine.counters.moved(Link.H2D, self._weights.nbytes_of(key))
-                if self._weights.is_resident(key):
+                if key not in self._bypassed_host and not self._weights.homes.on_device(key):
+                    self.engine.counters.moved(Link.H2D, self._weights.homes.nbytes_of(key))
+                if self._weights.homes.is_resident(key):
                     self.engine.counters.accessed(Access.RESIDENT)
                     continue
                 if self._exposed.pop(key, None) is not None:
@@ -217,11 +217,11 @@ class ParamSwapper:
 
     def manages(self, param: Any) -> bool:
         """Whether the parameter's shard is in the weight tier, wherever it lives."""
-        return self._weights.holds(param.ds_id)
+        return self._weights.homes.holds(param.ds_id)
 
     def stored(self, param: Any) -> bool:
         """Whether the parameter's shard lives on NVMe."""
-        return self.manages(param) and not self._weights.is_resident(param.ds_id)
+        return self.manages(param) and not self._weights.homes.is_resident(param.ds_id)
 
     def ready(self, param: Any) -> bool:
         """Whether the shard can be exposed without waiting."""
@@ -306,7 +306,7 @@ class ParamSwapper:
 
     def keeps_host_memory(self, param: Any) -> bool:
         """Whether a shard in device memory has host memory to go back to."""
-        return self._weights.keeps_host_memory(param.ds_id)
+        return self._weights.homes.keeps_host_memory(param.ds_id)
 
     # Changing weights outside the optimizer
 
@@ -418,7 +418,7 @@ def engines_for(module: torch.nn.Module) -> list[TenCacheEngine]:
     """
     engines = []
     for swapper, params in swappers_of(module).items():
-        alone = swapper.engine.weights.keys == {param.ds_id for param in params}
+        alone = swapper.engine.weights.homes.keys == {param.ds_id for param in params}
         part = swapper if alone or swapper.engine.claimant is not None else swapper.split(params)
         engines.append(part.engine)
     return engines

@@ -114,7 +114,7 @@ def agree_on_homes(engines: Sequence[TenCacheEngine], module: Any) -> None:
     homes = [
         [names.get(home.key, home.name), home.key, home.numel, home.on_nvme]
         for engine in engines
-        for home in engine.weights.homes()
+        for home in engine.weights.homes.all()
     ]
     agreement = Agreement.of_job()
     digest = hashlib.sha256(json.dumps(homes).encode()).hexdigest()

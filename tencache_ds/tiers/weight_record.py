@@ -11,6 +11,7 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, Ticket
+from tencache_ds.observability.counters import Access
 from tencache_ds.tiers.mover import Buffer
 
 
@@ -155,6 +156,14 @@ class Weight:
         """Whether the staging buffer holds a clean copy, and nobody uses it."""
         read = self.state is WeightState.READING and self.ticket is not None and self.ticket.done
         return read or self.state is WeightState.STAGED
+
+    @property
+    def access(self) -> Access:
+        """How the bytes of one that is asked for were there."""
+        if not self.prefetched:
+            return Access.DEMAND
+        under_way = self.ticket is not None and not self.ticket.done
+        return Access.LATE if under_way else Access.PREFETCHED
 
     def move_to(self, state: WeightState) -> None:
         """Changes the state; a transition that the table does not know is a bug and raises."""

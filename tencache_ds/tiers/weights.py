@@ -15,19 +15,20 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from tencache_ds.errors import StorageError, TenCacheError
-from tencache_ds.io import Extent, ExtentStore, Priority
+from tencache_ds.io import ExtentStore, Priority
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.pool import BufferPool
-from tencache_ds.observability.counters import Access, Counters, Event, Stall
+from tencache_ds.observability.counters import Counters
 from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.ordinary_memory import WRITES_BEHIND_NBYTES, OrdinaryMemory
-from tencache_ds.tiers.resident_memory import ResidentMemory
-from tencache_ds.tiers.weight_record import CopyEvent, StagingBuffer, Weight, WeightHome, WeightState
+from tencache_ds.tiers.weight_homes import WeightHomes
+from tencache_ds.tiers.weight_record import CopyEvent, WeightState
 from tencache_ds.tiers.weight_staging import UseOrder, WeightStaging
+from tencache_ds.tiers.weight_transfers import WeightTransfers
 
 
 class WeightTier:
-    """Residency and movement of weight shards.
+    """Residency and movement of weight shards; where they live is in ``homes``.
 
     Every public method may be called from any thread; an autograd thread waiting for a read blocks the others only when
     they ask for a weight too.
@@ -54,11 +55,10 @@ class WeightTier:
         """
         self._open_store = store
         self._mover = Mover(None, counters, timeout_s)
-        self._resident_memory = ResidentMemory(resident_arena)
         self._ordinary = OrdinaryMemory(transient_arena, timeout_s)
-        self._resident_budget = resident_budget_nbytes
-        self._resident_left: int | None = None
-        self._weights: dict[int, Weight] = {}
+        self.homes = WeightHomes(resident_arena, resident_budget_nbytes)
+        self._weights = self.homes.weights
+        self._transfers = WeightTransfers(self._mover, self._ordinary, self._gone)
         self._staging = self._new_staging()
         self._lock = threading.RLock()
 
@@ -71,26 +71,12 @@ class WeightTier:
         follow once the value is there.
         """
         with self._lock:
-            if key in self._weights:
-                raise TenCacheError(f"weight {name} (id {key}) is registered twice")
-            nbytes = numel * dtype.itemsize
-            if self._resident_left is None:
-                self._resident_left = self._resident_budget()
-            if always_resident or nbytes <= self._resident_left:
-                self._resident_left -= 0 if always_resident else nbytes
-                weight = Weight(key, name, numel, dtype, WeightState.RESIDENT)
-                weight.resident = self._resident_memory.take(nbytes).view(dtype)
-                self._weights[key] = weight
-                return weight.resident
-            self._ordinary.settle(WRITES_BEHIND_NBYTES - nbytes)
-            weight = Weight(key, name, numel, dtype, WeightState.INITIAL)
-            weight.buffer = self._ordinary.take(weight)
+            weight = self.homes.make(key, name, numel, dtype, always_resident=always_resident)
+            if weight.resident is None:
+                self._ordinary.settle(WRITES_BEHIND_NBYTES - weight.nbytes)
+                weight.buffer = self._ordinary.take(weight)
             self._weights[key] = weight
-            return weight.view()
-
-    def is_resident(self, key: int) -> bool:
-        """Whether the weight is in memory, of the host or the device, and nowhere else."""
-        return self._weights[key].state is WeightState.RESIDENT
+            return weight.view() if weight.resident is None else weight.resident
 
     def store_initial(self, key: int) -> None:
         """Sends a registered weight's first value to NVMe; returns before it is there."""
@@ -101,7 +87,7 @@ class WeightTier:
             if self._mover.store is None:
                 self._mover.store = self._open_store()
             weight.extent = self._mover.store.allocate(weight.nbytes, weight.name)
-            self._write_back(weight)
+            self._transfers.write_back(weight)
 
     # Device memory
 
@@ -118,19 +104,7 @@ class WeightTier:
             TenCacheError: it is in use.
         """
         with self._lock:
-            weight = self._weights[key]
-            if weight.unused:
-                self._discard(weight)
-            if weight.state not in (WeightState.RESIDENT, WeightState.STORED):
-                raise TenCacheError(f"weight {weight.name} cannot change its place: it is {weight.state.value}")
-            if weight.state is WeightState.STORED:
-                memory.copy_(self.read(key))
-                weight.move_to(WeightState.RESIDENT)
-            else:
-                assert weight.resident is not None
-                memory.copy_(weight.resident)
-                weight.host = weight.resident
-            weight.resident, weight.on_device = memory, True
+            self._transfers.to_device(self._weights[key], memory)
 
     def to_host(self, key: int) -> torch.Tensor | None:
         """Takes a weight out of device memory, to where it was before: host memory, or NVMe, which is waited for.
@@ -142,36 +116,9 @@ class WeightTier:
             StorageError: it could not be written; it stays where it is.
         """
         with self._lock:
-            weight = self._weights[key]
-            assert weight.resident is not None
-            if weight.host is not None:
-                weight.host.copy_(weight.resident)
-                weight.resident, weight.host, weight.on_device = weight.host, None, False
-                return weight.resident
-            weight.extent = self._mover.relocate(self._extent(weight))
-            buffer = self._ordinary.take(weight)
-            buffer.buffer[: weight.nbytes].view(weight.dtype).copy_(weight.resident)
-            self._mover.write_back(weight.extent, buffer).wait(self._mover.timeout_s)
-            weight.resident, weight.on_device = None, False
-            weight.move_to(WeightState.STORED)
-            return None
+            return self._transfers.to_host(self._weights[key])
 
-    def on_device(self, key: int) -> bool:
-        """Whether the weight is resident in device memory."""
-        return self._weights[key].on_device
-
-    def keeps_host_memory(self, key: int) -> bool:
-        """Whether a weight that is resident in device memory has host memory too."""
-        return self._weights[key].host is not None
-
-    def holds(self, key: int) -> bool:
-        """Whether this weight is registered here."""
-        return key in self._weights
-
-    @property
-    def keys(self) -> frozenset[int]:
-        """All weights."""
-        return frozenset(self._weights)
+    # Service
 
     def hand_over(self, keys: Iterable[int], other: WeightTier) -> None:
         """Gives weights to a tier with the same store and arenas. None of them may be in a pool's buffer.
@@ -196,7 +143,7 @@ class WeightTier:
             self._staging = self._new_staging()
 
     def _new_staging(self) -> WeightStaging:
-        return WeightStaging(self._weights, self._ordinary, self._discard, self._mover)
+        return WeightStaging(self._weights, self._ordinary, self._transfers.discard, self._mover)
 
     def end_service(self, counters: Counters) -> None:
         """The training ended: every staging buffer goes back to its pool, and ordinary memory serves as before; what
@@ -208,9 +155,9 @@ class WeightTier:
         with self._lock:
             for weight in self._weights.values():
                 if weight.unused:
-                    self._discard(weight)
+                    self._transfers.discard(weight)
                 elif weight.buffer is not None and weight.state is not WeightState.INITIAL:
-                    self._end_buffer(weight)
+                    self._transfers.end_buffer(weight)
                     weight.move_to(WeightState.STORED)
             self.begin_service(counters)
 
@@ -255,7 +202,7 @@ class WeightTier:
             buffer = self._staging.ahead(weight, for_host=for_host)
             if buffer is None:
                 return False
-            self._start_reading(weight, buffer, Priority.BACKGROUND)
+            self._transfers.start_reading(weight, buffer, Priority.BACKGROUND)
             weight.prefetched = True
             return True
 
@@ -274,7 +221,7 @@ class WeightTier:
         with self._lock:
             weight = self._weights[key]
             if weight.state is WeightState.READING and weight.ticket is not None and weight.ticket.done:
-                self._finish_reading(weight)
+                self._transfers.finish_reading(weight)
             return weight.state in (WeightState.RESIDENT, WeightState.STAGED, WeightState.EXPOSED)
 
     def expose(self, keys: Sequence[int], *, for_host: bool = False) -> list[torch.Tensor]:
@@ -303,9 +250,10 @@ class WeightTier:
             kept = set(keys)
             for weight in weights:
                 if for_host and weight.unused and weight.buffer is not None and weight.buffer.for_gpu:
-                    self._discard(weight)
+                    self._transfers.discard(weight)
                 if weight.state is WeightState.STORED:
-                    self._start_reading(weight, self._staging.now(weight, kept, for_host=for_host), Priority.URGENT)
+                    buffer = self._staging.now(weight, kept, for_host=for_host)
+                    self._transfers.start_reading(weight, buffer, Priority.URGENT)
                     weight.prefetched = False
                 elif weight.state is WeightState.INITIAL:
                     raise TenCacheError(f"weight {weight.name} is needed before its first value was stored")
@@ -316,9 +264,9 @@ class WeightTier:
                     exposed.append(weight.resident.cpu() if for_host else weight.resident)
                     continue
                 if weight.state is not WeightState.EXPOSED:
-                    self._count_access(weight)
+                    self._mover.counters.accessed(weight.access)
                 if weight.state is WeightState.READING:
-                    self._finish_reading(weight)
+                    self._transfers.finish_reading(weight)
                 if weight.state is WeightState.STAGED:
                     if weight.reader is not None:  # long done; whoever gets the buffer now may change it
                         weight.reader.synchronize()
@@ -360,14 +308,14 @@ class WeightTier:
         with self._lock:
             weight = self._weights[key]
             if weight.unused:
-                self._discard(weight)
+                self._transfers.discard(weight)
 
     def drop_stale(self) -> None:
         """Before an update: forgets the staged copies of trainable weights, which the update makes out of date."""
         with self._lock:
             for weight in self._weights.values():
                 if weight.trainable and weight.unused:
-                    self._discard(weight)
+                    self._transfers.discard(weight)
 
     # Writing
 
@@ -383,7 +331,7 @@ class WeightTier:
                 assert weight.resident is not None
                 return weight.resident
             if weight.unused:
-                self._discard(weight)
+                self._transfers.discard(weight)
             if weight.buffer is not None and weight.buffer.for_gpu:  # the host fills it
                 self.give_back(key)
             weight.move_to(WeightState.OVERWRITING)
@@ -400,14 +348,14 @@ class WeightTier:
                 return
             if weight.state is not WeightState.OVERWRITING:
                 raise TenCacheError(f"weight {weight.name} has no new value to write: it is {weight.state.value}")
-            self._end_change(weight)
+            self._transfers.end_change(weight)
 
     def abandon_overwrite(self, key: int) -> None:
         """There will be no new value after all: the weight keeps the old one."""
         with self._lock:
             weight = self._weights[key]
             if weight.state is WeightState.OVERWRITING:
-                self._end_buffer(weight)
+                self._transfers.end_buffer(weight)
                 weight.move_to(WeightState.STORED)
 
     def begin_update(self, key: int) -> torch.Tensor:
@@ -426,7 +374,7 @@ class WeightTier:
             if weight.state is WeightState.UPDATING:
                 return weight.view()
             if weight.unused:
-                self._discard(weight)
+                self._transfers.discard(weight)
             if weight.state is WeightState.EXPOSED:
                 self.give_back(key)
             weight.move_to(WeightState.UPDATING)
@@ -442,7 +390,7 @@ class WeightTier:
         with self._lock:
             weight = self._weights[key]
             if weight.state is WeightState.UPDATING:
-                self._end_change(weight)
+                self._transfers.end_change(weight)
 
     # Whole-tier operations
 
@@ -463,13 +411,7 @@ class WeightTier:
             StorageError: the read failed, or its bytes are not those last written.
         """
         with self._lock:
-            weight = self._weights[key]
-            if weight.state is WeightState.RESIDENT:
-                assert weight.resident is not None
-                return weight.resident.to("cpu", copy=True)
-            extent = self._extent(weight)
-            with self._mover.reading(extent, self._ordinary.take(weight)) as bytes_read:
-                return bytes_read[: weight.nbytes].view(weight.dtype).clone()
+            return self._transfers.copy_of(self._weights[key])
 
     def scan(self, keys: Sequence[int], visit: Callable[[int, torch.Tensor], None]) -> None:
         """Shows shards that nobody uses, in the order of ``keys``, reading stored ones ahead; none may be changed.
@@ -499,114 +441,18 @@ class WeightTier:
             raise
         self.finish_overwrite(key)
 
-    def stored_nbytes(self) -> list[int]:
-        """Bytes of each shard that lives on NVMe, in the order of registration."""
-        return [weight.nbytes for weight in self._weights.values() if weight.state is not WeightState.RESIDENT]
-
-    def homes(self) -> list[WeightHome]:
-        """Where each weight lives, in the order of registration."""
-        with self._lock:
-            return [
-                WeightHome(weight.key, weight.name, weight.numel, weight.state is not WeightState.RESIDENT)
-                for weight in self._weights.values()
-            ]
-
-    @property
-    def allocated_nbytes(self) -> int:
-        """Bytes that the weights take on NVMe."""
-        return sum(w.extent.allocated_nbytes for w in self._weights.values() if w.extent is not None)
-
-    @property
-    def resident_nbytes(self) -> int:
-        """Bytes of host memory that weights keep; those of weights that are in device memory for now among them."""
-        kept = (w for w in self._weights.values() if w.state is WeightState.RESIDENT)
-        return sum(w.nbytes for w in kept if not w.on_device or w.host is not None)
-
-    def nbytes_of(self, key: int) -> int:
-        """Bytes of one shard."""
-        return self._weights[key].nbytes
-
     def close(self) -> None:
         """Gives back every buffer, those that a device is writing to once it is done, and the weights' places on NVMe.
         Idempotent; the store is closed by its owner."""
         with self._lock:
             for weight in self._weights.values():
-                self._end_buffer(weight)
+                self._transfers.end_buffer(weight)
             self._ordinary.close()
             for weight in self._weights.values():
                 if self._mover.store is not None and weight.extent is not None:
                     self._mover.store.free(weight.extent)
             self._weights.clear()
 
-    # Mechanics, called with the lock held
-
-    def _count_access(self, weight: Weight) -> None:
-        if not weight.prefetched:
-            self._mover.counters.accessed(Access.DEMAND)
-        elif weight.ticket is not None and not weight.ticket.done:
-            self._mover.counters.accessed(Access.LATE)
-        else:
-            self._mover.counters.accessed(Access.PREFETCHED)
-
-    def _start_reading(self, weight: Weight, buffer: StagingBuffer, priority: Priority) -> None:
-        weight.ticket = self._mover.read(self._extent(weight), buffer, priority)
-        weight.buffer, weight.kept = buffer, False
-        weight.move_to(WeightState.READING)
-
-    def _finish_reading(self, weight: Weight) -> None:
-        assert weight.ticket is not None
-        ticket = weight.ticket
-        try:
-            self._mover.wait(ticket, Stall.WEIGHT_READ)
-        except BaseException:
-            if ticket.done:  # a failed read leaves nothing worth keeping; after a time-out the device may still write
-                self._end_buffer(weight)
-                weight.move_to(WeightState.STORED)
-            raise
-        weight.ticket = None
-        weight.move_to(WeightState.STAGED)
-
-    def _discard(self, weight: Weight) -> None:
-        self._end_buffer(weight)
-        weight.move_to(WeightState.STORED)
-        if not weight.kept:
-            self._mover.counters.happened(Event.DISCARDED_READ)
+    def _gone(self, key: int) -> None:
         for order in self._staging.orders:
-            order.gone(weight.key)
-
-    def _end_buffer(self, weight: Weight) -> None:
-        """Parts a weight from its buffer, which goes back now, or when the read into it has ended and not before."""
-        buffer, weight.buffer = weight.buffer, None
-        ticket, weight.ticket = weight.ticket, None
-        reader, weight.reader = weight.reader, None
-        if buffer is None:
-            return
-        if reader is not None:
-            buffer.release_after(reader)
-        elif ticket is None:
-            buffer.release()
-        else:
-            ticket.cancel()  # nobody wants the bytes any more
-            buffer.release_with(ticket)
-
-    @staticmethod
-    def _extent(weight: Weight) -> Extent:
-        if weight.extent is None:
-            raise TenCacheError(f"weight {weight.name} has no place on NVMe: it is {weight.state.value}")
-        return weight.extent
-
-    def _write_back(self, weight: Weight) -> StagingBuffer:
-        """Sends what the buffer holds to NVMe, and the buffer back after it; after an error the weight keeps both."""
-        buffer = weight.buffer
-        assert buffer is not None
-        weight.extent = self._mover.relocate(self._extent(weight))
-        ticket = self._mover.write(weight.extent, buffer.buffer)
-        weight.buffer = None
-        weight.move_to(WeightState.STORED)
-        buffer.release_with(ticket)
-        return buffer
-
-    def _end_change(self, weight: Weight) -> None:
-        """The new value in the buffer is complete."""
-        if not self._write_back(weight).slot_nbytes:
-            self._ordinary.settle(WRITES_BEHIND_NBYTES)
+            order.gone(key)

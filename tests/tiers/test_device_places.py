@@ -285,18 +285,18 @@ def test_weights_go_to_a_device_and_come_back(tmp_path):
         weights.register(key, f"weight {key}", 2048, torch.bfloat16, always_resident=False).copy_(value)
         weights.store_initial(key)
     weights.use_pool(storage.pool)
-    assert [weights.is_resident(key) for key in range(3)] == [True, False, False]
+    assert [weights.homes.is_resident(key) for key in range(3)] == [True, False, False]
     weights.read_ahead([1])
     memory = {key: torch.empty(2048, dtype=torch.bfloat16) for key in (0, 1)}
     for key in (0, 1):
         weights.to_device(key, memory[key])
-        assert weights.on_device(key)
+        assert weights.homes.on_device(key)
         assert torch.equal(memory[key], values[key])
         assert weights.expose([key])[0] is memory[key]
         weights.give_back(key)
-    assert weights.keeps_host_memory(0)
-    assert not weights.keeps_host_memory(1)
-    assert len(weights.stored_nbytes()) == 1
+    assert weights.homes.keeps_host_memory(0)
+    assert not weights.homes.keeps_host_memory(1)
+    assert len(weights.homes.stored_nbytes()) == 1
     for key in (0, 1):  # an update, where they are now
         values[key] = values[key] + 1
         weights.begin_update(key).copy_(values[key])
@@ -309,7 +309,7 @@ def test_weights_go_to_a_device_and_come_back(tmp_path):
     storage.backend.fails = lambda operation, tag: operation is Operation.WRITE
     with pytest.raises(StorageError):
         weights.to_host(1)
-    assert weights.on_device(1)
+    assert weights.homes.on_device(1)
     storage.backend.fails = lambda operation, tag: False
     assert weights.to_host(0) is not None
     assert weights.to_host(1) is None

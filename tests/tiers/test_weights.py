@@ -124,10 +124,10 @@ def test_host_memory_is_filled_in_the_order_of_registration(tmp_path):
     bench.add(50_000, always_resident=True)
     bench.add(SMALL, SMALL, 2, 1)
     bench.use_pool()
-    assert [bench.tier.is_resident(key) for key in bench.values] == [True, True, True, False, True, False]
-    assert bench.tier.resident_nbytes == 4 * (LARGE + 50_000 + SMALL + 2)
-    assert bench.tier.stored_nbytes() == [4 * SMALL, 4]
-    assert bench.tier.nbytes_of(1) == 200_000
+    assert [bench.tier.homes.is_resident(key) for key in bench.values] == [True, True, True, False, True, False]
+    assert bench.tier.homes.resident_nbytes == 4 * (LARGE + 50_000 + SMALL + 2)
+    assert bench.tier.homes.stored_nbytes() == [4 * SMALL, 4]
+    assert bench.tier.homes.nbytes_of(1) == 200_000
     assert (bench.budget_asked, bench.store_opened) == (1, 1)
     bench.check_and_give_back()
     bench.close()
@@ -661,17 +661,17 @@ def test_weights_that_go_to_another_tier_keep_their_place(staged):
     with pytest.raises(TenCacheError, match="w0 cannot be handed over: it is exposed"):
         staged.tier.hand_over([1, 0], other)
     staged.tier.give_back(0)
-    allocated = staged.tier.allocated_nbytes
+    allocated = staged.tier.homes.allocated_nbytes
     staged.tier.hand_over([0, 1], other)
-    assert other.keys == {0, 1}
-    assert not staged.tier.holds(0)
-    assert other.allocated_nbytes + staged.tier.allocated_nbytes == allocated
+    assert other.homes.keys == {0, 1}
+    assert not staged.tier.homes.holds(0)
+    assert other.homes.allocated_nbytes + staged.tier.homes.allocated_nbytes == allocated
     for key, seen in zip([0, 1], other.expose([0, 1]), strict=True):
         assert torch.equal(seen, staged.values[key])
     other.give_back(0)
     other.give_back(1)
     other.close()
-    assert staged.storage.store.nbytes_allocated == staged.tier.allocated_nbytes
+    assert staged.storage.store.nbytes_allocated == staged.tier.homes.allocated_nbytes
     staged.check_and_give_back(2)
 
 

@@ -130,7 +130,7 @@ class WeightMachine(RuleBasedStateMachine):
 
     @rule(key=KEY)
     def begin_overwrite(self, key: int) -> None:
-        if not self.tier.is_resident(key) and key not in self.incomplete:
+        if not self.tier.homes.is_resident(key) and key not in self.incomplete:
             self.exposed.pop(key, None)
             self.overwriting[key] = self.tier.begin_overwrite(key)
 
@@ -149,7 +149,7 @@ class WeightMachine(RuleBasedStateMachine):
 
     @rule(key=KEY)
     def begin_update(self, key: int) -> None:
-        if not self.tier.is_resident(key) and key not in self.overwriting:
+        if not self.tier.homes.is_resident(key) and key not in self.overwriting:
             self.exposed.pop(key, None)  # an exposure ends here
             self.updating[key] = self.tier.begin_update(key)
 
@@ -165,7 +165,7 @@ class WeightMachine(RuleBasedStateMachine):
     def overwrite(self, key: int) -> None:
         if key not in self.incomplete:
             self.values[key] = self.new_value(key)
-            if not self.tier.is_resident(key):
+            if not self.tier.homes.is_resident(key):
                 self.exposed.pop(key, None)
             self.tier.overwrite(key, self.values[key])
 
@@ -198,7 +198,7 @@ class WeightMachine(RuleBasedStateMachine):
         for key in keys:
             assert torch.equal(other.expose([key])[0], self.values[key])
             other.give_back(key)
-        assert other.keys == set(keys)
+        assert other.homes.keys == set(keys)
         other.hand_over(keys, self.tier)
 
     @rule(key=KEY)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A weight's ways between NVMe, its staging buffer and the memory of the device, with the states it passes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tencache_ds.errors import TenCacheError
+from tencache_ds.io import Extent, Priority
+from tencache_ds.observability.counters import Event, Stall
+from tencache_ds.tiers.mover import Mover
+from tencache_ds.tiers.ordinary_memory import WRITES_BEHIND_NBYTES, OrdinaryMemory
+from tencache_ds.tiers.weight_record import StagingBuffer, Weight, WeightState
+
+
+class WeightTransfers:
+    """Guarded by its owner's lock.
+
+    Args:
+        mover: moves the bytes.
+        ordinary: where buffers come from that no pool has.
+        gone: hears of a weight whose buffer was given up before anybody used it.
+    """
+
+    def __init__(self, mover: Mover, ordinary: OrdinaryMemory, gone: Callable[[int], None]) -> None:
+        self._mover = mover
+        self._ordinary = ordinary
+        self._gone = gone
+
+    # NVMe to a staging buffer
+
+    def start_reading(self, weight: Weight, buffer: StagingBuffer, priority: Priority) -> None:
+        """Starts to read a stored weight; after an error the buffer is given back."""
+        weight.ticket = self._mover.read(_extent(weight), buffer, priority)
+        weight.buffer, weight.kept = buffer, False
+        weight.move_to(WeightState.READING)
+
+    def finish_reading(self, weight: Weight) -> None:
+        """Waits until a weight that is being read is staged.
+
+        Raises:
+            StorageError: the read failed, or took too long.
+        """
+        assert weight.ticket is not None
+        ticket = weight.ticket
+        try:
+            self._mover.wait(ticket, Stall.WEIGHT_READ)
+        except BaseException:
+            if ticket.done:  # a failed read leaves nothing worth keeping; after a time-out the device may still write
+                self.end_buffer(weight)
+                weight.move_to(WeightState.STORED)
+            raise
+        weight.ticket = None
+        weight.move_to(WeightState.STAGED)
+
+    def discard(self, weight: Weight) -> None:
+        """Gives up the staged copy of a weight that nobody uses yet."""
+        self.end_buffer(weight)
+        weight.move_to(WeightState.STORED)
+        if not weight.kept:
+            self._mover.counters.happened(Event.DISCARDED_READ)
+        self._gone(weight.key)
+
+    def end_buffer(self, weight: Weight) -> None:
+        """Parts a weight from its buffer, which goes back now, or when the read into it has ended and not before."""
+        buffer, weight.buffer = weight.buffer, None
+        ticket, weight.ticket = weight.ticket, None
+        reader, weight.reader = weight.reader, None
+        if buffer is None:
+            return
+        if reader is not None:
+            buffer.release_after(reader)
+        elif ticket is None:
+            buffer.release()
+        else:
+            ticket.cancel()  # nobody wants the bytes any more
+            buffer.release_with(ticket)
+
+    def copy_of(self, weight: Weight) -> torch.Tensor:
+        """A weight's value as it was last stored, whatever its staging buffer is used for: 1-D, in host memory.
+
+        Raises:
+            StorageError: the read failed, or its bytes are not those last written.
+        """
+        if weight.state is WeightState.RESIDENT:
+            assert weight.resident is not None
+            return weight.resident.to("cpu", copy=True)
+        extent = _extent(weight)
+        with self._mover.reading(extent, self._ordinary.take(weight)) as found:
+            return found[: weight.nbytes].view(weight.dtype).clone()
+
+    # A staging buffer to NVMe
+
+    def write_back(self, weight: Weight) -> StagingBuffer:
+        """Sends what the buffer holds to NVMe, and the buffer back after it; after an error the weight keeps both."""
+        buffer = weight.buffer
+        assert buffer is not None
+        weight.extent = self._mover.relocate(_extent(weight))
+        ticket = self._mover.write(weight.extent, buffer.buffer)
+        weight.buffer = None
+        weight.move_to(WeightState.STORED)
+        buffer.release_with(ticket)
+        return buffer
+
+    def end_change(self, weight: Weight) -> None:
+        """The new value in the buffer is complete: sends it to NVMe. Ordinary memory may have to be waited for."""
+        if not self.write_back(weight).slot_nbytes:
+            self._ordinary.settle(WRITES_BEHIND_NBYTES)
+
+    # Device memory
+
+    def to_device(self, weight: Weight, memory: torch.Tensor) -> None:
+        """Makes a weight resident in device memory; see :meth:`WeightTier.to_device`."""
+        if weight.unused:
+            self.discard(weight)
+        if weight.state not in (WeightState.RESIDENT, WeightState.STORED):
+            raise TenCacheError(f"weight {weight.name} cannot change its place: it is {weight.state.value}")
+        if weight.state is WeightState.STORED:
+            memory.copy_(self.copy_of(weight))
+            weight.move_to(WeightState.RESIDENT)
+        else:
+            assert weight.resident is not None
+            memory.copy_(weight.resident)
+            weight.host = weight.resident
+        weight.resident, weight.on_device = memory, True
+
+    def to_host(self, weight: Weight) -> torch.Tensor | None:
+        """Takes a weight out of device memory; see :meth:`WeightTier.to_host`."""
+        assert weight.resident is not None
+        if weight.host is not None:
+            weight.host.copy_(weight.resident)
+            weight.resident, weight.host, weight.on_device = weight.host, None, False
+            return weight.resident
+        weight.extent = self._mover.relocate(_extent(weight))
+        buffer = self._ordinary.take(weight)
+        buffer.buffer[: weight.nbytes].view(weight.dtype).copy_(weight.resident)
+        self._mover.write_back(weight.extent, buffer).wait(self._mover.timeout_s)
+        weight.resident, weight.on_device = None, False
+        weight.move_to(WeightState.STORED)
+        return None
+
+
+def _extent(weight: Weight) -> Extent:
+    if weight.extent is None:
+        raise TenCacheError(f"weight {weight.name} has no place on NVMe: it is {weight.state.value}")
+    return weight.extent

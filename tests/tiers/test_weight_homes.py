@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights stay in host memory, and what is said of each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tencache_ds.errors import MemoryLimitError, TenCacheError
+from tencache_ds.memory import HostArena, Locking
+from tencache_ds.tiers.resident_memory import SLAB_NBYTES
+from tencache_ds.tiers.weight_homes import WeightHomes
+from tencache_ds.tiers.weight_record import WeightHome, WeightState
+
+NUMEL = 1000
+
+
+@pytest.fixture
+def arena():
+    arena = HostArena(2 * SLAB_NBYTES, Locking.NONE)
+    yield arena
+    arena.close()
+
+
+def added(homes: WeightHomes, key: int, *, numel: int = NUMEL, always_resident: bool = False):
+    weight = homes.make(key, f"w{key}", numel, torch.bfloat16, always_resident=always_resident)
+    homes.weights[key] = weight
+    return weight
+
+
+def test_memory_goes_to_the_first_ones_and_to_those_that_need_it(arena):
+    asked = []
+    homes = WeightHomes(arena, lambda: asked.append(True) or 5 * NUMEL)
+    weights = [added(homes, key, always_resident=key == 4) for key in range(5)]
+    assert asked == [True]
+    assert [homes.is_resident(key) for key in range(5)] == [True, True, False, False, True]
+    for weight in weights:
+        if weight.state is WeightState.RESIDENT:
+            assert weight.resident.shape == (NUMEL,)
+            assert not weight.resident.any()
+        else:
+            assert weight.state is WeightState.INITIAL
+            assert weight.resident is None
+    assert homes.resident_nbytes == 3 * 2 * NUMEL
+    assert homes.stored_nbytes() == [2 * NUMEL] * 2
+    assert homes.nbytes_of(0) == 2 * NUMEL
+    assert homes.allocated_nbytes == 0
+    assert homes.keys == set(range(5))
+    assert homes.all()[2] == WeightHome(2, "w2", NUMEL, on_nvme=True)
+
+
+def test_a_smaller_one_may_still_fit(arena):
+    homes = WeightHomes(arena, lambda: 3 * NUMEL)
+    for key, numel in enumerate((NUMEL, NUMEL, NUMEL // 2)):
+        added(homes, key, numel=numel)
+    assert [homes.is_resident(key) for key in range(3)] == [True, False, True]
+
+
+def test_in_device_memory_only_what_keeps_host_memory_counts_there(arena):
+    homes = WeightHomes(arena, lambda: 2 * NUMEL)
+    there, stored = added(homes, 0), added(homes, 1)
+    there.host, there.resident, there.on_device = there.resident, torch.zeros(NUMEL, dtype=torch.bfloat16), True
+    stored.state, stored.resident, stored.on_device = WeightState.RESIDENT, there.resident, True
+    assert [homes.on_device(key) for key in (0, 1)] == [True, True]
+    assert [homes.keeps_host_memory(key) for key in (0, 1)] == [True, False]
+    assert homes.resident_nbytes == 2 * NUMEL
+    assert homes.stored_nbytes() == []
+
+
+def test_a_weight_is_registered_once_or_not_at_all(arena):
+    homes = WeightHomes(arena, lambda: 10 * SLAB_NBYTES)
+    added(homes, 0)
+    with pytest.raises(TenCacheError, match="registered twice"):
+        added(homes, 0)
+    with pytest.raises(MemoryLimitError):
+        added(homes, 1, numel=SLAB_NBYTES)
+    assert homes.holds(0)
+    assert not homes.holds(1)
