@@ -5,7 +5,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info
 
-from tencache_ds.tiers.cpu_share import CpuShare, cores_for_arithmetic
+from tencache_ds.tiers.cpu_share import ArithmeticCores, CpuShare, cores_for_arithmetic
 
 
 def openmp_threads() -> set[int]:
@@ -40,3 +40,13 @@ def test_limits_every_openmp_library_and_restores_them():
 def test_half_of_this_ranks_cores_where_there_are_enough_and_lanes_work(threads, cores, expected):
     assert cores_for_arithmetic(threads, cores, streamed=True) == expected
     assert cores_for_arithmetic(threads, cores, streamed=False) == min(threads, cores)
+
+
+def test_a_sub_group_that_is_streamed_leaves_cores_to_the_lanes():
+    cores = ArithmeticCores(4, lambda sub_group: sub_group == 1)
+    before = torch.get_num_threads()
+    with CpuShare().limited(4):
+        for sub_group, threads in ((0, 4), (1, 2)):
+            with cores.limited(sub_group):
+                assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == before
