@@ -1,44 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of one DeepSpeed engine lives in GPU memory: decided after the recorded step, given back when a step needs the
-memory. Part of the composition root (:mod:`tencache_ds.session`).
+"""What of one DeepSpeed engine lives in GPU memory: planned after a recorded step, given back when training needs the
+memory, and taken again when it does not. Part of the composition root (:mod:`tencache_ds.session`).
 
-[Note: memory that training needs] Everything here lies in memory that training left idle, and training may want it
-back at any time: for a longer sequence, an evaluation, a second model. torch's allocator cannot be asked to wait. So a
-part of the memory stays free, as much as activations and gradients took in the recorded step. Between modules it is
-looked at how much the pass has taken and, compared with the recorded pass, how much it is going to take. Before that
-exceeds what is left, and whenever half of what stayed free is gone, optimizer state leaves the GPU. It can leave in the
-middle of a pass, because only the optimizer looks at it; weights and gradients leave between two steps. What has left
-does not come back: memory that was needed once is needed again.
+Where everything fits into what the first step left free, there is nothing to decide. Otherwise the second step, the
+first in which DeepSpeed fetches ahead, is recorded: for which weights the device waits, and what the update costs.
+See [Note: memory that training needs] in :mod:`tencache_ds.planning.memory_watch` for what comes after.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tencache_ds.config import Share, TenCacheConfig
 from tencache_ds.errors import MemoryLimitError, TenCacheError
-from tencache_ds.items import Place
+from tencache_ds.gpu_moves import Agree, GpuMoves, Shard
+from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
-from tencache_ds.planning.gpu_placement import (
-    LEAST_HEADROOM_NBYTES,
-    GpuPlan,
-    chunks_to_release,
-    gpu_budget,
-    headroom,
-    plan_gpu,
-)
-from tencache_ds.planning.memory_curve import MemoryCurve
-from tencache_ds.planning.placement import place_state
+from tencache_ds.observability.counters import Stall, StepRecord
+from tencache_ds.planning.gpu_budget import GpuBudget, gpu_budget
+from tencache_ds.planning.gpu_policy import GpuPlan, StateChunk, UpdateRates, Weight, plan_gpu
+from tencache_ds.planning.memory_watch import MemoryWatch
+from tencache_ds.profiling.fetch_waits import CudaStreamClock, FetchRecorder, HostClock
 from tencache_ds.tiers.device_adam import DeviceAdam, TritonAdam
 from tencache_ds.tiers.fused_adam import EXP_AVG, EXP_AVG_SQ, FusedAdam
-from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -49,47 +42,17 @@ COPY_TIMEOUT_S = 600.0
 LOOK_EVERY_S = 0.002
 """Memory is looked at no more often than this, so that it costs less than one percent."""
 
-SPARE_SHARE = 0.25
-"""Of the headroom: so much more than a pass is expected to take is kept free."""
-
-LOST_SHARE = 0.1
-"""Of what a pass is going to take: what is lost between allocations."""
-
 QUANTUM_SHARE = 0.5
 """Of the headroom: so much more state leaves than has to, because each time the device is waited for."""
 
-Agree = Callable[[str, Any, Callable[[Sequence[Any]], Any]], Any]
-"""Lets all ranks decide one thing: the topic, this rank's value, and what is made of those of all ranks."""
+INITIAL_SHARE = 0.7
+"""Of what is free before the first pass: at most so much is used for state that fits nowhere else."""
 
+HIDDEN_SHARE = 0.02
+"""Of the time that a weight's copies take: what they cost even where the device never waits for them."""
 
-class MovableWeights(Protocol):
-    """The weights of a model, as far as they may live in device memory. Between two steps."""
-
-    def shards(self) -> Sequence[tuple[int, int]]:
-        """``(key, bytes)`` of each, in the order in which device memory is given to them."""
-
-    def to_device(self, key: int, memory: torch.Tensor) -> None:
-        """Moves one into device memory (uint8, of its length)."""
-
-    def to_host(self, key: int) -> None:
-        """Moves one back to where it was."""
-
-    def keeps_host_memory(self, key: int) -> bool:
-        """Whether it can go back without a transfer to NVMe."""
-
-
-class Accounts(Protocol):
-    """Who keeps account of memory (a :class:`tencache_ds.session.Session`)."""
-
-    @property
-    def host_left_nbytes(self) -> int:
-        """What of this rank's host memory nothing has taken."""
-
-    def count_host_state(self, nbytes: int) -> None:
-        """More of it is taken by optimizer state, or less."""
-
-    def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
-        """What weights and gradients take in GPU memory now."""
+MORE_NBYTES = 8 * 2**30
+"""The user is told what so much more GPU memory would give."""
 
 
 def open_device(on_cuda: bool, fused: FusedAdam) -> tuple[DeviceMemory, DeviceAdam] | None:
@@ -109,6 +72,26 @@ def open_device(on_cuda: bool, fused: FusedAdam) -> tuple[DeviceMemory, DeviceAd
     return CudaMemory(device, copy), TritonAdam(device, tail_contracted=fused.tail_contracted)
 
 
+def initial_gpu_nbytes(usage: GpuUsage, wanted: int | Share | None) -> int:
+    """GPU memory for optimizer state that has no other place, before anything is known about what training needs.
+
+    Args:
+        usage: before the first pass.
+        wanted: the user's ``gpu_memory``.
+    """
+    if isinstance(wanted, Share):
+        return int(wanted.fraction * (usage.available_nbytes + usage.allocated_nbytes))
+    return int(INITIAL_SHARE * usage.available_nbytes) if wanted is None else min(wanted, usage.available_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What weights and updates add to a step."""
+
+    weights: list[Weight]
+    rates: UpdateRates
+
+
 class GpuHomes:
     """Used by the training thread; :meth:`relieve` by any thread that computes.
 
@@ -116,16 +99,14 @@ class GpuHomes:
         options: of the user.
         memory: of the compute device.
         tier: the optimizer's state.
-        gradients: the accumulated gradients.
-        sub_groups: of each sub-group the weights (keys) of which its elements are, with their numbers of elements, in
-            the order in which they lie in it.
-        weights: the weights.
-        accounts: of host memory for what leaves the device, and of device memory.
-        has_store: whether state may go to NVMe.
+        gradient_itemsize: bytes of an element of the accumulated gradients.
+        n_sub_groups: of the optimizer's state.
+        shards: the weights that may be there, in the same order on every rank.
+        moves: carries out what is decided.
+        host_left_nbytes: what of this rank's host memory nothing has taken.
         agree: among all ranks.
-        moved_state: called with a sub-group whose state has changed its places.
-        moved_gradient: called with a weight and the tensor in which its gradient is accumulated from now on.
-        say: tells the user, on one rank.
+        record_fetches: from now on fetches of weights are told to this recorder, or to none.
+        say: tells the user, on one rank; with the predicted seconds of a step, where they are known.
     """
 
     def __init__(
@@ -133,283 +114,253 @@ class GpuHomes:
         options: TenCacheConfig,
         memory: DeviceMemory,
         tier: OptimizerStateTier,
-        gradients: GradientTier,
-        sub_groups: Sequence[Sequence[tuple[int, int]]],
-        weights: MovableWeights,
-        accounts: Accounts,
+        gradient_itemsize: int,
+        n_sub_groups: int,
+        shards: Callable[[], Sequence[Shard]],
+        moves: GpuMoves,
         *,
-        has_store: bool,
+        host_left_nbytes: Callable[[], int],
         agree: Agree,
-        moved_gradient: Callable[[int, torch.Tensor], None],
-        moved_state: Callable[[int], None],
-        say: Callable[[str], None],
+        record_fetches: Callable[[FetchRecorder | None], None],
+        say: Callable[[str, float | None], None],
     ) -> None:
         self._options = options
         self._memory = memory
         self._tier = tier
-        self._gradients = gradients
-        self._sub_groups = sub_groups
-        self._weights = weights
-        self._accounts = accounts
-        self._has_store = has_store
+        self._gradient_itemsize = gradient_itemsize
+        self._n_sub_groups = n_sub_groups
+        self._shards = shards
+        self._moves = moves
+        self._host_left_nbytes = host_left_nbytes
         self._agree = agree
-        self._moved_gradient = moved_gradient
-        self._moved_state = moved_state
+        self._record_fetches = record_fetches
         self._say = say
+        self._watch = MemoryWatch()
+        self._recorder: FetchRecorder | None = None
         self._planned = False
-        self._headroom_nbytes = LEAST_HEADROOM_NBYTES
-        self._weights_there: list[int] = []
         self._lock = threading.Lock()
         self._t_looked_s = 0.0
         self._stuck = False
-        self._curve = MemoryCurve()
-        self._place = self._base_nbytes = self._left_nbytes = self._n_flushes = 0
-        self._state_nbytes = 0  # in GPU memory: asked for between modules, and a sum over all chunks
+        self._left_nbytes = 0
         memory.record()
 
     # Between two steps
 
-    def step_done(self) -> None:
-        """An optimizer step is over. After the first, all ranks plan; later, what training needs is given back."""
+    def step_done(self, record: StepRecord, update_seconds: float) -> None:
+        """An optimizer step is over.
+
+        Args:
+            record: its figures.
+            update_seconds: what the optimizer took of it, all sub-groups together.
+        """
         if not self._planned:
-            self._planned = True
-            self._plan()
-            return
-        if self._state_nbytes and not self._stuck:
-            short_nbytes = self._short_nbytes(None)
-            if short_nbytes > 0:
+            self._plan(record, update_seconds)
+        else:
+            self._adapt()
+        self._watch.step_done(self._memory.usage())
+
+    def _adapt(self) -> None:
+        """Gives back what training needs, and takes what it no longer does."""
+        usage, watch = self._memory.usage(), self._watch
+        short_nbytes = watch.short_nbytes(usage, None)
+        if short_nbytes > 0:
+            if self._moves.state_nbytes and not self._stuck:
                 self._release_state(short_nbytes)
-        elif self._weights_there and self._short_nbytes(None) > 0:
-            self._release_weights()
-        self._n_flushes = self._memory.usage().n_flushes
+            elif self._moves.weight_nbytes and not self._moves.state_nbytes:
+                n_weights = self._moves.release_weights()
+                if n_weights:
+                    watch.released(1)
+                    logger.warning("training needs GPU memory: %d weights left it", n_weights)
         if self._left_nbytes:
-            self._return_gradients()
             logger.warning(
                 "training needed GPU memory in this step: %s of optimizer state left it, %s are still there",
                 gib(self._left_nbytes),
-                gib(self._state_nbytes),
+                gib(self._moves.state_nbytes),
             )
             self._left_nbytes = 0
+            return
+        spare_nbytes = min(watch.spare_nbytes(), self._allowed_nbytes(usage))
+        if spare_nbytes > 0 and self._moves.bring_back(spare_nbytes):
+            watch.came_back()
+            self._stuck = False
+            self._memory.synchronize()
+            self._memory.trim()
+            self._report("training has not needed the memory for some time", None, None)
 
-    def _plan(self) -> None:
-        self._memory.synchronize()
-        usage = self._memory.usage()
-        self._headroom_nbytes = headroom(usage)
-        self._curve.complete(usage.peak_nbytes - self._base_nbytes)
+    def _allowed_nbytes(self, usage: GpuUsage) -> int:
+        """Of the user's limit, what is not used."""
+        wanted = self._wanted_nbytes(usage)
+        return usage.available_nbytes if wanted is None else max(wanted - self._moves.nbytes, 0)
+
+    def _wanted_nbytes(self, usage: GpuUsage) -> int | None:
         wanted = self._options.gpu_memory
         if isinstance(wanted, Share):
-            wanted = int(wanted.fraction * (usage.available_nbytes + usage.allocated_nbytes))
-        budget = gpu_budget(usage, wanted)
-        smallest = self._agree("GPU memory", budget.nbytes, min)
-        reason = budget.reason if smallest == budget.nbytes else "what the rank with the least has free"
-        shards = list(self._weights.shards())
-        chunks = [
-            self._tier.chunks(index) if self._updated_there(index) else () for index in range(len(self._sub_groups))
-        ]
-        states = [[chunk.nbytes for chunk in group] for group in chunks]
-        gradients = [[chunk.numel * self._gradients.dtype.itemsize for chunk in group] for group in chunks]
-        plan = plan_gpu([nbytes for _, nbytes in shards], states, gradients, smallest)
+            return int(wanted.fraction * (usage.available_nbytes + usage.allocated_nbytes))
+        return wanted
+
+    # The plan
+
+    def _plan(self, record: StepRecord, update_seconds: float) -> None:
+        """After the first step, where everything fits; else after the second, by what it cost."""
+        self._memory.synchronize()
+        usage = self._memory.usage()
+        budget, least_nbytes = self._budget(usage)
+        shards = self._shards()
+        chunks = self._chunks(shards)
+        costs = _Costs([Weight(shard.nbytes, 0.0) for shard in shards], UpdateRates(1.0))
+        there = self._moves.counts()
+        plan = plan_gpu(costs.weights, chunks, least_nbytes, costs.rates)
+        everything = all(plan.weights) and list(plan.chunks) == [len(group) for group in chunks]
+        if not self._agree("whether everything fits into GPU memory", everything, all):
+            if self._recorder is None:
+                self._recorder = FetchRecorder(CudaStreamClock() if self._memory.device.type == "cuda" else HostClock())
+                self._record_fetches(self._recorder)
+                return
+            costs = self._costs(shards, record, update_seconds, self._recorder)
+            plan = plan_gpu(costs.weights, chunks, least_nbytes, costs.rates, least=sum(there))
+        self._record_fetches(None)
+        self._planned = True
+        self._watch.settle(usage)
         t_start_s = time.perf_counter()
-        self._move_weights(shards, plan)
-        self._move_state(plan)
+        self._carry_out(plan, shards, chunks, least_nbytes)
         self._memory.synchronize()
         self._memory.trim()
-        self._n_flushes = self._memory.usage().n_flushes
-        self._report(reason, time.perf_counter() - t_start_s)
+        reason = budget.reason if least_nbytes == budget.nbytes else "what the rank with the least has free"
+        predicted = None
+        if self._recorder is not None:
+            more = plan_gpu(costs.weights, chunks, least_nbytes + MORE_NBYTES, costs.rates, least=sum(there)).seconds
+            now = sum(weight.seconds for weight in costs.weights) + costs.rates.seconds(*self._outside(chunks, there))
+            predicted = max(record.seconds - now + plan.seconds, 0.0)
+            reason += (
+                f"; a step should take {predicted:.2f} s instead of {record.seconds:.2f} s, with {gib(MORE_NBYTES)} "
+                f"more {max(predicted - plan.seconds + more, 0.0):.2f} s"
+            )
+        self._recorder = None
+        self._report(reason, predicted, time.perf_counter() - t_start_s)
 
-    def _updated_there(self, sub_group: int) -> bool:
-        """Whether the kernel takes a sub-group's state: Adam's, in single precision."""
-        kinds = self._tier.kinds(sub_group)
-        dtypes = {self._tier.dtype(sub_group, kind) for kind in kinds}
-        return set(kinds) == {MASTER, EXP_AVG, EXP_AVG_SQ} and dtypes == {torch.float32}
+    def _budget(self, usage: GpuUsage) -> tuple[GpuBudget, int]:
+        """This rank's, and the smallest of all ranks; with what is there already."""
+        budget = gpu_budget(usage, self._wanted_nbytes(usage), self._moves.nbytes)
+        return budget, self._agree("GPU memory", budget.nbytes, min)
 
-    def _move_weights(self, shards: Sequence[tuple[int, int]], plan: GpuPlan) -> None:
-        """All ranks move the same weights, or none: those from NVMe leave the order in which collectives are made."""
-        chosen = [shard for shard, goes in zip(shards, plan.weights, strict=True) if goes]
-        found: dict[int, torch.Tensor] = {}
-        try:
-            for key, nbytes in chosen:
-                found[key] = self._memory.allocate(nbytes)
-        except MemoryLimitError as error:
-            logger.warning("no weight moves to GPU memory: %s", error)
-            found.clear()
-        if not self._agree("weights in GPU memory", len(found) == len(chosen), all):
-            return
-        for key, memory in found.items():
-            self._weights.to_device(key, memory)
-            self._weights_there.append(key)
+    def _chunks(self, shards: Sequence[Shard]) -> list[list[StateChunk]]:
+        """Of each sub-group, as far as its state may be there: Adam's, in single precision, of weights that may."""
+        found: list[list[StateChunk]] = []
+        index_of = {shard.key: index for index, shard in enumerate(shards)}
+        for index in range(self._n_sub_groups):
+            kinds = self._tier.kinds(index)
+            dtypes = {self._tier.dtype(index, kind) for kind in kinds}
+            there = set(kinds) == {MASTER, EXP_AVG, EXP_AVG_SQ} and dtypes == {torch.float32}
+            found.append([])
+            for chunk, keys in zip(self._tier.chunks(index), self._moves.needed(index), strict=True):
+                if not there or not index_of.keys() >= set(keys):
+                    break
+                weights = tuple(index_of[key] for key in keys)
+                gradient_nbytes = chunk.numel * self._gradient_itemsize
+                found[-1].append(StateChunk(chunk.nbytes, gradient_nbytes, chunk.numel, weights))
+        return found
 
-    def _move_state(self, plan: GpuPlan) -> None:
-        """State and gradients; each rank for itself. An allocation that fails ends it, with what is there."""
-        if len(self._weights_there) < sum(plan.weights):
-            return
-        try:
-            for index, count in enumerate(plan.chunks):
-                if count:
-                    self._move_gradients(index, count)
-                    self._relocate({index: self._with_device_chunks(index, count)})
-        except MemoryLimitError as error:
-            logger.warning("less optimizer state than planned moves to GPU memory: %s", error)
-        self._refill_host()
-
-    def _move_gradients(self, sub_group: int, count: int) -> None:
-        """Those of weights all of whose elements belong to the first chunks of a sub-group."""
-        for key, numel, belongs in self._within(sub_group, count):
-            if belongs and not self._gradients.on_device(key):
-                memory = self._memory.allocate(numel * self._gradients.dtype.itemsize)
-                self._moved_gradient(key, self._gradients.move(key, memory.view(self._gradients.dtype)))
-
-    def _return_gradients(self) -> None:
-        """Those of weights whose state has left."""
-        for index in range(len(self._sub_groups)):
-            for key, _, belongs in self._within(index, self._tier.places(index).count(Place.GPU)):
-                if not belongs and self._gradients.on_device(key):
-                    self._moved_gradient(key, self._gradients.move(key, None))
-        self._note()
-
-    def _within(self, sub_group: int, count: int) -> Iterator[tuple[int, int, bool]]:
-        """The weights of a sub-group with their lengths, and whether they end within its first chunks."""
-        end, position = sum(chunk.numel for chunk in self._tier.chunks(sub_group)[:count]), 0
-        for key, numel in self._sub_groups[sub_group]:
-            position += numel
-            yield key, numel, position <= end
-
-    def _with_device_chunks(self, sub_group: int, count: int) -> list[Place]:
-        """The first chunks on the device, the others where they are."""
-        places = self._tier.places(sub_group)
-        return [Place.GPU if index < count else place for index, place in enumerate(places)]
-
-    def _refill_host(self) -> None:
-        """Chunks that are still on NVMe get the host memory that others have left."""
-        places = {index: list(self._tier.places(index)) for index in range(len(self._sub_groups))}
-        stored = [
-            (group, index, self._tier.chunks(group)[index].nbytes)
-            for group, found in places.items()
-            for index, place in enumerate(found)
+    def _costs(
+        self, shards: Sequence[Shard], record: StepRecord, update_seconds: float, recorder: FetchRecorder
+    ) -> _Costs:
+        """By what was recorded. A weight's wait is no longer than its own copies: the rest was for those before it."""
+        waits, rate = recorder.waits(), self._memory.copy_rate()
+        weights = []
+        for shard in shards:
+            wait = waits.get(shard.key)
+            if wait is None:
+                weights.append(Weight(shard.nbytes, 0.0))
+                continue
+            copies = wait.fetches * shard.nbytes / rate
+            longest = wait.seconds if shard.stored else copies
+            weights.append(Weight(shard.nbytes, max(min(wait.seconds, longest), HIDDEN_SHARE * copies)))
+        numel, _ = self._outside(self._chunks(shards), self._moves.counts())
+        waiting = record.stall_seconds[Stall.OPTIMIZER_READ] + record.stall_seconds[Stall.BUFFER]
+        arithmetic = max(update_seconds - waiting, 1e-6)
+        stored = sum(
+            chunk.nbytes
+            for index in range(self._n_sub_groups)
+            for chunk, place in zip(self._tier.chunks(index), self._tier.places(index), strict=True)
             if place is Place.NVME
-        ]
-        homes = place_state([nbytes for _, _, nbytes in stored], max(self._accounts.host_left_nbytes, 0))
-        for (group, index, _), home in zip(stored, homes, strict=True):
-            places[group][index] = home
-        if Place.HOST in homes:
-            self._relocate(places)
+        )
+        rates = UpdateRates(
+            max(numel, 1) / arithmetic,
+            2 * stored / max(update_seconds, 1e-6) if stored else None,
+            self._tier.resident_nbytes + max(self._host_left_nbytes(), 0),
+        )
+        return _Costs(weights, rates)
 
-    def _relocate(self, places: dict[int, list[Place]]) -> None:
-        before = self._tier.resident_nbytes
-        try:
-            self._tier.relocate(places, self._memory)
-        finally:
-            self._accounts.count_host_state(self._tier.resident_nbytes - before)
-            self._state_nbytes = self._tier.device_nbytes
-            for index in places:
-                self._moved_state(index)
+    @staticmethod
+    def _outside(chunks: Sequence[Sequence[StateChunk]], there: Sequence[int]) -> tuple[int, int]:
+        """Parameters and bytes of the state that is not there."""
+        left = [chunk for group, count in zip(chunks, there, strict=True) for chunk in group[count:]]
+        return sum(chunk.numel for chunk in left), sum(chunk.nbytes for chunk in left)
+
+    def _carry_out(
+        self, plan: GpuPlan, shards: Sequence[Shard], chunks: Sequence[Sequence[StateChunk]], budget_nbytes: int
+    ) -> None:
+        """All ranks move the weights that the first one has chosen, and each its own state beside them."""
+        wanted = [shard.key for shard, goes in zip(shards, plan.weights, strict=True) if goes]
+        chosen = set(self._agree("which weights go to GPU memory", wanted, lambda choices: choices[0]))
+        moving = [shard for shard in shards if shard.key in chosen]
+        if not self._moves.bring_weights(moving, self._agree):
+            return
+        if chosen != set(wanted):  # as many chunks as fit with these weights
+            there = [index for index, shard in enumerate(shards) if shard.key in chosen]
+            chunks = [
+                list(itertools.takewhile(lambda chunk: set(chunk.weights) <= set(there), group)) for group in chunks
+            ]
+            free = [[dataclasses.replace(chunk, weights=()) for chunk in group] for group in chunks]
+            plan = plan_gpu([], free, max(budget_nbytes - self._moves.weight_nbytes, 0), UpdateRates(1.0))
+        counts = [max(count, there) for count, there in zip(plan.chunks, self._moves.counts(), strict=True)]
+        self._moves.bring_state(counts)
 
     # Giving back
 
     def begin_pass(self) -> None:
         """A forward pass begins."""
-        self._place, self._base_nbytes = 0, self._memory.usage().allocated_nbytes
-        if not self._planned:
-            self._curve.begin()
+        self._watch.begin_pass(self._memory.usage())
 
     def relieve(self) -> None:
         """Called between modules: takes optimizer state out of GPU memory where training is about to need it. Cheap,
         unless it is."""
-        place, self._place = self._place, self._place + 1
+        watch = self._watch
+        place = watch.next_place()
+        if watch.recording:
+            watch.record(self._memory.usage())
         if not self._planned:
-            self._curve.record(self._memory.usage().allocated_nbytes - self._base_nbytes)
             return
         now_s = time.monotonic()
         if now_s - self._t_looked_s < LOOK_EVERY_S or not self._lock.acquire(blocking=False):
             return
         try:
             self._t_looked_s = now_s
-            if self._state_nbytes and not self._stuck:
-                short_nbytes = self._short_nbytes(place)
-                if short_nbytes > 0:
-                    self._release_state(short_nbytes)
+            short_nbytes = watch.short_nbytes(self._memory.usage(), place)
+            if short_nbytes > 0 and self._moves.state_nbytes and not self._stuck:
+                self._release_state(short_nbytes)
         except MemoryLimitError as error:
             self._stuck = True
             logger.warning("training needs GPU memory, but optimizer state has nowhere to go: %s", error)
         finally:
             self._lock.release()
 
-    def _short_nbytes(self, place: int | None) -> int:
-        """Bytes that have to become free: what is missing to the headroom, if half of that is gone, or what the rest
-        of a pass will take beyond what is there. Between two passes ``place`` is None."""
-        usage = self._memory.usage()
-        available_nbytes = usage.available_nbytes
-        short_nbytes = self._headroom_nbytes - available_nbytes
-        if available_nbytes >= self._headroom_nbytes // 2:
-            short_nbytes = 0
-        if place is not None:
-            more_nbytes = self._curve.more_nbytes(place, usage.allocated_nbytes - self._base_nbytes)
-            needed_nbytes = (1 + LOST_SHARE) * more_nbytes + SPARE_SHARE * self._headroom_nbytes
-            short_nbytes = max(short_nbytes, int(needed_nbytes) - available_nbytes)
-        elif usage.n_flushes > self._n_flushes:  # it found memory, but each time it does a step takes twice as long
-            short_nbytes = max(short_nbytes, self._headroom_nbytes)
-        return short_nbytes
-
     def _release_state(self, nbytes: int) -> None:
-        there = self._state_nbytes
-        states = [[chunk.nbytes for chunk in self._tier.chunks(index)] for index in range(len(self._sub_groups))]
-        counts = [sum(place is Place.GPU for place in self._tier.places(index)) for index in range(len(states))]
-        left = chunks_to_release(states, counts, nbytes + int(QUANTUM_SHARE * self._headroom_nbytes))
-        host_nbytes = self._accounts.host_left_nbytes
-        places: dict[int, list[Place]] = {}
-        for index, count in enumerate(left):
-            if count == counts[index]:
-                continue
-            places[index] = list(self._tier.places(index))
-            for chunk in self._tier.chunks(index)[count : counts[index]]:
-                fits = chunk.nbytes <= host_nbytes or not self._has_store
-                host_nbytes -= chunk.nbytes if fits else 0
-                places[index][chunk.index] = Place.HOST if fits else Place.NVME
-        self._memory.synchronize()
-        self._relocate(places)
-        self._memory.trim()
-        left_nbytes = there - self._state_nbytes
-        self._base_nbytes -= left_nbytes
+        left_nbytes = self._moves.release_state(nbytes + int(QUANTUM_SHARE * self._watch.headroom_nbytes))
+        self._moves.release_gradients()
+        self._watch.released(left_nbytes)
         self._left_nbytes += left_nbytes
-
-    def _release_weights(self) -> None:
-        """The last resort, and only weights that go without the other ranks noticing."""
-        leaving = [key for key in self._weights_there if self._weights.keeps_host_memory(key)]
-        self._memory.synchronize()
-        for key in leaving:
-            self._weights.to_host(key)
-            self._weights_there.remove(key)
-        self._memory.trim()
-        self._note()
-        if leaving:
-            logger.warning("training needs GPU memory: %d weights left it", len(leaving))
 
     # Reporting and lifetime
 
-    def _report(self, reason: str, seconds: float) -> None:
-        nbytes = self._note()
+    def _report(self, reason: str, predicted_seconds: float | None, moved_in_s: float | None) -> None:
+        self._moves.note()
+        moved = "" if moved_in_s is None else f"; moved in {moved_in_s:.1f} s"
         self._say(
-            f"per rank {gib(nbytes)} of weights, {gib(self._gradients.device_nbytes)} of gradients and "
-            f"{gib(self._state_nbytes)} of optimizer state are in GPU memory from now on ({reason}); moved in "
-            f"{seconds:.1f} s"
+            f"per rank {gib(self._moves.weight_nbytes)} of weights, {gib(self._moves.gradient_nbytes)} of gradients "
+            f"and {gib(self._moves.state_nbytes)} of optimizer state are in GPU memory from now on ({reason}{moved})",
+            predicted_seconds,
         )
-
-    def _note(self) -> int:
-        """Tells what is there; returns the weights' bytes."""
-        nbytes = dict(self._weights.shards())
-        weights = sum(nbytes[key] for key in self._weights_there)
-        self._accounts.note_gpu(weight_nbytes=weights, gradient_nbytes=self._gradients.device_nbytes)
-        return weights
 
     def close(self) -> None:
         """Gives the weights back to their model, where they were. Idempotent; the tiers are closed by their owner."""
-        if not self._weights_there:
-            return
-        self._memory.synchronize()
-        while self._weights_there:
-            key = self._weights_there.pop()
-            try:
-                self._weights.to_host(key)
-            except TenCacheError:
-                logger.exception("a weight could not leave GPU memory, and stays there")
-        self._note()
+        self._moves.close()

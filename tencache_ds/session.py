@@ -31,19 +31,25 @@ from tencache_ds.io.scratch import device_of, free_nbytes
 from tencache_ds.items import Place
 from tencache_ds.layout import gib, round_up
 from tencache_ds.memory.arena import HostArena, Locking
+from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.pool import BufferPool, PoolTimeout
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
 from tencache_ds.planning.budget import StagingPlan, plan_staging
 from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES, cut_sub_group
-from tencache_ds.planning.placement import plan_state
+from tencache_ds.planning.placement import StateRoom, plan_state
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
+from tencache_ds.profiling.host_memory import available_nbytes
 from tencache_ds.surroundings import Surroundings
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.sub_group import Kinds, SubGroupSpec
 
 logger = logging.getLogger("DeepSpeed.tencache")
+
+HOST_SHARE_WITHOUT_NVME = 0.9
+"""Of the available host memory: so much may take gradients and optimizer state that must not go to NVMe, before GPU
+memory does."""
 
 
 class Session:
@@ -74,6 +80,8 @@ class Session:
         self._optimizer_store: ExtentStore | None = None
         self._reserved_nbytes = 0
         self._gpu_weight_nbytes = self._gpu_gradient_nbytes = 0
+        self._placement = ""
+        self._predicted_seconds: float | None = None
         self._pools: list[BufferPool] = []
         self._chunk_pool: BufferPool | None = None
         self._fused_adam: FusedAdam | None = None
@@ -122,14 +130,17 @@ class Session:
         gradient_nbytes: int,
         *,
         by_chunks: bool,
+        gpu_nbytes: int = 0,
     ) -> tuple[list[SubGroupSpec], list[int]]:
-        """Decides where the optimizer's state lives: of ``host_memory``, what weights and gradients leave.
+        """Decides where the optimizer's state lives at the start: of ``host_memory``, what weights and gradients leave,
+        then NVMe; in GPU memory what fits into neither.
 
         Args:
             numels: elements of each sub-group.
             kinds: ``(kind, dtype)`` of each state that is kept.
             gradient_nbytes: of the gradients, which stay in host memory.
             by_chunks: an update takes one chunk at a time; else a whole sub-group.
+            gpu_nbytes: GPU memory that may be used before anything is known about what training needs.
 
         Returns:
             The sub-groups, and the bytes of each chunk that goes to NVMe.
@@ -139,19 +150,25 @@ class Session:
             [chunk.nbytes for chunk in cut_sub_group(index, numel, itemsizes, self.options.chunk_size)]
             for index, numel in enumerate(numels)
         ]
-        homes: Sequence[tuple[Place, ...] | None] = [None] * len(numels)
-        if self.surroundings.optimizer_paths:
-            left = self._engines[0].host_left_nbytes - gradient_nbytes
-            homes = plan_state(nbytes, max(0, left), by_chunks=by_chunks)
-        stored = [
-            each
-            for group, places in zip(nbytes, homes, strict=True)
-            for each, place in zip(group, places or (Place.HOST,) * len(group), strict=True)
-            if place is Place.NVME
-        ]
-        self._reserved_nbytes = gradient_nbytes + sum(map(sum, nbytes)) - sum(stored)
+        homes = plan_state(nbytes, self._state_room(gradient_nbytes, gpu_nbytes), by_chunks=by_chunks)
+        by_place: dict[Place, list[int]] = {place: [] for place in Place}
+        for group, places in zip(nbytes, homes, strict=True):
+            for each, place in zip(group, places or (Place.HOST,) * len(group), strict=True):
+                by_place[place].append(each)
+        self._reserved_nbytes = gradient_nbytes + sum(by_place[Place.HOST])
         self._engines[0].reserve_host_memory(self._reserved_nbytes)
-        return [SubGroupSpec(numel, kinds, places) for numel, places in zip(numels, homes, strict=True)], stored
+        if by_place[Place.GPU]:
+            logger.info("%s of optimizer state have no place but GPU memory", gib(sum(by_place[Place.GPU])))
+        specs = [SubGroupSpec(numel, kinds, places) for numel, places in zip(numels, homes, strict=True)]
+        return specs, by_place[Place.NVME]
+
+    def _state_room(self, gradient_nbytes: int, gpu_nbytes: int) -> StateRoom:
+        ranks, paths = self.surroundings.local_ranks, self.surroundings.optimizer_paths
+        if not paths:  # host_memory does not limit it then, but what there is does
+            available = int(HOST_SHARE_WITHOUT_NVME * available_nbytes()) // ranks
+            return StateRoom(max(available - gradient_nbytes, 0), None, gpu_nbytes)
+        left = self._engines[0].host_left_nbytes - gradient_nbytes
+        return StateRoom(max(left, 0), _free_together(paths) // ranks, gpu_nbytes)
 
     @property
     def host_left_nbytes(self) -> int:
@@ -166,6 +183,11 @@ class Session:
     def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
         """What weights and gradients take in GPU memory now, for :meth:`stats`."""
         self._gpu_weight_nbytes, self._gpu_gradient_nbytes = weight_nbytes, gradient_nbytes
+
+    def note_placement(self, placement: str, predicted_seconds: float | None) -> None:
+        """What was decided last about the places of everything, and how long a step should take since then, for
+        :meth:`stats`."""
+        self._placement, self._predicted_seconds = placement, predicted_seconds
 
     def check_optimizer_space(self, needed_nbytes: int) -> None:
         """Compares what optimizer state needs on NVMe with what is free, for all ranks of this host together.
@@ -190,14 +212,18 @@ class Session:
                 errno=errno.ENOSPC,
             )
 
-    def build_optimizer_state(self, specs: Sequence[SubGroupSpec], needed_nbytes: int) -> OptimizerStateTier:
+    def build_optimizer_state(
+        self, specs: Sequence[SubGroupSpec], needed_nbytes: int, device: DeviceMemory | None = None
+    ) -> OptimizerStateTier:
         """Makes the optimizer tier and the room its state needs on NVMe.
 
         Args:
             specs: the sub-groups.
             needed_nbytes: bytes that will be stored on NVMe, for the check before anything is allocated.
+            device: where device memory comes from, for chunks that live there.
 
         Raises:
+            MemoryLimitError: there is no such device memory.
             SpaceError: too little space; says how much is missing.
         """
         if self.surroundings.optimizer_paths and needed_nbytes:
@@ -211,6 +237,7 @@ class Session:
             counters=self.counters,
             chunk_nbytes=self.options.chunk_size,
             timeout_s=self.options.io_timeout_s,
+            device=device,
         )
         return self.optimizer_state
 
@@ -298,6 +325,8 @@ class Session:
             gpu_weight_nbytes=self._gpu_weight_nbytes,
             gpu_gradient_nbytes=self._gpu_gradient_nbytes,
             gpu_state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.device_nbytes,
+            placement=self._placement,
+            predicted_seconds=self._predicted_seconds,
             healed_reads=sum(store.n_healed_reads for store in stores),
             relocated_extents=sum(store.n_relocated for store in stores),
             io_backend=paths[0].backend if paths else "",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,11 @@ import torch
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.gpu_homes import GpuHomes
+from tencache_ds.gpu_moves import GpuMoves, Shard
 from tencache_ds.items import GpuUsage, Place
+from tencache_ds.observability.counters import Counters, StepRecord
+from tencache_ds.planning.memory_watch import FIRST_PATIENCE, RECORDED_STEPS
+from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tests.tiers.ordinary_device import OrdinaryDevice
 from tests.tiers.test_device_places import CHUNK_NBYTES, NUMELS, Bench
@@ -59,8 +64,8 @@ class Weights:
     def __init__(self) -> None:
         self.there: dict[int, torch.Tensor] = {}
 
-    def shards(self) -> list[tuple[int, int]]:
-        return list(WEIGHTS.items())
+    def shards(self) -> list[Shard]:
+        return [Shard(key, nbytes) for key, nbytes in WEIGHTS.items()]
 
     def to_device(self, key: int, memory: torch.Tensor) -> None:
         self.there[key] = memory
@@ -87,11 +92,13 @@ class Accounts:
 
 
 class Life:
-    """A training of three weights in two sub-groups."""
+    """A training of three weights in two sub-groups, whose steps take two seconds."""
+
+    update_seconds = 0.0
 
     def __init__(self, folder: Path, units: float, **options: object) -> None:
-        self.bench = Bench(folder)
         self.memory = Memory(units)
+        self.bench = Bench(folder, device=self.memory)
         self.weights, self.accounts = Weights(), Accounts()
         segments, start = [], 0
         for key, nbytes in WEIGHTS.items():
@@ -100,9 +107,10 @@ class Life:
         buffer = torch.zeros(start, dtype=torch.bfloat16)
         self.gradients = GradientTier(buffer, segments, self.bench.storage.counters)
         self.said: list[str] = []
+        self.predicted: list[float | None] = []
         self.moved: set[int] = set()
-        self.homes = GpuHomes(
-            TenCacheConfig(**options),
+        self.recorder: FetchRecorder | None = None
+        self.moves = GpuMoves(
             self.memory,
             self.bench.tier,
             self.gradients,
@@ -110,11 +118,33 @@ class Life:
             self.weights,
             self.accounts,
             has_store=True,
-            agree=lambda topic, value, decide: decide([value]),
             moved_gradient=lambda key, tensor: self.moved.add(key),
             moved_state=lambda sub_group: None,
-            say=self.said.append,
         )
+        self.homes = GpuHomes(
+            TenCacheConfig(**options),
+            self.memory,
+            self.bench.tier,
+            self.gradients.dtype.itemsize,
+            2,
+            self.weights.shards,
+            self.moves,
+            host_left_nbytes=lambda: self.accounts.host_left_nbytes,
+            agree=lambda topic, value, decide: decide([value]),
+            record_fetches=self.record_fetches,
+            say=self.say,
+        )
+
+    def record_fetches(self, recorder: FetchRecorder | None) -> None:
+        self.recorder = recorder
+
+    def say(self, placement: str, predicted_seconds: float | None) -> None:
+        self.said.append(placement)
+        self.predicted.append(predicted_seconds)
+
+    @property
+    def record(self) -> StepRecord:
+        return dataclasses.replace(Counters().step_done(0), seconds=2.0)
 
     def step(self, tokens: float) -> list[int]:
         """One step whose layers take a unit each for ``tokens`` of 1, and the loss two. Returns how many chunks are
@@ -124,6 +154,9 @@ class Life:
         self.homes.begin_pass()
         for layer in range(5):
             self.memory.use(layer * tokens)
+            if self.recorder is not None and layer < len(WEIGHTS):
+                self.recorder.before_fetch()
+                self.recorder.after_fetch({layer: WEIGHTS[layer]})
             self.look()
             seen.append(self.chunks())
         self.memory.use(6 * tokens)
@@ -131,7 +164,7 @@ class Life:
             self.memory.use(layer * tokens)
             self.look()
         self.memory.use(0)
-        self.homes.step_done()
+        self.homes.step_done(self.record, self.update_seconds)
         return [*seen, self.chunks()]
 
     def look(self) -> None:
@@ -149,7 +182,7 @@ class Life:
 
 @pytest.fixture
 def life(tmp_path, monkeypatch):
-    monkeypatch.setattr("tencache_ds.planning.gpu_placement.LEAST_HEADROOM_NBYTES", 1)
+    monkeypatch.setattr("tencache_ds.planning.gpu_budget.LEAST_HEADROOM_NBYTES", 1)
     made = []
 
     def make(units: float, **options: object) -> Life:
@@ -161,6 +194,13 @@ def life(tmp_path, monkeypatch):
         each.homes.close()
         each.bench.check()
         each.bench.close()
+
+
+def begin(training: Life) -> int:
+    """The first steps, in which it is decided what goes there and recorded what training needs; returns how many chunks
+    are there then."""
+    assert training.step(1)[-1] == 0, "where not everything fits, a second step says what it costs"
+    return [training.step(1)[-1] for _ in range(RECORDED_STEPS - 1)][-1]
 
 
 def test_with_room_for_everything_everything_goes_there_and_stays(life):
@@ -176,13 +216,13 @@ def test_with_room_for_everything_everything_goes_there_and_stays(life):
 def test_room_stays_free_for_a_step_twice_as_large(life):
     # Six units at the peak, six stay free; of the other six, weights take one, and gradients of five chunks another.
     training = life(18)
-    assert training.step(1)[-1] == 5
+    assert begin(training) == 5
     assert training.step(1.5) == [5] * 6
 
 
 def test_before_a_larger_step_gets_to_its_peak_state_has_left(life):
     training = life(18)
-    training.step(1)
+    begin(training)
     assert training.step(1) == [5] * 6
     seen = training.step(2.2)
     assert seen[0] == 5
@@ -193,9 +233,57 @@ def test_before_a_larger_step_gets_to_its_peak_state_has_left(life):
     assert training.gradients.device_nbytes == training.accounts.gradient_nbytes == 0, "nor is its gradient there"
 
 
+def test_a_pass_that_fetches_further_ahead_than_the_first_is_no_reason_to_leave(life):
+    """DeepSpeed knows the order of modules from the second step on."""
+    training = life(100)
+    assert training.step(1)[-1] == 6
+    training.memory.capacity = int((6 + 2 + 14) * UNIT)
+    assert training.step(2)[:-1] == [6] * 5
+    assert training.step(1) == [6] * 6
+    assert training.step(2)[:-1] == [6] * 5
+
+
+def test_what_left_comes_back_when_training_has_not_needed_the_memory_for_long(life):
+    training = life(18)
+    begin(training)
+    training.step(2.2)
+    left = training.chunks()
+    assert left < 5
+    for _ in range(FIRST_PATIENCE):
+        assert training.step(1)[-1] == left
+    training.step(1)
+    assert training.chunks() == 5
+    assert "for some time" in training.said[-1]
+    # Needed again: the next time takes twice as long.
+    training.step(2.2)
+    assert training.chunks() == left
+    for _ in range(2 * FIRST_PATIENCE):
+        assert training.step(1)[-1] == left
+    training.step(1)
+    assert training.chunks() == 5
+
+
+def test_while_steps_stay_large_nothing_comes_back(life):
+    training = life(18)
+    begin(training)
+    training.step(2.2)
+    left = training.chunks()
+    for _ in range(3 * FIRST_PATIENCE):
+        training.step(2.2)
+        assert training.chunks() <= left
+
+
+def test_an_update_that_takes_long_comes_before_weights(life):
+    training = life(18)
+    training.update_seconds = 1.0
+    assert begin(training) == 5
+    assert training.predicted == [pytest.approx(2.0 - 1.0 * 5 / 6, abs=0.1)]
+    assert "a step should take" in training.said[-1]
+
+
 def test_memory_that_is_found_only_by_flushing_is_given_back(life):
     training = life(18)
-    training.step(1)
+    begin(training)
     training.memory.n_flushes += 1
     assert training.step(1)[-1] < 5
     left = training.chunks()
@@ -204,12 +292,12 @@ def test_memory_that_is_found_only_by_flushing_is_given_back(life):
 
 def test_where_state_has_nowhere_to_go_training_goes_on(life, monkeypatch, caplog):
     training = life(18)
-    training.step(1)
+    begin(training)
 
     def refuse(nbytes: int) -> None:
         raise MemoryLimitError("the host is full")
 
-    monkeypatch.setattr(training.homes, "_release_state", refuse)
+    monkeypatch.setattr(training.moves, "release_state", refuse)
     assert training.step(2.2)[-1] == 5
     assert [record for record in caplog.records if "the host is full" in record.getMessage()][1:] == []
     assert "the host is full" in caplog.text
@@ -217,7 +305,7 @@ def test_where_state_has_nowhere_to_go_training_goes_on(life, monkeypatch, caplo
 
 def test_weights_leave_last_and_only_those_that_can_without_the_others(life):
     training = life(18)
-    training.step(1)
+    begin(training)
     training.memory.capacity = int(3.5 * UNIT)
     assert training.step(0.1)[-1] == 0
     assert set(training.weights.there) == {2}
@@ -236,5 +324,5 @@ def test_without_memory_for_all_weights_none_moves(life):
 def test_a_budget_of_the_user_is_kept(life):
     weights = sum(-(-nbytes // 512) * 512 for nbytes in WEIGHTS.values())
     training = life(100, gpu_memory=weights + CHUNK_NBYTES + 4096 * 2)
-    assert training.step(1)[-1] == 1
+    assert begin(training) == 1
     assert training.moved == {0}

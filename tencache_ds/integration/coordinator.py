@@ -24,6 +24,7 @@ from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.observability.counters import Event
 from tencache_ds.planning.lookahead import CommitWindow, Walk
 from tencache_ds.profiling.access_trace import AccessTrace
+from tencache_ds.profiling.fetch_waits import FetchRecorder
 
 
 class TenCacheCoordinator(PartitionedParameterCoordinator):
@@ -51,10 +52,16 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         """Called at the start of each forward pass."""
         self.between_modules: Callable[[], None] = lambda: None
         """Called after each fetch, on the thread that computes."""
+        self.fetch_recorder: FetchRecorder | None = None
+        """Is told of each fetch, in a step that is recorded."""
 
     @torch.no_grad()
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
         """DeepSpeed's fetch, between committing what has arrived and reading further ahead."""
+        recorder = self.fetch_recorder if current_submodule.training else None
+        awaited = {} if recorder is None else _awaited(current_submodule)
+        if recorder is not None:
+            recorder.before_fetch()
         params = self._stored_params(current_submodule)
         needed = {param.ds_id for param in params}
         with self._tencache_lock:
@@ -62,6 +69,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
                 self._access(param)
             self._commit(params)
         super().fetch_sub_module(current_submodule, forward)
+        if recorder is not None:
+            recorder.after_fetch(awaited)
         with self._tencache_lock:
             for swapper in self._swappers():
                 # What was gathered ahead of its use has a use before the one that its bytes would be kept for.
@@ -181,15 +190,28 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             swapper.engine.weights.forget(key)
 
     def _stored_params(self, module: Any) -> list[Any]:
-        params = {param.ds_id: param for param in iter_params(module, recurse=z3_leaf_module(module))}
         return [
             param
-            for _, param in sorted(params.items())
+            for _, param in sorted(_params_of(module).items())
             if isinstance(param.nvme_swapper, ParamSwapper) and param.nvme_swapper.stored(param)
         ]
 
     def _swappers(self) -> list[ParamSwapper]:
         return list(self._tencache_swappers.values())
+
+
+def _params_of(module: Any) -> dict[int, Any]:
+    """The parameters that a fetch of a module is for."""
+    return {param.ds_id: param for param in iter_params(module, recurse=z3_leaf_module(module))}
+
+
+def _awaited(module: Any) -> dict[int, int]:
+    """Of those that are not there, the bytes of this rank's shards."""
+    return {
+        key: int(param.ds_tensor.ds_numel) * param.ds_tensor.element_size()
+        for key, param in _params_of(module).items()
+        if param.ds_status is not ZeroParamStatus.AVAILABLE
+    }
 
 
 def _without_cache(coordinator: type[PartitionedParameterCoordinator]) -> Callable[..., Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards of a model's weights in device memory: a :class:`tencache_ds.gpu_homes.MovableWeights`.
+"""Shards of a model's weights in device memory: a :class:`tencache_ds.gpu_moves.MovableWeights`.
 
 DeepSpeed gathers from ``param.ds_tensor``, wherever that is. With its memory on the device there is nothing to copy; on
 one rank the gathered weight is the shard itself, as in training without offload.
@@ -14,6 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
+from tencache_ds.gpu_moves import Shard
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
 
 
@@ -30,11 +31,12 @@ class DeviceWeights:
         self._model_weights = model_weights
         self._host: dict[int, torch.Tensor] = {}
 
-    def shards(self) -> list[tuple[int, int]]:
-        """See :meth:`MovableWeights.shards`: those on NVMe come first, whose bytes cost most."""
-        stored = {key for key, param in self._params.items() if in_tier(param) and param.nvme_swapper.stored(param)}
-        order = sorted(self._params, key=lambda key: key not in stored)
-        return [(key, _nbytes(self._params[key])) for key in order]
+    def shards(self) -> list[Shard]:
+        """See :meth:`MovableWeights.shards`."""
+        return [
+            Shard(key, _nbytes(param), in_tier(param) and param.nvme_swapper.stored(param))
+            for key, param in self._params.items()
+        ]
 
     def to_device(self, key: int, memory: torch.Tensor) -> None:
         """See :meth:`MovableWeights.to_device`."""

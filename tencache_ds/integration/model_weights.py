@@ -81,11 +81,16 @@ class ModelWeights:
             if overlap.last:
                 _finish(params[overlap.segment])
 
+    def stored(self, chunk: Chunk) -> bool:
+        """See :meth:`WeightWriter.stored`."""
+        if self._flats[chunk.sub_group] is not None:
+            return False
+        params = self._groups[chunk.sub_group]
+        return any(_is_stored(params[overlap.segment]) for overlap in self._overlaps(chunk))
+
     def holds_buffers(self, sub_group: int) -> bool:
         """See :meth:`WeightWriter.holds_buffers`."""
-        return self._flats[sub_group] is None and any(
-            in_tier(param) and param.nvme_swapper.stored(param) for param in self._groups[sub_group]
-        )
+        return self._flats[sub_group] is None and any(_is_stored(param) for param in self._groups[sub_group])
 
     def write(self, sub_group: int, master: torch.Tensor) -> None:
         """Rounds all master weights of a sub-group (1-D, on any device) into its shards."""
@@ -140,6 +145,10 @@ class ModelWeights:
             numels = [partition.ds_numel for partition in self._partitions[sub_group]]
             self._found_segments[sub_group] = (list(itertools.accumulate(numels, initial=0))[:-1], numels)
         return self._found_segments[sub_group]
+
+
+def _is_stored(param: Any) -> bool:
+    return in_tier(param) and bool(param.nvme_swapper.stored(param))
 
 
 def _target(param: Any) -> torch.Tensor:

@@ -20,7 +20,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from tencache_ds.errors import ConfigError, TenCacheError
-from tencache_ds.gpu_homes import GpuHomes, open_device
+from tencache_ds.gpu_homes import GpuHomes, initial_gpu_nbytes, open_device
+from tencache_ds.gpu_moves import GpuMoves
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.checkpoint import CheckpointMixin
@@ -42,6 +43,7 @@ from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.observability.counters import monitor_events
+from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.session import Session
 from tencache_ds.tiers.device_adam import DeviceAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
@@ -67,11 +69,13 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._optimizer_states: OptimizerStates | None = None
         self._updater: SubGroupUpdater | None = None
         self._gpu_homes: GpuHomes | None = None
+        self._device: tuple[DeviceMemory, DeviceAdam] | None = None
         self._model_weights: ModelWeights | None = None
         self._optimizer_on_nvme = False
         self._combined_scale: Any = 1.0
         self._weights_changing = False
         self._by_chunks = False
+        self._update_seconds = 0.0
         self._warned_of_watched_step = False
         offload = kwargs.get("offload_optimizer_config")
         try:
@@ -135,10 +139,16 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             kinds += known_kinds(self.optimizer, dtype)  # in host memory the optimizer's own tensors become the state
         numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
         gradient_nbytes = sum(numels) * self.gradient_accumulation_dtype.itemsize
-        specs, chunk_nbytes = engine.plan_optimizer_state(numels, kinds, gradient_nbytes, by_chunks=by_chunks)
+        gpu_nbytes = 0
+        if self._device is not None:
+            gpu_nbytes = initial_gpu_nbytes(self._device[0].usage(), self._tencache_options.gpu_memory)
+        specs, chunk_nbytes = engine.plan_optimizer_state(
+            numels, kinds, gradient_nbytes, by_chunks=by_chunks, gpu_nbytes=gpu_nbytes
+        )
         engine.check_optimizer_space(sum(chunk_nbytes))
         dist.barrier()  # no rank takes space before every rank has looked
-        self._state = engine.build_optimizer_state(specs, sum(chunk_nbytes))
+        memory = None if self._device is None else self._device[0]
+        self._state = engine.build_optimizer_state(specs, sum(chunk_nbytes), memory)
         engine.build_staging(chunk_nbytes)
         self.subgroup_to_device = dict.fromkeys(range(len(specs)), "cpu")
         for index, ids in enumerate(self.fp16_partitioned_groups_flat_id):
@@ -163,6 +173,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             super()._setup_for_real_optimizer()
             return
         engine = self._require_engine()
+        fused = engine.fused_adam() if updates_by_chunks(self.optimizer) else None
+        self._device = self._open_device(fused)
         self._create_fp32_partitions()
         self._create_next_swappable_fp32_groups()
         self.initialize_optimizer_states()
@@ -179,8 +191,6 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self.grad_partitions_flat_buffer = buffer
         self._gradients = GradientTier(buffer, segments, engine.counters)
         setattr(self, _GRAD_PARTITIONS, {segment.key: self._gradients.segment(segment.key) for segment in segments})
-        fused = engine.fused_adam() if updates_by_chunks(self.optimizer) else None
-        opened = self._open_device(fused)
         self._updater = SubGroupUpdater(
             self.optimizer,
             self._state,
@@ -189,10 +199,10 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             self._model_weights,
             cores=engine.surroundings.cores,
             fused=fused,
-            device=None if opened is None else opened[1],
+            device=None if self._device is None else self._device[1],
         )
-        if opened is not None:
-            self._gpu_homes = self._build_gpu_homes(opened[0])
+        if self._device is not None:
+            self._gpu_homes = self._build_gpu_homes(self._device[0])
         starts = itertools.accumulate((int(n) for n in self.fp16_partitioned_groups_flat_numel), initial=0)
         self._sub_group_starts = list(starts)
 
@@ -211,21 +221,39 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
 
     def _build_gpu_homes(self, memory: DeviceMemory) -> GpuHomes:
         engine = self._require_engine()
-        partitions = getattr(self, _GRAD_PARTITIONS)
-        return GpuHomes(
-            self._tencache_options,
+        weights = DeviceWeights(list(self.module.parameters()), self._model_weights)
+        moves = GpuMoves(
             memory,
             self._state,
             self._gradients,
             [[(param.ds_id, param.partition_numel()) for param in group] for group in self.fp16_groups],
-            DeviceWeights(list(self.module.parameters()), self._model_weights),
+            weights,
             engine,
             has_store=engine.has_optimizer_store,
-            agree=agreed,
-            moved_gradient=partitions.__setitem__,
+            moved_gradient=getattr(self, _GRAD_PARTITIONS).__setitem__,
             moved_state=self._optimizer_states.show,
-            say=lambda message: announce(f"TenCache: {message}"),
         )
+
+        def say(placement: str, predicted_seconds: float | None) -> None:
+            engine.note_placement(placement, predicted_seconds)
+            announce(f"TenCache: {placement}")
+
+        return GpuHomes(
+            self._tencache_options,
+            memory,
+            self._state,
+            self._gradients.dtype.itemsize,
+            len(self.fp16_groups),
+            weights.shards,
+            moves,
+            host_left_nbytes=lambda: engine.host_left_nbytes,
+            agree=agreed,
+            record_fetches=self._record_fetches,
+            say=say,
+        )
+
+    def _record_fetches(self, recorder: FetchRecorder | None) -> None:
+        self._get_param_coordinator().fetch_recorder = recorder
 
     def create_reduce_and_remove_grad_hooks(self) -> None:
         # A post-accumulate hook needs the parameter, not its value: stored weights are not read for it.
@@ -293,6 +321,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         engine = self._require_engine()
         engine.check()
         t_start_ns = time.perf_counter_ns()
+        self._update_seconds = 0.0
         if self._gradients is not None:
             self._gradients.settle()
             self._complete_norms()
@@ -302,12 +331,12 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             self._weights_changing = False
         if self._gradients is not None:
             self._gradients.end_step()
+        record = engine.step_done(time.perf_counter_ns() - t_start_ns)
         coordinator = self._get_param_coordinator()
         if self._gpu_homes is not None:
-            self._gpu_homes.step_done()
+            self._gpu_homes.step_done(record, self._update_seconds)
             coordinator.weights_changed()
         coordinator.read_ahead(updated=True)
-        record = engine.step_done(time.perf_counter_ns() - t_start_ns)
         deepspeed_engine = self._deepspeed_engine()
         if deepspeed_engine is not None and deepspeed_engine.monitor.enabled and dist.get_rank() == 0:
             deepspeed_engine.monitor.write_events(monitor_events(record, deepspeed_engine.global_samples))
@@ -355,12 +384,14 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             if self._by_chunks:
                 self._state.begin_update()
         start = self._sub_group_starts[sub_group_id]
+        t_start_s = time.perf_counter()
         if self._by_chunks:
             group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
             self._updater.update_by_chunks(sub_group_id, group, start, self._combined_scale)
         else:
             stock_step = super()._optimizer_step
             self._updater.update_as_whole(sub_group_id, start, self._combined_scale, lambda: stock_step(sub_group_id))
+        self._update_seconds += time.perf_counter() - t_start_s
 
     def _may_update_by_chunks(self) -> bool:
         if not updates_by_chunks(self.optimizer) or self.torch_autocast_gradscaler is not None:

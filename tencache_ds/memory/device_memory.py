@@ -40,6 +40,12 @@ class DeviceMemory(Protocol):
         """Copies 1-D uint8 host memory of any kind to the device; later work on the current stream finds it there, and
         the source may be freed."""
 
+    def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies 1-D uint8 device memory to host memory of any kind, where it is when this returns."""
+
+    def copy_rate(self) -> float:
+        """Bytes per second from pinned host memory, measured now: some milliseconds."""
+
     def synchronize(self) -> None:
         """Waits for everything that was issued to the device."""
 
@@ -96,18 +102,50 @@ class CudaMemory:
 
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See :meth:`DeviceMemory.write`. Passes through two pinned buffers, in turns."""
+        for start in range(0, source.numel(), BOUNCE_NBYTES):
+            piece = source[start : start + BOUNCE_NBYTES]
+            buffer, copied = self._next_buffer()
+            self._host_copy(buffer[: piece.numel()], piece)
+            target[start : start + piece.numel()].copy_(buffer[: piece.numel()], non_blocking=True)
+            copied.record()
+
+    def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See :meth:`DeviceMemory.read`. Through the same buffers: one is filled while the other one is emptied."""
+        under_way: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
+        for start in range(0, source.numel() + BOUNCE_NBYTES, BOUNCE_NBYTES):
+            before, under_way = under_way, None
+            if start < source.numel():
+                buffer, copied = self._next_buffer()
+                piece = source[start : start + BOUNCE_NBYTES]
+                buffer[: piece.numel()].copy_(piece, non_blocking=True)
+                copied.record()
+                under_way = start, buffer[: piece.numel()], copied
+            if before is not None:
+                first, values, filled = before
+                filled.synchronize()
+                self._host_copy(target[first : first + values.numel()], values)
+
+    def _next_buffer(self) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """The one whose last copy was issued first, when that is over."""
         if not self._bounce:
             for _ in range(2):
                 buffer = torch.empty(BOUNCE_NBYTES, dtype=torch.uint8, pin_memory=True)
                 self._bounce.append((buffer, torch.cuda.Event()))
-        for start in range(0, source.numel(), BOUNCE_NBYTES):
-            piece = source[start : start + BOUNCE_NBYTES]
-            buffer, copied = self._bounce[self._turn]
-            self._turn = 1 - self._turn
-            copied.synchronize()
-            self._host_copy(buffer[: piece.numel()], piece)
-            target[start : start + piece.numel()].copy_(buffer[: piece.numel()], non_blocking=True)
-            copied.record()
+        buffer, copied = self._bounce[self._turn]
+        self._turn = 1 - self._turn
+        copied.synchronize()
+        return buffer, copied
+
+    def copy_rate(self) -> float:
+        """See :meth:`DeviceMemory.copy_rate`."""
+        source = torch.empty(BOUNCE_NBYTES, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty(BOUNCE_NBYTES, dtype=torch.uint8, device=self._device)
+        started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for event in (started, ended):  # the first copy of all is slow
+            target.copy_(source, non_blocking=True)
+            event.record()
+        ended.synchronize()
+        return BOUNCE_NBYTES / (started.elapsed_time(ended) / 1e3)
 
     def synchronize(self) -> None:
         """See :meth:`DeviceMemory.synchronize`."""

@@ -116,6 +116,8 @@ class Stats:
         gpu_weight_nbytes: weights kept in GPU memory.
         gpu_gradient_nbytes: gradients accumulated in GPU memory.
         gpu_state_nbytes: optimizer state kept, and updated, in GPU memory.
+        placement: what was decided last about GPU memory, and why; "" before.
+        predicted_seconds: what a step should take since then; None where it is not known.
         healed_reads: reads that differed from what was written and were right the second time: a disk to watch.
         relocated_extents: how often a weight or chunk changed its NVMe path, for the paths' rates had changed.
         io_backend: name of the I/O backend in use, or "" when nothing is stored.
@@ -136,6 +138,8 @@ class Stats:
     gpu_weight_nbytes: int = 0
     gpu_gradient_nbytes: int = 0
     gpu_state_nbytes: int = 0
+    placement: str = ""
+    predicted_seconds: float | None = None
     healed_reads: int = 0
     relocated_extents: int = 0
     io_backend: str = ""

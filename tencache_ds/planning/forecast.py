@@ -3,7 +3,7 @@
 
 The same order as when it runs, here in bytes instead of weights and chunks. At the start weights, gradients in any
 case, then optimizer state go to host memory (:mod:`tencache_ds.planning.placement`), the rest to NVMe. After the
-recorded step weights, then state with its gradients go to GPU memory (:mod:`tencache_ds.planning.gpu_placement`).
+recorded step weights, then state with its gradients go to GPU memory (:mod:`tencache_ds.planning.gpu_policy`).
 Weights and gradients keep their host memory, in case they have to go back; what state leaves there takes state from
 NVMe.
 """

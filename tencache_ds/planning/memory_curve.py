@@ -8,31 +8,40 @@ and the loss, where nobody looks.
 
 from __future__ import annotations
 
-SMALLEST_SHARE = 0.02
-"""Of the recorded peak: below that, what was taken says nothing about the rest."""
+SMALLEST_SHARE = 0.1
+"""Of the recorded peak: below that, what was taken says little about the rest. DeepSpeed may fetch more or fewer layers
+ahead, which is nothing that the rest is in proportion to."""
 
 
 class MemoryCurve:
-    """Memory of one recorded pass, forward and backward, at the places where it is looked at."""
+    """Memory of recorded passes, forward and backward, at the places where it is looked at: the most that any took."""
 
     def __init__(self) -> None:
         self._taken: list[int] = []
+        self._place = 0
         self._still_to_come: list[int] = []
         self._peak_nbytes = 0
 
     def begin(self) -> None:
-        """A pass begins; an earlier one is forgotten."""
-        self._taken.clear()
+        """A pass begins."""
+        self._place = 0
 
     def record(self, nbytes: int) -> None:
         """The pass has taken so much at the next place."""
-        self._taken.append(nbytes)
+        if self._place < len(self._taken):
+            self._taken[self._place] = max(self._taken[self._place], nbytes)
+        else:
+            self._taken.append(nbytes)
+        self._place += 1
 
-    def complete(self, peak_nbytes: int) -> None:
-        """The recorded passes are over.
+    def complete(self, peak_nbytes: int) -> int:
+        """A recorded pass is over, or several.
 
         Args:
             peak_nbytes: the most that was taken at any time, also between two places.
+
+        Returns:
+            By how much the peak exceeds what was seen at any place.
         """
         self._peak_nbytes = max(peak_nbytes, 0)
         highest = max(self._taken, default=0)
@@ -42,6 +51,7 @@ class MemoryCurve:
             rest = max(rest, self._taken[index])
             share = rest / highest if highest > 0 else 0.0
             self._still_to_come[index] = self._peak_nbytes if index <= came else int(self._peak_nbytes * share)
+        return max(self._peak_nbytes - highest, 0)
 
     def more_nbytes(self, place: int, nbytes: int) -> int:
         """How much more a pass will take at its peak, if it goes on as it began.

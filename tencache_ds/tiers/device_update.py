@@ -90,7 +90,7 @@ class DeviceUpdate:
         weight_dtype = None
         numel = self._tier.numel(sub_group)
         for chunk in self._tier.chunks(sub_group):
-            if not self._tier.on_device(chunk):
+            if not self._tier.on_device(chunk) or self._writer.stored(chunk):
                 continue
             gradients = self._gradients.pieces(start + chunk.start, chunk.numel)
             weights = self._writer.open(chunk)

@@ -88,7 +88,8 @@ class GradientTier:
         return sum(tensor.nbytes for tensor in self._on_device.values())
 
     def move(self, key: int, memory: torch.Tensor | None) -> torch.Tensor:
-        """Accumulates a weight's gradient elsewhere from now on. Between two optimizer steps.
+        """Accumulates a weight's gradient elsewhere from now on; what it holds already moves along. To host memory
+        without waiting for the copy: the device has to be waited for before anybody reads it there.
 
         Args:
             key: the weight.
@@ -97,17 +98,16 @@ class GradientTier:
 
         Returns:
             Where the gradient is accumulated.
-
-        Raises:
-            TenCacheError: the weight has a gradient that no step has used yet.
         """
-        if self._states[key] is GradientState.LIVE:
-            raise TenCacheError(f"the gradient of weight id {key} cannot be moved: no optimizer step has used it yet")
+        before = self.segment(key)
         if memory is None:
             self._on_device.pop(key, None)
         else:
             self._on_device[key] = memory
-        self._states[key] = GradientState.STALE
+        if self._states[key] is GradientState.LIVE:
+            self.segment(key).copy_(before, non_blocking=True)
+        else:
+            self._states[key] = GradientState.STALE
         self.version += 1
         return self.segment(key)
 

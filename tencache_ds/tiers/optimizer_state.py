@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -43,6 +44,7 @@ class OptimizerStateTier:
         counters: Counters,
         chunk_nbytes: int,
         timeout_s: float,
+        device: DeviceMemory | None = None,
     ) -> None:
         """
         Args:
@@ -52,10 +54,13 @@ class OptimizerStateTier:
             counters: where bytes and stalls are counted.
             chunk_nbytes: wanted bytes per chunk.
             timeout_s: longest wait for one transfer or buffer.
+            device: the compute device's memory; None where no chunk may live there.
 
         Raises:
             SpaceError: the store has no room for the state.
+            MemoryLimitError: nor has the device.
         """
+        self._device = device
         self._mover = Mover(store, counters, timeout_s)
         self._chunk_nbytes = chunk_nbytes
         self.version = 0
@@ -64,7 +69,7 @@ class OptimizerStateTier:
         self._memory = HostArena(None, Locking.NONE)
         self._groups: list[SubGroup] = []
         self._stored = StoredChunks(self._groups, self._mover, pool)
-        self._relocation = StateRelocation(self._memory, self._stored)
+        self._relocation = StateRelocation(self._memory, self._stored, device)
         self._groups += [self._make(index, spec) for index, spec in enumerate(specs)]
 
     # Shape
@@ -130,9 +135,11 @@ class OptimizerStateTier:
         if chunk.index not in group.extents:
             self._stored.read_ahead()  # into buffers of writes that have ended since
             if chunk.index in group.device:
-                device = group.device[chunk.index]
-                copy = device.to("cpu", copy=True)
-                return ChunkInUse(chunk, group.views_of(chunk, copy), _device=device, _copy=copy)
+                copy = torch.empty(chunk.nbytes, dtype=torch.uint8)
+                memory = self._require_device()
+                memory.read(copy, group.device[chunk.index])
+                write_back = partial(memory.write, group.device[chunk.index], copy)
+                return ChunkInUse(chunk, group.views_of(chunk, copy), _write_back=write_back)
             return ChunkInUse(chunk, group.resident_views(chunk))
         lease = self._stored.take(chunk)
         return ChunkInUse(chunk, group.views_of(chunk, lease.buffer), lease)
@@ -302,7 +309,7 @@ class OptimizerStateTier:
 
     # Places
 
-    def relocate(self, places: Mapping[int, Sequence[Place]], device: DeviceMemory | None = None) -> None:
+    def relocate(self, places: Mapping[int, Sequence[Place]]) -> None:
         """Moves chunks between the places where they live. Between two passes.
 
         An error leaves every chunk complete where it was or where it was to be. A sub-group that was whole is in chunks
@@ -310,7 +317,6 @@ class OptimizerStateTier:
 
         Args:
             places: of the sub-groups that change, where each chunk is to live.
-            device: where device memory comes from; None where no chunk goes there.
 
         Raises:
             MemoryLimitError: there is no such memory.
@@ -320,7 +326,7 @@ class OptimizerStateTier:
         self._stored.abandon()
         for index, wanted in places.items():
             if self._groups[index].spec.whole and any(place is not Place.HOST for place in wanted):
-                self._groups[index] = self._relocation.cut_whole(self._groups[index], wanted, device)
+                self._groups[index] = self._relocation.cut_whole(self._groups[index], wanted)
                 self.version += 1
         moves = [
             (chunk, place)
@@ -331,7 +337,7 @@ class OptimizerStateTier:
         try:
             # What leaves memory first, so that what comes finds room.
             for chunk, place in sorted(moves, key=lambda move: -move[1]):
-                self._relocation.move(self._groups[chunk.sub_group], chunk, place, device)
+                self._relocation.move(self._groups[chunk.sub_group], chunk, place)
                 self.version += 1
         finally:
             for index in places:
@@ -357,6 +363,11 @@ class OptimizerStateTier:
         self._memory.disown()
 
     # Mechanics
+
+    def _require_device(self) -> DeviceMemory:
+        if self._device is None:
+            raise TenCacheError("optimizer state is on a device; there is none")
+        return self._device
 
     def _make(self, index: int, spec: SubGroupSpec) -> SubGroup:
         if spec.whole:

@@ -29,23 +29,28 @@ class StateRelocation:
     Args:
         memory: host memory of resident chunks.
         stored: chunks on NVMe.
+        device: the compute device's memory; None where no chunk may live there.
     """
 
-    def __init__(self, memory: HostArena, stored: StoredChunks) -> None:
+    def __init__(self, memory: HostArena, stored: StoredChunks, device: DeviceMemory | None) -> None:
         self._memory = memory
         self._stored = stored
+        self._device = device
 
     def house(self, spec: SubGroupSpec, chunks: tuple[Chunk, ...]) -> SubGroup:
-        """A sub-group's chunks in their homes on NVMe and in host memory, their contents still to be written.
+        """A sub-group's chunks in their homes, their contents still to be written.
 
         Raises:
             SpaceError: the store has no room for them; nothing was taken.
+            MemoryLimitError: nor has the device; nothing was taken.
         """
         group = SubGroup(spec, chunks)
         try:
             for chunk, place in zip(chunks, spec.places or (), strict=True):
                 if place is Place.NVME:
                     self._stored.allocate(group, chunk)
+                elif place is Place.GPU:
+                    group.device[chunk.index] = self._require_device(chunk).allocate(chunk.nbytes)
                 else:
                     group.resident[chunk.index] = self._memory.allocate(chunk.nbytes, PURPOSE)
         except BaseException:
@@ -59,7 +64,7 @@ class StateRelocation:
             self._stored.forget(group, chunk)
             self._free_memory(group, chunk)
 
-    def cut_whole(self, group: SubGroup, places: Sequence[Place], device: DeviceMemory | None) -> SubGroup:
+    def cut_whole(self, group: SubGroup, places: Sequence[Place]) -> SubGroup:
         """A whole sub-group's state in chunks, those for device memory there and the others in host memory.
 
         Raises:
@@ -72,7 +77,8 @@ class StateRelocation:
                     piece: group.tensors[piece.kind][chunk.start : chunk.start + chunk.numel].view(torch.uint8)
                     for piece in chunk.pieces
                 }
-                if place is Place.GPU and device is not None:
+                if place is Place.GPU:
+                    device = self._require_device(chunk)
                     memory = cut.device[chunk.index] = device.allocate(chunk.nbytes)
                     for piece, values in pieces.items():
                         device.write(memory[piece.offset : piece.offset + piece.nbytes], values)
@@ -86,7 +92,7 @@ class StateRelocation:
             raise
         return cut
 
-    def move(self, group: SubGroup, chunk: Chunk, place: Place, device: DeviceMemory | None) -> None:
+    def move(self, group: SubGroup, chunk: Chunk, place: Place) -> None:
         """Moves one chunk.
 
         Raises:
@@ -102,10 +108,12 @@ class StateRelocation:
             homes = group.resident
             if place is Place.HOST:
                 target = self._memory.allocate(chunk.nbytes, PURPOSE)
-                target.copy_(source)
+                if chunk.index in group.device:
+                    self._require_device(chunk).read(target, source)
+                else:
+                    target.copy_(source)
             else:
-                if device is None:
-                    raise TenCacheError(f"chunk {chunk.sub_group}.{chunk.index} is to move to a device; there is none")
+                device = self._require_device(chunk)
                 homes, target = group.device, device.allocate(chunk.nbytes)
                 device.write(target, source)
         self._stored.forget(group, chunk)
@@ -118,6 +126,11 @@ class StateRelocation:
             if chunk.index in homes:
                 return nullcontext(homes[chunk.index][: chunk.nbytes])
         return self._stored.reading(chunk)
+
+    def _require_device(self, chunk: Chunk) -> DeviceMemory:
+        if self._device is None:
+            raise TenCacheError(f"chunk {chunk.sub_group}.{chunk.index} is to live on a device; there is none")
+        return self._device
 
     def _free_memory(self, group: SubGroup, chunk: Chunk) -> None:
         group.device.pop(chunk.index, None)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -111,8 +112,7 @@ class ChunkInUse:
     chunk: Chunk
     views: dict[str, torch.Tensor]
     _lease: Lease | None = None
-    _device: torch.Tensor | None = None  # whose copy the views are
-    _copy: torch.Tensor | None = None
+    _write_back: Callable[[], None] | None = None  # of a copy of device memory
 
     @property
     def staged(self) -> bool:
@@ -124,9 +124,8 @@ class ChunkInUse:
         lease is returned, once: whoever calls gives it back.
         """
         lease, self._lease = self._lease, None
-        device, self._device = self._device, None
-        copy, self._copy = self._copy, None
+        write_back, self._write_back = self._write_back, None
         self.views = {}
-        if device is not None and copy is not None and changed:
-            device.copy_(copy)
+        if write_back is not None and changed:
+            write_back()
         return lease

@@ -25,5 +25,8 @@ class WeightWriter(Protocol):
     def close(self, chunk: Chunk) -> None:
         """The values are there."""
 
+    def stored(self, chunk: Chunk) -> bool:
+        """Whether a weight that the chunk has elements of is on NVMe."""
+
     def holds_buffers(self, sub_group: int) -> bool:
         """Whether weights of a sub-group are open in staging buffers, of which there are few."""

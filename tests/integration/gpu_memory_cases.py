@@ -8,10 +8,11 @@ case may say by ``"device_memory"`` how much there is, and by ``"moves"`` that p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import checkpoint_cases
@@ -20,6 +21,7 @@ import training
 import user_api_cases
 from deepspeed.accelerator import get_accelerator
 
+from tencache_ds import session
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.integration import stage3
 from tencache_ds.items import GpuUsage, Place
@@ -109,7 +111,20 @@ class RandomMoves:
         for index in range(len(engine.optimizer.fp16_groups)):
             wanted = [self._random.choice(self._places) for _ in tier.chunks(index)]
             self.moved += sum(new is not old for new, old in zip(wanted, tier.places(index), strict=True))
-            homes._relocate({index: wanted})
+            homes._moves.relocate({index: wanted})
+
+
+@contextlib.contextmanager
+def little_room(case: dict[str, Any]) -> Iterator[None]:
+    """What a case says is left of host memory and of the drives."""
+    found = session.available_nbytes, session._free_together
+    if "host_available" in case:
+        session.available_nbytes = lambda: case["host_available"]
+        session._free_together = lambda paths: case.get("nvme_free", 0)
+    try:
+        yield
+    finally:
+        session.available_nbytes, session._free_together = found
 
 
 def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:
@@ -120,9 +135,10 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
     hook: Any = None
     if engine == "tencache" and "moves" in case:
         hook = RandomMoves(case["moves"], case["places"])
-    if engine == "tencache" and "shrinks_at" in case:
-        hook = Shrinking(case["shrinks_at"])
-    result = training.run_case(case, engine, folder, rank, hook=hook)
+    if engine == "tencache" and ("shrinks_at" in case or "host_available" in case):
+        hook = Shrinking(case.get("shrinks_at"))
+    with little_room(case):
+        result = training.run_case(case, engine, folder, rank, hook=hook)
     if isinstance(hook, RandomMoves):
         result["moved"] = hook.moved
     if isinstance(hook, Shrinking):
@@ -131,9 +147,9 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
 
 
 class Shrinking:
-    """From some step on training wants nearly all of the device's memory for itself."""
+    """From some step on, if any, training wants nearly all of the device's memory for itself."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int | None) -> None:
         self._step = step
         self._taken: torch.Tensor | None = None
         self.device_nbytes: list[list[int]] = []
@@ -141,9 +157,7 @@ class Shrinking:
 
     def __call__(self, engine: Any, step: int) -> None:
         homes = engine.optimizer._gpu_homes
-        nbytes = dict(homes._weights.shards())
-        weights = sum(nbytes[key] for key in homes._weights_there)
-        self.device_nbytes.append([weights, engine.optimizer._state.device_nbytes])
+        self.device_nbytes.append([homes._moves.weight_nbytes, engine.optimizer._state.device_nbytes])
         if step == self._step:
             if isinstance(homes._memory, OrdinaryMemory):
                 homes._memory.wanted_by_training_nbytes = CAPACITY["nbytes"]

@@ -13,7 +13,7 @@ PEAK = 600
 
 def recorded(taken: list[int] = FORWARD_AND_BACKWARD, peak: int = PEAK) -> MemoryCurve:
     curve = MemoryCurve()
-    for passes in (1, 2):  # only the last counts
+    for passes in (1, 2):  # the larger one counts
         curve.begin()
         for nbytes in taken:
             curve.record(nbytes * passes // 2)
@@ -38,7 +38,7 @@ def test_behind_the_peak_little_is_to_come():
     curve = recorded()
     assert curve.more_nbytes(5, 380) == 190  # what went on between two places then may again
     assert curve.more_nbytes(8, 20) == 10
-    assert curve.more_nbytes(8, 200) == 100
+    assert curve.more_nbytes(8, 200) < 0, "what little was taken there says nothing"
 
 
 def test_what_is_not_known_is_not_asked_for():

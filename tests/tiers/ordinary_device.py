@@ -16,6 +16,12 @@ class OrdinaryDevice:
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
+    def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def copy_rate(self) -> float:
+        return 1e10
+
     def synchronize(self) -> None: ...
 
     def trim(self) -> None: ...

@@ -15,6 +15,7 @@ from tencache_ds.errors import MemoryLimitError, StorageError, TenCacheError
 from tencache_ds.io import Operation
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.memory import HostArena, Locking
+from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.device_update import DeviceUpdate
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
@@ -53,8 +54,9 @@ class Device(OrdinaryDevice):
 class Bench:
     """A tier of two sub-groups with known contents."""
 
-    def __init__(self, folder: Path, *, whole: bool = False) -> None:
+    def __init__(self, folder: Path, *, whole: bool = False, device: DeviceMemory | None = None) -> None:
         self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES, 3),))
+        self.device = Device() if device is None else device
         places = [None if whole else (Place.NVME,) * count for count in N_CHUNKS]
         self.tier = OptimizerStateTier(
             [SubGroupSpec(numel, KINDS, each) for numel, each in zip(NUMELS, places, strict=True)],
@@ -63,6 +65,7 @@ class Bench:
             counters=self.storage.counters,
             chunk_nbytes=CHUNK_NBYTES,
             timeout_s=TIMEOUT_S,
+            device=self.device,
         )
         self.dense = [
             {kind: numbers(numel, dtype, 10 * index + i) for i, (kind, dtype) in enumerate(KINDS)}
@@ -105,7 +108,7 @@ def bench(tmp_path):
 @given(st.lists(st.tuples(*[st.sampled_from(list(Place))] * 6), min_size=1, max_size=4), st.booleans())
 def test_state_keeps_its_values_wherever_it_moves(rounds, whole):
     with tempfile.TemporaryDirectory() as folder:
-        bench, device = Bench(Path(folder), whole=whole), Device()
+        bench = Bench(Path(folder), whole=whole)
         try:
             for number, places in enumerate(rounds):
                 if whole:  # there is no store
@@ -113,7 +116,7 @@ def test_state_keeps_its_values_wherever_it_moves(rounds, whole):
                 wanted = {0: places[:4], 1: places[4:]}
                 version = bench.tier.version
                 before = [bench.tier.places(index) for index in (0, 1)]
-                bench.tier.relocate(wanted, device)
+                bench.tier.relocate(wanted)
                 assert [bench.tier.places(index) for index in (0, 1)] == [tuple(places[:4]), tuple(places[4:])]
                 assert (bench.tier.version > version) or before == [tuple(places[:4]), tuple(places[4:])]
                 bench.check()
@@ -129,7 +132,7 @@ def test_state_keeps_its_values_wherever_it_moves(rounds, whole):
 
 
 def test_a_copy_of_device_state_is_no_change_of_it(bench):
-    bench.tier.relocate({1: (Place.GPU, Place.GPU)}, Device())
+    bench.tier.relocate({1: (Place.GPU, Place.GPU)})
     chunk = bench.tier.chunks(1)[0]
     used = bench.tier.take(chunk)
     used.views[MASTER].zero_()
@@ -141,8 +144,9 @@ def test_a_copy_of_device_state_is_no_change_of_it(bench):
 
 
 def test_without_memory_state_stays_where_it_is(bench):
+    bench.device.left_nbytes = 2 * CHUNK_NBYTES
     with pytest.raises(MemoryLimitError):
-        bench.tier.relocate({0: (Place.GPU,) * 4}, Device(2 * CHUNK_NBYTES))
+        bench.tier.relocate({0: (Place.GPU,) * 4})
     assert bench.tier.places(0) == (Place.GPU, Place.GPU, Place.NVME, Place.NVME)
     bench.check()
     bench.change(1)
@@ -150,7 +154,7 @@ def test_without_memory_state_stays_where_it_is(bench):
 
 
 def test_a_chunk_that_cannot_be_written_stays_in_memory(bench):
-    bench.tier.relocate({0: (Place.GPU, Place.HOST, Place.NVME, Place.NVME)}, Device())
+    bench.tier.relocate({0: (Place.GPU, Place.HOST, Place.NVME, Place.NVME)})
     bench.storage.backend.fails = lambda operation, tag: operation is Operation.WRITE
     for places in ((Place.NVME, Place.HOST, Place.NVME, Place.NVME), (Place.GPU, *(Place.NVME,) * 3)):
         with pytest.raises(StorageError, match="injected"):
@@ -161,12 +165,21 @@ def test_a_chunk_that_cannot_be_written_stays_in_memory(bench):
 
 
 def test_what_cannot_be_done_is_said(bench, tmp_path):
+    without = OptimizerStateTier(
+        [SubGroupSpec(100, KINDS, None)],
+        store=None,
+        pool=lambda: bench.storage.pool,
+        counters=bench.storage.counters,
+        chunk_nbytes=CHUNK_NBYTES,
+        timeout_s=TIMEOUT_S,
+    )
     with pytest.raises(TenCacheError, match="there is none"):
-        bench.tier.relocate({0: (Place.GPU,) * 4})
+        without.relocate({0: (Place.GPU,)})
+    without.close()
     (tmp_path / "whole").mkdir()
     whole = Bench(tmp_path / "whole", whole=True)
     with pytest.raises(TenCacheError, match="there is no store"):
-        whole.tier.relocate({0: (Place.NVME,) * 4}, Device())
+        whole.tier.relocate({0: (Place.NVME,) * 4})
     whole.check()
     whole.close()
 
@@ -203,6 +216,7 @@ class Weights:
 
     def __init__(self, numels: tuple[int, ...]) -> None:
         self.numels = numels
+        self.stored_chunks: set[int] = set()
         self.tensors = [torch.zeros(numel, dtype=torch.bfloat16) for numel in numels]
 
     def open(self, chunk):
@@ -219,6 +233,9 @@ class Weights:
     def holds_buffers(self, sub_group: int) -> bool:
         return False
 
+    def stored(self, chunk) -> bool:
+        return chunk.index in self.stored_chunks
+
 
 def test_an_update_reaches_every_element_of_every_chunk_there(bench):
     numel = NUMELS[0]
@@ -231,7 +248,7 @@ def test_an_update_reaches_every_element_of_every_chunk_there(bench):
     weights = Weights(lengths)
     update = DeviceUpdate(Adam(at_address), 16, bench.tier, gradients, weights)
     first = SubGroupStep(0, 7, 1, 1.0, {}, None)
-    bench.tier.relocate({0: (Place.GPU, Place.NVME, Place.GPU, Place.GPU)}, Device())
+    bench.tier.relocate({0: (Place.GPU, Place.NVME, Place.GPU, Place.GPU)})
     gradients.move(1, torch.empty(lengths[1], dtype=torch.bfloat16))
 
     def step(seed: int) -> torch.Tensor:
@@ -262,10 +279,16 @@ def test_an_update_reaches_every_element_of_every_chunk_there(bench):
     step(300)
     gradients.replace(3, torch.ones(lengths[3]))
     assert update.start(first) == {0}
-    bench.tier.relocate({0: (Place.HOST, Place.HOST, Place.HOST, Place.GPU)}, Device())
+    bench.tier.relocate({0: (Place.HOST, Place.HOST, Place.HOST, Place.GPU)})
     gradients.end_step()
     step(400)
     assert update.start(first) == {3}
+    gradients.end_step()
+    # Nor is a chunk updated there whose weights are on NVMe.
+    weights.stored_chunks = {3}
+    bench.tier.relocate({0: (Place.HOST, Place.HOST, Place.GPU, Place.GPU)})
+    step(500)
+    assert update.start(first) == {2}
     assert update.start(SubGroupStep(1, 7 + numel, 1, 1.0, {}, None)) == set()
 
 

@@ -6,17 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tencache_ds.items import GpuUsage
-from tencache_ds.planning.gpu_placement import (
-    ALLOCATION_NBYTES,
+from tencache_ds.planning.gpu_budget import (
     LEAST_HEADROOM_NBYTES,
     chunks_to_release,
     gpu_budget,
     headroom,
-    plan_gpu,
 )
 
 GIB = 2**30
-SIZES = st.lists(st.integers(1, 40 * ALLOCATION_NBYTES), max_size=8)
 
 
 def usage(free: int, cached: int = 0, allocated: int = 0, peak: int = 0) -> GpuUsage:
@@ -42,40 +39,6 @@ def test_a_figure_of_the_user_counts_as_far_as_a_step_leaves_it_free():
     assert gpu_budget(found, 19 * GIB).nbytes == 18 * GIB
     assert "18.00 GiB free" in gpu_budget(found, 19 * GIB).reason
     assert gpu_budget(found, 0).nbytes == 0
-
-
-def test_weights_come_first_then_chunks_from_the_front():
-    weights, chunks, gradients = [1024, 512], [[6144, 6144], [6144]], [[1024, 1024], [1024]]
-    assert plan_gpu(weights, chunks, gradients, 1100).weights == (True, False)
-    assert plan_gpu(weights, chunks, gradients, 1100).chunks == (0, 0)
-    assert plan_gpu(weights, chunks, gradients, 1536 + 7168).chunks == (1, 0)
-    assert plan_gpu(weights, chunks, gradients, 1536 + 2 * 7168 + 100).chunks == (2, 0)
-    everything = plan_gpu(weights, chunks, gradients, 10**6)
-    assert everything.chunks == (2, 1)
-    assert everything.nbytes == 1536 + 3 * 7168
-
-
-@given(SIZES, st.lists(SIZES, max_size=4), st.integers(0, 400 * ALLOCATION_NBYTES))
-def test_a_plan_fits_and_wastes_less_than_the_next_item(weights, groups, budget):
-    gradients = [[nbytes // 6 + 1 for nbytes in group] for group in groups]
-    plan = plan_gpu(weights, groups, gradients, budget)
-
-    def rounded(nbytes: int) -> int:
-        return -(-nbytes // ALLOCATION_NBYTES) * ALLOCATION_NBYTES
-
-    used = sum(rounded(nbytes) for nbytes, there in zip(weights, plan.weights, strict=True) if there)
-    left = []
-    for group, gradient, count in zip(groups, gradients, plan.chunks, strict=True):
-        items = [rounded(a) + rounded(b) for a, b in zip(group, gradient, strict=True)]
-        used += sum(items[:count])
-        left += items[count:]
-    assert used == plan.nbytes <= budget
-    if not all(plan.weights):
-        assert not any(plan.chunks)
-        outside = [rounded(nbytes) for nbytes, there in zip(weights, plan.weights, strict=True) if not there]
-        assert min(outside) > budget - used
-    elif left:
-        assert left[0] > budget - used
 
 
 @given(st.lists(st.lists(st.integers(1, 100), max_size=6), max_size=4), st.data())

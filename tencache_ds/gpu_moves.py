@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out moves of weights, gradients and optimizer state into GPU memory and out of it, and keeps account of
+them. What moves is decided in :mod:`tencache_ds.gpu_homes`. Part of the composition root."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tencache_ds.errors import MemoryLimitError, TenCacheError
+from tencache_ds.items import Place
+from tencache_ds.memory.device_memory import DeviceMemory
+from tencache_ds.planning.gpu_budget import chunks_to_release
+from tencache_ds.planning.placement import place_state
+from tencache_ds.tiers.gradients import GradientTier
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+Agree = Callable[[str, Any, Callable[[Sequence[Any]], Any]], Any]
+"""Lets all ranks decide one thing: the topic, this rank's value, and what is made of those of all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One weight's shard.
+
+    Attributes:
+        key: of the weight.
+        nbytes: of the shard.
+        stored: whether it is on NVMe.
+    """
+
+    key: int
+    nbytes: int
+    stored: bool = False
+
+
+class MovableWeights(Protocol):
+    """The weights of a model, as far as they may live in device memory. Between two steps."""
+
+    def shards(self) -> Sequence[Shard]:
+        """All of them, in the same order on every rank."""
+
+    def to_device(self, key: int, memory: torch.Tensor) -> None:
+        """Moves one into device memory (uint8, of its length)."""
+
+    def to_host(self, key: int) -> None:
+        """Moves one back to where it was."""
+
+    def keeps_host_memory(self, key: int) -> bool:
+        """Whether it can go back without a transfer to NVMe."""
+
+
+class Accounts(Protocol):
+    """Who keeps account of memory (a :class:`tencache_ds.session.Session`)."""
+
+    @property
+    def host_left_nbytes(self) -> int:
+        """What of this rank's host memory nothing has taken."""
+
+    def count_host_state(self, nbytes: int) -> None:
+        """More of it is taken by optimizer state, or less."""
+
+    def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
+        """What weights and gradients take in GPU memory now."""
+
+
+class GpuMoves:
+    """Used by one thread at a time.
+
+    Args:
+        memory: of the compute device.
+        tier: the optimizer's state.
+        gradients: the accumulated gradients.
+        sub_groups: of each sub-group the weights (keys) of which its elements are, with their numbers of elements, in
+            the order in which they lie in it.
+        weights: the weights.
+        accounts: of host memory for what leaves the device, and of device memory.
+        has_store: whether state may go to NVMe.
+        moved_gradient: called with a weight and the tensor in which its gradient is accumulated from now on.
+        moved_state: called with a sub-group whose state has changed its places.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        tier: OptimizerStateTier,
+        gradients: GradientTier,
+        sub_groups: Sequence[Sequence[tuple[int, int]]],
+        weights: MovableWeights,
+        accounts: Accounts,
+        *,
+        has_store: bool,
+        moved_gradient: Callable[[int, torch.Tensor], None],
+        moved_state: Callable[[int], None],
+    ) -> None:
+        self._memory = memory
+        self._tier = tier
+        self._gradients = gradients
+        self._sub_groups = sub_groups
+        self._weights = weights
+        self._accounts = accounts
+        self._has_store = has_store
+        self._moved_gradient = moved_gradient
+        self._moved_state = moved_state
+        self._there: dict[int, int] = {}  # bytes of each weight, in the order in which they came
+        self._out: dict[int, int] = {}  # of those that had to leave
+        self.state_nbytes = tier.device_nbytes
+        """Of state in GPU memory. Asked for between modules: not a sum over all chunks."""
+
+    # What is there
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Of weights in GPU memory."""
+        return sum(self._there.values())
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Of gradients in GPU memory."""
+        return self._gradients.device_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return self.weight_nbytes + self.gradient_nbytes + self.state_nbytes
+
+    def counts(self) -> list[int]:
+        """Of each sub-group how many chunks are there, counted from its first."""
+        return [self._tier.places(index).count(Place.GPU) for index in range(len(self._sub_groups))]
+
+    def note(self) -> None:
+        """Tells the accounts what is there."""
+        self._accounts.note_gpu(weight_nbytes=self.weight_nbytes, gradient_nbytes=self.gradient_nbytes)
+
+    def needed(self, sub_group: int) -> list[tuple[int, ...]]:
+        """Of each chunk of a sub-group the weights (keys) that it has elements of: without them on the device it is not
+        updated there."""
+        found: list[tuple[int, ...]] = []
+        ends = list(itertools.accumulate(numel for _, numel in self._sub_groups[sub_group]))
+        keys = [key for key, _ in self._sub_groups[sub_group]]
+        for chunk in self._tier.chunks(sub_group):
+            first = bisect.bisect_right(ends, chunk.start)
+            last = bisect.bisect_left(ends, chunk.start + chunk.numel)
+            found.append(tuple(keys[first : last + 1]))
+        return found
+
+    # Into GPU memory, between two steps
+
+    def bring_weights(self, shards: Sequence[Shard], agree: Agree) -> bool:
+        """All of them on all ranks, or none on any: those from NVMe leave the order in which collectives are made."""
+        found: dict[int, torch.Tensor] = {}
+        try:
+            for shard in shards:
+                found[shard.key] = self._memory.allocate(shard.nbytes)
+        except MemoryLimitError as error:
+            logger.warning("no weight moves to GPU memory: %s", error)
+            found.clear()
+        if not agree("weights in GPU memory", len(found) == len(shards), all):
+            return False
+        for key, memory in found.items():
+            self._bring_weight(key, memory)
+        return True
+
+    def bring_state(self, counts: Sequence[int]) -> None:
+        """State and gradients of so many first chunks of each sub-group; each rank for itself. An allocation that
+        fails ends it, with what is there. Host memory that becomes free takes state from NVMe."""
+        try:
+            for index, (count, there) in enumerate(zip(counts, self.counts(), strict=True)):
+                if count > there or (count and count == there):
+                    self._bring_gradients(index, count)
+                if count > there:
+                    self.relocate({index: self._with_device_chunks(index, count)})
+        except MemoryLimitError as error:
+            logger.warning("less optimizer state than planned moves to GPU memory: %s", error)
+        self._refill_host()
+
+    def bring_back(self, nbytes: int) -> int:
+        """Of what had to leave, and of what never was there, as much as fits; returns how much that was."""
+        before = self.nbytes
+        for key, size in list(self._out.items()):
+            if size <= nbytes:
+                nbytes -= size
+                del self._out[key]
+                self._bring_weight(key, self._memory.allocate(size))
+        if self._out:
+            return self.nbytes - before
+        counts = self.counts()
+        itemsize = self._gradients.dtype.itemsize
+        for index in range(len(counts)):
+            chunks, needed = self._tier.chunks(index), self.needed(index)
+            while counts[index] < len(chunks) and self._there.keys() >= set(needed[counts[index]]):
+                chunk = chunks[counts[index]]
+                nbytes -= chunk.nbytes + chunk.numel * itemsize
+                if nbytes < 0:
+                    break
+                counts[index] += 1
+            if counts[index] < len(chunks):
+                break
+        self.bring_state(counts)
+        self.note()
+        return self.nbytes - before
+
+    def _bring_weight(self, key: int, memory: torch.Tensor) -> None:
+        self._weights.to_device(key, memory)
+        self._there[key] = memory.nbytes
+
+    def _bring_gradients(self, sub_group: int, count: int) -> None:
+        """Those of weights all of whose elements belong to the first chunks of a sub-group."""
+        for key, numel, belongs in self._within(sub_group, count):
+            if belongs and not self._gradients.on_device(key):
+                memory = self._memory.allocate(numel * self._gradients.dtype.itemsize)
+                self._moved_gradient(key, self._gradients.move(key, memory.view(self._gradients.dtype)))
+
+    def _refill_host(self) -> None:
+        """Chunks that are still on NVMe get the host memory that others have left."""
+        places = {index: list(self._tier.places(index)) for index in range(len(self._sub_groups))}
+        stored = [
+            (group, index, self._tier.chunks(group)[index].nbytes)
+            for group, found in places.items()
+            for index, place in enumerate(found)
+            if place is Place.NVME
+        ]
+        homes = place_state([nbytes for _, _, nbytes in stored], max(self._accounts.host_left_nbytes, 0))
+        for (group, index, _), home in zip(stored, homes, strict=True):
+            places[group][index] = home
+        if Place.HOST in homes:
+            self.relocate(places)
+
+    # Out of GPU memory
+
+    def release_state(self, nbytes: int) -> int:
+        """At least so many bytes of state, from the end of the update; returns how many. Also within a pass, because
+        only the optimizer looks at state.
+
+        Raises:
+            MemoryLimitError: it has nowhere to go.
+        """
+        before, counts = self.state_nbytes, self.counts()
+        states = [[chunk.nbytes for chunk in self._tier.chunks(index)] for index in range(len(counts))]
+        left = chunks_to_release(states, counts, nbytes)
+        host_nbytes = self._accounts.host_left_nbytes
+        places: dict[int, list[Place]] = {}
+        for index, count in enumerate(left):
+            if count == counts[index]:
+                continue
+            places[index] = list(self._tier.places(index))
+            for chunk in self._tier.chunks(index)[count : counts[index]]:
+                fits = chunk.nbytes <= host_nbytes or not self._has_store
+                host_nbytes -= chunk.nbytes if fits else 0
+                places[index][chunk.index] = Place.HOST if fits else Place.NVME
+        self._memory.synchronize()
+        self.relocate(places)
+        self._memory.trim()
+        return before - self.state_nbytes
+
+    def release_gradients(self) -> None:
+        """Those of weights whose state has left, so that no update has to fetch them piece by piece."""
+        if not self._gradients.device_nbytes:
+            return
+        for index, count in enumerate(self.counts()):
+            for key, _, belongs in self._within(index, count):
+                if not belongs and self._gradients.on_device(key):
+                    self._moved_gradient(key, self._gradients.move(key, None))
+        self._memory.synchronize()
+        self.note()
+
+    def release_weights(self) -> int:
+        """The last resort, and only weights that go without the other ranks noticing; returns how many. Between two
+        steps."""
+        leaving = [key for key in self._there if self._weights.keeps_host_memory(key)]
+        self._memory.synchronize()
+        for key in leaving:
+            self._weights.to_host(key)
+            self._out[key] = self._there.pop(key)
+        self._memory.trim()
+        self.note()
+        return len(leaving)
+
+    def relocate(self, places: dict[int, list[Place]]) -> None:
+        """Gives the chunks of some sub-groups other places."""
+        before = self._tier.resident_nbytes
+        try:
+            self._tier.relocate(places)
+        finally:
+            self._accounts.count_host_state(self._tier.resident_nbytes - before)
+            self.state_nbytes = self._tier.device_nbytes
+            for index in places:
+                self._moved_state(index)
+
+    def close(self) -> None:
+        """Gives the weights back to their model, where they were. Idempotent; the tiers are closed by their owner."""
+        if not self._there:
+            return
+        self._memory.synchronize()
+        for key in reversed(list(self._there)):
+            del self._there[key]
+            try:
+                self._weights.to_host(key)
+            except TenCacheError:
+                logger.exception("a weight could not leave GPU memory, and stays there")
+        self.note()
+
+    # Mechanics
+
+    def _within(self, sub_group: int, count: int) -> Iterator[tuple[int, int, bool]]:
+        """The weights of a sub-group with their lengths, and whether they end within its first chunks."""
+        end, position = sum(chunk.numel for chunk in self._tier.chunks(sub_group)[:count]), 0
+        for key, numel in self._sub_groups[sub_group]:
+            position += numel
+            yield key, numel, position <= end
+
+    def _with_device_chunks(self, sub_group: int, count: int) -> list[Place]:
+        """The first chunks on the device, the others where they are."""
+        places = self._tier.places(sub_group)
+        return [Place.GPU if index < count else place for index, place in enumerate(places)]

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lives in GPU memory: whatever saves most seconds of a step per byte, by what was measured.
+
+A weight that is in GPU memory saves what a step waits for its copies; most of that time may already be hidden behind
+arithmetic. A chunk of optimizer state saves its part of the host's update, which takes as long as the slower of two
+things that run side by side: the processor's arithmetic, and the transfers of what is on NVMe. Where those limit the
+step, a chunk on the GPU saves them twice its bytes, because host memory that becomes free takes another one. Its update
+on the GPU is counted as nothing: a GPU's memory is an order of magnitude faster than the host's. A gradient goes where
+its state is, so it need not cross PCIe; and state goes there with its weights only, so neither do their new values.
+
+State goes there from the front, in the order of the update: then a sub-group is updated in one or two launches, and
+gradients that follow their state do so as whole weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tencache_ds.layout import round_up
+
+ALLOCATION_NBYTES = 512
+"""torch's allocator rounds every tensor up to a multiple of this."""
+
+Array = npt.NDArray[Any]
+
+_TRIED = 16
+"""So many of the most promising numbers of chunks are looked at closely."""
+
+_GRID = 64
+"""Where there are more numbers of chunks than this, so many are compared first, then those next to the best."""
+
+_CORE = 12
+"""So many weights around the point where a greedy choice runs out of memory are chosen by trying every combination."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight's shard.
+
+    Attributes:
+        nbytes: of the shard.
+        seconds: what a step takes longer because it is not in GPU memory.
+    """
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StateChunk:
+    """A chunk of optimizer state with the gradients that it is updated with.
+
+    Attributes:
+        nbytes: of its state.
+        gradient_nbytes: of its gradients.
+        numel: parameters.
+        weights: indices of the weights that they belong to.
+    """
+
+    nbytes: int
+    gradient_nbytes: int
+    numel: int
+    weights: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRates:
+    """What an update of state outside of GPU memory costs.
+
+    Attributes:
+        params_per_s: of this rank's cores.
+        nvme_bytes_per_s: of this rank's share of NVMe, reads and writes together; None where no state is there.
+        host_nbytes: host memory for optimizer state; what is beyond it is on NVMe.
+    """
+
+    params_per_s: float
+    nvme_bytes_per_s: float | None = None
+    host_nbytes: int = 0
+
+    def seconds(self, numel: int, nbytes: int) -> float:
+        """How long an update of so many parameters takes, whose state has so many bytes."""
+        arithmetic = numel / self.params_per_s
+        if self.nvme_bytes_per_s is None:
+            return arithmetic
+        return max(arithmetic, 2 * max(0, nbytes - self.host_nbytes) / self.nvme_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """What goes to GPU memory.
+
+    Attributes:
+        weights: of each weight whether it does.
+        chunks: of each sub-group how many of its chunks do, counted from its first.
+        nbytes: of all of it, gradients included.
+        seconds: what weights and updates still add to a step.
+    """
+
+    weights: tuple[bool, ...]
+    chunks: tuple[int, ...]
+    nbytes: int
+    seconds: float
+
+
+def plan_gpu(
+    weights: Sequence[Weight],
+    groups: Sequence[Sequence[StateChunk]],
+    budget_nbytes: int,
+    rates: UpdateRates,
+    *,
+    least: int = 0,
+) -> GpuPlan:
+    """The weights and chunks with which a step is shortest.
+
+    For each number of chunks that fit with their weights, the rest of the budget goes to the weights that save most per
+    byte; for the best of these numbers, which weights are the last to get in is tried out.
+
+    Args:
+        weights: all of them.
+        groups: the chunks of each sub-group that may go there, in the order of the update.
+        budget_nbytes: for weights, state and gradients; not negative.
+        rates: of updates elsewhere.
+        least: so many chunks are there and stay, whatever the budget and wherever their weights are.
+    """
+    chunks = [chunk for group in groups for chunk in group]
+    knapsack = _Knapsack(weights)
+    needed_by = np.full(len(weights), len(chunks) + 1)  # of each weight the first chunk that needs it, from 1
+    for number, chunk in reversed(list(enumerate(chunks, 1))):
+        needed_by[list(chunk.weights)] = number
+    sizes = np.array([0] + [_rounded(each.nbytes) + _rounded(each.gradient_nbytes) for each in chunks], np.int64)
+    np.add.at(sizes, needed_by[needed_by <= len(chunks)], knapsack.sizes[needed_by <= len(chunks)])
+    used = np.cumsum(sizes)
+    numel, nbytes = _running([each.numel for each in chunks]), _running([each.nbytes for each in chunks])
+
+    def seconds_of_update(n: int) -> float:
+        return rates.seconds(int(numel[-1] - numel[n]), int(nbytes[-1] - nbytes[n]))
+
+    def forced(n: int) -> Array:
+        return needed_by <= n if used[n] <= budget_nbytes else np.zeros(len(weights), bool)
+
+    def left(n: int) -> int:
+        there = int(used[n] if used[n] <= budget_nbytes else used[n] - knapsack.sizes[needed_by <= n].sum())
+        return max(budget_nbytes - there, 0)
+
+    def roughly(n: int) -> tuple[float, int]:
+        # Of equally good ones, that with the most state there: less traffic, whatever it is hidden behind.
+        return seconds_of_update(n) + knapsack.seconds_left(left(n), forced(n)), -n
+
+    most = max(least, int(np.searchsorted(used, budget_nbytes, side="right")) - 1)
+    stride = max((most - least) // _GRID, 1)
+    compared = {n: roughly(n) for n in (*range(least, most + 1, stride), most)}
+    middle = min(compared, key=compared.__getitem__)
+    for n in range(max(middle - stride, least), min(middle + stride, most) + 1):
+        compared[n] = roughly(n)
+    plans = []
+    for n in sorted(compared, key=compared.__getitem__)[:_TRIED]:
+        there = forced(n) | knapsack.choose(left(n), forced(n))
+        state_nbytes = int(used[n] - knapsack.sizes[needed_by <= n].sum())
+        plans.append(
+            GpuPlan(
+                tuple(there.tolist()),
+                _by_group(groups, n),
+                state_nbytes + int(knapsack.sizes[there].sum()),
+                seconds_of_update(n) + float(knapsack.seconds[~there].sum()),
+            )
+        )
+    return min(plans, key=lambda plan: plan.seconds)
+
+
+class _Knapsack:
+    """Which weights to take with what is left of a budget."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.sizes = np.array([_rounded(weight.nbytes) for weight in weights], np.int64)
+        self.seconds = np.array([weight.seconds for weight in weights], np.float64)
+        self._order = np.argsort(-self.seconds / np.maximum(self.sizes, 1), kind="stable")
+
+    def seconds_left(self, budget: int, taken: Array) -> float:
+        """What weights still cost after a greedy choice among those that are not taken."""
+        order = self._order[~taken[self._order]]
+        n = int(np.searchsorted(np.cumsum(self.sizes[order]), budget, side="right"))
+        return float(self.seconds[order[n:]].sum())
+
+    def choose(self, budget: int, taken: Array) -> Array:
+        """Of each weight whether it is chosen beside those that are taken: greedily, but for those around the point
+        where that ends."""
+        order = self._order[~taken[self._order]]
+        running = _running(self.sizes[order])
+        start = int(np.searchsorted(running, budget, side="right")) - 1 - _CORE // 2
+        start = max(0, min(start, len(order) - _CORE))
+        core = order[start : start + _CORE]
+        there = np.zeros(len(self.sizes), bool)
+        there[order[:start]] = True
+        left = budget - int(running[start])
+        combinations = (np.arange(2 ** len(core))[:, None] >> np.arange(len(core))) & 1
+        gains = np.where(combinations @ self.sizes[core] <= left, combinations @ self.seconds[core], -1.0)
+        best = combinations[int(gains.argmax())].astype(bool)
+        there[core] = best
+        left -= int(self.sizes[core][best].sum())
+        for index in order[start:]:  # the smallest ones still fit
+            if not there[index] and self.sizes[index] <= left:
+                there[index] = True
+                left -= int(self.sizes[index])
+        return there
+
+
+def _by_group(groups: Sequence[Sequence[StateChunk]], count: int) -> tuple[int, ...]:
+    counts = []
+    for group in groups:
+        counts.append(min(len(group), count))
+        count -= counts[-1]
+    return tuple(counts)
+
+
+def _running(values: Sequence[int] | Array) -> Array:
+    """The sum of the first 0, 1, ... of the values."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(values, np.int64))])
+
+
+def _rounded(nbytes: int) -> int:
+    return round_up(nbytes, ALLOCATION_NBYTES)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes to GPU memory, against every choice there is, and in cases that can be told in words."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tencache_ds.planning.gpu_policy import ALLOCATION_NBYTES, StateChunk, UpdateRates, Weight, plan_gpu
+
+pytestmark = pytest.mark.timeout(60)
+
+UNIT = ALLOCATION_NBYTES
+CHUNK = StateChunk(24 * UNIT, 4 * UNIT, 1024)
+FAST = UpdateRates(params_per_s=1e12)
+
+WEIGHTS = st.lists(st.builds(Weight, st.integers(1, 9 * UNIT), st.floats(0, 0.1)), max_size=9)
+CHUNKS = st.lists(
+    st.builds(
+        StateChunk,
+        st.integers(1, 24 * UNIT),
+        st.integers(1, 4 * UNIT),
+        st.integers(1, 1024),
+        st.frozensets(st.integers(0, 8), max_size=2).map(lambda some: tuple(sorted(some))),
+    )
+)
+GROUPS = st.lists(st.builds(lambda chunks: chunks[:4], CHUNKS), max_size=3)
+RATES = st.builds(
+    UpdateRates,
+    st.sampled_from([1e3, 1e5, 1e9]),
+    st.sampled_from([None, 100.0 * UNIT, 1e4 * UNIT]),
+    st.integers(0, 60 * UNIT),
+)
+
+
+def rounded(nbytes: int) -> int:
+    return -(-nbytes // UNIT) * UNIT
+
+
+def seconds_of(weights, groups, rates, there, count):
+    outside = [chunk for group in groups for chunk in group][count:]
+    update = rates.seconds(sum(chunk.numel for chunk in outside), sum(chunk.nbytes for chunk in outside))
+    return update + sum(weight.seconds for weight, on_gpu in zip(weights, there, strict=True) if not on_gpu)
+
+
+def within(weights, groups):
+    """Chunks that need only weights that there are."""
+    return [
+        [
+            StateChunk(
+                chunk.nbytes, chunk.gradient_nbytes, chunk.numel, tuple(i for i in chunk.weights if i < len(weights))
+            )
+            for chunk in group
+        ]
+        for group in groups
+    ]
+
+
+def best_of_all(weights, groups, budget, rates):
+    chunks = [chunk for group in groups for chunk in group]
+    best = None
+    for there in itertools.product((False, True), repeat=len(weights)):
+        used = sum(rounded(weight.nbytes) for weight, on_gpu in zip(weights, there, strict=True) if on_gpu)
+        for count in range(len(chunks) + 1):
+            if used > budget:
+                break
+            seconds = seconds_of(weights, groups, rates, there, count)
+            best = seconds if best is None else min(best, seconds)
+            if count < len(chunks):
+                if not all(there[index] for index in chunks[count].weights):
+                    break
+                used += rounded(chunks[count].nbytes) + rounded(chunks[count].gradient_nbytes)
+    return best
+
+
+@settings(deadline=None)
+@given(WEIGHTS, GROUPS, st.integers(0, 120 * UNIT), RATES)
+def test_no_other_choice_is_better(weights, groups, budget, rates):
+    groups = within(weights, groups)
+    plan = plan_gpu(weights, groups, budget, rates)
+    count = sum(plan.chunks)
+    assert plan.seconds == pytest.approx(seconds_of(weights, groups, rates, plan.weights, count))
+    assert plan.seconds <= 1.01 * best_of_all(weights, groups, budget, rates) + 1e-12
+    chunks = [chunk for group in groups for chunk in group]
+    assert all(plan.weights[index] for chunk in chunks[:count] for index in chunk.weights)
+    used = sum(rounded(weight.nbytes) for weight, there in zip(weights, plan.weights, strict=True) if there)
+    used += sum(rounded(chunk.nbytes) + rounded(chunk.gradient_nbytes) for chunk in chunks[:count])
+    assert used == plan.nbytes <= budget
+    filled = [n == len(group) for n, group in zip(plan.chunks, groups, strict=True)]
+    assert all(n == 0 for n, full in zip(plan.chunks[1:], filled, strict=False) if not full), "taken from the front"
+
+
+@settings(deadline=None)
+@given(WEIGHTS, GROUPS, st.integers(0, 60 * UNIT), st.integers(0, 60 * UNIT), RATES)
+def test_more_memory_is_never_slower(weights, groups, budget, more, rates):
+    groups = within(weights, groups)
+    less = plan_gpu(weights, groups, budget, rates).seconds
+    assert plan_gpu(weights, groups, budget + more, rates).seconds <= less + 1e-9
+
+
+def test_where_everything_fits_everything_goes_there():
+    plan = plan_gpu([Weight(UNIT, 0.0)] * 30, [[CHUNK] * 3, [], [CHUNK]], 10**9, FAST)
+    assert all(plan.weights)
+    assert plan.chunks == (3, 0, 1)
+    assert plan.seconds == 0.0
+    assert plan_gpu([], [], 0, FAST).nbytes == 0
+
+
+def test_weights_that_a_step_waits_for_come_before_state_that_the_host_updates_quickly():
+    waited_for, hidden = Weight(4 * UNIT, 0.01), Weight(4 * UNIT, 0.0)
+    plan = plan_gpu([hidden, waited_for], [[CHUNK]], 8 * UNIT, UpdateRates(1e6))
+    assert plan.weights == (True, True)
+    plan = plan_gpu([hidden, waited_for], [[CHUNK]], 32 * UNIT, UpdateRates(1e6))
+    assert plan.weights == (False, True), "a weight whose copies are hidden saves less than an update"
+    assert plan.chunks == (1,)
+
+
+def test_state_that_is_on_a_slow_drive_comes_before_weights():
+    weights, groups = [Weight(14 * UNIT, 0.01)] * 2, [[CHUNK] * 4]
+    in_host_memory = UpdateRates(1e6, 240 * UNIT, host_nbytes=96 * UNIT)
+    assert plan_gpu(weights, groups, 28 * UNIT, in_host_memory).weights == (True, True)
+    on_nvme = UpdateRates(1e6, 240 * UNIT, host_nbytes=0)
+    assert plan_gpu(weights, groups, 28 * UNIT, on_nvme).chunks == (1,)
+
+
+def test_what_is_there_stays_and_the_rest_of_the_budget_is_for_weights():
+    weights = [Weight(8 * UNIT, 0.01), Weight(8 * UNIT, 0.01)]
+    chunk = StateChunk(24 * UNIT, 4 * UNIT, 1024, weights=(0,))
+    plan = plan_gpu(weights, [[chunk, chunk]], 36 * UNIT, FAST, least=1)
+    assert (plan.chunks, plan.weights) == ((1,), (True, False))
+    plan = plan_gpu(weights, [[chunk, chunk]], 30 * UNIT, FAST, least=1)
+    assert (plan.chunks, plan.weights) == ((1,), (False, False)), "it was there before its weight"
+    plan = plan_gpu(weights, [[chunk, chunk]], 10 * UNIT, FAST, least=1)
+    assert (plan.chunks, plan.weights) == ((1,), (False, False))
+
+
+def test_thousands_of_weights_and_chunks_are_planned_in_a_tenth_of_a_second():
+    weights = [Weight((1 + i * 7919 % 50) * 100_000, i * 104729 % 1000 / 1e5) for i in range(3000)]
+    chunks = [StateChunk(1 << 25, 1 << 22, 1 << 21, weights=(i, min(i + 1, 2999))) for i in range(3000)]
+    groups = [chunks[i : i + 50] for i in range(0, 3000, 50)]
+    plan_gpu(weights, groups[:1], 40 << 30, FAST)  # what is imported when first used
+    t_start = time.process_time()
+    plan = plan_gpu(weights, groups, 40 << 30, UpdateRates(1e9, 5e9, 10 << 30))
+    assert time.process_time() - t_start < 0.1
+    assert 0 < sum(plan.chunks) < 3000
