@@ -178,15 +178,15 @@ class TenCacheConfig(DeepSpeedConfigModel):
 
     host_memory: HostMemory | None = None
     """Host memory per rank for weights, gradients and optimizer state, in this order; the rest goes to NVMe, but for
-    gradients, which stay in host memory in any case. ``staging_memory`` comes on top. Automatic: half of the memory
+    gradients, which stay in host memory in any case. ``staging_memory`` comes on top. Automatic: 70 % of the memory
     available when the model is built, divided by the ranks on the host; "60%" is another share of it. 0 sends
     everything but gradients to NVMe; else at least 64 KiB."""
 
     gpu_memory: SizeOrShare | None = None
-    """GPU memory per rank in which weights, gradients and optimizer state live. It is filled after the first optimizer
-    step, in this order, and the state in it is updated there. Automatic: what that step left free, less as much again
-    as its activations and gradients took; it is given back when a later step needs it. "60%" is a share of what this
-    process may use of the GPU. 0 uses none."""
+    """GPU memory per rank in which weights, gradients and optimizer state live. What saves most seconds of a step goes
+    there after the first or the second one, and the state in it is updated there. Automatic: what that step left free,
+    less as much again as its activations and gradients took; it is given back when a later step needs it. "60%" is a
+    share of what this process may use of the GPU. 0 uses none."""
 
     staging_memory: Size | None = None
     """Pinned host memory per rank through which everything on its way from or to NVMe passes. Automatic: 12 optimizer

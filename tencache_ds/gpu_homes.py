@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from tencache_ds.config import Share, TenCacheConfig
-from tencache_ds.errors import MemoryLimitError, TenCacheError
+from tencache_ds.errors import TenCacheError
 from tencache_ds.gpu_moves import Agree, GpuMoves, Shard
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import gib
@@ -338,7 +338,7 @@ class GpuHomes:
             short_nbytes = watch.short_nbytes(self._memory.usage(), place)
             if short_nbytes > 0 and self._moves.state_nbytes and not self._stuck:
                 self._release_state(short_nbytes)
-        except MemoryLimitError as error:
+        except TenCacheError as error:
             self._stuck = True
             logger.warning("training needs GPU memory, but optimizer state has nowhere to go: %s", error)
         finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,9 +17,8 @@ from tencache_ds.errors import MemoryLimitError, TenCacheError
 from tencache_ds.items import Place
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.gpu_budget import chunks_to_release
-from tencache_ds.planning.placement import place_state
+from tencache_ds.state_moves import HostAccounts, StateMoves
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -58,15 +57,8 @@ class MovableWeights(Protocol):
         """Whether it can go back without a transfer to NVMe."""
 
 
-class Accounts(Protocol):
+class Accounts(HostAccounts, Protocol):
     """Who keeps account of memory (a :class:`tencache_ds.session.Session`)."""
-
-    @property
-    def host_left_nbytes(self) -> int:
-        """What of this rank's host memory nothing has taken."""
-
-    def count_host_state(self, nbytes: int) -> None:
-        """More of it is taken by optimizer state, or less."""
 
     def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
         """What weights and gradients take in GPU memory now."""
@@ -77,42 +69,37 @@ class GpuMoves:
 
     Args:
         memory: of the compute device.
-        tier: the optimizer's state.
+        state: moves the optimizer's state.
         gradients: the accumulated gradients.
         sub_groups: of each sub-group the weights (keys) of which its elements are, with their numbers of elements, in
             the order in which they lie in it.
         weights: the weights.
-        accounts: of host memory for what leaves the device, and of device memory.
-        has_store: whether state may go to NVMe.
+        accounts: of device memory.
         moved_gradient: called with a weight and the tensor in which its gradient is accumulated from now on.
-        moved_state: called with a sub-group whose state has changed its places.
     """
 
     def __init__(
         self,
         memory: DeviceMemory,
-        tier: OptimizerStateTier,
+        state: StateMoves,
         gradients: GradientTier,
         sub_groups: Sequence[Sequence[tuple[int, int]]],
         weights: MovableWeights,
         accounts: Accounts,
         *,
-        has_store: bool,
         moved_gradient: Callable[[int, torch.Tensor], None],
-        moved_state: Callable[[int], None],
     ) -> None:
         self._memory = memory
-        self._tier = tier
+        self._state = state
+        self._tier = state.tier
         self._gradients = gradients
         self._sub_groups = sub_groups
         self._weights = weights
         self._accounts = accounts
-        self._has_store = has_store
         self._moved_gradient = moved_gradient
-        self._moved_state = moved_state
         self._there: dict[int, int] = {}  # bytes of each weight, in the order in which they came
         self._out: dict[int, int] = {}  # of those that had to leave
-        self.state_nbytes = tier.device_nbytes
+        self.state_nbytes = state.tier.device_nbytes
         """Of state in GPU memory. Asked for between modules: not a sum over all chunks."""
 
     # What is there
@@ -180,7 +167,7 @@ class GpuMoves:
                     self.relocate({index: self._with_device_chunks(index, count)})
         except MemoryLimitError as error:
             logger.warning("less optimizer state than planned moves to GPU memory: %s", error)
-        self._refill_host()
+        self._state.take_host_memory(self._state.accounts.host_left_nbytes)
 
     def bring_back(self, nbytes: int) -> int:
         """Of what had to leave, and of what never was there, as much as fits; returns how much that was."""
@@ -219,21 +206,6 @@ class GpuMoves:
                 memory = self._memory.allocate(numel * self._gradients.dtype.itemsize)
                 self._moved_gradient(key, self._gradients.move(key, memory.view(self._gradients.dtype)))
 
-    def _refill_host(self) -> None:
-        """Chunks that are still on NVMe get the host memory that others have left."""
-        places = {index: list(self._tier.places(index)) for index in range(len(self._sub_groups))}
-        stored = [
-            (group, index, self._tier.chunks(group)[index].nbytes)
-            for group, found in places.items()
-            for index, place in enumerate(found)
-            if place is Place.NVME
-        ]
-        homes = place_state([nbytes for _, _, nbytes in stored], max(self._accounts.host_left_nbytes, 0))
-        for (group, index, _), home in zip(stored, homes, strict=True):
-            places[group][index] = home
-        if Place.HOST in homes:
-            self.relocate(places)
-
     # Out of GPU memory
 
     def release_state(self, nbytes: int) -> int:
@@ -246,14 +218,14 @@ class GpuMoves:
         before, counts = self.state_nbytes, self.counts()
         states = [[chunk.nbytes for chunk in self._tier.chunks(index)] for index in range(len(counts))]
         left = chunks_to_release(states, counts, nbytes)
-        host_nbytes = self._accounts.host_left_nbytes
+        host_nbytes = self._state.accounts.host_left_nbytes
         places: dict[int, list[Place]] = {}
         for index, count in enumerate(left):
             if count == counts[index]:
                 continue
             places[index] = list(self._tier.places(index))
             for chunk in self._tier.chunks(index)[count : counts[index]]:
-                fits = chunk.nbytes <= host_nbytes or not self._has_store
+                fits = chunk.nbytes <= host_nbytes or not self._state.open_store()
                 host_nbytes -= chunk.nbytes if fits else 0
                 places[index][chunk.index] = Place.HOST if fits else Place.NVME
         self._memory.synchronize()
@@ -284,16 +256,12 @@ class GpuMoves:
         self.note()
         return len(leaving)
 
-    def relocate(self, places: dict[int, list[Place]]) -> None:
+    def relocate(self, places: Mapping[int, Sequence[Place]]) -> None:
         """Gives the chunks of some sub-groups other places."""
-        before = self._tier.resident_nbytes
         try:
-            self._tier.relocate(places)
+            self._state.relocate(places)
         finally:
-            self._accounts.count_host_state(self._tier.resident_nbytes - before)
             self.state_nbytes = self._tier.device_nbytes
-            for index in places:
-                self._moved_state(index)
 
     def close(self) -> None:
         """Gives the weights back to their model, where they were. Idempotent; the tiers are closed by their owner."""

@@ -25,6 +25,7 @@ from tencache_ds.config import TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import SpaceError, TenCacheError
 from tencache_ds.gpu_staging import GpuStaging
+from tencache_ds.host_homes import HostHomes
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.paths import NvmePaths
 from tencache_ds.io.scratch import device_of, free_nbytes
@@ -35,11 +36,13 @@ from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.pool import BufferPool, PoolTimeout
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
-from tencache_ds.planning.budget import StagingPlan, plan_staging
+from tencache_ds.planning.budget import AUTO_CHUNK_SLOTS, StagingPlan, plan_staging
 from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES, cut_sub_group
+from tencache_ds.planning.host_watch import HostWatch
 from tencache_ds.planning.placement import StateRoom, plan_state
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
-from tencache_ds.profiling.host_memory import available_nbytes
+from tencache_ds.profiling.host_memory import available_nbytes, memory_nbytes
+from tencache_ds.state_moves import StateMoves
 from tencache_ds.surroundings import Surroundings
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
@@ -86,6 +89,7 @@ class Session:
         self._chunk_pool: BufferPool | None = None
         self._fused_adam: FusedAdam | None = None
         self._staging_arena: HostArena | None = None
+        self._late_arena: HostArena | None = None
         locking = Locking.CUDA if surroundings.on_cuda and surroundings.pin_memory else Locking.NONE
         self._gradient_arena = HostArena(None, locking, inherited=True)
         self._gpu_staging = GpuStaging(
@@ -96,11 +100,6 @@ class Session:
             warn=logger.warning if surroundings.rank == 0 else logger.debug,
         )
         self._claimed = [engine for engine in self._engines if engine.claim(self)]
-
-    @property
-    def has_optimizer_store(self) -> bool:
-        """Whether optimizer state may live on NVMe."""
-        return self._optimizer_store is not None
 
     @property
     def closed(self) -> bool:
@@ -241,6 +240,37 @@ class Session:
         )
         return self.optimizer_state
 
+    def open_optimizer_store(self) -> bool:
+        """Makes NVMe ready for optimizer state, where none went there at the start; False where none may.
+
+        Raises:
+            ConfigError: ``staging_memory`` is too small for it.
+            StorageError: there is no room, or the folder cannot be used.
+        """
+        if not self.surroundings.optimizer_paths or self.optimizer_state is None:
+            return False
+        if self._chunk_pool is None:
+            nbytes = max((round_up(nbytes) for nbytes in self.optimizer_state.chunk_nbytes), default=LEAST_SLOT_NBYTES)
+            plan = plan_staging(self.options.staging_memory, [], nbytes, AUTO_CHUNK_SLOTS)
+            self._late_arena = HostArena(plan.nbytes, self._engines[0].staging_locking(plan.nbytes))
+            self._build_chunk_pool(self._late_arena, plan)
+        if self._optimizer_store is None:
+            self._optimizer_store = self._engines[0].open_store("optimizer", self.surroundings.optimizer_paths)
+            self.optimizer_state.use_store(self._optimizer_store)
+        return True
+
+    def _build_chunk_pool(self, arena: HostArena, plan: StagingPlan) -> None:
+        size_class = SizeClass(plan.chunk_slot_nbytes, plan.chunk_slots)
+        self._chunk_pool = BufferPool(arena, (size_class,), poison=self.options.poison_buffers, name="chunks")
+        self._pools.append(self._chunk_pool)
+
+    def watch_host_memory(self, moves: StateMoves) -> HostHomes | None:
+        """What moves optimizer state to NVMe when host memory runs out; None where it has nowhere to go."""
+        if not self.surroundings.optimizer_paths:
+            return None
+        watch = HostWatch(memory_nbytes(), self.surroundings.local_ranks)
+        return HostHomes(watch, moves, available_nbytes)
+
     def fused_adam(self) -> FusedAdam | None:
         """Adam in one pass on this rank's cores, until the session ends; None where DeepSpeed's own op has to do."""
         if self._fused_adam is None:
@@ -285,9 +315,7 @@ class Session:
         self._staging_arena = HostArena(plan.nbytes, self._engines[0].staging_locking(plan.nbytes))
         poison = self.options.poison_buffers
         if plan.chunk_slots:
-            chunk_class = SizeClass(plan.chunk_slot_nbytes, plan.chunk_slots)
-            self._chunk_pool = BufferPool(self._staging_arena, (chunk_class,), poison=poison, name="chunks")
-            self._pools.append(self._chunk_pool)
+            self._build_chunk_pool(self._staging_arena, plan)
         if plan.weight_nbytes:
             classes = plan_size_classes([round_up(nbytes) for nbytes in shards], plan.weight_nbytes)
             pool = BufferPool(self._staging_arena, classes, poison=poison, name="weights")
@@ -300,7 +328,7 @@ class Session:
 
     def stats(self) -> Stats:
         """Snapshot of the counters and of what is held now."""
-        arenas = [self._gradient_arena] + ([self._staging_arena] if self._staging_arena is not None else [])
+        arenas = [arena for arena in (self._gradient_arena, self._staging_arena, self._late_arena) if arena is not None]
         pools = [pool.stats() for pool in self._pools if pool is not self._gpu_staging.pool]
         weights = [engine.weights for engine in self._engines]
         stores = self._stores
@@ -387,8 +415,9 @@ class Session:
                     stack.callback(self._engines[0].close)
                 stack.callback(self._engines[0].reserve_host_memory, -self._reserved_nbytes)
                 stack.callback(self._gradient_arena.disown)
-                if self._staging_arena is not None:
-                    stack.callback(self._staging_arena.close)
+                for arena in (self._staging_arena, self._late_arena):
+                    if arena is not None:
+                        stack.callback(arena.close)
                 stack.callback(self._gpu_staging.close)
                 if self._optimizer_store is not None:
                     stack.callback(self._engines[0].nvme.close_store, self._optimizer_store)

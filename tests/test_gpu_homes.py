@@ -18,6 +18,7 @@ from tencache_ds.items import GpuUsage, Place
 from tencache_ds.observability.counters import Counters, StepRecord
 from tencache_ds.planning.memory_watch import FIRST_PATIENCE, RECORDED_STEPS
 from tencache_ds.profiling.fetch_waits import FetchRecorder
+from tencache_ds.state_moves import StateMoves
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tests.tiers.ordinary_device import OrdinaryDevice
 from tests.tiers.test_device_places import CHUNK_NBYTES, NUMELS, Bench
@@ -112,14 +113,12 @@ class Life:
         self.recorder: FetchRecorder | None = None
         self.moves = GpuMoves(
             self.memory,
-            self.bench.tier,
+            StateMoves(self.bench.tier, 2, self.accounts, open_store=lambda: True, moved=lambda sub_group: None),
             self.gradients,
             [[(0, 4096), (1, NUMELS[0] - 4096)], [(2, NUMELS[1])]],
             self.weights,
             self.accounts,
-            has_store=True,
             moved_gradient=lambda key, tensor: self.moved.add(key),
-            moved_state=lambda sub_group: None,
         )
         self.homes = GpuHomes(
             TenCacheConfig(**options),

@@ -57,7 +57,7 @@ def add_command(commands: Any) -> None:
     place.add_argument("--nvme-path", type=Path, metavar="FOLDER", help="on the drive that training would use")
     place.add_argument(
         "--host-memory", type=_size, metavar="SIZE",
-        help="RAM per rank, as tencache.host_memory (default: as without it, half of what is available)",
+        help="RAM per rank, as tencache.host_memory (default: as without it, 70 %% of what is available)",
     )  # fmt: skip
     place.add_argument(
         "--gpu-memory", type=_gpu_size, default=0, metavar="SIZE",

@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.gpu_homes import GpuHomes, initial_gpu_nbytes, open_device
 from tencache_ds.gpu_moves import GpuMoves
+from tencache_ds.host_homes import HostHomes
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.checkpoint import CheckpointMixin
@@ -45,6 +46,7 @@ from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.observability.counters import monitor_events
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.session import Session
+from tencache_ds.state_moves import StateMoves
 from tencache_ds.tiers.device_adam import DeviceAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
@@ -69,6 +71,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._optimizer_states: OptimizerStates | None = None
         self._updater: SubGroupUpdater | None = None
         self._gpu_homes: GpuHomes | None = None
+        self._host_homes: HostHomes | None = None
         self._device: tuple[DeviceMemory, DeviceAdam] | None = None
         self._model_weights: ModelWeights | None = None
         self._optimizer_on_nvme = False
@@ -201,8 +204,16 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             fused=fused,
             device=None if self._device is None else self._device[1],
         )
+        moves = StateMoves(
+            self._state,
+            len(self.fp16_groups),
+            engine,
+            open_store=engine.open_optimizer_store,
+            moved=self._optimizer_states.show,
+        )
+        self._host_homes = engine.watch_host_memory(moves)
         if self._device is not None:
-            self._gpu_homes = self._build_gpu_homes(self._device[0])
+            self._gpu_homes = self._build_gpu_homes(self._device[0], moves)
         starts = itertools.accumulate((int(n) for n in self.fp16_partitioned_groups_flat_numel), initial=0)
         self._sub_group_starts = list(starts)
 
@@ -219,19 +230,17 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         # Later they decide together what goes there: one that cannot would be waited for.
         return opened if agreed("whether GPU memory is used", opened is not None, all) else None
 
-    def _build_gpu_homes(self, memory: DeviceMemory) -> GpuHomes:
+    def _build_gpu_homes(self, memory: DeviceMemory, state: StateMoves) -> GpuHomes:
         engine = self._require_engine()
         weights = DeviceWeights(list(self.module.parameters()), self._model_weights)
         moves = GpuMoves(
             memory,
-            self._state,
+            state,
             self._gradients,
             [[(param.ds_id, param.partition_numel()) for param in group] for group in self.fp16_groups],
             weights,
             engine,
-            has_store=engine.has_optimizer_store,
             moved_gradient=getattr(self, _GRAD_PARTITIONS).__setitem__,
-            moved_state=self._optimizer_states.show,
         )
 
         def say(placement: str, predicted_seconds: float | None) -> None:
@@ -336,6 +345,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if self._gpu_homes is not None:
             self._gpu_homes.step_done(record, self._update_seconds)
             coordinator.weights_changed()
+        if self._host_homes is not None:
+            self._host_homes.step_done()
         coordinator.read_ahead(updated=True)
         deepspeed_engine = self._deepspeed_engine()
         if deepspeed_engine is not None and deepspeed_engine.monitor.enabled and dist.get_rank() == 0:

@@ -15,9 +15,10 @@ from tencache_ds.planning.size_classes import plan_size_classes, smallest_budget
 from tencache_ds.profiling.host_cores import CoreQuota
 from tencache_ds.profiling.host_memory import MemoryDomain
 
-AUTO_HOST_SHARE = 0.5
+AUTO_HOST_SHARE = 0.7
 """Share of the available host memory for weights, gradients and optimizer state when the user names no budget. The rest
-is left for staging, data loaders, the page cache and the program itself."""
+is left for staging, data loaders, the page cache and the program itself; where it is not enough for them, state leaves
+(:mod:`tencache_ds.planning.host_watch`)."""
 
 AUTO_CHUNK_SLOTS = 12
 """Chunks in flight: enough for reads ahead and writes behind on every lane while one chunk is updated."""
@@ -135,8 +136,7 @@ def _own_budget(rank: RankMemory, sharers: Counter[str]) -> tuple[int, str]:
     nbytes, domain = min(shares, key=lambda share: share[0])
     count = sharers[domain.identity]
     divided = f", divided by its {count} ranks" if count > 1 else ""
-    part = "half" if rank.wanted_share is None else f"{100 * share:g}%"
-    return nbytes, f"{part} of the {gib(domain.available_nbytes)} that {domain.name} has available{divided}"
+    return nbytes, f"{100 * share:g}% of the {gib(domain.available_nbytes)} that {domain.name} has available{divided}"
 
 
 def _differing(ranks: Sequence[RankMemory], nbytes: int) -> str:

@@ -18,6 +18,7 @@ import sys
 from tencache_ds.items import GpuUsage
 from tencache_ds.planning.gpu_budget import LEAST_HEADROOM_NBYTES, headroom
 from tencache_ds.planning.memory_curve import MemoryCurve
+from tencache_ds.planning.patience import Patience
 
 SPARE_SHARE = 0.25
 """Of the headroom: so much more than a pass is expected to take is kept free."""
@@ -42,9 +43,7 @@ class MemoryWatch:
         self._place = self._base_nbytes = self._unseen_nbytes = self._n_flushes = 0
         self._lowest_nbytes: int | None = None
         self._lowest_at_start_nbytes = sys.maxsize
-        self._steps = 0
-        self._patience = FIRST_PATIENCE
-        self._came_back = self._disturbed = False
+        self._patience = Patience(FIRST_PATIENCE, LONGEST_PATIENCE)
 
     # Within a pass
 
@@ -95,10 +94,7 @@ class MemoryWatch:
         """So much has left."""
         self._base_nbytes -= nbytes
         self._to_record = 0  # the peak is that with what has left
-        self._disturbed = True
-        if nbytes and self._came_back:
-            self._came_back = False
-            self._patience = min(2 * self._patience, LONGEST_PATIENCE)
+        self._patience.undone()
 
     # Between two steps
 
@@ -112,15 +108,14 @@ class MemoryWatch:
             self._unseen_nbytes = self._curve.complete(usage.peak_nbytes - self._base_nbytes)
             self._to_record -= 1
         self._n_flushes = usage.n_flushes
-        self._steps += 1
-        if self._disturbed:
+        if self._patience.step_done():
             self._begin_window()
-            self._disturbed = False
 
     def spare_nbytes(self) -> int:
         """Bytes that may be given away again now; 0 before enough steps have passed."""
-        if self._steps < self._patience or self._lowest_nbytes is None:
+        if not self._patience.over or self._lowest_nbytes is None:
             return 0
+        self._patience.begin_again()
         spare_nbytes = min(
             self._lowest_nbytes - self._unseen_nbytes - self.headroom_nbytes,
             # Nor may the next pass seem too large at its first place.
@@ -131,10 +126,10 @@ class MemoryWatch:
 
     def came_back(self) -> None:
         """Something was given away again."""
-        self._came_back = True
+        self._patience.tried()
 
     def _begin_window(self) -> None:
-        self._steps, self._lowest_nbytes, self._lowest_at_start_nbytes = 0, None, sys.maxsize
+        self._lowest_nbytes, self._lowest_at_start_nbytes = None, sys.maxsize
 
     def _wanted_nbytes(self, more_nbytes: int) -> int:
         """What has to be available where a pass is going to take so much more."""

@@ -72,6 +72,10 @@ class OptimizerStateTier:
         self._relocation = StateRelocation(self._memory, self._stored, device)
         self._groups += [self._make(index, spec) for index, spec in enumerate(specs)]
 
+    def use_store(self, store: ExtentStore) -> None:
+        """From now on chunks may go to NVMe; between two passes, of a tier that had no store."""
+        self._mover.store = store
+
     # Shape
 
     def chunks(self, sub_group: int) -> tuple[Chunk, ...]:
@@ -98,6 +102,11 @@ class OptimizerStateTier:
     def resident_nbytes(self) -> int:
         """Bytes of state that live in host memory."""
         return sum(group.resident_nbytes for group in self._groups)
+
+    @property
+    def chunk_nbytes(self) -> list[int]:
+        """Bytes of every chunk, wherever it lives."""
+        return [chunk.nbytes for group in self._groups for chunk in group.chunks]
 
     @property
     def device_nbytes(self) -> int:

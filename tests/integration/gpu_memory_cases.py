@@ -137,13 +137,34 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
         hook = RandomMoves(case["moves"], case["places"])
     if engine == "tencache" and ("shrinks_at" in case or "host_available" in case):
         hook = Shrinking(case.get("shrinks_at"))
+    if engine == "tencache" and "host_runs_out_at" in case:
+        hook = FullHost(case["host_runs_out_at"])
     with little_room(case):
         result = training.run_case(case, engine, folder, rank, hook=hook)
     if isinstance(hook, RandomMoves):
         result["moved"] = hook.moved
+    if isinstance(hook, FullHost):
+        result["resident_nbytes"] = hook.resident_nbytes
     if isinstance(hook, Shrinking):
         result["device_nbytes"] = hook.device_nbytes
     return result
+
+
+class FullHost:
+    """From some step on the machine has hardly any memory left; five steps later it has again."""
+
+    def __init__(self, step: int) -> None:
+        self._steps = (step, step + 5)
+        self.resident_nbytes: list[int] = []
+        """Of optimizer state, after each step."""
+
+    def __call__(self, engine: Any, step: int) -> None:
+        homes = engine.optimizer._host_homes
+        available = 0 if self._steps[0] <= step < self._steps[1] else 2**50
+        homes._available_nbytes = lambda: available
+        homes._t_looked_s = float("-inf")
+        homes._watch._patience._needed = 3
+        self.resident_nbytes.append(engine.optimizer._state.resident_nbytes)
 
 
 class Shrinking:

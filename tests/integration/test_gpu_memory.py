@@ -86,6 +86,24 @@ SPILLS: dict[str, dict[str, Any]] = {
 }
 """State that fits nowhere else is in GPU memory before the first step."""
 
+FULL_HOST: dict[str, dict[str, Any]] = {
+    "full_host": {
+        "model": "llama",
+        "device_memory": 0,
+        "host_runs_out_at": 3,
+        "steps": 16,
+        "tencache": {"chunk_size": 2**16, "host_memory": "60MiB"},
+    },
+    "full_host_some_state": {
+        "model": "llama",
+        "device_memory": "14MiB",
+        "host_runs_out_at": 3,
+        "steps": 16,
+        "tencache": {"chunk_size": 2**16, "host_memory": "60MiB"},
+    },
+}
+"""Everything is in host memory at first, with no store and no staging buffers for state."""
+
 SCENARIOS = (
     "read_state",
     "write_full_state",
@@ -133,7 +151,7 @@ def checkpoints() -> list[tuple[str, dict[str, Any], str]]:
 @pytest.fixture(scope="module")
 def one_rank(harness: Any) -> Any:
     scenarios = {name: {"scenario": name} for name in SCENARIOS}
-    cases = both(TRAINING | PARTS | MOVES | SHRINKS | SPILLS | scenarios)
+    cases = both(TRAINING | PARTS | MOVES | SHRINKS | SPILLS | FULL_HOST | scenarios)
     return harness.run([*cases, *checkpoints()], program=PROGRAM, timeout_s=380)
 
 
@@ -151,7 +169,7 @@ def assert_same(outcome: Any, name: str) -> None:
         assert ours.get("weights") == stock.get("weights")
 
 
-@pytest.mark.parametrize("name", [*TRAINING, *PARTS, *MOVES, *SHRINKS, *SPILLS])
+@pytest.mark.parametrize("name", [*TRAINING, *PARTS, *MOVES, *SHRINKS, *SPILLS, *FULL_HOST])
 def test_one_rank(one_rank: Any, name: str) -> None:
     assert_same(one_rank, name)
 
@@ -176,6 +194,14 @@ def test_everything_is_in_gpu_memory(one_rank: Any, name: str) -> None:
 def test_state_without_another_place_begins_on_the_device(one_rank: Any, name: str, least: int) -> None:
     first = one_rank.result(name, "tencache")["device_nbytes"][0]
     assert first[1] > least * MIB
+
+
+@pytest.mark.parametrize("name", FULL_HOST)
+def test_state_leaves_a_full_host_and_returns(one_rank: Any, name: str) -> None:
+    resident = one_rank.result(name, "tencache")["resident_nbytes"]
+    assert min(resident[:3]) > 8 * MIB
+    assert min(resident) == 0
+    assert resident[-1] > 8 * MIB
 
 
 def test_a_budget_is_filled_and_kept(one_rank: Any) -> None:

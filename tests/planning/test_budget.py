@@ -12,6 +12,7 @@ from tencache_ds.errors import ConfigError
 from tencache_ds.layout import round_up
 from tencache_ds.planning.budget import (
     AUTO_CHUNK_SLOTS,
+    AUTO_HOST_SHARE,
     AUTO_WEIGHT_STAGING_NBYTES,
     MIN_CHUNK_SLOTS,
     RankMemory,
@@ -46,8 +47,8 @@ def memory(
 
 def test_half_of_what_is_available() -> None:
     budget = plan_host_memory([memory(100)])
-    assert budget.host_nbytes == 50 * GIB
-    assert budget.reason == "half of the 100.00 GiB that this machine has available"
+    assert budget.host_nbytes == 70 * GIB
+    assert budget.reason == "70% of the 100.00 GiB that this machine has available"
     assert budget.local_ranks == (1,)
     assert budget.cores == (16,)
     assert budget.warning == ""
@@ -61,17 +62,17 @@ def test_the_users_figure_is_taken_as_it_is() -> None:
 
 def test_ranks_of_one_container_share_its_limit() -> None:
     budget = plan_host_memory([memory(1900, group=("pod", 64))] * 4)
-    assert budget.host_nbytes == 8 * GIB
-    assert budget.reason == "half of the 64.00 GiB that control group pod has available, divided by its 4 ranks"
+    assert budget.host_nbytes == int(64 * GIB * 0.7) // 4
+    assert budget.reason == "70% of the 64.00 GiB that control group pod has available, divided by its 4 ranks"
 
 
 def test_ranks_in_containers_of_their_own_share_the_machine_only() -> None:
     roomy = plan_host_memory([memory(1900, group=(name, 64)) for name in "pqrs"])
-    assert roomy.host_nbytes == 32 * GIB
+    assert roomy.host_nbytes == int(64 * GIB * 0.7)
     assert roomy.local_ranks == (4, 4, 4, 4)
     assert roomy.cores == (4, 4, 4, 4)
     crowded = plan_host_memory([memory(80, group=(name, 64)) for name in "pqrs"])
-    assert crowded.host_nbytes == 10 * GIB
+    assert crowded.host_nbytes == int(80 * GIB * 0.7) // 4
     assert "this machine" in crowded.reason
 
 
@@ -85,7 +86,7 @@ def test_hosts_with_different_numbers_of_ranks_and_memory() -> None:
     budget = plan_host_memory([memory(100, "a"), memory(100, "b"), memory(90, "b"), memory(100, "b")])
     assert budget.local_ranks == (1, 3, 3, 3)
     assert budget.cores == (16, 5, 5, 5)
-    assert budget.host_nbytes == 15 * GIB
+    assert budget.host_nbytes == int(90 * GIB * 0.7) // 3
     assert "the smallest figure of all ranks, that of rank 2 on host-b" in budget.reason
 
 
@@ -118,14 +119,14 @@ def test_the_users_figures_that_differ_are_named() -> None:
         max_size=8,
     )
 )
-def test_no_domain_is_planned_beyond_half_of_it(ranks: list[RankMemory]) -> None:
+def test_no_domain_is_planned_beyond_its_share(ranks: list[RankMemory]) -> None:
     budget = plan_host_memory(ranks)
     assert budget.host_nbytes <= min((rank.wanted_nbytes for rank in ranks if rank.wanted_nbytes), default=2**62)
     automatic = [rank for rank in ranks if rank.wanted_nbytes is None]
     for rank in automatic:
         for domain in rank.domains:
             sharers = sum(any(domain.identity == other.identity for other in one.domains) for one in automatic)
-            assert budget.host_nbytes * sharers <= domain.available_nbytes / 2
+            assert budget.host_nbytes * sharers <= domain.available_nbytes * AUTO_HOST_SHARE
 
 
 def least(shards: list[int], largest: int, chunks: int) -> int:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer state leaves host memory for NVMe when the machine runs out of memory, and returns when it has some again.
+Part of the composition root (:mod:`tencache_ds.session`)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from tencache_ds.errors import TenCacheError
+from tencache_ds.layout import gib
+from tencache_ds.planning.host_watch import HostWatch
+from tencache_ds.state_moves import StateMoves
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+LOOK_EVERY_S = 0.5
+"""The kernel's figures are read no more often than this: some hundred microseconds each time."""
+
+
+class HostHomes:
+    """Used by the training thread.
+
+    Args:
+        watch: tells how much has to leave and may return.
+        moves: carries it out.
+        available_nbytes: host memory that this process can still get.
+    """
+
+    def __init__(self, watch: HostWatch, moves: StateMoves, available_nbytes: Callable[[], int]) -> None:
+        self._watch = watch
+        self._moves = moves
+        self._available_nbytes = available_nbytes
+        self._t_looked_s = 0.0
+        self._stuck = False
+
+    def step_done(self) -> None:
+        """An optimizer step is over."""
+        now_s = time.monotonic()
+        if not self._stuck and now_s - self._t_looked_s >= LOOK_EVERY_S:
+            self._t_looked_s = now_s
+            try:
+                self._adapt()
+            except TenCacheError as error:
+                self._stuck = True
+                logger.warning("host memory is short, but optimizer state has nowhere to go: %s", error)
+        self._watch.step_done()
+
+    def _adapt(self) -> None:
+        available = self._available_nbytes()
+        short_nbytes = self._watch.short_nbytes(available)
+        if short_nbytes:
+            left_nbytes = self._moves.leave_host_memory(short_nbytes)
+            if left_nbytes:
+                self._watch.released()
+                logger.warning(
+                    "only %s of host memory are available: %s of optimizer state left it for NVMe",
+                    gib(available),
+                    gib(left_nbytes),
+                )
+            return
+        spare_nbytes = min(self._watch.spare_nbytes(), self._moves.accounts.host_left_nbytes)
+        if spare_nbytes > 0 and self._moves.take_host_memory(spare_nbytes):
+            self._watch.came_back()

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When to try again what had to be undone."""
+
+from __future__ import annotations
+
+
+class Patience:
+    """Counts quiet steps. What had to be undone soon after it was tried again is waited for twice as long next time.
+
+    Args:
+        first: steps before the first new try.
+        longest: steps before any.
+    """
+
+    def __init__(self, first: int, longest: int) -> None:
+        self._needed = first
+        self._longest = longest
+        self._quiet = 0
+        self._disturbed = self._tried = False
+
+    def undone(self) -> None:
+        """It had to be undone, in the step under way."""
+        self._disturbed = True
+        if self._tried:
+            self._tried = False
+            self._needed = min(2 * self._needed, self._longest)
+
+    def tried(self) -> None:
+        """It was tried again."""
+        self._tried = True
+        self._quiet = 0
+
+    def step_done(self) -> bool:
+        """A step is over; whether it was disturbed, so that counting begins anew."""
+        disturbed, self._disturbed = self._disturbed, False
+        self._quiet = 0 if disturbed else self._quiet + 1
+        return disturbed
+
+    @property
+    def over(self) -> bool:
+        """Whether enough quiet steps have passed."""
+        return self._quiet >= self._needed
+
+    def begin_again(self) -> None:
+        """Counts anew, because nothing could be tried."""
+        self._quiet = 0

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out moves of optimizer state between its places and keeps account of host memory. Part of the composition
+root (:mod:`tencache_ds.session`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from tencache_ds.items import Place
+from tencache_ds.planning.placement import place_state
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+
+
+class HostAccounts(Protocol):
+    """Who keeps account of host memory (a :class:`tencache_ds.session.Session`)."""
+
+    @property
+    def host_left_nbytes(self) -> int:
+        """What of this rank's host memory nothing has taken."""
+
+    def count_host_state(self, nbytes: int) -> None:
+        """More of it is taken by optimizer state, or less."""
+
+
+class StateMoves:
+    """Used by one thread at a time.
+
+    Args:
+        tier: the optimizer's state.
+        n_sub_groups: of it.
+        accounts: of host memory.
+        open_store: makes NVMe ready for state, if it may go there; returns whether it may.
+        moved: called with a sub-group whose state has changed its places.
+    """
+
+    def __init__(
+        self,
+        tier: OptimizerStateTier,
+        n_sub_groups: int,
+        accounts: HostAccounts,
+        *,
+        open_store: Callable[[], bool],
+        moved: Callable[[int], None],
+    ) -> None:
+        self.tier = tier
+        self.n_sub_groups = n_sub_groups
+        self.accounts = accounts
+        self.open_store = open_store
+        self._moved = moved
+
+    def relocate(self, places: Mapping[int, Sequence[Place]]) -> None:
+        """Gives the chunks of some sub-groups other places. Between two passes over the state.
+
+        Raises:
+            MemoryLimitError: there is no such memory.
+            SpaceError, StorageError: there is no room on NVMe, or a transfer failed.
+        """
+        before = self.tier.resident_nbytes
+        try:
+            self.tier.relocate(places)
+        finally:
+            self.accounts.count_host_state(self.tier.resident_nbytes - before)
+            for index in places:
+                self._moved(index)
+
+    def take_host_memory(self, nbytes: int) -> int:
+        """Chunks that are on NVMe come to host memory, spread evenly over the step.
+
+        Args:
+            nbytes: so many at most.
+
+        Returns:
+            How many did.
+        """
+        return self._move(Place.NVME, Place.HOST, lambda sizes: place_state(sizes, max(nbytes, 0)))
+
+    def leave_host_memory(self, nbytes: int) -> int:
+        """Chunks that are in host memory go to NVMe, as evenly.
+
+        Args:
+            nbytes: so many at least, as far as there are.
+
+        Returns:
+            How many did: 0 where state may not go there.
+        """
+        if not self.open_store():
+            return 0
+        return self._move(Place.HOST, Place.NVME, lambda sizes: place_state(sizes, max(sum(sizes) - nbytes, 0)))
+
+    def _move(self, old: Place, new: Place, place: Callable[[list[int]], Sequence[Place]]) -> int:
+        places = {
+            index: list(self.tier.places(index)) for index in range(self.n_sub_groups) if not self.tier.whole(index)
+        }
+        found = [
+            (group, index, self.tier.chunks(group)[index].nbytes)
+            for group, homes in places.items()
+            for index, home in enumerate(homes)
+            if home is old
+        ]
+        moved, changed = 0, {}
+        for (group, index, nbytes), home in zip(found, place([nbytes for _, _, nbytes in found]), strict=True):
+            if home is new:
+                places[group][index] = new
+                changed[group] = places[group]
+                moved += nbytes
+        if changed:
+            self.relocate(changed)
+        return moved
