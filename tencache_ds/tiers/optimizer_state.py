@@ -305,11 +305,19 @@ class OptimizerStateTier:
                 used.views[kind][low - chunk.start : high - chunk.start].copy_(value[low - start : high - start])
             self.put(used)
 
-    def overwrite(self, chunk: Chunk) -> ChunkInUse:
-        """A chunk whose old state is of no interest: views to be filled completely; :meth:`put` has to follow."""
+    def overwrite(self, chunk: Chunk, *, fresh: bool = False) -> ChunkInUse:
+        """A chunk whose old state is of no interest: views of zeros; :meth:`put` has to follow.
+
+        Args:
+            chunk: which one.
+            fresh: nobody has written to it yet. In host memory it is zero then, and its pages are left to those who
+                write to them: the threads of the first update, side by side.
+        """
         group = self._groups[chunk.sub_group]
         if chunk.index not in group.extents:
             used = self.take(chunk)
+            if fresh and chunk.index not in group.device:
+                return used
             for view in used.views.values():
                 view.zero_()
             return used

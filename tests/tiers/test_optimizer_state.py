@@ -588,3 +588,28 @@ def test_an_empty_sub_group(tmp_path):
     assert tier.read(0, "exp_avg_sq").dtype is torch.bfloat16
     tier.close()
     storage.close()
+
+
+@pytest.mark.parametrize("home", ["whole", "resident", "stored"])
+def test_a_fresh_chunk_is_zero(tmp_path, home):
+    specs = [spec_of(numel, home) for numel in NUMELS]
+    storage = Storage(tmp_path, (SizeClass(CHUNK_NBYTES, 4),))
+    tier = OptimizerStateTier(
+        specs,
+        store=storage.store,
+        pool=lambda: storage.pool,
+        counters=storage.counters,
+        chunk_nbytes=CHUNK_NBYTES,
+        timeout_s=TIMEOUT_S,
+    )
+    for index in range(len(specs)):
+        for chunk in tier.chunks(index):
+            used = tier.overwrite(chunk, fresh=True)
+            assert not any(view.any() for view in used.views.values())
+            used.views[MASTER].fill_(3.0)
+            tier.put(used)
+            used = tier.overwrite(chunk)
+            assert not any(view.any() for view in used.views.values())
+            tier.put(used)
+    tier.close()
+    storage.close()
