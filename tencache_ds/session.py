@@ -39,7 +39,7 @@ from tencache_ds.observability.paths import summed
 from tencache_ds.planning.budget import AUTO_CHUNK_SLOTS, StagingPlan, plan_staging
 from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES, cut_sub_group
 from tencache_ds.planning.host_watch import HostWatch
-from tencache_ds.planning.placement import StateRoom, plan_state
+from tencache_ds.planning.placement import StateCapacity, plan_state
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
 from tencache_ds.profiling.host_memory import available_nbytes, memory_nbytes
 from tencache_ds.state_moves import StateMoves
@@ -149,7 +149,7 @@ class Session:
             [chunk.nbytes for chunk in cut_sub_group(index, numel, itemsizes, self.options.chunk_size)]
             for index, numel in enumerate(numels)
         ]
-        homes = plan_state(nbytes, self._state_room(gradient_nbytes, gpu_nbytes), by_chunks=by_chunks)
+        homes = plan_state(nbytes, self._state_capacity(gradient_nbytes, gpu_nbytes), by_chunks=by_chunks)
         by_place: dict[Place, list[int]] = {place: [] for place in Place}
         for group, places in zip(nbytes, homes, strict=True):
             for each, place in zip(group, places or (Place.HOST,) * len(group), strict=True):
@@ -161,13 +161,13 @@ class Session:
         specs = [SubGroupSpec(numel, kinds, places) for numel, places in zip(numels, homes, strict=True)]
         return specs, by_place[Place.NVME]
 
-    def _state_room(self, gradient_nbytes: int, gpu_nbytes: int) -> StateRoom:
+    def _state_capacity(self, gradient_nbytes: int, gpu_nbytes: int) -> StateCapacity:
         ranks, paths = self.surroundings.local_ranks, self.surroundings.optimizer_paths
         if not paths:  # host_memory does not limit it then, but what there is does
             available = int(HOST_SHARE_WITHOUT_NVME * available_nbytes()) // ranks
-            return StateRoom(max(available - gradient_nbytes, 0), None, gpu_nbytes)
+            return StateCapacity(max(available - gradient_nbytes, 0), None, gpu_nbytes)
         left = self._engines[0].host_left_nbytes - gradient_nbytes
-        return StateRoom(max(left, 0), _free_together(paths) // ranks, gpu_nbytes)
+        return StateCapacity(max(left, 0), _free_together(paths) // ranks, gpu_nbytes)
 
     @property
     def host_left_nbytes(self) -> int:

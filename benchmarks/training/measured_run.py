@@ -34,30 +34,30 @@ DATA_SEED = 99
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The command line that all training programs share."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument(
+    command_line = argparse.ArgumentParser(description=description)
+    command_line.add_argument(
         "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help="given by the launcher"
     )
-    made.add_argument("--model", required=True, help="a name in benchmarks.workloads")
-    made.add_argument("--micro-batch", type=int, required=True, help="sequences per micro-step and rank")
-    made.add_argument("--sequence", type=int, required=True, help="tokens per sequence")
-    made.add_argument("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
-    made.add_argument("--steps", type=int, required=True, help="measured optimizer steps, after the warm-up")
-    made.add_argument(
+    command_line.add_argument("--model", required=True, help="a name in benchmarks.workloads")
+    command_line.add_argument("--micro-batch", type=int, required=True, help="sequences per micro-step and rank")
+    command_line.add_argument("--sequence", type=int, required=True, help="tokens per sequence")
+    command_line.add_argument("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
+    command_line.add_argument("--steps", type=int, required=True, help="measured optimizer steps, after the warm-up")
+    command_line.add_argument(
         "--turns", type=int, default=1, help="in so many parts, each when --gate lets it; divides --steps"
     )
-    made.add_argument("--gate", type=Path, help="folder of the benchmark's turnstile (benchmarks.turns)")
-    made.add_argument("--warmup", type=int, default=2, help="optimizer steps before the measured ones")
-    made.add_argument("--precision", choices=("bf16", "fp16"), required=True)
-    made.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    made.add_argument("--deterministic", action="store_true")
-    made.add_argument("--gpu-memory", type=int, help="bytes that torch's allocator may take of each GPU")
-    made.add_argument("--host-memory", type=int, help="cap in bytes that was set from outside: only compared")
-    made.add_argument("--profile-device", action="store_true", help="one step more, under torch's profiler")
-    made.add_argument("--timeline-hz", type=float, default=20, help="samples per second; 0 takes none")
-    made.add_argument("--config", required=True, help="DeepSpeed config, a JSON file")
-    made.add_argument("--result", required=True, help="JSON file that rank 0 writes")
-    return made
+    command_line.add_argument("--gate", type=Path, help="folder of the benchmark's turnstile (benchmarks.turns)")
+    command_line.add_argument("--warmup", type=int, default=2, help="optimizer steps before the measured ones")
+    command_line.add_argument("--precision", choices=("bf16", "fp16"), required=True)
+    command_line.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    command_line.add_argument("--deterministic", action="store_true")
+    command_line.add_argument("--gpu-memory", type=int, help="bytes that torch's allocator may take of each GPU")
+    command_line.add_argument("--host-memory", type=int, help="cap in bytes that was set from outside: only compared")
+    command_line.add_argument("--profile-device", action="store_true", help="one step more, under torch's profiler")
+    command_line.add_argument("--timeline-hz", type=float, default=20, help="samples per second; 0 takes none")
+    command_line.add_argument("--config", required=True, help="DeepSpeed config, a JSON file")
+    command_line.add_argument("--result", required=True, help="JSON file that rank 0 writes")
+    return command_line
 
 
 def check_config(arguments: argparse.Namespace, config: dict[str, Any]) -> None:

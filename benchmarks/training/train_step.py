@@ -139,9 +139,11 @@ def compare_counters(meter: StorageMeter, stats: Any) -> str:
 
 
 def main() -> None:
-    made = parser(__doc__.splitlines()[0])
-    made.add_argument("--no-zero-init", action="store_true", help="build the model whole; stages 1 and 2 need it")
-    arguments = made.parse_args()
+    command_line = parser(__doc__.splitlines()[0])
+    command_line.add_argument(
+        "--no-zero-init", action="store_true", help="build the model whole; stages 1 and 2 need it"
+    )
+    arguments = command_line.parse_args()
     config = json.loads(Path(arguments.config).read_text())
     check_config(arguments, config)
 

@@ -41,7 +41,7 @@ def place_state(nbytes: Sequence[int], host_nbytes: int) -> tuple[Place, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class StateRoom:
+class StateCapacity:
     """What there is for optimizer state, in bytes.
 
     Attributes:
@@ -56,43 +56,43 @@ class StateRoom:
 
 
 def plan_state(
-    nbytes: Sequence[Sequence[int]], room: StateRoom, *, by_chunks: bool
+    nbytes: Sequence[Sequence[int]], capacity: StateCapacity, *, by_chunks: bool
 ) -> tuple[tuple[Place, ...] | None, ...]:
     """Homes of the optimizer's state at the start. What fits neither into host memory nor on NVMe goes to the GPU, from
     the front.
 
     Args:
         nbytes: of each chunk of each sub-group.
-        room: for all of them.
+        capacity: for all of them.
         by_chunks: an update takes one chunk at a time; else all of a sub-group's, none of them on the GPU.
 
     Returns:
         Of each sub-group the homes of its chunks, or None where it is whole in host memory.
     """
     no_limit = sum(map(sum, nbytes))
-    host_nbytes = no_limit if room.nvme_nbytes is None else room.host_nbytes
+    host_nbytes = no_limit if capacity.nvme_nbytes is None else capacity.host_nbytes
     if not by_chunks:  # what is in chunks is copied for each update
         homes = place_state([sum(group) for group in nbytes], host_nbytes)
         pairs = zip(homes, nbytes, strict=True)
         return tuple(None if home is Place.HOST else (Place.NVME,) * len(group) for home, group in pairs)
     flat = [each for group in nbytes for each in group]
-    n_gpu = _on_gpu(flat, room)
-    if room.nvme_nbytes is None and not n_gpu:
+    n_gpu = _on_gpu(flat, capacity)
+    if capacity.nvme_nbytes is None and not n_gpu:
         return (None,) * len(nbytes)
     places = iter((*(Place.GPU for _ in range(n_gpu)), *place_state(flat[n_gpu:], host_nbytes)))
     return tuple(tuple(next(places) for _ in group) for group in nbytes)
 
 
-def _on_gpu(nbytes: Sequence[int], room: StateRoom) -> int:
+def _on_gpu(nbytes: Sequence[int], capacity: StateCapacity) -> int:
     """How many chunks, counted from the first, have to be on the GPU; as many as fit there where that is not enough."""
     left = sum(nbytes)
     # Host memory is filled but for less than two chunks.
-    elsewhere = room.host_nbytes
-    if room.nvme_nbytes is not None:
-        elsewhere += max(room.nvme_nbytes - 2 * max(nbytes, default=0), 0)
+    elsewhere = capacity.host_nbytes
+    if capacity.nvme_nbytes is not None:
+        elsewhere += max(capacity.nvme_nbytes - 2 * max(nbytes, default=0), 0)
     used = 0
     for n, each in enumerate(nbytes):
-        if left <= elsewhere or used + each > room.gpu_nbytes:
+        if left <= elsewhere or used + each > capacity.gpu_nbytes:
             return n
         used += each
         left -= each

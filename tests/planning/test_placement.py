@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tencache_ds.items import Place
-from tencache_ds.planning.placement import StateRoom, place_state, plan_state
+from tencache_ds.planning.placement import StateCapacity, place_state, plan_state
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,36 +57,36 @@ def test_by_hand() -> None:
 
 
 def test_sub_groups() -> None:
-    assert plan_state([[4, 4], [4, 2]], StateRoom(14, 100), by_chunks=True) == ((H, H), (H, H))
-    assert plan_state([[4, 4], [4, 2]], StateRoom(14, 100), by_chunks=False) == (None, None)
-    assert plan_state([[4, 4], [4, 2]], StateRoom(13, 100), by_chunks=True) == ((H, N), (H, H))
-    assert plan_state([[4, 4], [4, 2]], StateRoom(0, 100), by_chunks=True) == ((N, N), (N, N))
-    assert plan_state([[4, 4], [4, 2]], StateRoom(8, 100), by_chunks=False) == (None, (N, N))
-    assert plan_state([[4, 4], [4, 2]], StateRoom(7, 100), by_chunks=False) == ((N, N), None)
-    assert plan_state([[], []], StateRoom(0, 100), by_chunks=True) == ((), ())
+    assert plan_state([[4, 4], [4, 2]], StateCapacity(14, 100), by_chunks=True) == ((H, H), (H, H))
+    assert plan_state([[4, 4], [4, 2]], StateCapacity(14, 100), by_chunks=False) == (None, None)
+    assert plan_state([[4, 4], [4, 2]], StateCapacity(13, 100), by_chunks=True) == ((H, N), (H, H))
+    assert plan_state([[4, 4], [4, 2]], StateCapacity(0, 100), by_chunks=True) == ((N, N), (N, N))
+    assert plan_state([[4, 4], [4, 2]], StateCapacity(8, 100), by_chunks=False) == (None, (N, N))
+    assert plan_state([[4, 4], [4, 2]], StateCapacity(7, 100), by_chunks=False) == ((N, N), None)
+    assert plan_state([[], []], StateCapacity(0, 100), by_chunks=True) == ((), ())
 
 
 def test_what_fits_nowhere_else_goes_to_the_gpu_from_the_front() -> None:
     groups = [[4] * 4, [4] * 4]
-    assert plan_state(groups, StateRoom(8, 24, 100), by_chunks=True) == ((G, G, H, N), (N, H, N, N))
-    assert plan_state(groups, StateRoom(8, 32, 100), by_chunks=True) == ((H, N, N, N), (H, N, N, N))
-    assert plan_state(groups, StateRoom(0, 0, 100), by_chunks=True) == ((G,) * 4, (G,) * 4)
+    assert plan_state(groups, StateCapacity(8, 24, 100), by_chunks=True) == ((G, G, H, N), (N, H, N, N))
+    assert plan_state(groups, StateCapacity(8, 32, 100), by_chunks=True) == ((H, N, N, N), (H, N, N, N))
+    assert plan_state(groups, StateCapacity(0, 0, 100), by_chunks=True) == ((G,) * 4, (G,) * 4)
     # Where that is not enough either, it is for somebody else to say so.
-    assert plan_state(groups, StateRoom(0, 0, 8), by_chunks=True) == ((G, G, N, N), (N,) * 4)
+    assert plan_state(groups, StateCapacity(0, 0, 8), by_chunks=True) == ((G, G, N, N), (N,) * 4)
 
 
 def test_without_nvme_the_host_takes_the_rest() -> None:
     groups = [[4] * 4, [4] * 4]
-    assert plan_state(groups, StateRoom(32), by_chunks=True) == (None, None)
-    assert plan_state(groups, StateRoom(20), by_chunks=True) == (None, None)
-    assert plan_state(groups, StateRoom(20, gpu_nbytes=100), by_chunks=True) == ((G, G, G, H), (H,) * 4)
-    assert plan_state(groups, StateRoom(20, gpu_nbytes=100), by_chunks=False) == (None, None)
-    assert plan_state(groups, StateRoom(20, gpu_nbytes=5), by_chunks=True) == ((G, H, H, H), (H,) * 4)
+    assert plan_state(groups, StateCapacity(32), by_chunks=True) == (None, None)
+    assert plan_state(groups, StateCapacity(20), by_chunks=True) == (None, None)
+    assert plan_state(groups, StateCapacity(20, gpu_nbytes=100), by_chunks=True) == ((G, G, G, H), (H,) * 4)
+    assert plan_state(groups, StateCapacity(20, gpu_nbytes=100), by_chunks=False) == (None, None)
+    assert plan_state(groups, StateCapacity(20, gpu_nbytes=5), by_chunks=True) == ((G, H, H, H), (H,) * 4)
 
 
 @given(st.lists(sizes, max_size=4), st.integers(0, 2**43), st.integers(0, 2**43), st.integers(0, 2**43))
 def test_nothing_is_on_the_gpu_that_has_another_place(groups, host, nvme, gpu) -> None:
-    places = plan_state(groups, StateRoom(host, nvme, gpu), by_chunks=True)
+    places = plan_state(groups, StateCapacity(host, nvme, gpu), by_chunks=True)
     flat = [
         (each, place)
         for group, homes in zip(groups, places, strict=True)
