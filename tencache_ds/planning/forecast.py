@@ -3,9 +3,9 @@
 
 The same order as when it runs, here in bytes instead of weights and chunks. At the start weights, gradients in any
 case, then optimizer state go to host memory (:mod:`tencache_ds.planning.placement`), the rest to NVMe. After the
-recorded step weights, then state with its gradients go to GPU memory (:mod:`tencache_ds.planning.gpu_policy`).
-Weights and gradients keep their host memory, in case they have to go back; what state leaves there takes state from
-NVMe.
+recorded step GPU memory takes what saves most (:mod:`tencache_ds.planning.gpu_policy`): by what is known here, weights
+first or state first, whichever makes the shorter step. Weights and gradients keep their host memory, in case they have
+to go back; what state leaves there takes state from NVMe.
 """
 
 from __future__ import annotations
@@ -105,14 +105,25 @@ def forecast(training: Training, budget_nbytes: int, hardware: Hardware, *, gpu_
     Raises:
         ConfigError: no rate is known.
     """
+    per_weight, per_update = training.weight_nbytes, training.gradient_nbytes + training.state_nbytes
+    all_weights = training.numel * per_weight
+    after_weights = max(0, gpu_budget_nbytes - all_weights) // per_update
+    with_weights = gpu_budget_nbytes // (per_weight + per_update)
+    found = []
+    for updated in {min(training.numel, each) for each in (after_weights, with_weights)}:
+        on_gpu = min(all_weights, gpu_budget_nbytes - updated * per_update)
+        found.append(_placed(training, budget_nbytes, hardware, gpu_budget_nbytes, on_gpu, updated))
+    return min(found, key=lambda each: (each.bound.seconds, sum(each.bound.by_resource.values())))
+
+
+def _placed(
+    training: Training, budget_nbytes: int, hardware: Hardware, gpu_budget_nbytes: int, on_gpu: int, updated: int
+) -> Forecast:
+    """With so many bytes of weights in GPU memory, and state of so many parameters."""
     numel, per_weight = training.numel, training.weight_nbytes
     weights = _split(numel * per_weight, budget_nbytes)
-    on_gpu = min(numel * per_weight, gpu_budget_nbytes)
     gradient_nbytes = numel * training.gradient_nbytes
     left = budget_nbytes - weights.host_nbytes - gradient_nbytes
-    updated = 0  # parameters whose state is in GPU memory
-    if on_gpu == numel * per_weight:
-        updated = min(numel, (gpu_budget_nbytes - on_gpu) // (training.state_nbytes + training.gradient_nbytes))
     state = _split((numel - updated) * training.state_nbytes, left)
     weights = ByPlace(weights.host_nbytes, max(0, weights.nvme_nbytes - on_gpu), on_gpu)
     gradients = ByPlace(gradient_nbytes, 0, updated * training.gradient_nbytes)

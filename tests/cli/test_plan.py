@@ -43,11 +43,12 @@ def test_a_model_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "44.8 GiB" in printed
     assert "does not fit" not in printed
     saved = json.loads(file.read_text())
-    assert saved["chosen"]["budget_nbytes"] == 32 * GIB
+    chosen = int(0.7 * 64 * GIB)
+    assert saved["chosen"]["budget_nbytes"] == chosen
     assert saved["problems"] == []
     steps = [each["bound"]["seconds"] for each in saved["others"]]
     assert steps == sorted(steps, reverse=True)
-    assert [each["budget_nbytes"] for each in saved["others"]] == [0, 32 * GIB, 40 * GIB, 6_700_000_000 * 16]
+    assert [each["budget_nbytes"] for each in saved["others"]] == [0, chosen, chosen + 8 * GIB, 6_700_000_000 * 16]
     assert printed.count("chosen") == 1
 
 
