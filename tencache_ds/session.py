@@ -90,6 +90,7 @@ class Session:
         self._fused_adam: FusedAdam | None = None
         self._staging_arena: HostArena | None = None
         self._late_arena: HostArena | None = None
+        self._keeps_memory = False
         locking = Locking.CUDA if surroundings.on_cuda and surroundings.pin_memory else Locking.NONE
         self._gradient_arena = HostArena(None, locking, inherited=True)
         self._gpu_staging = GpuStaging(
@@ -401,6 +402,10 @@ class Session:
         for pool in self._pools:
             pool.assert_idle()
 
+    def keep_memory(self) -> None:
+        """:meth:`close` will leave the staging memory mapped: a collective that never ended may still read it."""
+        self._keeps_memory = True
+
     def close(self) -> None:
         """Waits for I/O in flight, frees this engine's memory and storage and gives the weights back to their model.
         Idempotent; a forked child leaves all of that to its parent."""
@@ -418,10 +423,12 @@ class Session:
                 for arena in (self._staging_arena, self._late_arena):
                     if arena is not None:
                         stack.callback(arena.close)
+                    if arena is not None and self._keeps_memory:
+                        stack.callback(arena.keep_all, "gathers that other ranks did not begin")
                 stack.callback(self._gpu_staging.close)
                 if self._optimizer_store is not None:
                     stack.callback(self._engines[0].nvme.close_store, self._optimizer_store)
-                for pool in self._pools:
+                for pool in () if self._keeps_memory else self._pools:  # its buffers do not all come back
                     stack.callback(self._close_pool, pool)
                 for engine in self._claimed:
                     stack.callback(engine.unclaim, self)

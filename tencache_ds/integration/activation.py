@@ -195,7 +195,7 @@ def _complete_without_optimizer(offload: Any, ds_config: Any, options: Any) -> N
             stack.callback(let_go, offload.module)
             stack.callback(session.close)
             stack.callback(stock_destroy)
-            stack.callback(finish_gathers, offload.module)
+            stack.callback(finish_gathers, offload.module, session.keep_memory)
 
     offload.destroy = destroy
 

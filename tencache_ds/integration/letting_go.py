@@ -7,12 +7,21 @@ end with its engine.
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils.debug import debug_clear_module_and_param_names
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+GATHER_TIMEOUT_S = 60.0
+"""Other ranks that are well begin a gather within a step of one another."""
 
 
 def let_go(module: torch.nn.Module) -> None:
@@ -41,12 +50,47 @@ def let_go_after_failure(engine: Any) -> None:
     let_go(engine.module)
 
 
-def finish_gathers(module: torch.nn.Module) -> None:
-    """Waits for the gathers of a model's parameters that were begun and not needed yet: they read shards."""
+def finish_gathers(module: torch.nn.Module, gave_up: Callable[[], None], timeout_s: float = GATHER_TIMEOUT_S) -> None:
+    """Waits for the gathers of a model's parameters that were begun and not needed yet: they read shards.
+
+    After an error on one rank, others may have begun gathers that it never will.
+
+    Args:
+        module: the model.
+        gave_up: called when they do not end; the shards must stay where they are then.
+        timeout_s: longest wait.
+    """
     registry = getattr(module, "ds_inflight_param_registry", {})
-    for handle in {id(handle): handle for handle in registry.values()}.values():
-        handle.wait()
+    handles = list({id(handle): handle for handle in registry.values()}.values())
     registry.clear()
+    if not handles:
+        return
+    if not get_accelerator().is_synchronized_device():  # orders streams, and does not block
+        for handle in handles:
+            handle.wait()
+        return
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            for handle in handles:
+                handle.wait()
+        except BaseException as error:  # raised below, in the thread that asked
+            errors.append(error)
+
+    thread = threading.Thread(target=wait, name="tencache-gathers", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        logger.warning(
+            "%d gathers were begun here and not on every other rank for %.0f s: a rank has failed, see its log. The "
+            "weights that they read stay in memory until the process ends",
+            len(handles),
+            timeout_s,
+        )
+        gave_up()
+    elif errors:
+        raise errors[0]
 
 
 def _remove_from_stack(proxy: Any) -> None:

@@ -489,7 +489,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             stack.callback(super().destroy)
             if self._gpu_homes is not None:
                 stack.callback(self._gpu_homes.close)
-            stack.callback(finish_gathers, module)
+            stack.callback(finish_gathers, module, session.keep_memory if session is not None else lambda: None)
 
     def _weights_stay(self) -> bool:
         deepspeed_engine = self._deepspeed_engine()
