@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from tencache_ds.cli.arguments import at_least_one
 from tencache_ds.config import parse_size
@@ -97,6 +99,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Does what the command says and returns its exit status; ``argv`` is for the record."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(arguments, argv)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    """The runs are in sessions of their own: they end with the benchmark only if it gets to ending them."""
+    raise KeyboardInterrupt
+
+
+def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     try:
         if arguments.report is not None:
             print(_report(arguments.report, arguments))

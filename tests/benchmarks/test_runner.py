@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import command
 from benchmarks.comparison import runner
 from benchmarks.comparison.runner import RESULT_FILE, Options, OutOfTime, Session
 from benchmarks.comparison.suites import Plan, parse_entries, workload_of
@@ -288,3 +292,23 @@ def test_a_folder_that_cannot_be_written_is_named(options: Options, scripted: An
     blocked.write_text("")
     with pytest.raises(ConfigError, match="--nvme-path .*file"):
         Session(plan(), replace(options, nvme_path=blocked / "nvme"), ScriptedMachine()).run()
+
+
+def test_a_benchmark_that_is_terminated_gets_to_ending_its_runs(tmp_path, monkeypatch):
+    ended = []
+
+    def run(session: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+        finally:
+            ended.append(session)
+
+    monkeypatch.setattr(command.Session, "run", run)
+    before = signal.getsignal(signal.SIGTERM)
+    t_start_s = time.monotonic()
+    words = ["tencache", "--model", "7M", "--nvme-path", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert command.main(words) == command.EXIT_INTERRUPTED
+    assert len(ended) == 1
+    assert time.monotonic() - t_start_s < 20
+    assert signal.getsignal(signal.SIGTERM) is before
