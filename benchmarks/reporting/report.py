@@ -118,6 +118,8 @@ def render(
         report_sections.caps(benchmark),
         "## Bytes per step",
         report_sections.traffic(benchmark),
+        "## TenCache: places",
+        report_sections.places(benchmark),
         "## TenCache: weights and waits",
         report_sections.accesses(benchmark),
         "## Tuning",

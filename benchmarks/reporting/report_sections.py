@@ -214,6 +214,40 @@ def tencache_totals(benchmark: Benchmark, name: str) -> dict[str, Any] | None:
     return summed
 
 
+def places(benchmark: Benchmark) -> str:
+    """Where TenCache kept everything at the end, and the step that it predicted when it decided so."""
+    rows = []
+    for configuration in benchmark.configurations:
+        runs = [run for run in benchmark.runs_of(configuration.name) if run.tencache_stats]
+        if not runs:
+            continue
+        stats = runs[-1].tencache_stats or {}
+        seconds, predicted = step_seconds(benchmark, configuration.name), stats.get("predicted_seconds")
+        measured = None if seconds is None else seconds.median
+        kinds = ("weight", "gradient", "state")
+        rows.append(
+            [
+                plain(configuration.label),
+                *(gib(stats.get(f"gpu_{kind}_nbytes")) for kind in kinds),
+                gib(stats.get("resident_weight_nbytes")),
+                gib(stats.get("resident_state_nbytes")),
+                gib(stats.get("stored_nbytes")),
+                number(predicted),
+                number(measured),
+                number(measured / predicted if measured and predicted else None),
+            ]
+        )
+    if not rows:
+        return "No run recorded TenCache's counters."
+    header = ("configuration", "weights on GPU", "gradients on GPU", "state on GPU", "weights in RAM", "state in RAM",
+              "on NVMe", "predicted s/step", "measured", "measured / predicted")  # fmt: skip
+    return (
+        f"{table(header, rows)}\n\nGiB of rank 0, at the end of the last run. Weights that DeepSpeed keeps in RAM and "
+        "gradients in RAM are not listed. Where everything fits into GPU memory there is nothing to decide, and "
+        "nothing is predicted."
+    )
+
+
 def accesses(benchmark: Benchmark) -> str:
     """Where TenCache found the weights when the training asked for them, and what it waited for."""
     totals = {

@@ -462,3 +462,19 @@ def test_a_table_checks_its_rows():
     with pytest.raises(ValueError, match="a row of 1 cells in a table of 2 columns"):
         table(("a", "b"), [("1",)])
     assert plain("a\n b*") == "a b\\*"
+
+
+def test_places_and_predictions():
+    stats = counters() | {
+        "gpu_weight_nbytes": 2 * 2**30,
+        "gpu_state_nbytes": 3 * 2**30,
+        "resident_state_nbytes": 2**29,
+        "stored_nbytes": 0,
+        "predicted_seconds": 8.0,
+    }
+    page = render(benchmark([tencache()], [run("tencache", [10.0], tencache_stats=stats)]))
+    assert cells(section(page, "TenCache: places"), "TenCache") == [
+        "TenCache (defaults)", "2.0", "-", "3.0", "-", "0.5", "0.0", "8.00", "10.0", "1.25",
+    ]  # fmt: skip
+    without = run("tencache", [10.0], tencache_stats=None)
+    assert "No run recorded" in section(render(benchmark([tencache()], [without])), "TenCache: places")
