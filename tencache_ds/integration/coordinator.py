@@ -86,7 +86,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         self.before_pass()
         with self._tencache_lock:
             self.hide_unused()
-            self._tencache_trace.begin_cycle()
+            self._tencache_trace.begin_cycle(torch.is_grad_enabled())
             self.read_ahead()
 
     def read_ahead(self, *, updated: bool = False) -> None:

@@ -2,15 +2,16 @@
 """The recorded step: in which order items (weights) are asked for.
 
 A forward and backward pass ask for the same items in the same order each time, until they do not (a layer skipped at
-random, an evaluation in between). :class:`AccessTrace` follows the pass through the last recorded cycle, says what
-comes next, and finds its place again after a divergence. It is pure bookkeeping: items are hashable values, nothing
-moves.
+random). A forward alone, in evaluation or generation, is a cycle of another kind. :class:`AccessTrace` follows the pass
+through the last recorded cycle of its kind, says what comes next, and finds its place again after a divergence. It is
+pure bookkeeping: items are hashable values, nothing moves.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
@@ -19,8 +20,16 @@ RESYNC_WINDOW = 256
 """How far ahead an unexpected item is looked for before the whole cycle is searched."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Cycle(Generic[Item]):
+    """A recorded pass: what was used, and whether each was still on the device from its use before."""
+
+    order: tuple[Item, ...]
+    held: tuple[bool, ...]
+
+
 class AccessTrace(Generic[Item]):
-    """Order of accesses in the last complete cycle, and the place in it.
+    """Order of accesses in the last complete cycle of each kind, and the place in the one under way.
 
     Places count accesses and only ever grow: cycle follows cycle, and the item at a place is the one predicted there.
     Predictions made before :attr:`epoch` changed are void.
@@ -33,6 +42,8 @@ class AccessTrace(Generic[Item]):
         self._recording: list[Item] = []
         self._held_recording: list[bool] = []
         self._held: tuple[bool, ...] = ()  # of each place of the order, if there is one for each
+        self._kind: Hashable = None
+        self._cycles: dict[Hashable, _Cycle[Item]] = {None: _Cycle(tuple(initial_order), ())}  # the last of each kind
         self._divergences = 0
         self._start = 0  # place of the first item of the cycle
         self._position = 0  # accesses since
@@ -85,22 +96,34 @@ class AccessTrace(Generic[Item]):
         """
         return len(self._held) != len(self._order) or self._held[(place - self._start) % len(self._order)]
 
-    def begin_cycle(self) -> None:
-        """Marks the start of a pass (a forward): what was recorded since the last call becomes the predicted cycle.
+    def begin_cycle(self, kind: Hashable = None) -> None:
+        """Marks the start of a pass (a forward): what was recorded since the last call becomes the predicted cycle of
+        its kind, and the last one of the new kind is predicted.
 
-        A cycle shorter than the predicted one and equal to its beginning (a forward without a backward, as in an
-        evaluation) does not replace it.
+        A cycle shorter than the last of its kind and equal to its beginning (a forward that was not gone on with) does
+        not replace it.
+
+        Args:
+            kind: of the pass that begins, such as training or evaluation. Until one of it has been recorded, the last
+                cycle of any kind is predicted.
         """
         recorded, self._recording = tuple(self._recording), []
         held, self._held_recording = tuple(self._held_recording), []
         follows = self._position == len(self._order)
         self._start, self._position = self.now, 0
-        if recorded and recorded != self._order[: len(recorded)]:
-            self._learn(recorded)
+        last = self._cycles.get(self._kind, _Cycle((), ()))
+        if recorded and (not last.order or recorded != last.order[: len(recorded)]):
+            last = self._cycles[self._kind] = _Cycle(recorded, held)
+        elif recorded and len(recorded) == len(last.order):
+            last = self._cycles[self._kind] = _Cycle(last.order, held)
+        self._kind = kind
+        predicted = self._cycles.get(kind, last)
+        if predicted.order and predicted.order != self._order:
+            self._learn(predicted.order)
         elif not follows:
             self._epoch += 1
-        if len(recorded) == len(self._order):
-            self._held = held
+        if predicted.order:
+            self._held = predicted.held
 
     def access(self, item: Item, *, held: bool = False) -> bool:
         """Records an access; returns whether it was the predicted one.

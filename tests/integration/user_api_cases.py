@@ -257,7 +257,29 @@ def evaluate_between(engine_name: str, folder: str, rank: int) -> dict[str, Any]
         with torch.no_grad():
             seen.append(float(s.engine(tokens)).hex())
     s.seen["evaluations"] = seen
+    if engine_name == "tencache":
+        check_evaluation_reads_ahead(s.engine, tokens)
     return s.end()
+
+
+def check_evaluation_reads_ahead(engine: Any, tokens: torch.Tensor) -> None:
+    """Evaluations that follow one another have an order of their own: none begins with a read on demand."""
+    import tencache_ds
+
+    engine.eval()
+    with torch.no_grad():
+        engine(tokens)
+        engine(tokens)
+        before = tencache_ds.stats(engine).total
+        for _ in range(3):
+            engine(tokens)
+    after = tencache_ds.stats(engine).total
+    for kind in ("demand", "late", "prefetched"):
+        engine_reads = after.accesses[kind] - before.accesses[kind]
+        if (kind == "demand" and engine_reads) or (kind == "prefetched" and not engine_reads):
+            raise RuntimeError(f"{engine_reads} weights of evaluations were read as {kind}")
+    if after.events["discarded_read"] != before.events["discarded_read"]:
+        raise RuntimeError("evaluations read ahead what only a backward pass would need")
 
 
 class Rows(torch.utils.data.Dataset):

@@ -108,6 +108,47 @@ def test_a_prefix_does_not_replace_the_cycle(cycle):
     assert trace.order == tuple(cycle)
 
 
+def play_on(trace: AccessTrace[int], accesses: list[int]) -> bool:
+    """Whether each was the predicted one."""
+    answers = [trace.access(item) for item in accesses]
+    return all(answers)
+
+
+def test_each_kind_of_pass_is_predicted_by_the_last_one_of_its_kind():
+    trace: AccessTrace[int] = AccessTrace()
+    training, evaluation = [1, 2, 3, 3, 2, 1], [1, 2, 3]
+
+    def run(kind: str, accesses: list[int]) -> tuple[list[int], bool]:
+        trace.begin_cycle(kind)
+        predicted = list(trace.order)
+        return predicted, play_on(trace, accesses)
+
+    assert run("training", training) == ([], False)
+    assert run("evaluation", evaluation) == (training, True), "nothing better is known"
+    assert run("evaluation", evaluation) == (evaluation, True)
+    assert trace.item_at(trace.now) == 1, "the next forward, not the backward that there is none of"
+    assert run("training", training) == (training, True)
+    assert run("training", training) == (training, True)
+    assert run("evaluation", evaluation) == (evaluation, True)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), CYCLES), max_size=8), CYCLES)
+def test_passes_of_another_kind_change_nothing(others, cycle):
+    trace: AccessTrace[int] = AccessTrace()
+    trace.begin_cycle("mine")
+    for item in cycle:
+        trace.access(item)
+    for kind, accesses in others:
+        trace.begin_cycle(kind)
+        before = trace.now
+        for item in accesses:
+            trace.access(item)
+        assert trace.now >= before
+    trace.begin_cycle("mine")
+    assert trace.order == tuple(cycle)
+    assert play_on(trace, cycle)
+
+
 @given(CYCLES, CYCLES)
 def test_another_cycle_replaces_it(first, second):
     trace: AccessTrace[int] = AccessTrace()
