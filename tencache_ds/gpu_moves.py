@@ -172,11 +172,14 @@ class GpuMoves:
     def bring_back(self, nbytes: int) -> int:
         """Of what had to leave, and of what never was there, as much as fits; returns how much that was."""
         before = self.nbytes
-        for key, size in list(self._out.items()):
-            if size <= nbytes:
-                nbytes -= size
-                del self._out[key]
-                self._bring_weight(key, self._memory.allocate(size))
+        try:
+            for key, size in list(self._out.items()):
+                if size <= nbytes:
+                    self._bring_weight(key, self._memory.allocate(size))
+                    nbytes -= size
+                    del self._out[key]
+        except MemoryLimitError as error:
+            logger.warning("a weight that left GPU memory stays out: %s", error)
         if self._out:
             return self.nbytes - before
         counts = self.counts()

@@ -311,6 +311,24 @@ def test_weights_leave_last_and_only_those_that_can_without_the_others(life):
     assert training.accounts.weight_nbytes == WEIGHTS[2]
 
 
+def test_weights_that_left_come_back_before_state_does(life):
+    training = life(18)
+    begin(training)
+    training.memory.capacity = int(3.5 * UNIT)
+    training.step(0.1)
+    assert set(training.weights.there) == {2}
+    training.memory.capacity = 18 * UNIT
+    training.memory.refuses = True
+    for _ in range(2 * FIRST_PATIENCE + 2):
+        training.step(1)
+    assert set(training.weights.there) == {2}, "there is no memory after all"
+    training.memory.refuses = False
+    for _ in range(4 * FIRST_PATIENCE + 2):
+        training.step(1)
+    assert set(training.weights.there) == {0, 1, 2}
+    assert training.accounts.weight_nbytes == sum(WEIGHTS.values())
+
+
 def test_without_memory_for_all_weights_none_moves(life):
     training = life(100)
     training.memory.refuses = True
