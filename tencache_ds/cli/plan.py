@@ -17,16 +17,21 @@ from rich.table import Table
 
 from tencache_ds.cli.arguments import at_least_one, check_json_file, open_console, positive
 from tencache_ds.cli.finding import format_nbytes
+from tencache_ds.cli.plan_plot import check_plot_file, write_plot
 from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.planning.budget import AUTO_HOST_SHARE
 from tencache_ds.profiling.host_memory import available_nbytes
 
 if TYPE_CHECKING:  # they need pydantic, and the options DeepSpeed, which other commands do without
+    from tencache_ds.planning.bound import Resource
     from tencache_ds.planning.forecast import Forecast, Training
     from tencache_ds.profiling.hardware import Hardware
 
 MORE_NBYTES = 8 * 2**30
 """The step of memory whose worth is shown."""
+
+PLOTTED = 64
+"""Points of a curve over host memory."""
 
 _COUNT = re.compile(r"([\d.]+(?:e\d+)?)([KMBT]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -66,6 +71,7 @@ def add_command(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--seconds", type=positive, default=10.0, help="time to measure (default: %(default)g)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it: places, and step over host memory")
     parser.set_defaults(run=run)
 
 
@@ -107,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     check_json_file(arguments.json)
+    check_plot_file(arguments.plot)
     numel = numel_of(arguments)
     from tencache_ds.io import free_nbytes
     from tencache_ds.planning.forecast import Training, forecast
@@ -134,7 +141,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     others = budgets(training, chosen.budget_nbytes)
     forecasts = [forecast(training, budget, hardware, gpu_budget_nbytes=gpu_nbytes) for budget in others]
     free = None if arguments.nvme_path is None else free_nbytes(str(arguments.nvme_path))
-    problems = what_is_missing(at_start, available, free)  # GPU memory is filled after the first step
+    problems = what_is_missing(at_start, available, free, gpu_nbytes)
     show(training, chosen, forecasts, hardware, console)
     for problem in problems:
         console.print(f"[red]does not fit:[/red] {problem}", soft_wrap=True, highlight=False)
@@ -147,6 +154,13 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
             "problems": problems,
         }
         arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+    if arguments.plot is not None:
+        most = max(training.nbytes, chosen.budget_nbytes)
+        points = [most * index // PLOTTED for index in range(PLOTTED + 1)]
+        curve = [forecast(training, budget, hardware, gpu_budget_nbytes=gpu_nbytes) for budget in points]
+        title = f"{numel / 1e9:.3g} billion parameters on {training.ranks} x {hardware.gpu or hardware.cpu}"
+        limit = _resource_names("the GPU" if hardware.gpu else "arithmetic")[chosen.bound.limit]
+        write_plot(arguments.plot, title, chosen, curve, limit=limit, ranks=training.ranks)
     return 1 if problems else 0
 
 
@@ -192,23 +206,25 @@ def budgets(training: Training, chosen_nbytes: int) -> list[int]:
     return sorted({0, min(chosen_nbytes, everything), min(chosen_nbytes + MORE_NBYTES, everything), everything})
 
 
-def what_is_missing(chosen: Forecast, available: int, free: int | None) -> list[str]:
+def what_is_missing(chosen: Forecast, available: int, free: int | None, gpu_nbytes: int) -> list[str]:
     """In words, for each place that is too small.
 
     Args:
-        chosen: what is to fit.
+        chosen: what is to fit at the start, before anything is moved to GPU memory.
         available: bytes of host memory.
         free: bytes on the drive; None where none was named.
+        gpu_nbytes: GPU memory for optimizer state that fits nowhere else.
     """
+    spilled = min(gpu_nbytes, chosen.state.nvme_nbytes)
     problems = []
     if chosen.host_nbytes > available:
         problems.append(
             f"{format_nbytes(chosen.host_nbytes)} of RAM are needed, {format_nbytes(available)} are available: lower "
             "--host-memory (gradients stay in RAM in any case)"
         )
-    if free is None and chosen.nvme_nbytes:
+    if free is None and chosen.nvme_nbytes > spilled:
         problems.append(f"{format_nbytes(chosen.nvme_nbytes)} do not fit in RAM: name a drive with --nvme-path")
-    if free is not None and chosen.nvme_nbytes > free:
+    if free is not None and chosen.nvme_nbytes - spilled > free:
         problems.append(
             f"{format_nbytes(chosen.nvme_nbytes)} of NVMe are needed, {format_nbytes(free)} are free: free some, raise "
             '--host-memory, or add drives with "tencache.nvme_paths"'
@@ -250,16 +266,21 @@ def _places(chosen: Forecast) -> Table:
     return table
 
 
-def _steps(training: Training, chosen: Forecast, forecasts: Sequence[Forecast], device: str) -> Table:
+def _resource_names(device: str) -> dict[Resource, str]:
+    """What the output calls each resource; ``device`` is what it calls the one that trains."""
     from tencache_ds.planning.bound import Resource
 
-    names = {
+    return {
         Resource.NVME: "NVMe",
         Resource.H2D: "to GPU",
         Resource.D2H: "from GPU",
         Resource.CPU: "CPU Adam",
         Resource.GPU: device,
     }
+
+
+def _steps(training: Training, chosen: Forecast, forecasts: Sequence[Forecast], device: str) -> Table:
+    names = _resource_names(device)
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("host_memory per rank")
     for name in ("NVMe GB/step", *(names[resource] for resource in chosen.bound.by_resource), "step at best"):

@@ -107,3 +107,29 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(words) == 0
     assert "step at best" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_picture(tmp_path: Path) -> None:
+    file = tmp_path / "plan.png"
+    words = ["plan", "--params", "6.7B", "--nvme-path", str(tmp_path), "--gpu-memory", "8GiB", "--plot", str(file)]
+    assert main(words) == 0
+    assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert file.stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(("name", "problem"), [("plan.txt", "ends with .png"), ("no/plan.png", "is not a folder")])
+def test_a_picture_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, problem: str
+) -> None:
+    words = ["plan", "--params", "6.7B", "--nvme-path", str(tmp_path), "--plot", str(tmp_path / name)]
+    assert main(words) == 1
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("machine")
+def test_gpu_memory_takes_what_fits_nowhere_else(tmp_path: Path) -> None:
+    words = ["plan", "--params", "6.7B", "--host-memory", "60GiB"]
+    assert main(words) == 1
+    assert main([*words, "--gpu-memory", "44GiB"]) == 0
