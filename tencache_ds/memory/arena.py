@@ -17,10 +17,24 @@ from tencache_ds.memory.pages import Locking, PageLocker, locked_memory_headroom
 
 logger = logging.getLogger("DeepSpeed.tencache.memory")
 
-__all__ = ["POISON_BYTE", "HostArena", "Locking", "PageLocker", "locked_memory_headroom_nbytes"]
+__all__ = ["POISON_BYTE", "HostArena", "Locking", "PageLocker", "locked_memory_headroom_nbytes", "untouched_zeros"]
 
 POISON_BYTE = 0xCB
 """What fresh and freed memory is filled with under ``poison=True``."""
+
+
+def untouched_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A 1-D tensor of zeros in pages that nobody has touched yet, on huge pages where there are any. They go back with
+    the last tensor that looks at them; children made by ``fork`` get copies.
+
+    ``torch.zeros`` writes every byte, on one thread. Here whoever writes first makes the pages, on as many threads as it
+    has.
+    """
+    arena = HostArena(None, Locking.NONE, inherited=True)
+    memory = arena.allocate(max(numel * dtype.itemsize, 1), "zeros")
+    arena.disown()
+    return memory[: numel * dtype.itemsize].view(dtype)
+
 
 _kept: list[tuple[PageLocker, torch.Tensor]] = []
 """Memory that devices may still touch, and who would free it when garbage-collected: kept until the process ends."""

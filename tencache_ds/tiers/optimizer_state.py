@@ -18,7 +18,7 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import ExtentStore
 from tencache_ds.items import Place
-from tencache_ds.memory.arena import HostArena, Locking
+from tencache_ds.memory.arena import HostArena, Locking, untouched_zeros
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters
@@ -388,7 +388,7 @@ class OptimizerStateTier:
 
     def _make(self, index: int, spec: SubGroupSpec) -> SubGroup:
         if spec.whole:
-            tensors = {kind: torch.zeros(spec.numel, dtype=dtype) for kind, dtype in spec.kinds}
+            tensors = {kind: untouched_zeros(spec.numel, dtype) for kind, dtype in spec.kinds}
             return SubGroup(spec, self._cut(index, spec), tensors=tensors)
         return self._relocation.house(spec, self._cut(index, spec))
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from tencache_ds.errors import LockedMemoryError, MemoryLimitError
 from tencache_ds.memory import HostArena, Locking
-from tencache_ds.memory.arena import POISON_BYTE
+from tencache_ds.memory.arena import POISON_BYTE, untouched_zeros
 from tencache_ds.memory.pages import CudaPages
 
 pytestmark = pytest.mark.timeout(60)
@@ -342,3 +343,26 @@ def test_disowned_memory_goes_with_the_last_tensor_that_looks_at_it():
 def address_space_mib() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * 4096 >> 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [0, 1, 1000, 3 * 2**20])
+def test_untouched_zeros_live_as_long_as_anybody_looks(numel, dtype):
+    before = resident_nbytes()
+    whole = untouched_zeros(numel, dtype)
+    assert whole.shape == (numel,)
+    assert resident_nbytes() - before < max(whole.nbytes // 2, 2**20), "no page was touched"
+    part = whole[numel // 2 :]
+    del whole
+    gc.collect()
+    assert not part.any()
+    part.fill_(1.0)
+    assert bool((part == 1.0).all())
+
+
+def test_untouched_zeros_go_back():
+    before = resident_nbytes()
+    for _ in range(8):
+        untouched_zeros(8 * 2**20, torch.float32).fill_(1.0)
+    gc.collect()
+    assert resident_nbytes() - before < 40 * 2**20
