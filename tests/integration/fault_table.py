@@ -188,11 +188,11 @@ def told(ended: Ended, clean: Ended, timeout_s: float) -> str:
         pairs = zip(result["losses"], reference["losses"], strict=True)
         wrong = [step for step, (found, right) in enumerate(pairs, 1) if found != right]
         if wrong:
-            return f"GOES ON WITH WRONG NUMBERS: losses differ from step {wrong[0]}"
+            return f"CONTINUES WITH WRONG NUMBERS: losses differ from step {wrong[0]}"
         if result["weights"] != reference["weights"]:
             n_wrong = sum(result["weights"][name] != right for name, right in reference["weights"].items())
-            return f"GOES ON WITH WRONG NUMBERS: same losses, {n_wrong} weights differ at the end"
-    return "goes on, same losses and weights"
+            return f"CONTINUES WITH WRONG NUMBERS: same losses, {n_wrong} weights differ at the end"
+    return "continues, same losses and weights"
 
 
 def cases(rows: Sequence[str], kinds: Sequence[str], ranks: int, options: dict[str, Any]) -> dict[str, dict[str, Any]]:

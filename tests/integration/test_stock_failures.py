@@ -54,4 +54,4 @@ def test_the_fault_table_shows_what_stock_does_with_a_read_that_fails(harness: A
     harness.execute(command, folder=folder, timeout_s=200).succeeded()
     found = {name: of["stock"] for name, of in json.loads(outcomes.read_text()).items()}
     print(f"stock NVMe offload, reads of optimizer state that fail: {found['EIO on read, optimizer']}")
-    assert found["no fault, optimizer"] == "goes on, same losses and weights"
+    assert found["no fault, optimizer"] == "continues, same losses and weights"
