@@ -219,7 +219,9 @@ def comparison(reference: Run, stock: Run, tencache: Run) -> Table:
 
 def parse_arguments() -> argparse.Namespace:
     default_size = "small" if os.environ.get("DS_ACCELERATOR") == "cpu" or not shutil.which("nvidia-smi") else "medium"
-    parser = argparse.ArgumentParser(description="Stock ZeRO-Infinity and TenCache on the same training, side by side.")
+    parser = argparse.ArgumentParser(
+        description="Trains the same model with stock ZeRO-Infinity and with TenCache, and compares them."
+    )
     parser.add_argument("--nvme-path", type=Path, default=Path(".tencache_demo"), help="folder on the disk to use")
     parser.add_argument("--size", choices=LARGEST_WEIGHT, default=default_size)
     parser.add_argument("--steps", type=int, default=30)
@@ -254,11 +256,11 @@ def main() -> int:
     console.print(comparison(*runs))
     if file_system.in_memory:
         console.print(
-            f"The path is on {file_system.kind}: the kernel counts no disk traffic there, so NVMe bytes read 0."
+            f"The path is on {file_system.kind}: the kernel counts no disk traffic there, so NVMe bytes are shown as 0."
         )
     console.print(
-        f"Medians without the first {WARM_UP_STEPS} steps. Ratio: stock NVMe over TenCache. NVMe bytes as the kernel "
-        f"counts them for the process (/proc/self/io). Took {time.perf_counter() - started:.0f} s."
+        f"Medians, excluding the first {WARM_UP_STEPS} steps. Ratio: stock NVMe over TenCache. NVMe bytes as "
+        f"the kernel counts them for the process (/proc/self/io). Took {time.perf_counter() - started:.0f} s."
     )
     return 0 if runs[2].losses == runs[0].losses else 1
 

@@ -79,7 +79,7 @@ def load_op(builder: Any, op_name: str, *, without: str = 'set "io_backend": "po
                 causes = [f"{type(error).__name__}: {_last_lines(str(error))}"]
             raise ConfigError(
                 f"the {op_name} op cannot be built or loaded: {'; '.join(causes)}. "
-                f"Without it, {without}; `ds_report` shows what DeepSpeed found"
+                f"Without it, {without}; `ds_report` shows DeepSpeed's findings"
             ) from error
 
 
@@ -103,7 +103,7 @@ def _missing(builder: Any, op_name: str) -> list[str]:
         from torch.utils import cpp_extension
 
         if cpp_extension.CUDA_HOME is None and cpp_extension.ROCM_HOME is None:
-            causes.append("the CUDA toolkit is not found (set CUDA_HOME, or `apt install nvidia-cuda-toolkit`)")
+            causes.append("the CUDA toolkit was not found (set CUDA_HOME, or `apt install nvidia-cuda-toolkit`)")
     return causes
 
 

@@ -57,7 +57,7 @@ def is_held(lock: Path) -> bool:
 
 def remedy(lock: Path) -> str:
     """What to do about a lock that nobody holds."""
-    return f"rm {lock} (unless another machine that shares this folder is building at the moment)"
+    return f"rm {lock} (unless another machine that shares this folder is building right now)"
 
 
 def explain(lock: Path) -> str:
@@ -65,7 +65,7 @@ def explain(lock: Path) -> str:
     op_name = lock.parent.name
     if is_held(lock):
         return f"the {op_name} op is being built, which can take some minutes (lock: {lock})"
-    return f"the {op_name} op waits for a lock that a killed process has left behind; to go on: {remedy(lock)}"
+    return f"the {op_name} op waits for a lock that a killed process left behind; to continue: {remedy(lock)}"
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def only_loader(op_name: str) -> Iterator[None]:
 def _remove_left_behind(op_name: str) -> None:
     for lock in build_locks(op_name):
         if not is_held(lock):
-            logger.info("removes %s, which a process that was killed has left behind", lock)
+            logger.info("removes %s, left behind by a killed process", lock)
             lock.unlink(missing_ok=True)
 
 

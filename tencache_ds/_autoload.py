@@ -55,7 +55,7 @@ def _hook_config(module: ModuleType) -> None:
         hook_config_module(module)
     except Exception as error:  # only a broken installation gets here; stock DeepSpeed must go on
         warnings.warn(
-            f"TenCache could not be hooked into DeepSpeed and stays inactive, whatever a config asks for: {error!r}",
+            f"TenCache could not be hooked into DeepSpeed and stays inactive, even if a config selects it: {error!r}",
             stacklevel=2,
         )
 

@@ -87,7 +87,7 @@ def parse_size_or_share(value: object) -> int | Share:
         return parse_size(value)
     percent = float(match.group(1))
     if percent > 100:
-        raise ValueError(f"{value!r} is more than there is: a share is from 0% to 100%")
+        raise ValueError(f"{value!r} is out of range: a share is from 0% to 100%")
     return Share(percent / 100) if percent else 0
 
 
@@ -110,7 +110,7 @@ def parse_host_memory(value: object) -> int:
     nbytes = parse_size(value)
     if 0 < nbytes < LEAST_HOST_MEMORY_NBYTES:
         raise ValueError(
-            f"{nbytes} bytes hold no weight: write a unit, as in '{nbytes}GiB', or 0 to send all but gradients to NVMe"
+            f"{nbytes} bytes cannot hold a weight: write a unit, as in '{nbytes}GiB', or 0 for all but gradients on NVMe"
         )
     return nbytes
 
@@ -122,7 +122,7 @@ def refuse_boolean(value: object) -> object:
         ValueError: a boolean.
     """
     if isinstance(value, bool):
-        raise ValueError("true and false are no numbers")
+        raise ValueError("true and false are not numbers")
     return value
 
 

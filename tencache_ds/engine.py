@@ -253,7 +253,7 @@ class TenCacheEngine:
     def open_store(self, kind: str, paths: tuple[str, ...], *, preallocate_nbytes: int = 0) -> ExtentStore:
         """A store on NVMe; see :meth:`tencache_ds.io.NvmePaths.open_store`."""
         if not paths:
-            raise RuntimeError(f"{kind} are to be stored on NVMe, but no nvme_path is configured")
+            raise RuntimeError(f"{kind} need NVMe, but no nvme_path is configured")
         return self.nvme.open_store(
             kind,
             paths,

@@ -44,7 +44,7 @@ class HostHomes:
                 self._adapt()
             except TenCacheError as error:
                 self._stuck = True
-                logger.warning("host memory is short, but optimizer state has nowhere to go: %s", error)
+                logger.warning("host memory is short, but there is no place for optimizer state: %s", error)
         self._watch.step_done()
 
     def _adapt(self) -> None:
@@ -55,7 +55,7 @@ class HostHomes:
             if left_nbytes:
                 self._watch.released()
                 logger.warning(
-                    "only %s of host memory are available: %s of optimizer state left it for NVMe",
+                    "only %s of host memory is available: moved %s of optimizer state to NVMe",
                     gib(available),
                     gib(left_nbytes),
                 )

@@ -27,7 +27,7 @@ def main() -> None:
         raise SystemExit("usage: deepspeed --module tencache_ds.run train.py [the script's own arguments]")
     script = arguments[position]
     if not os.path.exists(script):
-        raise SystemExit(f"tencache_ds.run: there is no script {script!r} in {os.getcwd()}")
+        raise SystemExit(f"tencache_ds.run: no script {script!r} in {os.getcwd()}")
     sys.argv = [script, *arguments[:position], *arguments[position + 1 :]]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     _autoload.install()

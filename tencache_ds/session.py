@@ -158,7 +158,7 @@ class Session:
         self._reserved_nbytes = gradient_nbytes + sum(by_place[Place.HOST])
         self._engines[0].reserve_host_memory(self._reserved_nbytes)
         if by_place[Place.GPU]:
-            logger.info("%s of optimizer state have no place but GPU memory", gib(sum(by_place[Place.GPU])))
+            logger.info("%s of optimizer state fit nowhere but in GPU memory", gib(sum(by_place[Place.GPU])))
         specs = [SubGroupSpec(numel, kinds, places) for numel, places in zip(numels, homes, strict=True)]
         return specs, by_place[Place.NVME]
 
@@ -424,7 +424,7 @@ class Session:
                     if arena is not None:
                         stack.callback(arena.close)
                     if arena is not None and self._keeps_memory:
-                        stack.callback(arena.keep_all, "gathers that other ranks did not begin")
+                        stack.callback(arena.keep_all, "gathers that other ranks did not start")
                 stack.callback(self._gpu_staging.close)
                 if self._optimizer_store is not None:
                     stack.callback(self._engines[0].nvme.close_store, self._optimizer_store)

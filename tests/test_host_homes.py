@@ -65,7 +65,7 @@ def test_it_leaves_when_there_is_little_and_returns_when_there_is_plenty(life, c
     assert life.step() == 0, "five chunks are less than what is missing"
     assert life.accounts.host_nbytes == -sum(life.bench.tier.chunks(0)[i].nbytes for i in range(4)) - CHUNK_NBYTES
     assert set(life.shown) == {0, 1}
-    assert "left it for NVMe" in caplog.text
+    assert "to NVMe" in caplog.text
     assert life.bench.tier.places(1)[1] is Place.GPU
     life.available = PLENTY
     for _ in range(FIRST_PATIENCE):

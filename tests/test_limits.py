@@ -62,7 +62,7 @@ def test_threads_that_cannot_be_started(no_third_thread: None) -> None:
 
 def test_lanes_that_could_be_started_end(no_third_thread: None) -> None:
     before = threading.active_count()
-    with pytest.raises(ProcessLimitError, match='only 2 of 4 lanes of I/O.*"tencache.io_lanes"'):
+    with pytest.raises(ProcessLimitError, match='only 2 of 4 I/O lanes.*"tencache.io_lanes"'):
         PosixBackend(4)
     assert threading.active_count() == before
 

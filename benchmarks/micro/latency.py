@@ -169,7 +169,7 @@ class StockSession:
             n_done = self._handle.wait()
             taken.append(time.perf_counter() - t_start_s)
             if n_done != n_asked:
-                cause = f"aio_handle.wait() says that {n_done} of {n_asked} requests were done"
+                cause = f"aio_handle.wait() reports {n_done} of {n_asked} requests as completed"
                 raise StorageError("read", path, offset, URGENT_NBYTES, cause)
             time.sleep(_PAUSE_S)
         return taken

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["bench"]:  # has many arguments of its own, from a package that only it imports
         return bench.run(words[1:])
-    parser = argparse.ArgumentParser(prog="tencache", description="Tools around the TenCache offload engine.")
+    parser = argparse.ArgumentParser(prog="tencache", description="Tools for the TenCache offload engine.")
     parser.add_argument("--version", action="version", version=f"tencache {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
     doctor.add_command(commands)

@@ -28,7 +28,7 @@ def at_least_one(text: str) -> int:
     """A whole number above 0, for :mod:`argparse`."""
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return value
 
 
@@ -39,7 +39,9 @@ def check_json_file(file: Path | None) -> None:
         ConfigError: names the file and what to do.
     """
     if file is not None and not os.access(file.resolve().parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--json {file} cannot be written: name a file in an existing folder of this user")
+        raise ConfigError(
+            f"--json {file} cannot be written: name a file in an existing folder that is writable for this user"
+        )
 
 
 def open_console() -> Console:

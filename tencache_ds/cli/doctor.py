@@ -27,8 +27,8 @@ def add_command(commands: Any) -> None:
     """Registers ``doctor`` with what :meth:`argparse.ArgumentParser.add_subparsers` returned."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
-        help="check this machine and say how to fix what is wrong",
-        description="Checks this machine for what TenCache needs. Exit status 1 if there is a problem.",
+        help="check prerequisites on this machine and suggest fixes",
+        description="Checks TenCache's prerequisites on this machine. Exit status 1 if there is a problem.",
     )
     parser.add_argument(
         "--nvme-path",
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if problems or warnings:
         console.print(f"{problems} problem(s), {warnings} warning(s)")
     else:
-        console.print("All is well.")
+        console.print("No problems found.")
     return 1 if problems else 0
 
 

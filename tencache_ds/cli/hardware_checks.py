@@ -33,7 +33,7 @@ def check_cpu() -> Finding:
             Level.WARNING,
             "cpu",
             f"{text}, no AVX2 or AVX-512: the optimizer step will be slow",
-            "use a machine with AVX2, or let the virtual machine pass the host's CPU flags on",
+            "use a machine with AVX2, or configure the virtual machine to expose the host's CPU flags",
         )
     return Finding(Level.OK, "cpu", f"{text}, {vector}")
 
@@ -77,7 +77,7 @@ def check_locked_memory(limit_nbytes: int | None = None, status: str | None = No
         return Finding(
             Level.WARNING,
             "locked memory",
-            f"{text}: too little for the buffers of most models",
+            f"{text}: too low for the buffers of most models",
             "ulimit -l unlimited (memlock in /etc/security/limits.conf), or in Docker: --ulimit memlock=-1",
         )
     return Finding(Level.OK, "locked memory", text)
@@ -140,11 +140,11 @@ def check_gds(
         text = "KvikIO is not installed (optional: pip install 'tencache-ds[gds-cu13]', or gds-cu12 for CUDA 12)"
         return Finding(Level.OK, GDS, text)
     if environment.get("KVIKIO_COMPAT_MODE", "").strip().lower() in ("on", "true", "yes", "1"):
-        reason = "KVIKIO_COMPAT_MODE asks for it"
+        reason = "KVIKIO_COMPAT_MODE requests it"
     elif not driver.exists():
         reason = "the nvidia-fs driver is not loaded"
     elif not udev.is_dir():
-        reason = f"{udev} is not there; a container needs -v {udev}:{udev}:ro"
+        reason = f"{udev} is missing; a container needs -v {udev}:{udev}:ro"
     else:
         return Finding(Level.OK, GDS, f"{found}, nvidia-fs driver {driver.read_text().split()[-1]}")
     return Finding(Level.OK, GDS, f"{found} in compatibility mode, in which bytes pass through host memory: {reason}")

@@ -41,35 +41,41 @@ def add_command(commands: Any) -> None:
     """Registers ``plan`` with what :meth:`argparse.ArgumentParser.add_subparsers` returned."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
-        help="say whether a model fits this machine, what goes where, and what more memory would give",
-        description="Measures this machine for some seconds and says what of a model's weights, gradients and "
-        "optimizer state would be in GPU memory, in RAM and on NVMe, and the shortest step that this allows. Exit "
-        "status 1 if it does not fit.",
+        help="check whether a model fits this machine; show its placement and the gain from more memory",
+        description="Measures this machine for some seconds and shows the placement of a model's weights, gradients "
+        "and optimizer state in GPU memory, in RAM and on NVMe, and the resulting lower bound of the step time. Exit "
+        "status 1 if the model does not fit.",
     )
     model = parser.add_argument_group("model, in one of three ways")
     model.add_argument("--params", type=_count, metavar="N", help="number of parameters, such as 6.7B")
     model.add_argument("--model", metavar="NAME", help="a Hugging Face config.json, its folder, or a name on the hub")
-    model.add_argument("--layers", type=at_least_one, help="of a Llama-like model, with --hidden")
-    model.add_argument("--hidden", type=at_least_one, help="its hidden size")
-    model.add_argument("--vocabulary", type=at_least_one, default=32000, help="its tokens (default: %(default)s)")
+    model.add_argument("--layers", type=at_least_one, help="layers of a Llama-like model, with --hidden")
+    model.add_argument("--hidden", type=at_least_one, help="hidden size of the Llama-like model")
+    model.add_argument(
+        "--vocabulary", type=at_least_one, default=32000, help="its vocabulary size (default: %(default)s)"
+    )
     step = parser.add_argument_group("step")
     step.add_argument("--ranks", type=at_least_one, default=1, help="GPUs of this machine (default: %(default)s)")
     step.add_argument("--micro-batch", type=at_least_one, default=1, help="sequences per GPU (default: %(default)s)")
-    step.add_argument("--sequence", type=at_least_one, default=2048, help="tokens of each (default: %(default)s)")
-    step.add_argument("--accumulation", type=at_least_one, default=1, help="micro-steps (default: %(default)s)")
-    step.add_argument("--checkpointing", action="store_true", help="activations are recomputed")
+    step.add_argument("--sequence", type=at_least_one, default=2048, help="tokens per sequence (default: %(default)s)")
+    step.add_argument(
+        "--accumulation", type=at_least_one, default=1, help="micro-steps per step (default: %(default)s)"
+    )
+    step.add_argument("--checkpointing", action="store_true", help="recompute activations in the backward pass")
     place = parser.add_argument_group("memory")
-    place.add_argument("--nvme-path", type=Path, metavar="FOLDER", help="on the drive that training would use")
+    place.add_argument("--nvme-path", type=Path, metavar="FOLDER", help="folder on the drive that training would use")
     place.add_argument(
         "--host-memory", type=_size, metavar="SIZE",
-        help="RAM per rank, as tencache.host_memory (default: as without it, 70 %% of what is available)",
+        help="RAM per rank, as tencache.host_memory (default: 70 %% of the available memory)",
     )  # fmt: skip
     place.add_argument(
         "--gpu-memory", type=_gpu_size, default=0, metavar="SIZE",
-        help="memory of each GPU that training leaves idle, as tencache.gpu_memory; by itself TenCache takes what its "
-        "first step leaves free, which cannot be told before (default: none)",
+        help="memory of each GPU that training leaves idle, as tencache.gpu_memory; the automatic value is only known "
+        "after the first step of a training run (default: none)",
     )  # fmt: skip
-    parser.add_argument("--seconds", type=positive, default=10.0, help="time to measure (default: %(default)g)")
+    parser.add_argument(
+        "--seconds", type=positive, default=10.0, help="duration of the measurement (default: %(default)g)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it: places, and step over host memory")
     parser.set_defaults(run=run)
@@ -79,7 +85,7 @@ def _count(text: str) -> int:
     found = _COUNT.fullmatch(text)
     value = round(float(found.group(1)) * _FACTORS[found.group(2).upper()]) if found is not None else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: write 6.7B, 350M or 7e9")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters: write 6.7B, 350M or 7e9")
     return value
 
 
@@ -172,7 +178,7 @@ def numel_of(arguments: argparse.Namespace) -> int:
     """
     ways = [arguments.params is not None, arguments.model is not None, arguments.layers is not None]
     if sum(ways) != 1 or (arguments.layers is None) != (arguments.hidden is None):
-        raise ConfigError("say which model: --params N, or --model NAME, or --layers N with --hidden N")
+        raise ConfigError("give exactly one model: --params N, or --model NAME, or --layers N with --hidden N")
     if arguments.params is not None:
         return int(arguments.params)
     if arguments.layers is not None:
@@ -246,9 +252,9 @@ def show(
     console.print(_places(chosen))
     console.print(_steps(training, chosen, forecasts, "GPU" if hardware.gpu else "arithmetic"))
     console.print(
-        "Seconds of each resource, if it worked alone; a step takes at least as long as the busiest. GPU memory is "
-        "what --gpu-memory says: the layers at work, activations and DeepSpeed's buckets need room beside it. What "
-        "lies there keeps its RAM, but for optimizer state.",
+        "Seconds of each resource on its own; a step takes at least as long as the busiest one. GPU memory is the "
+        "value of --gpu-memory: the active layers, activations and DeepSpeed's buckets need additional memory. "
+        "Weights and gradients there also keep their RAM; optimizer state does not.",
         highlight=False,
         soft_wrap=True,
     )
@@ -262,7 +268,7 @@ def _places(chosen: Forecast) -> Table:
     rows = (("16-bit weights", chosen.weights), ("gradients", chosen.gradients), ("optimizer state", chosen.state))
     for name, found in rows:
         table.add_row(name, *map(format_nbytes, (found.gpu_nbytes, found.host_nbytes, found.nvme_nbytes)))
-    table.add_row("together", *map(format_nbytes, (chosen.gpu_nbytes, chosen.host_nbytes, chosen.nvme_nbytes)))
+    table.add_row("total", *map(format_nbytes, (chosen.gpu_nbytes, chosen.host_nbytes, chosen.nvme_nbytes)))
     return table
 
 
@@ -283,7 +289,7 @@ def _steps(training: Training, chosen: Forecast, forecasts: Sequence[Forecast], 
     names = _resource_names(device)
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("host_memory per rank")
-    for name in ("NVMe GB/step", *(names[resource] for resource in chosen.bound.by_resource), "step at best"):
+    for name in ("NVMe GB/step", *(names[resource] for resource in chosen.bound.by_resource), "shortest step"):
         table.add_column(name, justify="right")
     table.add_column("")
     for each in forecasts:

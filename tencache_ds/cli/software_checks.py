@@ -44,7 +44,7 @@ def check_versions(
             Finding(
                 Level.WARNING,
                 "tencache",
-                f"{__version__}, used from a folder without being installed: supported versions are not known",
+                f"{__version__}, used from a folder without being installed: the supported versions are unknown",
                 "pip install the package (pip install -e . in a checkout)",
             )
         )
@@ -152,7 +152,7 @@ def check_build_locks() -> list[Finding]:
         Finding(
             Level.PROBLEM,
             "build lock",
-            f"left behind by a process that was killed: whoever loads the {lock.parent.name} op waits indefinitely",
+            f"left behind by a killed process: loading the {lock.parent.name} op hangs until it is removed",
             remedy(lock),
         )
         for lock in build_locks()

@@ -34,7 +34,7 @@ def check_nvme_path(path: Path) -> list[Finding]:
                 Level.PROBLEM, "nvme path", f"{folder} cannot be written to by this user", f"sudo chown $USER {folder}"
             )
         ]
-    text = str(folder) if folder == path.expanduser().resolve() else f"{path} will be made in {folder}"
+    text = str(folder) if folder == path.expanduser().resolve() else f"{path} will be created in {folder}"
     findings = [Finding(Level.OK, "nvme path", text), _kind(folder), _free_space(folder), _direct_io(folder)]
     device = block_device_of(folder)
     return findings if device is None else [*findings, _blocks(folder, device)]
@@ -56,7 +56,7 @@ def _free_space(folder: Path) -> Finding:
     billions = free / BYTES_PER_PARAMETER / 1e9
     text = f"{format_nbytes(free)}: room for {billions:.1f} billion parameters at {BYTES_PER_PARAMETER} bytes each"
     if free < LITTLE_SPACE_NBYTES:
-        return Finding(Level.WARNING, "free space", text, "free some, or name a folder on a larger disk")
+        return Finding(Level.WARNING, "free space", text, "free some space, or name a folder on a larger disk")
     return Finding(Level.OK, "free space", text)
 
 
@@ -79,6 +79,6 @@ def _direct_io(folder: Path) -> Finding:
     return Finding(
         Level.WARNING,
         "direct I/O",
-        "O_DIRECT is not supported: data goes through the page cache, which takes RAM and time",
+        "O_DIRECT is not supported: data goes through the page cache, which costs RAM and time",
         "name a folder on ext4 or xfs",
     )

@@ -145,7 +145,7 @@ class StockSession:
                 start(buffer, *requests.place(requests.extent(slot, turn)))
             n_done = self._handle.wait()
             if n_done != len(requests.buffers):
-                cause = f"aio_handle.wait() says that {n_done} of {len(requests.buffers)} requests were done"
+                cause = f"aio_handle.wait() reports {n_done} of {len(requests.buffers)} requests as completed"
                 raise StorageError(kind.value, requests.name, 0, requests.request_nbytes, cause)
             n_moved += n_done * requests.request_nbytes
             turn += 1

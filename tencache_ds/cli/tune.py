@@ -31,7 +31,7 @@ def add_command(commands: Any) -> None:
         "tune",
         help="measure storage and recommend settings for TenCache and for stock DeepSpeed",
         description="Measures each folder's storage with TenCache's and with DeepSpeed's I/O, and recommends settings "
-        "for both. Its files go away by themselves. Exit status 1 if a folder cannot be measured.",
+        "for both. Its files are removed automatically. Exit status 1 if a folder cannot be measured.",
     )
     parser.add_argument(
         "--nvme-path",
@@ -40,20 +40,24 @@ def add_command(commands: Any) -> None:
         action="extend",
         required=True,
         metavar="FOLDER",
-        help="folders to measure, one after the other",
+        help="folders to measure, one after another",
     )
     parser.add_argument("--seconds", type=positive, default=10.0, help="time per folder (default: %(default)g)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all measurements to this file")
     parser.add_argument(
-        "--save", action="store_true", help="keep the result in the user's cache folder, and show it next time"
+        "--save", action="store_true", help="save the result in the user's cache folder and show it next time"
     )
-    parser.add_argument("--fresh", action="store_true", help="measure again, whatever was saved")
+    parser.add_argument("--fresh", action="store_true", help="ignore a saved result and measure again")
     wear = parser.add_argument_group("endurance")
-    wear.add_argument("--parameters", type=positive, default=7e9, help="of the model (default: %(default)g)")
+    wear.add_argument(
+        "--parameters", type=positive, default=7e9, help="number of parameters of the model (default: %(default)g)"
+    )
     wear.add_argument(
         "--step-seconds", type=positive, default=30.0, help="seconds per optimizer step (default: %(default)g)"
     )
-    wear.add_argument("--drive-bytes", type=positive, help="size of all drives together (default: as the kernel says)")
+    wear.add_argument(
+        "--drive-bytes", type=positive, help="size of all drives together (default: as reported by the kernel)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -113,7 +117,7 @@ def _result_for(folder: Path, arguments: argparse.Namespace) -> tuple[PathResult
 
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[Callable[[float], None]]:
-    """A bar on standard error, where somebody can see it."""
+    """A progress bar on standard error if it is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -129,7 +133,7 @@ def _drives_nbytes(folders: list[Path]) -> float | None:
 
 
 def show(result: PathResult, console: Console) -> None:
-    """Prints what was found out about one path."""
+    """Prints the results for one path."""
 
     # Not as markup: a path may have brackets. Soft: lines to copy must not be broken.
     def say(text: str) -> None:
@@ -149,12 +153,12 @@ def show(result: PathResult, console: Console) -> None:
         say(note)
     best = result.tencache
     if best.best is best.default:
-        say("TenCache: the defaults are as good as anything tried. There is nothing to set.")
+        say("TenCache: no setting tried was better than the defaults. There is nothing to set.")
     else:
         say(f"TenCache: {100 * best.gain:.0f} % faster than with the defaults (and in every round) with")
         say(_config(result.tencache_sections()))
     if result.stock is not None:
-        gain = "its defaults are as good as anything tried"
+        gain = "no setting tried was better than its defaults"
         if result.stock.best is not result.stock.default:
             gain = f"{100 * result.stock.gain:.0f} % faster than its defaults"
         say(f"Stock DeepSpeed (without TenCache): {gain}")
@@ -201,7 +205,7 @@ def _knobs(settings: dict[str, bool | int]) -> str:
 
 
 def show_endurance(wear: list[Endurance], parameters: float, step_s: float, console: Console) -> None:
-    """Prints what training writes to the drives."""
+    """Prints the drive wear that training causes."""
     console.rule("Endurance", align="left")
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column(f"{parameters / 1e9:g} billion parameters, {step_s:g} s per step")
@@ -218,7 +222,7 @@ def show_endurance(wear: list[Endurance], parameters: float, step_s: float, cons
     console.print(table)
     console.print(
         "Drives are rated for 0.3 to 3 drive writes a day over five years. State that TenCache keeps in RAM or on the "
-        "GPU is not written.",
+        "GPU is not written to the drives.",
         highlight=False,
         soft_wrap=True,
     )

@@ -100,7 +100,7 @@ def measure_path(folder: Path, seconds: float, advance: Callable[[float], None] 
     system = file_system_of(folder)
     warnings = warnings_of(folder, system, area.direct)
     if backend != best:
-        warnings.append(f'"io_backend": "auto" takes {backend} here: {reason}')
+        warnings.append(f'"io_backend": "auto" selects {backend} here: {reason}')
     return PathResult(
         path=str(folder),
         measured_at=datetime.now(UTC).replace(microsecond=0),
@@ -126,12 +126,12 @@ def warnings_of(folder: Path, system: FileSystem, direct: bool) -> list[str]:
     """What makes this storage a doubtful choice, in words."""
     warnings = []
     if system.in_memory:
-        warnings.append(f"{folder} is on {system.kind}: RAM, not a disk. At best it stands in for a fast array.")
+        warnings.append(f"{folder} is on {system.kind}: RAM, not a disk. At best it imitates a fast array.")
     if system.over_network:
         warnings.append(f"{folder} is on {system.kind}, over a network: every rank and user of it shares these rates.")
     if not direct:
         warnings.append(
-            f"{folder} refuses O_DIRECT: data goes through the page cache, which takes RAM and time, and these figures "
+            f"{folder} refuses O_DIRECT: data goes through the page cache, which costs RAM and time, and these figures "
             "are a guess. Name a folder on ext4 or xfs."
         )
     return warnings
@@ -161,7 +161,7 @@ def _why_no_stock(direct: bool, unlocked: str) -> str:
     if not direct:
         return "DeepSpeed's aio_handle needs O_DIRECT"
     if unlocked:
-        return f"its buffers have to be locked, and cannot be: {unlocked}"
+        return f"its buffers must be locked, which failed: {unlocked}"
     from tencache_ds.ops.async_io import load_async_io
 
     try:

@@ -95,7 +95,7 @@ class Agreement:
         except torch.distributed.DistNetworkError as error:
             raise AgreementError(
                 f"rank {self._rank} lost the store of the process group while the ranks were agreeing on {topic}: "
-                f"the process that holds it, mostly rank 0, has ended; see its log ({error})"
+                f"the process that hosts it, usually rank 0, has ended; see its log ({error})"
             ) from error
 
     def _reach(self, mine: Post, decide: Callable[[Sequence[Post]], Any]) -> Any:
@@ -125,7 +125,7 @@ class Agreement:
         posts = [Post(*json.loads(self._store.get(key))) for key in keys]
         if any(post.topic != mine.topic for post in posts):
             raise AgreementError(
-                f"{difference('what is to be agreed on', [post.topic for post in posts], posts)}. They do not run the "
+                f"{difference('the topic to agree on', [post.topic for post in posts], posts)}. They do not run the "
                 "same program, or not with the same config."
             )
         return decide(posts)
@@ -143,7 +143,7 @@ class Agreement:
                 # All are there where the first rank ended before it had a result.
                 missing = self._missing(keys) or [0]
                 raise AgreementError(
-                    f"{_names(missing)} did not come within {limit_s:.0f} s to agree on {topic}. {_WHY_MISSING}"
+                    f"{_names(missing)} did not respond within {limit_s:.0f} s to agree on {topic}. {_WHY_MISSING}"
                 )
             if waited_s > PATIENCE_S and not said:
                 said, missing = True, self._missing(keys)

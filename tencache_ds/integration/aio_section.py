@@ -66,7 +66,7 @@ def check_aio_section(section: object) -> tuple[str, ...]:
         elif closest(key, _CHECKS) is not None:
             raise ConfigError(f'unknown key "{AIO}.{key}" (given: {value!r}).{did_you_mean(key, _CHECKS)}')
         elif key not in LEGACY_KEYS:
-            warnings.append(f'DeepSpeed knows no key "{AIO}.{key}" and ignores it. It knows: {", ".join(_CHECKS)}.')
+            warnings.append(f'DeepSpeed ignores the unknown key "{AIO}.{key}". Known keys: {", ".join(_CHECKS)}.')
     if section.get(AIO_USE_GDS) and get_accelerator().device_name() != "cuda":
         raise ConfigError(
             f'"{AIO}.{AIO_USE_GDS}" is on, which DeepSpeed allows with CUDA GPUs only. Remove it: TenCache reads '
@@ -81,7 +81,7 @@ def _check_count(least: int, most: int, multiple_of: int = 1) -> Callable[[str, 
         if not is_number or value != value // 1 or not least <= value <= most or value % multiple_of:
             multiple = f" and a multiple of {multiple_of}" if multiple_of > 1 else ""
             raise ConfigError(
-                f'"{key}" cannot be {value!r}: it is a whole number from {least} to {most}{multiple}. Leave it out for '
+                f'"{key}" cannot be {value!r}: it must be a whole number from {least} to {most}{multiple}. Omit it for '
                 "DeepSpeed's default."
             )
 
@@ -91,12 +91,12 @@ def _check_count(least: int, most: int, multiple_of: int = 1) -> Callable[[str, 
 def _check_boolean(key: str, value: object) -> None:
     """For what DeepSpeed takes for true when it is the string "false"."""
     if not isinstance(value, bool):
-        raise ConfigError(f'"{key}" cannot be {value!r}: it is true or false, without quotes')
+        raise ConfigError(f'"{key}" cannot be {value!r}: it must be true or false, without quotes')
 
 
 def _check_flag(key: str, value: object) -> None:
     if not (isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false"))):
-        raise ConfigError(f'"{key}" cannot be {value!r}: it is true or false')
+        raise ConfigError(f'"{key}" cannot be {value!r}: it must be true or false')
 
 
 _CHECKS: dict[str, Callable[[str, object], None]] = {

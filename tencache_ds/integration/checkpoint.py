@@ -133,7 +133,7 @@ class CheckpointMixin:
                 found = "is missing" if saved is None else f"has {saved.numel()} elements, the model's {numel}"
                 raise CheckpointError(
                     f"this rank's part of the frozen weight {names[param]} {found}: the checkpoint was saved with "
-                    "another number of ranks, or of another model"
+                    "a different number of ranks, or from a different model"
                 )
             if param.ds_id in frozen and param.nvme_swapper.stored(param):
                 param.nvme_swapper.replace(param, saved.detach())
@@ -235,5 +235,5 @@ class CheckpointMixin:
         if saved != here:
             raise TenCacheError(
                 f"the checkpoint's sub-groups hold {saved} elements on this rank, the model's {here}: it was saved "
-                'with another "sub_group_size", number of ranks or set of trainable parameters'
+                'with a different "sub_group_size", number of ranks or set of trainable parameters'
             )

@@ -201,10 +201,10 @@ class CheckpointSave:
         ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
         if self._error is None:
             raise CheckpointError(
-                f"the checkpoint was not saved: {ranks} could not write its part, and said why. "
-                '"latest" still names the checkpoint before it, and training can go on from here'
+                f"the checkpoint was not saved: {ranks} could not write their part; see the error there. "
+                '"latest" still names the previous checkpoint, and training can continue from here'
             )
-        self._error.add_note('The checkpoint was not saved; "latest" still names the one before it.')
+        self._error.add_note('The checkpoint was not saved; "latest" still names the previous one.')
         raise self._error
 
     def _discard(self) -> None:

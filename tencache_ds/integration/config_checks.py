@@ -20,7 +20,7 @@ from tencache_ds.spelling import closest
 CONFIG_ATTRIBUTE = "tencache"
 """Attribute of a parsed DeepSpeedConfig that holds its ``TenCacheConfig``; absent or None means stock DeepSpeed."""
 
-_ON_THE_GPU = "its kernel updates on the GPU, and the optimizer state is offloaded"
+_ON_THE_GPU = "its kernel runs on the GPU, while the optimizer state is offloaded"
 _NO_MUON = "Muon needs whole gradients on the device"
 _REFUSED_OPTIMIZERS = {
     "muon": (_NO_MUON, "AdamW"),
@@ -29,8 +29,8 @@ _REFUSED_OPTIMIZERS = {
     "fusedlamb": (_ON_THE_GPU, "AdamW"),
     "fusedadam": (_ON_THE_GPU, "deepspeed.ops.adam.DeepSpeedCPUAdam"),
     "fusedlion": (_ON_THE_GPU, "deepspeed.ops.lion.DeepSpeedCPULion"),
-    "lbfgs": ("it calls a closure that computes the loss again, which DeepSpeed's step has not", "AdamW"),
-    "sparseadam": ("it takes sparse gradients, which ZeRO-3 has not", "AdamW"),
+    "lbfgs": ("it calls a closure that computes the loss again, which DeepSpeed's step does not provide", "AdamW"),
+    "sparseadam": ("it takes sparse gradients, which ZeRO-3 does not produce", "AdamW"),
 }
 """By name in lower case, as a config or a class spells it: the reason, and what to use."""
 
@@ -128,7 +128,7 @@ def _refuse_combinations(ds_config: Any) -> None:
         (
             bool(getattr(ds_config.compile_config, "deepcompile", False)),
             "compile.deepcompile",
-            "DeepCompile schedules the weights' gathers itself",
+            "DeepCompile schedules the gathers of weights itself",
         ),
         (
             optimizer is not None and optimizer.ratio < 1.0,
@@ -138,12 +138,12 @@ def _refuse_combinations(ds_config: Any) -> None:
         (
             weights_on_nvme and zero.zero_hpz_partition_size > 1,
             f"{ZERO_KEY}.zero_hpz_partition_size",
-            "a secondary partition cannot live on NVMe",
+            "a secondary partition cannot be stored on NVMe",
         ),
         (
             weights_on_nvme and zero.zero_quantized_nontrainable_weights,
             f"{ZERO_KEY}.zero_quantized_nontrainable_weights",
-            "quantised partitions cannot live on NVMe",
+            "quantised partitions cannot be stored on NVMe",
         ),
     )
     for given, key, reason in refused:
@@ -157,7 +157,7 @@ def _check_faults(options: TenCacheConfig) -> None:
     """A variable that was left over from a drill must not damage a run, nor be passed over by who wants a drill."""
     if os.environ.get(FAULTS_VARIABLE) and not options.allow_faults:
         raise ConfigError(
-            f"{FAULTS_VARIABLE} is set in the environment, which makes storage fail on purpose. For a drill add "
+            f"{FAULTS_VARIABLE} is set in the environment, which makes storage fail on purpose. To test failures, add "
             f'"{OPTIONS_KEY}": {{"allow_faults": true}} to the config; otherwise unset {FAULTS_VARIABLE}.'
         )
 
@@ -212,7 +212,7 @@ def _check_further_paths(paths: Sequence[str], nvme_paths: Mapping[str, Any], de
         folder = os.path.realpath(path)
         if folder in known:
             raise ConfigError(
-                f'"{key}" is {path!r}, the folder that "{known[folder]}" names already. List only further folders, '
+                f'"{key}" is {path!r}, the same folder as "{known[folder]}". List only additional folders, '
                 "on other drives."
             )
         known[folder] = key

@@ -125,7 +125,7 @@ def _warn_of_shared_devices(paths: tuple[str, ...], several: bool) -> None:
     for shared in found.values():
         if len(shared) > 1:
             logger.warning(
-                "the NVMe paths %s are on the same file system: they share its space and its bandwidth, so that "
-                'several gain nothing. "tencache.nvme_paths" is for folders on different drives.',
+                "the NVMe paths %s are on the same file system: they share its space and its bandwidth, so "
+                'several paths gain nothing. "tencache.nvme_paths" is for folders on different drives.',
                 " and ".join(shared),
             )

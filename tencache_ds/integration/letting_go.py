@@ -83,8 +83,8 @@ def finish_gathers(module: torch.nn.Module, gave_up: Callable[[], None], timeout
     thread.join(timeout_s)
     if thread.is_alive():
         logger.warning(
-            "%d gathers were begun here and not on every other rank for %.0f s: a rank has failed, see its log. The "
-            "weights that they read stay in memory until the process ends",
+            "%d gathers started here did not start on every other rank within %.0f s: a rank has failed, see its log. "
+            "The weights that they read stay in memory until the process ends",
             len(handles),
             timeout_s,
         )

@@ -37,7 +37,7 @@ def check_nvme_path(key: str, path: object) -> None:
         _make_folder(folder)
     except OSError as error:
         raise ConfigError(
-            f'"{key}" is {folder!r}, which cannot be made a folder: {error.strerror}. Name a folder you may write to.'
+            f'"{key}" is {folder!r}, which cannot be created: {error.strerror}. Name a folder you may write to.'
         ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
@@ -50,16 +50,16 @@ def _check_text(key: str, folder: str) -> None:
     if not folder.strip():
         raise ConfigError(f'"{key}" is {folder!r}, an empty name: it must name a folder on the NVMe drive.')
     if folder != folder.strip():
-        raise ConfigError(f'"{key}" is {folder!r}, which begins or ends with white space. Remove that.')
+        raise ConfigError(f'"{key}" is {folder!r}, which begins or ends with white space. Remove it.')
     if folder.startswith("~") or _VARIABLE.search(folder):
         expanded = os.path.expandvars(os.path.expanduser(folder))
         example = f", for example {expanded!r}" if expanded != folder else ""
         raise ConfigError(
-            f'"{key}" is {folder!r}, but neither "~" nor variables are replaced in a DeepSpeed config: a folder '
-            f"of that very name would be made. Write the whole path{example}."
+            f'"{key}" is {folder!r}, but neither "~" nor variables are expanded in a DeepSpeed config: a folder '
+            f"of exactly that name would be created. Write the full path{example}."
         )
     if "\0" in folder:
-        raise ConfigError(f'"{key}" is {folder!r}, which contains a null character: no path can.')
+        raise ConfigError(f'"{key}" is {folder!r}, which contains a null character. Paths cannot.')
     try:
         nbytes = len(os.fsencode(os.path.abspath(folder)))
     except UnicodeEncodeError as error:
@@ -68,7 +68,7 @@ def _check_text(key: str, folder: str) -> None:
         ) from None
     if nbytes > LONGEST_PATH_NBYTES - OUR_NAMES_NBYTES:
         raise ConfigError(
-            f'"{key}" is a path of {nbytes} bytes ({folder[:40]!r}…): with the names of our files below it, it is '
+            f'"{key}" is a path of {nbytes} bytes ({folder[:40]!r}…): with the names of scratch files below it, it is '
             f"longer than the {LONGEST_PATH_NBYTES} bytes that the system allows. Name a folder with a shorter path."
         )
 

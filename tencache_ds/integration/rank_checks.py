@@ -69,8 +69,8 @@ def compare_options(ranks: Sequence[Post]) -> None:
         if any(value != values[0] for value in values):
             quoted = key if key.startswith("the ") else f'"{key}"'
             raise AgreementError(
-                f"{difference(quoted, values, ranks)}. It decides what the ranks exchange and when, so that training "
-                "would hang or go wrong. Give every host the same config and the same installation."
+                f"{difference(quoted, values, ranks)}. It determines the collectives of the ranks, so training "
+                "would hang or compute wrong results. Give every host the same config and the same installation."
             )
 
 
@@ -85,9 +85,9 @@ def compare_homes(ranks: Sequence[Post]) -> None:
             continue
         name = next(entry[0] for entry in entries if entry is not None)
         raise AgreementError(
-            f"{difference(f'weight {name!r}', [_described(entry) for entry in entries], ranks)}. Which weights are on "
-            "NVMe decides what enters a collective, so that training would hang or go wrong. Build the same model, "
-            "with the same config, on every rank."
+            f"{difference(f'weight {name!r}', [_described(entry) for entry in entries], ranks)}. The weights on "
+            "NVMe determine the contents of a collective, so training would hang or compute wrong results. Build the "
+            "same model, with the same config, on every rank."
         )
 
 
@@ -118,8 +118,8 @@ def agree_on_homes(engines: Sequence[TenCacheEngine], module: Any) -> None:
     ]
     agreement = Agreement.of_job()
     digest = hashlib.sha256(json.dumps(homes).encode()).hexdigest()
-    if not agreement.reach("the places of the weights", digest, _all_equal):
-        agreement.reach("which weight differs", homes, compare_homes)
+    if not agreement.reach("the placement of the weights", digest, _all_equal):
+        agreement.reach("the weight that differs", homes, compare_homes)
 
 
 def _all_equal(ranks: Sequence[Post]) -> bool:

@@ -75,14 +75,14 @@ SEAMS: tuple[Seam, ...] = (
         f"{_RUNTIME}.engine",
         "DeepSpeedEngine._configure_basic_optimizer",
         ("self", "model_parameters"),
-        "puts off the loading of the CPU Adam op",
+        "defers loading of the CPU Adam op",
     ),
-    Seam("deepspeed.ops.adam.cpu_adam", "CPUAdamBuilder", None, "puts off the loading of the CPU Adam op"),
+    Seam("deepspeed.ops.adam.cpu_adam", "CPUAdamBuilder", None, "defers loading of the CPU Adam op"),
     Seam(
         f"{_RUNTIME}.engine",
         "DeepSpeedEngine._configure_zero_optimizer",
         ("self", "optimizer"),
-        "chooses the stage-3 optimizer and coordinator classes for one engine",
+        "selects the stage-3 optimizer and coordinator classes for one engine",
     ),
     Seam(
         f"{_RUNTIME}.engine",
@@ -122,9 +122,9 @@ SEAMS: tuple[Seam, ...] = (
             purpose,
         )
         for name, parameters, purpose in (
-            ("__init__", ("self", "config_params"), "sees which format DeepSpeed writes"),
-            ("save", ("self", "state_dict", "path"), "writes files in its place"),
-            ("commit", ("self", "info"), "lets all ranks agree"),
+            ("__init__", ("self", "config_params"), "detects the format that DeepSpeed writes"),
+            ("save", ("self", "state_dict", "path"), "writes the files instead"),
+            ("commit", ("self", "info"), "makes all ranks agree"),
             ("makedirs", ("self", "path", "exist_ok"), "keeps its errors"),
         )
     ),
@@ -144,10 +144,10 @@ SEAMS: tuple[Seam, ...] = (
         _PARAMETERS,
         "Init._partition_param",
         ("self", "param", "buffer", "has_been_updated", "free_data"),
-        "gives an updated weight a buffer to be written from",
+        "provides the write buffer of an updated weight",
     ),
     Seam(_PARAMETERS, "Init._ensure_availability_of_partitioned_params", ("self", "params"), "reads weights on demand"),
-    Seam(_PARAMETERS, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None, "sees weights held by GatheredParameters"),
+    Seam(_PARAMETERS, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None, "tracks weights held by GatheredParameters"),
     Seam(f"{_RUNTIME}.zero.parameter_offload", "PartitionedParameterCoordinator", None, "replaces the coordinator"),
     Seam(
         _COORDINATOR,
@@ -172,9 +172,9 @@ SEAMS: tuple[Seam, ...] = (
         _COORDINATOR,
         "PartitionedParameterCoordinator.fetch_sub_module",
         ("self", "current_submodule", "forward"),
-        "reads ahead, and takes staging buffers back",
+        "reads ahead, and reclaims staging buffers",
     ),
-    Seam(_COORDINATOR, "PartitionedParameterCoordinator.reset_step", ("self",), "sees the start of a forward pass"),
+    Seam(_COORDINATOR, "PartitionedParameterCoordinator.reset_step", ("self",), "detects the start of a forward pass"),
     Seam(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer",
@@ -201,7 +201,7 @@ SEAMS: tuple[Seam, ...] = (
             ("_configure_offloading", ("offload_optimizer_config", "offload_param_config"), "takes over NVMe offload"),
             ("_create_param_groups_fp16_flat_cpu_memory", (), "keeps weights in the weight tier"),
             ("_create_fp32_partitions", (), "puts master weights into the optimizer tier"),
-            ("initialize_optimizer_states", (), "needs no pass over the state"),
+            ("initialize_optimizer_states", (), "avoids a pass over the state"),
             ("create_reduce_and_remove_grad_hooks", (), "installs hooks without reading the weights"),
             ("_prepare_sub_group", ("sub_group_id", "timer_names"), "streams chunks instead of sub-groups"),
             ("unscale_and_clip_grads", ("sub_group_id", "total_norm"), "unscales per chunk"),
@@ -229,7 +229,7 @@ SEAMS: tuple[Seam, ...] = (
                 "loads the weights of universal checkpoints",
             ),
             ("load_hp_checkpoint_state", ("folder", "key", "param"), "reads universal checkpoints"),
-            ("checkpoint_event_prologue", (), "takes unused weights back"),
+            ("checkpoint_event_prologue", (), "reclaims unused weights"),
             ("destroy", (), "closes the engine"),
         )
     ),
@@ -244,9 +244,9 @@ def warn_of_version(version: str, rank: int) -> None:
         is_supported = False
     if not is_supported and rank == 0:
         logger.warning(
-            "DeepSpeed %s is outside the range that TenCache is tested with (%s). Every place it plugs into looks as "
-            "expected, but what lies behind may have changed, and the training with it: install deepspeed==%s, or "
-            "compare some steps with those of DeepSpeed's own CPU offload first.",
+            "DeepSpeed %s is outside the range that TenCache is tested with (%s). All signatures that it "
+            "depends on are as expected, but the code behind them may have changed, and the results of training with "
+            "it: install deepspeed==%s, or first compare some steps with those of DeepSpeed's own CPU offload.",
             version,
             SUPPORTED_VERSIONS,
             TESTED_VERSIONS[-1],

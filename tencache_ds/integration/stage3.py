@@ -109,7 +109,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         engines = engines_for(self.parameter_offload.module)
         if engines and not self.params_in_nvme_and_cpu:
             raise ConfigError(
-                'this model was made with "offload_param": {"device": "nvme"}, which the config for '
+                'this model was created with "offload_param": {"device": "nvme"}, which the config for '
                 'deepspeed.initialize lacks: give both the same "offload_param" section'
             )
         self.tencache = session_for(engines, self._deepspeed_engine()._config, self._tencache_options)
@@ -226,7 +226,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             try:
                 opened = open_device(self._require_engine().surroundings.on_cuda, fused)
             except ConfigError as error:
-                logger.warning("nothing is kept in GPU memory: %s", error)
+                logger.warning("GPU memory is not used: %s", error)
         # Later they decide together what goes there: one that cannot would be waited for.
         return opened if agreed("whether GPU memory is used", opened is not None, all) else None
 
@@ -412,8 +412,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if self._optimizer_on_nvme and not self._warned_of_watched_step and dist.get_rank() == 0:
             largest = max(int(numel) for numel in self.fp16_partitioned_groups_flat_numel)
             logger.warning(
-                "step() of the optimizer has hooks or was replaced: the optimizer state of one sub-group is held in "
-                'host memory as a whole for them (%.1f GiB here; a smaller "sub_group_size" needs less)',
+                "step() of the optimizer has hooks or was replaced: the whole optimizer state of one sub-group is held "
+                'in host memory for them (%.1f GiB here; a smaller "sub_group_size" needs less)',
                 largest * 16 / 2**30,
             )
         self._warned_of_watched_step = True
@@ -500,8 +500,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
     def _require_engine(self) -> Session:
         if self.tencache is None or self.tencache.closed:
             raise TenCacheError(
-                "this DeepSpeed engine was destroyed, and its optimizer state with it: the model's weights are still "
-                "there; call deepspeed.initialize() again to train them"
+                "this DeepSpeed engine and its optimizer state were destroyed; the model's weights still exist: "
+                "call deepspeed.initialize() again to train them"
             )
         return self.tencache
 
@@ -510,8 +510,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         for param in itertools.chain.from_iterable(self.fp16_groups):
             if in_tier(param) and param.nvme_swapper.engine.claimant is not self.tencache:
                 raise TenCacheError(
-                    f"the parameter of shape {tuple(param.ds_shape)} (ds_id {param.ds_id}) is trained by another "
-                    "DeepSpeed engine already: call that one's destroy() first"
+                    f"the parameter of shape {tuple(param.ds_shape)} (ds_id {param.ds_id}) is already trained by "
+                    "another DeepSpeed engine: call destroy() of that engine first"
                 )
 
 

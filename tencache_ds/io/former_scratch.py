@@ -29,8 +29,8 @@ def warn_of_former_leftovers(root: str) -> None:
     found = {folder: nbytes for folder in _jobs(Path(root)) if (nbytes := _nbytes_if_abandoned(folder)) is not None}
     if found:
         _logger.warning(
-            "%d scratch folder(s) that an earlier version of TenCache left hold %.3f GB. No process of this host uses "
-            "them; make sure that none of another host does, then free the space with: rm -r -- %s",
+            "%d scratch folder(s) left by an earlier version of TenCache hold %.3f GB. No process on this host uses "
+            "them; make sure that no other host does, then free the space with: rm -r -- %s",
             len(found),
             sum(found.values()) / 1e9,
             " ".join(shlex.quote(str(folder)) for folder in found),

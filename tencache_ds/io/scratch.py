@@ -138,7 +138,7 @@ def _prove_that_it_opens(root: str, fd: int) -> None:
     except OSError as error:
         why = "/proc is not mounted" if not os.path.exists("/proc/self/fd") else error.strerror
         raise ConfigError(
-            f"nvme_path {root!r} cannot hold scratch files: a file without a name cannot be opened there ({why}). "
+            f"nvme_path {root!r} cannot hold scratch files: unlinked files cannot be reopened there ({why}). "
             "Choose a folder on a local file system (ext4, xfs), and mount /proc where it is missing"
         ) from error
     try:
@@ -161,8 +161,8 @@ def _explain(root: str, error: OSError) -> str:
         errno.ENOTDIR: f"{error.filename} is not a folder; choose a folder",
         errno.EEXIST: f"{error.filename} is not a folder; choose a folder",
         errno.ENOSPC: "no space left; free some or choose another device",
-        errno.EDQUOT: "this user's quota is used up; free some space or choose another device",
-        errno.ENOENT: f"{error.filename} does not exist and cannot be made; mount the device or correct the path",
+        errno.EDQUOT: "this user's quota is exhausted; free some space or choose another device",
+        errno.ENOENT: f"{error.filename} does not exist and cannot be created; mount the device or correct the path",
     }
     remedies |= {number: f"{error.strerror}{limits.remedy(number)}" for number in (errno.EMFILE, errno.ENFILE)}
     remedy = remedies.get(error.errno or 0, f"{error.strerror or error}; choose another folder")

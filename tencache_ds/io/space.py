@@ -169,12 +169,12 @@ class SpaceFile:
         free_nbytes, _ = self.device_nbytes()
         if error.errno == errno.EDQUOT:
             return (
-                f"this user's quota has no {end} bytes left for the file, whatever is free on the device "
-                f"({free_nbytes} bytes); raise the quota, or choose another nvme_path"
+                f"this user's quota does not allow {end} bytes for the file, although the device has {free_nbytes} "
+                "bytes free; raise the quota, or choose another nvme_path"
             )
         return (
             f"{max(0, end - self._free.end - free_nbytes)} bytes are missing ({free_nbytes} free); free some space, "
-            "choose a larger nvme_path, or let more state stay in RAM"
+            "choose a larger nvme_path, or keep more state in RAM"
         )
 
 

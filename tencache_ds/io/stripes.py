@@ -193,7 +193,7 @@ class StripedSpace:
             0,
             nbytes,
             f"{os.strerror(errno.ENOSPC)}: none of {len(files)} paths has room for {nbytes} more bytes ({places}); "
-            "free some space, choose larger paths, or let more state stay in RAM",
+            "free some space, choose larger paths, or keep more state in RAM",
             errno=errno.ENOSPC,
             tag=tag,
         )

@@ -126,7 +126,7 @@ class ArchiveFile:
 
     def _append(self, record: _Record, data: memoryview) -> None:
         if record.n_written + len(data) > record.nbytes:
-            raise TenCacheError(f"record {record.name!r} of {self._path} has {record.nbytes} bytes, not more")
+            raise TenCacheError(f"record {record.name!r} of {self._path} has {record.nbytes} bytes; more were written")
         for start in range(0, len(data), _WRITE_NBYTES):
             piece = data[start : start + _WRITE_NBYTES]
             record.crc = zlib.crc32(piece, record.crc)

@@ -212,8 +212,8 @@ class HostArena:
             self._kept.add(address)
         _kept.append((self._locker, block.tensor))
         logger.warning(
-            "%d bytes of host memory stay mapped until the process ends: a device has not answered, and may still "
-            "touch those of %s",
+            "%d bytes of host memory stay mapped until the process ends: a device has not responded, and may still "
+            "write to those of %s",
             block.nbytes,
             owner,
         )

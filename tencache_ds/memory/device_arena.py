@@ -86,8 +86,8 @@ class DeviceArena:
         """
         _kept.append(tensor)
         logger.warning(
-            "%d bytes of memory of %s stay taken until the process ends: a device has not answered, and may still "
-            "touch those of %s",
+            "%d bytes of memory of %s stay allocated until the process ends: a device has not responded, and may "
+            "still write to those of %s",
             tensor.numel(),
             self.device,
             owner,

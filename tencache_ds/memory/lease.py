@@ -135,7 +135,7 @@ class Lease:
         Raises:
             LeaseError: the lease was given back.
         """
-        self.require_held("its buffer was asked for")
+        self.require_held("its buffer was requested")
         return self._buffer
 
     def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -145,7 +145,7 @@ class Lease:
             LeaseError: the lease was given back.
             ValueError: the buffer is too small, or ``numel`` is negative.
         """
-        self.require_held("a view was asked for")
+        self.require_held("a view was requested")
         nbytes = numel * dtype.itemsize
         if not 0 <= nbytes <= self._buffer.numel():
             raise ValueError(
@@ -201,5 +201,5 @@ class Lease:
         """Raise :class:`LeaseError`, saying ``what`` was tried, unless the lease is held."""
         if self._state is not LeaseState.HELD:
             raise LeaseError(
-                f"{self.owner} ({self.purpose}): {what} after the lease was given back (it is {self._state.value})"
+                f"{self.owner} ({self.purpose}): {what} after the lease was released (it is {self._state.value})"
             )

@@ -220,7 +220,7 @@ class DeepSpeedPages:
 
     def disown(self, tensor: torch.Tensor) -> None:
         """See :meth:`PageLocker.disown`: the pin manager frees what it is told to, whoever looks at it."""
-        raise NotImplementedError("memory of DeepSpeed's pin manager cannot go with its last tensor")
+        raise NotImplementedError("memory of DeepSpeed's pin manager cannot be freed with its last tensor")
 
 
 def locked_memory_headroom_nbytes() -> int | None:
@@ -265,7 +265,7 @@ def _refusal(nbytes: int, cause: str) -> LockedMemoryError:
     limit = "unlimited" if soft_limit_nbytes == resource.RLIM_INFINITY else f"{soft_limit_nbytes} bytes"
     return LockedMemoryError(
         f"cannot lock {nbytes} bytes of host memory: {cause} (RLIMIT_MEMLOCK is {limit}); raise it with "
-        "`ulimit -l unlimited` (docker: `--ulimit memlock=-1`), or do without locked memory: "
+        "`ulimit -l unlimited` (docker: `--ulimit memlock=-1`), or avoid locked memory: "
         '"pin_memory": false or "io_backend": "posix"'
     )
 
@@ -322,7 +322,9 @@ def _keep_from_children(address: int, nbytes: int) -> None:
 
 def _give_to_children(address: int, nbytes: int) -> None:
     if _libc().madvise(address, nbytes, mmap.MADV_DOFORK) != 0:
-        logger.warning("%d bytes of host memory stay unknown to children: %s", nbytes, os.strerror(ctypes.get_errno()))
+        logger.warning(
+            "%d bytes of host memory are not mapped in child processes: %s", nbytes, os.strerror(ctypes.get_errno())
+        )
 
 
 def _unmap_in(pid: int, address: int, nbytes: int) -> None:

@@ -273,7 +273,7 @@ class BufferPool:
     def begin_return(self, lease: Lease, event: Event | None) -> None:
         """HELD → RETURNING; see :class:`~tencache_ds.memory.lease.Returns`."""
         with self._lock:
-            lease.require_held("it was released again")
+            lease.require_held("it was released twice")
             lease._state = LeaseState.RETURNING
             if event is not None:
                 self._pending.append((event, lease))
@@ -375,7 +375,7 @@ class BufferPool:
                     if left_s <= 0:
                         raise PoolTimeout(
                             f"pool {self.name!r}: no slot for {waiter.owner} ({waiter.purpose}, {waiter.nbytes} bytes) "
-                            f"came back in {timeout_s} s",
+                            f"was returned within {timeout_s} s",
                             self._holders(waiter.home),
                         )
                     events = [event for event, lease in self._pending if lease.slot.class_index >= waiter.home]

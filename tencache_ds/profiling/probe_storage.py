@@ -90,7 +90,7 @@ def free_nbytes(folder: Path) -> int:
 def check_folder(folder: Path) -> None:
     """Raises ConfigError if ``folder`` is not a folder that this user can write to."""
     if not folder.is_dir():
-        raise ConfigError(f"nvme_path {folder} is not a folder: make it, or name a folder on a local disk")
+        raise ConfigError(f"nvme_path {folder} is not a folder: create it, or name a folder on a local disk")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"nvme_path {folder} cannot be written to by this user: run `sudo chown $USER {folder}`")
 
@@ -112,7 +112,7 @@ def area_nbytes_for(folder: Path, seconds: float, request_nbytes: int) -> int:
     needed = max(LEAST_FREE_NBYTES, 2 * SHARE_OF_FREE * request_nbytes)
     if free < needed:
         raise ConfigError(
-            f"nvme_path {folder} has {free} bytes free, and measuring it with requests of {request_nbytes} bytes needs "
+            f"nvme_path {folder} has {free} bytes free, and measuring with requests of {request_nbytes} bytes needs "
             f"{needed}: free some space or name a folder on a larger disk"
         )
     wanted = min(LARGEST_AREA_NBYTES, int(AREA_NBYTES_PER_S * seconds), free // SHARE_OF_FREE)
@@ -257,7 +257,7 @@ class _Threads:
                 kind.value, area.name, offset, area.request_nbytes, cause, errno=error.errno, tag="the storage probe"
             ) from error
         if n_moved != area.request_nbytes:
-            cause = f"only {n_moved} bytes were moved"
+            cause = f"only {n_moved} bytes were transferred"
             raise StorageError(kind.value, area.name, offset, area.request_nbytes, cause, tag="the storage probe")
 
 

@@ -72,7 +72,7 @@ class TritonAdam:
         try:
             from tencache_ds.ops import gpu_adam
         except ImportError as error:
-            raise ConfigError(f"Triton cannot be imported, which comes with torch's CUDA builds ({error})") from error
+            raise ConfigError(f"Triton, which comes with torch's CUDA builds, cannot be imported ({error})") from error
         self._op = gpu_adam
         self._device = device
         self._tail_contracted = tail_contracted

@@ -184,5 +184,5 @@ class Mover:
 
     def _require_store(self) -> ExtentStore:
         if self.store is None:
-            raise TenCacheError("bytes are to be moved from or to NVMe, but there is no store")
+            raise TenCacheError("a transfer from or to NVMe was requested, but there is no store")
         return self.store

@@ -232,7 +232,9 @@ class OptimizerStateTier:
         group = self._groups[sub_group]
         self._check_lengths(sub_group, values, group.spec.numel)
         if MASTER not in values:
-            raise TenCacheError(f"the state of sub-group {sub_group} is to become {sorted(values)}, without {MASTER!r}")
+            raise TenCacheError(
+                f"the state of sub-group {sub_group} cannot be replaced by {sorted(values)}: {MASTER!r} is missing"
+            )
         dtypes = dict(group.spec.kinds) | {kind: value.dtype for kind, value in values.items()}
         spec = replace(group.spec, kinds=tuple(dtypes.items()))
         if spec.whole:
@@ -383,7 +385,7 @@ class OptimizerStateTier:
 
     def _require_device(self) -> DeviceMemory:
         if self._device is None:
-            raise TenCacheError("optimizer state is on a device; there is none")
+            raise TenCacheError("optimizer state is placed on a device, but there is none")
         return self._device
 
     def _make(self, index: int, spec: SubGroupSpec) -> SubGroup:
@@ -413,7 +415,7 @@ class OptimizerStateTier:
         if needed > largest:
             raise TenCacheError(
                 f"{len(spec.kinds)} kinds of optimizer state of sub-group {sub_group} need buffers of {needed} bytes, "
-                f'those of the pool have {largest}. Raise "tencache.chunk_size".'
+                f'but those of the pool have {largest}. Raise "tencache.chunk_size".'
             )
         self._stored.abandon()
         store.drain()
@@ -431,7 +433,7 @@ class OptimizerStateTier:
     def _check_lengths(sub_group: int, values: Mapping[str, torch.Tensor], numel: int) -> None:
         numels = {kind: value.numel() for kind, value in values.items()}
         if any(found != numel for found in numels.values()):
-            raise TenCacheError(f"states of sub-group {sub_group} differ in length: {numels}, {numel} are expected")
+            raise TenCacheError(f"states of sub-group {sub_group} have lengths {numels}, expected {numel}")
 
     @staticmethod
     def _copied(own: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:

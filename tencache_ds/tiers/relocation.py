@@ -129,7 +129,7 @@ class StateRelocation:
 
     def _require_device(self, chunk: Chunk) -> DeviceMemory:
         if self._device is None:
-            raise TenCacheError(f"chunk {chunk.sub_group}.{chunk.index} is to live on a device; there is none")
+            raise TenCacheError(f"chunk {chunk.sub_group}.{chunk.index} is assigned to a device, but there is none")
         return self._device
 
     def _free_memory(self, group: SubGroup, chunk: Chunk) -> None:

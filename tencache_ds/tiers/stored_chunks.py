@@ -165,7 +165,7 @@ class StoredChunks:
 
     def _require_store(self, chunk: Chunk) -> ExtentStore:
         if self._mover.store is None:
-            raise TenCacheError(f"sub-group {chunk.sub_group} is to be stored, but there is no store")
+            raise TenCacheError(f"sub-group {chunk.sub_group} is assigned to NVMe, but there is no store")
         return self._mover.store
 
     def _is_here(self, chunk: Chunk) -> bool:

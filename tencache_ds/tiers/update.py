@@ -196,7 +196,7 @@ class ChunkedUpdate:
         if not entry.job.wait(JOB_TIMEOUT_S):
             raise TenCacheError(
                 f"the update of chunk {entry.used.chunk.sub_group}.{entry.used.chunk.index} was not done after "
-                f"{JOB_TIMEOUT_S:.0f} s: the threads of the optimizer get no time on any core"
+                f"{JOB_TIMEOUT_S:.0f} s: the optimizer threads get no CPU time"
             )
         entry.job.publish()
         self._writer.close(entry.used.chunk)

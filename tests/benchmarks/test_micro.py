@@ -203,7 +203,7 @@ def test_a_stock_handle_that_loses_a_request_is_an_error(monkeypatch):
     assert len(session.sample(Kind.READ, 0.0)) == len(session.sample(None, 0.0)) == 1
     assert batches == [["a", "b", "a", "b", "u"], ["u"]]
     lost = 1
-    with pytest.raises(StorageError, match="4 of 5 requests were done"):
+    with pytest.raises(StorageError, match="4 of 5 requests as completed"):
         session.sample(Kind.READ, 0.0)
 
 

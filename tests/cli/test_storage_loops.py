@@ -114,5 +114,5 @@ def test_stock_works_in_batches_with_its_own_settings(stock: StockSession, clock
 
 def test_a_stock_handle_that_loses_a_request_is_an_error(stock: StockSession) -> None:
     stock._handle.lost = 1
-    with pytest.raises(StorageError, match="read failed at the folder.*3 of 4 requests were done"):
+    with pytest.raises(StorageError, match="read failed at the folder.*3 of 4 requests as completed"):
         stock.transfer(Kind.READ, 0.0)

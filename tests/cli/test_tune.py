@@ -156,7 +156,7 @@ class TestErrors:
     ) -> None:
         absent = tmp_path / "absent"
         assert main(["tune", "--nvme-path", str(tmp_path), str(absent)]) == 1
-        assert f"{absent} is not a folder: make it" in capsys.readouterr().err
+        assert f"{absent} is not a folder: create it" in capsys.readouterr().err
         monkeypatch.setattr(probe_storage, "free_nbytes", lambda folder: MIB)
         assert main(["tune", "--nvme-path", str(tmp_path)]) == 1
         error = capsys.readouterr().err

@@ -108,7 +108,7 @@ def test_who_does_not_come_is_named(
     with caplog.at_level("WARNING"):
         found = on_ranks(stores, lambda one, rank: one.reach("memory", rank, values), present, timeout_s=0.3)
     for rank in present:
-        assert f"{missing} did not come within" in str(found[rank])
+        assert f"{missing} did not respond within" in str(found[rank])
         assert '"offload_engine": "tencache"' in str(found[rank])
     assert f"is waiting for {missing} to agree on memory" in caplog.text
 

@@ -91,11 +91,11 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "further_path_twice": (
         options(nvme_paths=["further", "further/../further"]),
-        ("ConfigError", '"tencache.nvme_paths[1]"', '"tencache.nvme_paths[0]" names already'),
+        ("ConfigError", '"tencache.nvme_paths[1]"', 'the same folder as "tencache.nvme_paths[0]"'),
     ),
     "further_path_is_the_nvme_path": (
         options(nvme_paths=["nvme"]),
-        ("ConfigError", '"tencache.nvme_paths[0]"', '"zero_optimization.offload_optimizer.nvme_path" names already'),
+        ("ConfigError", '"tencache.nvme_paths[0]"', 'same folder as "zero_optimization.offload_optimizer.nvme_path"'),
     ),
     "further_paths_and_nothing_on_nvme": (
         {
@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no_file_can_be_opened": ({"circumstance": "few_descriptors"}, ("ulimit -n", "too many files are open")),
     "no_thread_can_be_started": (
         {"circumstance": "few_threads", "change": {"tencache": {"io_backend": "posix"}}},
-        ("ProcessLimitError", "only 2 of 8 lanes of I/O could be started", "ulimit -u", '"tencache.io_lanes"'),
+        ("ProcessLimitError", "only 2 of 8 I/O lanes could be started", "ulimit -u", '"tencache.io_lanes"'),
     ),
     "faults_left_over": (
         {"circumstance": "faults_left_over"},
@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "nvme_path_with_a_variable": (
         zero(offload_param={"nvme_path": "$HOME/nvme"}),
-        ("ConfigError", '"zero_optimization.offload_param.nvme_path"', "'$HOME/nvme'", "Write the whole path"),
+        ("ConfigError", '"zero_optimization.offload_param.nvme_path"', "'$HOME/nvme'", "Write the full path"),
     ),
     "too_little_staging_memory": (
         options(staging_memory=4096),
@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         options(gds="on", verify="full"),
         ("ConfigError", '"tencache.gds": "on"', '"tencache.verify": "full"', '"sampled"'),
     ),
-    "gds_without_a_gpu": (options(gds="on"), ("ConfigError", '"tencache.gds" is "on"', "no CUDA GPU", '"auto"')),
+    "gds_without_a_gpu": (options(gds="on"), ("ConfigError", '"tencache.gds" is "on"', "not a CUDA GPU", '"auto"')),
     "memory_cannot_be_locked": (
         {"circumstance": "memlock", "change": {"tencache": {"io_backend": "aio"}}},
         ("LockedMemoryError", "ulimit"),

@@ -37,7 +37,7 @@ STOPS: dict[str, tuple[dict[str, Any], str, int | None]] = {
     "eio_write": (inject("kind=eio,op=write"), "Input/output error", 5),
     "enospc": (inject("kind=enospc,op=write"), "No space left on device", 28),
     "short_read": (inject("kind=short,op=read"), "file ends after", None),
-    "short_write": (inject("kind=short,op=write"), "the device took", 5),
+    "short_write": (inject("kind=short,op=write"), "the device accepted", 5),
     "torn": (inject("kind=torn,op=write,times=1"), "it was lost or torn", None),
     "lost": (inject("kind=lost"), "No such device", 19),
     "truncated": ({"act": "truncate"}, "file ends after 8192 bytes", None),

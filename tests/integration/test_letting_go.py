@@ -60,7 +60,7 @@ def test_a_gather_that_no_other_rank_begins_is_given_up(caplog):
     finish_gathers(module_with(Gather(), gather), lambda: gave_up.append(1), timeout_s=0.1)
     assert time.monotonic() - t_start_s < 10
     assert gave_up == [1]
-    assert "2 gathers were begun here" in caplog.text
+    assert "2 gathers started here" in caplog.text
     gather.ended.set()
 
 

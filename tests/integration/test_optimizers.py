@@ -161,7 +161,7 @@ def test_a_scheduler_does_not_watch() -> None:
         ("MuonWithAuxAdam", True, True, "whole gradients"),
         ("LBFGS", True, False, "closure"),
         ("SparseAdam", True, False, "sparse gradients"),
-        ("Lamb", True, True, "updates on the GPU"),
+        ("Lamb", True, True, "runs on the GPU"),
         ("FusedAdam", True, True, "DeepSpeedCPUAdam"),
         ("FusedLion", True, True, "DeepSpeedCPULion"),
         ("FusedAdam", False, True, None),

@@ -76,5 +76,5 @@ def test_what_cannot_is_an_error_on_every_rank(outcome: Any, name: str) -> None:
 
 def test_a_rank_without_tencache_is_named(outcome: Any) -> None:
     found = outcome.per_rank[0]["on_one_rank/tencache"]
-    for words in ("AgreementError", "rank 1 did not come within 2 s", "run without TenCache", '"offload_engine"'):
+    for words in ("AgreementError", "rank 1 did not respond within 2 s", "run without TenCache", '"offload_engine"'):
         assert words in found["failure"]

@@ -134,7 +134,7 @@ def test_destroy_ends_what_is_the_engines_and_the_end_of_the_model_the_rest(one_
     assert seen["updates_on"] > seen["settings"][0]["update threads"]
     assert len(seen["errors"]) == 3
     for error in seen["errors"]:
-        assert error.startswith("TenCacheError: this DeepSpeed engine was destroyed, and its optimizer state with it")
+        assert error.startswith("TenCacheError: this DeepSpeed engine and its optimizer state were destroyed")
     assert seen["gone"]
     assert seen["views"], "memory that a user still looks at has changed"
 
@@ -143,8 +143,8 @@ def test_after_a_failed_initialize_the_model_can_have_another_engine(one_rank: A
     seen = one_rank.result("failed_initialize", "tencache")
     too_small, no_key, no_section, twice = seen["errors"]
     assert "staging_memory" in too_small
-    assert no_key.startswith('ConfigError: this model was made with "offload_engine": "tencache"')
-    assert no_section.startswith('ConfigError: this model was made with "offload_param"')
+    assert no_key.startswith('ConfigError: this model was created with "offload_engine": "tencache"')
+    assert no_section.startswith('ConfigError: this model was created with "offload_param"')
     assert twice.startswith("TenCacheError: the parameter of shape (512, 512)")
     assert "destroy()" in twice
     assert seen["later"] == seen["weights"]

@@ -306,7 +306,7 @@ def test_what_an_earlier_version_left_is_named_and_stays(root, caplog):
             open_store(root)[0].close()
     assert everything_below(root) == before
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("2 scratch folder(s) that an earlier version of TenCache left hold 0.000 GB.")
+    assert message.startswith("2 scratch folder(s) left by an earlier version of TenCache hold 0.000 GB.")
     assert message.endswith(f"rm -r -- {dead} '{odd}'")
 
 
@@ -376,7 +376,7 @@ def test_a_file_system_that_loses_what_has_no_name_is_refused(root, monkeypatch)
 
     monkeypatch.setattr(os, "open", lose)
     n_before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ConfigError, match=r"cannot be opened there \(Stale file handle\).*local file system"):
+    with pytest.raises(ConfigError, match=r"cannot be reopened there \(Stale file handle\).*local file system"):
         ScratchFolder(root, 0, "job")
     assert len(os.listdir("/proc/self/fd")) == n_before
     assert everything_below(root) == []

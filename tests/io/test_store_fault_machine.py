@@ -385,7 +385,7 @@ class FaultyStoreMachine(RuleBasedStateMachine):
         self.expect_error(request, error)
         assert error is not None
         if request.hit is Kind.short:
-            assert ("the device took" if request.is_write else "file ends after") in str(error)
+            assert ("the device accepted" if request.is_write else "file ends after") in str(error)
         else:
             assert error.errno == ERRNOS[request.hit]
             assert isinstance(error, SpaceError) == (request.hit is Kind.enospc)

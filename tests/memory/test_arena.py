@@ -127,8 +127,8 @@ def test_what_is_kept_stays_mapped_and_is_told_once(caplog: pytest.LogCaptureFix
     kept.fill_(1)
     assert arena.nbytes_in_use == 8192
     assert [message.split(";")[0] for message in caplog.messages] == [
-        "8192 bytes of host memory stay mapped until the process ends: a device has not answered, and may still touch "
-        "those of layer.3"
+        "8192 bytes of host memory stay mapped until the process ends: a device has not responded, and may still "
+        "write to those of layer.3"
     ]
     before = mapped_nbytes()
     arena.free(kept)  # the request has ended after all

@@ -373,7 +373,7 @@ def test_reads_are_copies(either):
 
 @EVERY_HOME
 def test_values_of_different_lengths_are_refused(either):
-    with pytest.raises(TenCacheError, match="sub-group 0 differ in length"):
+    with pytest.raises(TenCacheError, match="sub-group 0 have lengths"):
         either.tier.write(0, {MASTER: torch.zeros(3), "exp_avg": torch.zeros(4)})
 
 
@@ -485,7 +485,7 @@ def test_no_room_for_new_kinds_leaves_the_state_as_it_was(bench, monkeypatch):
 
 @EVERY_HOME
 def test_the_whole_state_has_master_weights(either):
-    with pytest.raises(TenCacheError, match="without 'master'"):
+    with pytest.raises(TenCacheError, match="'master' is missing"):
         either.tier.keep(0, {"exp_avg": torch.zeros(NUMELS[0])})
 
 

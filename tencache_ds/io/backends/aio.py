@@ -135,7 +135,7 @@ class AioBackend(PosixBackend):
                 path,
                 offset,
                 piece.numel(),
-                f"DeepSpeed's aio_handle returned {n_completed}; the reason is on the process's standard error",
+                f"DeepSpeed's aio_handle returned {n_completed}; see the reason on the standard error of the process",
                 tag=tag,
             )
 
@@ -149,6 +149,6 @@ def _check_kernel_limit(n_events: int) -> None:
     if n_used + n_events > n_allowed:
         raise ConfigError(
             f"the aio backend needs {n_events} kernel AIO requests (lanes x 2 x aio.queue_depth), but {n_used} of "
-            f"{n_allowed} are taken: raise the limit with `sysctl -w fs.aio-max-nr={max(1 << 20, 2 * n_allowed)}`, "
+            f"{n_allowed} are in use: raise the limit with `sysctl -w fs.aio-max-nr={max(1 << 20, 2 * n_allowed)}`, "
             'lower aio.queue_depth, or set "io_backend": "posix"'
         )

@@ -74,11 +74,11 @@ def compatibility_mode() -> str:
     import kvikio.defaults
 
     if kvikio.defaults.is_compat_mode_preferred():
-        return "libcufile or /run/udev is not there, or KVIKIO_COMPAT_MODE asks for it"
+        return "libcufile or /run/udev is missing, or KVIKIO_COMPAT_MODE requests it"
     try:
         loaded = kvikio.cufile_driver.get("is_gds_available")
     except Exception as error:  # a C++ exception of any kind: cuFile does not work
-        return f"cuFile does not answer: {plain_cause(error)}"
+        return f"cuFile does not respond: {plain_cause(error)}"
     return "" if loaded else "the nvidia-fs driver is not loaded"
 
 
@@ -218,7 +218,7 @@ def _move_all(operation: Operation, file: DeviceFile, offset: int, piece: torch.
     while n_moved < nbytes:
         n = move(piece[n_moved:], nbytes - n_moved, offset + n_moved)
         if n <= 0:
-            raise OSError(errno.EIO, f"the device moved {n_moved} of {nbytes} bytes")
+            raise OSError(errno.EIO, f"the device transferred {n_moved} of {nbytes} bytes")
         n_moved += n
 
 

@@ -38,7 +38,7 @@ def obstacle(on_cuda: bool, verify: str) -> str:
         verify: the option of that name.
     """
     if not on_cuda:
-        return "the compute device is no CUDA GPU"
+        return "the compute device is not a CUDA GPU"
     if verify == "full":
         return '"tencache.verify" is "full", which needs every byte in host memory'
     return missing_kvikio()
@@ -102,7 +102,7 @@ def try_gds(
             read_by_gds()
             staged.copy_(direct)
             if not torch.equal(staged, wanted):
-                return GdsTrial(problem=f"what GDS read from {folder} differs from what was written")
+                return GdsTrial(problem=f"the data that GDS read from {folder} differs from the data written")
             read_staged()
             wait_for_device(direct)
             seconds = _seconds_in_turn([read_by_gds, read_staged], lambda: wait_for_device(direct))

@@ -109,7 +109,7 @@ class LanePool:
             for lane in range(n_lanes)
         ]
         try:
-            start_threads(self._threads, "lanes of I/O")
+            start_threads(self._threads, "I/O lanes")
         except ProcessLimitError:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             self._end_lanes()

@@ -134,7 +134,7 @@ class NativeBackend:
             for index in range(_N_FINISHERS)
         ]
         try:
-            start_threads(self._finishers, "threads that end requests")
+            start_threads(self._finishers, "threads that complete requests")
         except ProcessLimitError:
             self._finishers = [thread for thread in self._finishers if thread.is_alive()]
             self._stop(close_timeout_s, drop_waiting=True)
@@ -324,7 +324,7 @@ def _explained(error: OSError, n_lanes: int, queue_depth: int) -> ConfigError | 
         return ProcessLimitError(f"the native backend cannot open its {n_lanes} lanes{remedy(error.errno)}")
     # The op names the call that failed; a thread that cannot be made has no call's name.
     if error.errno == errno.EAGAIN and "io_setup" not in str(error.strerror):
-        return too_few_threads(f"a part of the {n_lanes} native lanes of I/O", error)
+        return too_few_threads(f"some of the {n_lanes} native I/O lanes", error)
     n_events = n_lanes * queue_depth
     if error.errno == errno.EAGAIN:
         numbers = ""
@@ -334,7 +334,7 @@ def _explained(error: OSError, n_lanes: int, queue_depth: int) -> ConfigError | 
         except OSError:  # /proc hidden by a sandbox
             raised = 1 << 20
         else:
-            numbers = f", {n_used} of {n_allowed} are taken"
+            numbers = f", {n_used} of {n_allowed} are in use"
             raised = max(1 << 20, 2 * n_allowed, n_used + 2 * n_events)
         return ConfigError(
             f"the kernel's limit on AIO requests, /proc/sys/fs/aio-max-nr, is too low: the native backend needs "

@@ -131,7 +131,7 @@ class PosixFiles(OpenFiles[Descriptor]):
                         if operation is Operation.READ:
                             size = os.fstat(fd).st_size
                             raise EOFError(f"file ends after {size} bytes, {n_moved} of {len(view)} bytes were there")
-                        raise OSError(errno.EIO, f"the device took {n_moved} of {len(view)} bytes")
+                        raise OSError(errno.EIO, f"the device accepted {n_moved} of {len(view)} bytes")
                     n_moved += n_more
             finally:
                 os.close(fd)

@@ -56,7 +56,7 @@ def refusal(ticket: Ticket, cause: str) -> StorageError:
 
 def refusal_in_child(ticket: Ticket, pid: int) -> StorageError:
     """The error of a request made in a forked child, to a backend that process ``pid`` opened."""
-    return refusal(ticket, f"opened by process {pid}, used in its forked child {os.getpid()}; open one there")
+    return refusal(ticket, f"opened by process {pid}, used in its forked child {os.getpid()}; open a new one there")
 
 
 def cancelled(ticket: Ticket) -> StorageCancelledError:
@@ -74,7 +74,7 @@ def never_finished(stuck: Sequence[Ticket], timeout_s: float) -> StorageTimeoutE
     """The error of a backend that closed without these."""
     cause = (
         f"the device had not finished it and {len(stuck) - 1} other requests {timeout_s} s after the backend was "
-        "closed; it hangs or is gone (dmesg says why)"
+        "closed; the device hangs or is lost (see dmesg)"
     )
     return stuck[0].failure(cause, StorageTimeoutError, errno.ETIMEDOUT)
 

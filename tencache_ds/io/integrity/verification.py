@@ -46,7 +46,7 @@ def verify_read(witnesses: Witnesses, witness: Witness, extent: Extent, fd: int,
             buffer.copy_(again)
             wait_for_device(buffer)
         _logger.warning(
-            "%s at offset %d of %s came back changed and was right when read again; watch this device",
+            "%s at offset %d of %s was read with wrong bytes, and correctly when read again; watch this device",
             extent.tag,
             extent.offset,
             extent.file,
@@ -58,6 +58,6 @@ def verify_read(witnesses: Witnesses, witness: Witness, extent: Extent, fd: int,
         extent.offset,
         extent.allocated_nbytes,
         f"the bytes are not those of write {witness.generation + 1}: it was lost or torn, or something else "
-        "changed the file since; check the device (smartctl, dmesg) and that no other job uses this folder",
+        "has changed the file since; check the device (smartctl, dmesg) and that no other job uses this folder",
         tag=extent.tag,
     )

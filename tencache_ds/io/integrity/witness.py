@@ -59,7 +59,7 @@ class Witnesses:
             witness._taking = self._threads.submit(self._fingerprint, buffer, witness.generation)
         except RuntimeError as error:  # closed, or the interpreter exits: the write must end all the same
             witness._taking = Future()
-            started = f"a part of the {_N_THREADS} threads that take fingerprints"
+            started = f"some of the {_N_THREADS} fingerprint threads"
             witness._taking.set_exception(too_few_threads(started, error) if "new thread" in str(error) else error)
 
     def differ(self, witness: Witness, buffer: torch.Tensor) -> bool:

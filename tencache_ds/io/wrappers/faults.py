@@ -327,7 +327,7 @@ def _short(ticket: Ticket, n_moved: int | None = None) -> StorageError:
     n_moved = _half_nbytes(ticket) if n_moved is None else n_moved
     operation, path, offset, nbytes = ticket.operation, ticket.path, ticket.offset, ticket.nbytes
     if operation is Operation.WRITE:
-        refusal = OSError(errno.EIO, f"the device took {n_moved} of {nbytes} bytes, {_NOTE}")
+        refusal = OSError(errno.EIO, f"the device accepted {n_moved} of {nbytes} bytes, {_NOTE}")
         return storage_error(operation, path, offset, nbytes, refusal, ticket.tag)
     cause = f"file ends after {offset + n_moved} bytes, {n_moved} of {nbytes} bytes were there, {_NOTE}"
     return ticket.failure(cause, StorageError)

@@ -217,7 +217,7 @@ def test_the_slower_way_is_found(tmp_path):
 def test_a_round_trip_that_changes_bytes(tmp_path):
     with new_kind(wrong=True) as files:
         found = trial(tmp_path, files)
-    assert "differs from what was written" in found.problem
+    assert "differs from the data written" in found.problem
     assert list(tmp_path.iterdir()) == []
 
 
@@ -240,7 +240,7 @@ def test_what_speaks_against_gds_before_a_trial(monkeypatch):
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "no CUDA GPU" in obstacle(False, "sampled")
+    assert "not a CUDA GPU" in obstacle(False, "sampled")
     assert '"tencache.verify"' in obstacle(True, "full")
     assert "pip install 'tencache-ds[gds-cu1" in obstacle(True, "sampled")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())

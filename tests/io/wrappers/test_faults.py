@@ -166,7 +166,7 @@ def test_short(backend, path, pages):
     half = pages // 2 * PAGE
     finished = []
     backend.inject(parse_faults("kind=short"))
-    with pytest.raises(StorageError, match=f"took {half} of {pages * PAGE} bytes") as caught:
+    with pytest.raises(StorageError, match=f"accepted {half} of {pages * PAGE} bytes") as caught:
         backend.submit(Operation.WRITE, path, 0, new, finish=lambda: finished.append(1)).wait(30)
     assert caught.value.errno == errno.EIO
     back = aligned(pages * PAGE)
@@ -362,7 +362,7 @@ def test_priority_and_cancellation_reach_the_backend(path):
     inner.gate.set()
     with pytest.raises(StorageCancelledError, match="halved dropped failed at .* 16384 bytes"):
         tickets[3].wait(30)
-    with pytest.raises(StorageError, match="took 8192 of 16384"):
+    with pytest.raises(StorageError, match="accepted 8192 of 16384"):
         tickets[2].wait(30)
     backend.close()
     order = [tag for _, tag in inner.order]
