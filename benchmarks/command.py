@@ -32,15 +32,15 @@ EXIT_INTERRUPTED = 130
 
 DESCRIPTION = """\
 Compares TenCache with stock DeepSpeed and others on this machine, in one run, alternating. Each peer first gets its
-best settings from a short search. Writes one JSON file, a Markdown report and plots. The same command continues a
-benchmark that was interrupted."""
+best settings from a short search. Writes one JSON file, a Markdown report and plots. The same command continues an
+interrupted benchmark."""
 
 EPILOG = f"""\
 configurations: {", ".join(PEERS)}
   with chosen settings: nvme-nvme:aio_threads=8+sub_group_size=200000000, tencache:host_memory_share=0.5
 sets: {", ".join(SETS)}
 models: {", ".join(SPECS)}
-exit status: 0 all done, 1 a problem, 3 the time limit came first (the same command goes on), 130 interrupted"""
+exit status: 0 all done, 1 a problem, 3 time limit reached (the same command continues), 130 interrupted"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,26 +48,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "configurations", nargs="*", metavar="CONFIGURATION", help="what to compare (default: the set pair)"
+        "configurations",
+        nargs="*",
+        metavar="CONFIGURATION",
+        help="configurations or sets to compare (default: the set pair)",
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--smoke", action="store_true", help="everything once in small; three minutes on two cores")
-    what.add_argument("--paper", action="store_true", help="the models of 10Cache's paper, for a big GPU host")
-    what.add_argument(
-        "--report", type=Path, metavar="FOLDER", help="only write the report of a finished benchmark again"
-    )
+    what.add_argument("--smoke", action="store_true", help="run a scaled-down version once; three minutes on two cores")
+    what.add_argument("--paper", action="store_true", help="the models of 10Cache's paper, for a large GPU host")
+    what.add_argument("--report", type=Path, metavar="FOLDER", help="only rewrite the report of a finished benchmark")
     parser.add_argument("--nvme-path", type=Path, metavar="FOLDER", help="folder on the storage to measure")
     parser.add_argument("--out", type=Path, default=Path("benchmark_results"), metavar="FOLDER")
     parser.add_argument("--name", default="report", help="file name of the report, without .md")
     parser.add_argument("--title", help="its heading")
-    parser.add_argument("--baseline", help="configuration that ratios refer to (default: the best stock one alike)")
-    parser.add_argument("--repeat", type=Path, metavar="FOLDER", help="second benchmark to show the repeatability with")
+    parser.add_argument(
+        "--baseline", help="configuration that ratios refer to (default: the best comparable stock one)"
+    )
+    parser.add_argument("--repeat", type=Path, metavar="FOLDER", help="second benchmark, to show repeatability")
     load = parser.add_argument_group("workload")
     load.add_argument("--model", default="1.3B", choices=SPECS, metavar="MODEL")
     load.add_argument("--ranks", type=at_least_one, default=1, help="processes on this machine, one per GPU")
     load.add_argument(
         "--micro-batch", type=_several, default=(None,), metavar="N[,N...]",
-        help="sequences per micro-step and rank; with several numbers here or in --accumulation, one benchmark each",
+        help="sequences per micro-step and rank; several numbers here or in --accumulation run one benchmark each",
     )  # fmt: skip
     load.add_argument("--sequence", type=at_least_one, help="tokens per sequence")
     load.add_argument(
@@ -76,25 +79,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--precision", choices=("bf16", "fp16"))
     load.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     load.add_argument(
-        "--busy-cores", type=int, default=0, metavar="N", help="processes beside it that keep a core busy each"
+        "--busy-cores", type=int, default=0, metavar="N", help="additional processes that keep one core busy each"
     )
     effort = parser.add_argument_group("effort")
     effort.add_argument("--rounds", type=at_least_one, help="runs of each configuration")
     effort.add_argument("--steps", type=at_least_one, help="measured optimizer steps per run")
     effort.add_argument(
         "--turns", type=at_least_one, metavar="N",
-        help="keep all configurations in memory and let them alternate every STEPS/N steps: steadier ratios where the "
+        help="keep all configurations in memory and alternate every STEPS/N steps: steadier ratios where the "
         "machine's speed varies",
     )  # fmt: skip
-    effort.add_argument("--warmup", type=int, help="steps before them, which do not count")
-    effort.add_argument("--max-trials", type=int, help="most trials of the search per peer; 0 takes starting values")
+    effort.add_argument("--warmup", type=int, help="warm-up steps, not counted")
+    effort.add_argument(
+        "--max-trials", type=int, help="maximum number of search trials per peer; 0 keeps the starting values"
+    )
     effort.add_argument("--timeout", type=float, default=900.0, metavar="S", help="stop a run after this time")
-    effort.add_argument("--time-limit", type=float, metavar="S", help="begin no run that would end later than this")
-    effort.add_argument("--no-profile", action="store_true", help="no step under the profiler at the end of a run")
-    effort.add_argument("--retry-failed", action="store_true", help="run again what failed before")
-    caps = parser.add_argument_group("caps, the same for all")
-    caps.add_argument("--host-memory", type=_size, metavar="SIZE", help="of the host, such as 32GiB")
-    caps.add_argument("--gpu-memory", type=_size, metavar="SIZE", help="of each GPU")
+    effort.add_argument("--time-limit", type=float, metavar="S", help="start no run that would end later than this")
+    effort.add_argument(
+        "--no-profile", action="store_true", help="skip the step under the profiler at the end of a run"
+    )
+    effort.add_argument("--retry-failed", action="store_true", help="repeat runs that failed before")
+    caps = parser.add_argument_group("caps, the same for all configurations")
+    caps.add_argument("--host-memory", type=_size, metavar="SIZE", help="host memory, such as 32GiB")
+    caps.add_argument("--gpu-memory", type=_size, metavar="SIZE", help="memory of each GPU")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -117,7 +124,7 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             print(_report(arguments.report, arguments))
             return 0
         if arguments.nvme_path is None:
-            print("error: --nvme-path FOLDER is needed: a folder on the storage to measure", file=sys.stderr)
+            print("error: --nvme-path FOLDER is required: a folder on the storage to measure", file=sys.stderr)
             return EXIT_USAGE
         machine = Machine()
         failed = False
@@ -133,10 +140,10 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             failed |= any(run.outcome is Outcome.failed for run in benchmark.runs)
             print(_report(out, arguments))
     except OutOfTime as reached:
-        print(f"{reached}. What was measured is kept; the same command goes on.", file=sys.stderr)
+        print(f"{reached}. Measurements so far are kept; the same command continues.", file=sys.stderr)
         return EXIT_MORE_TO_DO
     except KeyboardInterrupt:
-        print("\ninterrupted. What was measured is kept; the same command goes on.", file=sys.stderr)
+        print("\ninterrupted. Measurements so far are kept; the same command continues.", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -179,7 +186,7 @@ def plans(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, P
         if plan.warmup < 0 or plan.max_trials < 0:
             raise ValueError("--warmup and --max-trials cannot be negative")
         if plan.steps % plan.turns:
-            raise ValueError(f"--steps {plan.steps} cannot be had in {plan.turns} turns: choose a multiple of --turns")
+            raise ValueError(f"--steps ({plan.steps}) must be a multiple of --turns ({plan.turns})")
         if plan.turns > 1 and arguments.host_memory is not None:
             raise ValueError(
                 "--turns keeps all configurations in memory at once, and --host-memory caps the host: use one of them"
@@ -220,7 +227,7 @@ def _several(text: str) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(at_least_one(word) for word in text.split(",")))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, or several with commas between them") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive integer or a comma-separated list") from None
 
 
 def _size(text: str) -> int:

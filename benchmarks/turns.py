@@ -75,5 +75,5 @@ class Gate:
         opened = _open(self._folder, turn)
         while not opened.exists():
             if not self._owner.exists():
-                raise RuntimeError("the benchmark that gives the turns is gone")
+                raise RuntimeError("the benchmark process that controls the turns has ended")
             time.sleep(POLL_S)

@@ -112,7 +112,7 @@ def build(name: str, sequence: int, *, checkpointing: bool = False) -> Any:
     import transformers
 
     if name not in SPECS:
-        raise ValueError(f"there is no model {name!r}; known: {', '.join(SPECS)}")
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(SPECS)}")
     spec = SPECS[name]
     config_class, model_class, positions = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, "max_position_embeddings"),

@@ -110,7 +110,8 @@ def parse_host_memory(value: object) -> int:
     nbytes = parse_size(value)
     if 0 < nbytes < LEAST_HOST_MEMORY_NBYTES:
         raise ValueError(
-            f"{nbytes} bytes cannot hold a weight: write a unit, as in '{nbytes}GiB', or 0 for all but gradients on NVMe"
+            f"{nbytes} bytes cannot hold a weight: write a unit, as in '{nbytes}GiB', or 0 to move all but gradients "
+            "to NVMe"
         )
     return nbytes
 

@@ -109,7 +109,7 @@ class Machine:
                     timeout=PROBE_TIMEOUT_S, check=False,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                raise ConfigError(f"the hardware probe did not end within {PROBE_TIMEOUT_S:.0f} s") from None
+                raise ConfigError(f"the hardware probe did not finish within {PROBE_TIMEOUT_S:.0f} s") from None
             if done.returncode != 0 or not result.exists():
                 raise ConfigError(f"the hardware probe failed: {last_error(done.stdout) or done.stdout[-500:]}")
             return Hardware.model_validate_json(result.read_text())

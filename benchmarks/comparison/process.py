@@ -193,7 +193,9 @@ class _Launched:
             error = reason or f"exit status {self._process.returncode}"
             return Run(outcome=Outcome.failed, error=error, **fields)
         if not self._result.exists():
-            return Run(outcome=Outcome.failed, error=f"it ended well without a result; see {self._log.name}", **fields)
+            return Run(
+                outcome=Outcome.failed, error=f"it exited normally without a result; see {self._log.name}", **fields
+            )
         return Run(outcome=Outcome.ok, **fields)
 
     def _stop(self) -> None:

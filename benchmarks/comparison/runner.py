@@ -145,8 +145,8 @@ class Session:
         ):
             if theirs != ours:
                 raise ConfigError(
-                    f"{self._file} holds a benchmark of another {what} ({theirs}, now {ours}): results of the two "
-                    "cannot be compared; choose another folder with --out"
+                    f"{self._file} holds a benchmark of another {what} ({theirs}, now {ours}), whose results are "
+                    "not comparable; choose another folder with --out"
                 )
         runs, tried = found.runs, found.tuning
         if self._options.retry_failed:
@@ -265,7 +265,7 @@ class Session:
         expected_s = sum(self._longest.get(entry.name, longest) for entry in entries)
         elapsed_s = time.perf_counter() - self._t_start
         if self._options.time_limit_s is not None and elapsed_s + expected_s > self._options.time_limit_s:
-            raise OutOfTime(f"the next run takes about {expected_s:.0f} s, which goes beyond the time limit")
+            raise OutOfTime(f"the next run takes about {expected_s:.0f} s, which exceeds the time limit")
 
     def _request(self, entry: Entry, peer: Peer, knobs: dict[str, Any], index: int, setting: Setting) -> Request:
         trial = index < 0

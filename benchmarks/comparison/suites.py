@@ -17,10 +17,10 @@ FRONTIER = tuple(f"tencache:host_memory_share={share}" for share in (0, 0.25, 0.
 """TenCache at several budgets: its line in the plot of step time over memory."""
 
 STOCK_TIERS = ("nvme-nvme", "ram-nvme", "ram-ram", "gpu-ram", "gpu-gpu")
-EVERYBODY = (*STOCK_TIERS, "twin-flow", "superoffload", "zenflow", "fsdp2", "tencache", *FRONTIER)
+ALL = (*STOCK_TIERS, "twin-flow", "superoffload", "zenflow", "fsdp2", "tencache", *FRONTIER)
 PAPER = ("nvme-nvme", "ram-nvme", "ram-ram", "tencache", *FRONTIER)
 
-SETS: dict[str, tuple[str, ...]] = {"pair": PAIR, "frontier": (*PAIR, *FRONTIER), "everybody": EVERYBODY}
+SETS: dict[str, tuple[str, ...]] = {"pair": PAIR, "frontier": (*PAIR, *FRONTIER), "all": ALL}
 """Names that stand for several configurations on the command line."""
 
 
@@ -89,17 +89,17 @@ def parse_entry(text: str) -> Entry:
     """
     peer, _, chosen = text.partition(":")
     if peer not in PEERS:
-        raise ValueError(f"there is no configuration {peer!r}; known: {', '.join([*PEERS, *SETS])}")
+        raise ValueError(f"unknown configuration {peer!r}; known: {', '.join([*PEERS, *SETS])}")
     fixed: dict[str, Any] = {}
     for word in filter(None, chosen.split("+")):
         knob, equals, value = word.partition("=")
         space = PEERS[peer].space
         if not equals or (space and knob not in space):
             allowed = ", ".join(space) if space else 'the options of the "tencache" section, host_memory_share'
-            raise ValueError(f"{text!r}: {word!r} is not knob=value with a knob of {peer}: {allowed}")
+            raise ValueError(f"{text!r}: {word!r} is not setting=value with a setting of {peer}: {allowed}")
         fixed[knob] = _value(value)
     if fixed and not PEERS[peer].space and not peer.startswith("tencache"):
-        raise ValueError(f"{text!r}: {peer} has no knobs")
+        raise ValueError(f"{text!r}: {peer} has no settings")
     return Entry(text, peer, fixed)
 
 

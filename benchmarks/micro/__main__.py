@@ -123,7 +123,9 @@ def _cpu_update(seconds: float) -> MicroResult:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro", description="Micro-benchmarks of the parts.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.micro", description="Micro-benchmarks of the components."
+    )
     parser.add_argument(
         "benchmarks", nargs="*", type=_benchmark, metavar="NAME", help=f"{', '.join(SHARES)} or all, the default"
     )
@@ -133,9 +135,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=positive, default=DEFAULT_SECONDS, help="budget of the run (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file to write the figures to")
     parser.add_argument(
-        "--lanes", type=at_least_one, nargs="+", metavar="N", help="storage, latency: requests worked on at once"
+        "--lanes", type=at_least_one, nargs="+", metavar="N", help="storage, latency: concurrent requests"
     )
     parser.add_argument(
         "--request",
@@ -145,13 +147,13 @@ def _parser() -> argparse.ArgumentParser:
         help="storage: sizes such as 8MiB; with --lanes too, every combination is measured",
     )
     parser.add_argument(
-        "--working-set", type=_request, metavar="SIZE", help="storage, latency: most bytes of the files (2GiB, 1GiB)"
+        "--working-set", type=_request, metavar="SIZE", help="storage, latency: maximum size of the files (2GiB, 1GiB)"
     )
     parser.add_argument(
         "--variants",
         nargs="+",
         metavar="NAME",
-        help='storage, latency: only these of the table, such as native "stock handle x4"; raw ones always',
+        help='storage, latency: only these variants, such as native "stock handle x4"; raw ones always',
     )
     return parser
 

@@ -55,7 +55,7 @@ def open_area(stack: ExitStack, nvme_path: Path, most_nbytes: int) -> Area:
             f"{nvme_path} has no O_DIRECT: the page cache would be measured; name a folder on ext4 or xfs"
         )
     system = file_system_of(nvme_path)
-    description = f"{system.kind} (RAM, stands in for a fast array)" if system.in_memory else system.kind
+    description = f"{system.kind} (RAM, in place of a fast array)" if system.in_memory else system.kind
     return Area(folder, min(most_nbytes, int(free_nbytes(root) * SHARE_OF_FREE_SPACE)), description)
 
 

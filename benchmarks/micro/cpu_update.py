@@ -126,7 +126,7 @@ def run(
                 rows += _rows(alternate(timed, repeats, bar.update), numel, {"threads": n})
     fused.close()
     if not torch.equal(chunked_weights, flat_weights):
-        raise RuntimeError("TenCache's chunks and the flat pass gave different weights: their rates say nothing")
+        raise RuntimeError("TenCache's chunks and the flat pass gave different weights: their rates are not comparable")
     return MicroResult(
         name="cpu_update",
         parameters={
@@ -137,7 +137,7 @@ def run(
             "repeats": repeats,
             "bytes counted per parameter": dict(NBYTES_PER_PARAM),
             "flat, same passes": "up-cast, unscale, Adam, 16-bit weight: each over the whole tensor, as stock does it",
-            "memory copy": "also loads what it overwrites; an update in place does not, hence shares over 100 %",
+            "memory copy": "also loads overwritten bytes; an update in place does not, hence shares over 100 %",
             "result": "TenCache's weights equal those of the flat pass bit for bit",
         },
         rows=rows,
@@ -245,4 +245,4 @@ class _Fused:
 
 
 def _no_pool() -> BufferPool:
-    raise RuntimeError("a resident sub-group needs no staging buffers, yet one was asked for")
+    raise RuntimeError("a resident sub-group needs no staging buffers, yet one was requested")

@@ -178,7 +178,7 @@ def _memory(shards: Sequence[int], case: dict[str, str | int]) -> list[Row]:
     rows = []
     held_nbytes, whole = _held_by_pool(shards, sys.maxsize)
     if held_nbytes != payload_nbytes:
-        raise RuntimeError(f"a pool planned for every shard took only {held_nbytes} of {payload_nbytes} bytes")
+        raise RuntimeError(f"a pool planned for every shard held only {held_nbytes} of {payload_nbytes} bytes")
     rows.append(Row.of(POOL, "memory overhead", "%", case, [100 * (whole / payload_nbytes - 1)]))
     if torch.cuda.is_available():
         torch_nbytes = _held_by_torch(shards)

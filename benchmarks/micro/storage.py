@@ -84,7 +84,7 @@ def run(
             needed = min(_n_buffers(n_lanes) * nbytes for n_lanes, nbytes in cases) * n_file_sets
             raise SpaceError(
                 "allocate", str(nvme_path), 0, needed,
-                f"the working set may take {area.most_nbytes} bytes; free some space, or ask for smaller requests",
+                f"the working set may take {area.most_nbytes} bytes; free some space, or choose smaller requests",
             )  # fmt: skip
         slab, locked, lock_note = open_buffers(
             stack, max(_n_buffers(case[0]) * case[1] for case in cases if n_extents[case])
@@ -104,7 +104,7 @@ def run(
                 nbytes_in_flight = n_buffers * request_nbytes
                 needed_s = _expected_s(rows, nbytes_in_flight, seconds / n_samples) * n_samples / len(cases)
                 if rows and time.perf_counter() - t_start_s + needed_s > _MAX_OVERRUN * seconds:
-                    reason = f"this storage would need {needed_s:.0f} s more for it; give more --seconds"
+                    reason = f"this storage would need {needed_s:.0f} s more for it; raise --seconds"
                     rows += [row for v in variants for row in _absent(v.name, case, reason)]
                     bar.update(n_samples // len(cases))
                     continue
@@ -127,7 +127,7 @@ def run(
             "native, aio, stock": f"blocks of {BLOCK_NBYTES / MIB:g} MiB, queue depth {QUEUE_DEPTH}",
             "posix, aio": f"pieces of {PIECE_NBYTES / MIB:g} MiB",
             "stock handle": "batches of as many requests as are in flight elsewhere, then wait()",
-            "CPU": "user and system time of this process; the kernel's own threads are not in it",
+            "CPU": "user and system time of this process, without the kernel's own threads",
         },
         rows=rows,
         columns="operation",

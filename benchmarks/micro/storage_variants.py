@@ -128,7 +128,7 @@ class RawThreads:
             call = os.preadv if operation is Operation.READ else os.pwritev
             moved = call(self._fds[path], [view], offset)
             if moved != nbytes:
-                raise StorageError(operation.value, path, offset, nbytes, f"only {moved} bytes moved")
+                raise StorageError(operation.value, path, offset, nbytes, f"only {moved} bytes transferred")
             n_moved += moved
             if time.perf_counter() >= end_s:
                 return n_moved

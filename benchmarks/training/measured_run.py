@@ -44,16 +44,21 @@ def parser(description: str) -> argparse.ArgumentParser:
     command_line.add_argument("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
     command_line.add_argument("--steps", type=int, required=True, help="measured optimizer steps, after the warm-up")
     command_line.add_argument(
-        "--turns", type=int, default=1, help="in so many parts, each when --gate lets it; divides --steps"
+        "--turns",
+        type=int,
+        default=1,
+        help="split the measured steps into N turns, each released by --gate; divides --steps",
     )
     command_line.add_argument("--gate", type=Path, help="folder of the benchmark's turnstile (benchmarks.turns)")
-    command_line.add_argument("--warmup", type=int, default=2, help="optimizer steps before the measured ones")
+    command_line.add_argument("--warmup", type=int, default=2, help="warm-up optimizer steps, not measured")
     command_line.add_argument("--precision", choices=("bf16", "fp16"), required=True)
     command_line.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     command_line.add_argument("--deterministic", action="store_true")
-    command_line.add_argument("--gpu-memory", type=int, help="bytes that torch's allocator may take of each GPU")
-    command_line.add_argument("--host-memory", type=int, help="cap in bytes that was set from outside: only compared")
-    command_line.add_argument("--profile-device", action="store_true", help="one step more, under torch's profiler")
+    command_line.add_argument("--gpu-memory", type=int, help="limit of torch's allocator per GPU, in bytes")
+    command_line.add_argument("--host-memory", type=int, help="cap in bytes that is enforced elsewhere: only compared")
+    command_line.add_argument(
+        "--profile-device", action="store_true", help="run an additional step under torch's profiler"
+    )
     command_line.add_argument("--timeline-hz", type=float, default=20, help="samples per second; 0 takes none")
     command_line.add_argument("--config", required=True, help="DeepSpeed config, a JSON file")
     command_line.add_argument("--result", required=True, help="JSON file that rank 0 writes")
@@ -178,7 +183,7 @@ class MeasuredRun:
         start_rss = instruments.process_nbytes("VmHWM") + instruments.children_nbytes()
         self._can_reset_peak = instruments.reset_peak_rss()
         if not self._can_reset_peak and self._rank == 0:
-            print("the peak of resident memory cannot be reset here: the steady one is of samples", flush=True)
+            print("the peak of resident memory cannot be reset here: the steady one comes from samples", flush=True)
         accelerator.reset_peak_memory_stats()
         self._update(numel=trainee.numel, model_s=model_s, initialize_s=initialize_s, warmup_steps=arguments.warmup)
         batches = self._draw(trainee)

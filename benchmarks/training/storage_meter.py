@@ -135,7 +135,7 @@ def _metered_class(handle_class: type, meter: StorageMeter) -> type:
     missing = [name for name in (*READS, *WRITES, *WAITS) if not hasattr(handle_class, name)]
     if missing:
         raise RuntimeError(
-            f"DeepSpeed's {handle_class.__name__} has no {', '.join(missing)}: this benchmark counts at the methods of "
+            f"DeepSpeed's {handle_class.__name__} has no {', '.join(missing)}: this benchmark counts in the methods of "
             "DeepSpeed 0.19; adapt benchmarks/training/storage_meter.py to this version"
         )
     methods: dict[str, Any] = {name: _metered_transfer(getattr(handle_class, name), meter, True) for name in READS}

@@ -86,7 +86,7 @@ def meter_storage(meter: StorageMeter, config: dict[str, Any]) -> None:
     if not nvme_paths(config):
         return
     if config.get("aio", {}).get("use_gds"):
-        raise ValueError('"aio.use_gds" is on: this benchmark counts bytes at aio_handle only; leave the option out')
+        raise ValueError('"aio.use_gds" is on: this benchmark counts bytes at aio_handle only; omit the option')
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     with_tencache = "offload_engine" in config or "offload_engine" in config["zero_optimization"]
@@ -97,7 +97,7 @@ def meter_storage(meter: StorageMeter, config: dict[str, Any]) -> None:
             raise RuntimeError(
                 f"stock NVMe offload needs DeepSpeed's async_io op, which fails to load: {error}"
             ) from error
-        print(f"aio_handle is not metered, TenCache goes without it: {type(error).__name__}: {error}", flush=True)
+        print(f"aio_handle is not metered; TenCache runs without it: {type(error).__name__}: {error}", flush=True)
     if with_tencache:
         from tencache_ds.io import GdsBackend, NativeBackend
         from tencache_ds.io.backends.posix import PosixFiles
@@ -141,7 +141,7 @@ def compare_counters(meter: StorageMeter, stats: Any) -> str:
 def main() -> None:
     command_line = parser(__doc__.splitlines()[0])
     command_line.add_argument(
-        "--no-zero-init", action="store_true", help="build the model whole; stages 1 and 2 need it"
+        "--no-zero-init", action="store_true", help="build the unpartitioned model; stages 1 and 2 need it"
     )
     arguments = command_line.parse_args()
     config = json.loads(Path(arguments.config).read_text())

@@ -247,7 +247,7 @@ def test_cases_that_do_not_fit(folder):
     for row in result.rows:
         if row.variant not in ("raw x8", "raw x16"):
             assert (row.value is None) is (row.case["request"] == "4 MiB")
-    with pytest.raises(SpaceError, match="ask for smaller requests"):
+    with pytest.raises(SpaceError, match="choose smaller requests"):
         storage.run(folder, 0.05, requests_nbytes=[4 * MIB], **limits)
     assert os.listdir(folder) == []
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from benchmarks.command import add_arguments, main, plans
 from benchmarks.comparison.peers import PEERS, Setting
 from benchmarks.comparison.suites import (
-    EVERYBODY,
+    ALL,
     PAPER,
     SETS,
     paper,
@@ -90,7 +90,7 @@ def test_entries() -> None:
     assert parse_entry("tencache:host_memory_share=0.25").label == "TenCache, RAM for 25%"
     assert parse_entry("tencache:io_backend=posix").fixed == {"io_backend": "posix"}
     assert [e.name for e in parse_entries(["tencache", "pair"])] == ["tencache", "nvme-nvme"]
-    for names in [*SETS.values(), EVERYBODY, PAPER]:
+    for names in [*SETS.values(), ALL, PAPER]:
         assert parse_entries(names)
 
 
@@ -155,7 +155,7 @@ def test_a_batch_that_is_no_number_is_refused(word: str, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--steps", "10", "--turns", "4"], "--steps 10 cannot be had in 4 turns"),
+        (["--steps", "10", "--turns", "4"], "--steps (10) must be a multiple of --turns (4)"),
         (["--steps", "8", "--turns", "4", "--host-memory", "8GiB"], "use one of them"),
         (["--warmup", "-1"], "cannot be negative"),
     ],
