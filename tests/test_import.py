@@ -134,10 +134,14 @@ def test_a_module_half_imported_by_somebody_else_is_waited_for():
     assert run_python(code) == "1\n"
 
 
-@pytest.mark.parametrize(("value", "off"), [("1", True), ("true", True), ("0", False), ("", False)])
-def test_the_variable_that_switches_it_off(value, off):
-    code = "from tencache_ds.integration.config_hook import is_disabled; print(is_disabled())"
-    assert run_python(code, TENCACHE_DISABLE=value) == f"{off}\n"
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("true", True), ("0", False), ("", False)])
+def test_the_variables_that_switch_it_on_and_off(value, on):
+    code = (
+        "from tencache_ds.integration.config_hook import is_set\n"
+        "from tencache_ds.keys import DISABLE_VARIABLE, ENABLE_VARIABLE\n"
+        "print(is_set(DISABLE_VARIABLE), is_set(ENABLE_VARIABLE))"
+    )
+    assert run_python(code, TENCACHE_DISABLE=value, TENCACHE_ENABLE=value) == f"{on} {on}\n"
 
 
 PARSE = """

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from tencache_ds import __version__
 from tencache_ds.cli.finding import Finding, Level
-from tencache_ds.keys import DISABLE_VARIABLE
+from tencache_ds.keys import DISABLE_VARIABLE, ENABLE_VARIABLE
 from tencache_ds.ops.build_lock import build_locks, is_held, remedy
 
 DISTRIBUTION = "tencache-ds"
@@ -96,6 +96,11 @@ def check_autoload(environment: Mapping[str, str] | None = None) -> Finding:
             "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading TenCache",
             f"unset it, or {by_hand}",
         )
+    if environment.get(ENABLE_VARIABLE, "") not in ("", "0"):
+        everywhere = (
+            f"{ENABLE_VARIABLE} is set: every ZeRO stage 3 config that offloads runs with TenCache (entry point)"
+        )
+        return Finding(Level.OK, "activation", everywhere)
     return Finding(Level.OK, "activation", "torch loads TenCache in every process (entry point)")
 
 

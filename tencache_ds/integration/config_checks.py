@@ -20,6 +20,9 @@ from tencache_ds.spelling import closest
 CONFIG_ATTRIBUTE = "tencache"
 """Attribute of a parsed DeepSpeedConfig that holds its ``TenCacheConfig``; absent or None means stock DeepSpeed."""
 
+REASON_ATTRIBUTE = "tencache_reason"
+"""Attribute of the same config: why it runs with TenCache, for the log; empty when the config itself asks for it."""
+
 _ON_THE_GPU = "its kernel runs on the GPU, while the optimizer state is offloaded"
 _NO_MUON = "Muon needs whole gradients on the device"
 _REFUSED_OPTIMIZERS = {

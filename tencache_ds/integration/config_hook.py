@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watching DeepSpeed parse its configs. A config without a word of TenCache is parsed by DeepSpeed's own function, and
-nothing of TenCache but :mod:`engine_keys`, :mod:`tencache_ds.keys` and :mod:`tencache_ds.spelling` is needed for that.
+nothing of TenCache but :mod:`engine_keys`, :mod:`tencache_ds.keys` and :mod:`tencache_ds.spelling` is needed for that,
+unless ``TENCACHE_ENABLE`` asks in the config's place.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from types import ModuleType
 from typing import Any
 
 from tencache_ds.integration.engine_keys import mentions_tencache
-from tencache_ds.keys import DISABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME
+from tencache_ds.keys import DISABLE_VARIABLE, ENABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME
 
 _HOOKED = "__tencache_hook__"
 _NEEDED = ("config_checks", "activation", "param_swapper", "coordinator", "stage3")
+_NOTE = (
+    f'TenCache is in use because {ENABLE_VARIABLE} is set in the environment, as if the config had "{ENGINE_KEY}": '
+    f'"{ENGINE_NAME}". Unset {ENABLE_VARIABLE} to run with DeepSpeed\'s own offload.'
+)
 
 
 def hook_config_module(module: ModuleType) -> None:
@@ -28,33 +33,45 @@ def hook_config_module(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def _initialize_params(self: Any, param_dict: MutableMapping[str, Any]) -> None:
-        if not mentions_tencache(param_dict):
+        enabled = is_set(ENABLE_VARIABLE)
+        if not enabled and not mentions_tencache(param_dict):
             original(self, param_dict)
             return
         from tencache_ds.integration.engine_choice import say_loudly, take_engine_choice
 
         rank = getattr(self, "global_rank", 0)
-        choice = take_engine_choice(param_dict, disabled=is_disabled())
+        choice = take_engine_choice(param_dict, disabled=is_set(DISABLE_VARIABLE), enabled=enabled)
         say_loudly(choice.notices, rank)
         if not choice.active:
             original(self, param_dict)
             return
-        _load_everything()
-        from tencache_ds.integration.activation import activate
-        from tencache_ds.integration.config_checks import CONFIG_ATTRIBUTE, check_config, check_sections
+        try:
+            _load_everything()
+            from tencache_ds.integration.activation import activate
+            from tencache_ds.integration.config_checks import (
+                CONFIG_ATTRIBUTE,
+                REASON_ATTRIBUTE,
+                check_config,
+                check_sections,
+            )
 
-        say_loudly(check_sections(param_dict), rank)
-        original(self, param_dict)
-        setattr(self, CONFIG_ATTRIBUTE, check_config(self, param_dict))
-        activate()
+            say_loudly(check_sections(param_dict), rank)
+            original(self, param_dict)
+            setattr(self, CONFIG_ATTRIBUTE, check_config(self, param_dict))
+            activate()
+        except Exception as error:
+            if choice.by_environment:  # the messages speak of a key that this config does not have
+                error.add_note(_NOTE)
+            raise
+        setattr(self, REASON_ATTRIBUTE, f"{ENABLE_VARIABLE} is set" if choice.by_environment else "")
 
     setattr(_initialize_params, _HOOKED, True)
     config_class._initialize_params = _initialize_params
 
 
-def is_disabled() -> bool:
-    """Whether ``TENCACHE_DISABLE`` is set."""
-    return os.environ.get(DISABLE_VARIABLE, "") not in ("", "0")
+def is_set(variable: str) -> bool:
+    """Whether a variable of the environment is set, to anything but ``0``."""
+    return os.environ.get(variable, "") not in ("", "0")
 
 
 def _load_everything() -> None:

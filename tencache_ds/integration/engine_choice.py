@@ -10,12 +10,14 @@ from typing import Any
 
 from tencache_ds.errors import ConfigError
 from tencache_ds.integration.engine_keys import meant, sections_of
-from tencache_ds.keys import DISABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, ZERO_KEY
+from tencache_ds.keys import DISABLE_VARIABLE, ENABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, ZERO_KEY
 from tencache_ds.spelling import closest
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
 _ASK = f'"{ENGINE_KEY}": "{ENGINE_NAME}"'
+_OLD_OFFLOAD_KEYS = ("cpu_offload", "cpu_offload_param")
+"""Deprecated keys that DeepSpeed still turns into the sections ``offload_optimizer`` and ``offload_param``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +25,14 @@ class EngineChoice:
     """What a config says about the engine.
 
     Attributes:
-        active: it asks for TenCache, which is not switched off.
+        active: it asks for TenCache, or the environment does, and TenCache is not switched off.
         notices: what the user has to be told, because this run may not be what the config was written for.
+        by_environment: ``TENCACHE_ENABLE`` is what asks; the config itself does not.
     """
 
     active: bool
     notices: tuple[str, ...] = ()
+    by_environment: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,15 @@ class _Mistake:
         return "." in self.key or (self.wanted == ENGINE_KEY and closest(self.value, (ENGINE_NAME,)) is not None)
 
 
-def take_engine_choice(param_dict: MutableMapping[str, Any], *, disabled: bool = False) -> EngineChoice:
+def take_engine_choice(
+    param_dict: MutableMapping[str, Any], *, disabled: bool = False, enabled: bool = False
+) -> EngineChoice:
     """Whether a config asks for TenCache; removes the key inside ``zero_optimization``, which DeepSpeed would refuse.
 
     Args:
         param_dict: the shallow copy that DeepSpeed parses; the user's own dict is not changed.
         disabled: ``TENCACHE_DISABLE`` is set.
+        enabled: ``TENCACHE_ENABLE`` is set, which asks for TenCache where a config says nothing.
 
     Raises:
         ConfigError: an unknown engine, two that contradict each other, or a key that is misspelt or in a wrong place.
@@ -70,7 +77,10 @@ def take_engine_choice(param_dict: MutableMapping[str, Any], *, disabled: bool =
         choices[f"{ZERO_KEY}.{ENGINE_KEY}"] = zero[ENGINE_KEY]
         param_dict[ZERO_KEY] = {key: value for key, value in zero.items() if key != ENGINE_KEY}
     if disabled:
-        return EngineChoice(False, tuple(_say_disabled(key, value) for key, value in choices.items() if value))
+        notices = [_say_disabled(f'the config says "{key}": "{value}"') for key, value in choices.items() if value]
+        if enabled and not choices:
+            notices.append(_say_disabled(f"{ENABLE_VARIABLE} is set"))
+        return EngineChoice(False, tuple(notices))
     for key, value in choices.items():
         if value is not None and value != ENGINE_NAME:
             raise ConfigError(
@@ -81,13 +91,17 @@ def take_engine_choice(param_dict: MutableMapping[str, Any], *, disabled: bool =
     active = ENGINE_NAME in choices.values()
     mistakes = list(_mistakes(param_dict))
     for mistake in mistakes:
-        if active or mistake.is_certain:
+        if active or enabled or mistake.is_certain:
             raise ConfigError(
                 f'"{mistake.key}" (given: {mistake.value!r}) is no key of DeepSpeed or TenCache, or not in its place, '
                 f'and would have no effect. Did you mean "{mistake.wanted}"? {mistake.correction}.'
             )
     if choices:
-        return EngineChoice(active)
+        switched_off = enabled and not active
+        return EngineChoice(active, (_say_no_effect(f'the config says "{ENGINE_KEY}": null'),) if switched_off else ())
+    if enabled:
+        reason = _why_it_cannot_be_enabled(param_dict)
+        return EngineChoice(False, (_say_no_effect(reason),)) if reason else EngineChoice(True, by_environment=True)
     unused = [mistake.key for mistake in mistakes] + ([OPTIONS_KEY] if OPTIONS_KEY in param_dict else [])
     return EngineChoice(False, tuple(_say_inactive(key) for key in unused))
 
@@ -107,9 +121,31 @@ def _mistakes(param_dict: Mapping[str, Any]) -> Iterable[_Mistake]:
                 yield _Mistake(f"{prefix}{key}", value, wanted)
 
 
-def _say_disabled(key: str, value: object) -> str:
+def _why_it_cannot_be_enabled(param_dict: Mapping[str, Any]) -> str:
+    """Why a config that does not ask for TenCache has no use for it; empty if it has."""
+    zero = param_dict.get(ZERO_KEY)
+    zero = zero if isinstance(zero, Mapping) else {}
+    stage = zero.get("stage", 0)
+    if str(stage) != "3":
+        return f'TenCache works with ZeRO stage 3, and "{ZERO_KEY}.stage" is {stage!r}'
+    sections = [zero.get(name) for name in ("offload_param", "offload_optimizer")]
+    devices = [section.get("device") for section in sections if isinstance(section, Mapping)]
+    names = {str(getattr(device, "value", device)) for device in devices}
+    if names <= {"none", "None"} and not any(zero.get(key) for key in _OLD_OFFLOAD_KEYS):
+        return (
+            f'the config offloads nothing. Set "{ZERO_KEY}.offload_param.device" and/or '
+            f'"{ZERO_KEY}.offload_optimizer.device" to "cpu" or "nvme"'
+        )
+    return ""
+
+
+def _say_no_effect(reason: str) -> str:
+    return f"{ENABLE_VARIABLE} is set, but has no effect on this DeepSpeed engine: {reason}."
+
+
+def _say_disabled(asked: str) -> str:
     return (
-        f'TenCache is OFF: the config says "{key}": "{value}", but {DISABLE_VARIABLE} is set in the environment. This '
+        f"TenCache is OFF: {asked}, but {DISABLE_VARIABLE} is set in the environment. This "
         f"run uses DeepSpeed's own offload. Unset {DISABLE_VARIABLE} to run with TenCache."
     )
 

@@ -77,10 +77,17 @@ class TestActivation:
             ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, Level.WARNING),
             ({"TENCACHE_DISABLE": "1"}, Level.PROBLEM),
             ({"TENCACHE_DISABLE": "0"}, Level.OK),
+            ({"TENCACHE_ENABLE": "1", "TENCACHE_DISABLE": "1"}, Level.PROBLEM),
         ],
     )
     def test_variables_that_switch_it_off(self, environment: dict[str, str], level: Level) -> None:
         assert software_checks.check_autoload(environment).level is level
+
+    @pytest.mark.parametrize(("value", "said"), [("1", True), ("0", False)])
+    def test_the_variable_that_switches_it_on_is_named(self, value: str, said: bool) -> None:
+        finding = software_checks.check_autoload({"TENCACHE_ENABLE": value})
+        assert finding.level is Level.OK
+        assert ("TENCACHE_ENABLE" in finding.text) == said
 
     def test_absent_entry_point_names_the_other_ways(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(metadata, "entry_points", lambda **_: ())

@@ -6,14 +6,15 @@ every rank of every test would ask ninja, for seconds, whether they are built.
 import deepspeed.runtime.zero.stage3  # noqa: F401  not imported by deepspeed itself
 from deepspeed.accelerator import get_accelerator
 
-from tencache_ds.integration.config_hook import is_disabled
+from tencache_ds.integration.config_hook import is_set
+from tencache_ds.keys import DISABLE_VARIABLE
 
 OPS = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder")
 
 
 def _load() -> None:
     builders = [get_accelerator().create_op_builder(name) for name in OPS]
-    if not is_disabled():
+    if not is_set(DISABLE_VARIABLE):
         from tencache_ds.ops.tencache_aio import TenCacheAioBuilder
         from tencache_ds.ops.tencache_update import TenCacheUpdateBuilder
 

@@ -255,3 +255,31 @@ def test_a_missing_seam_is_an_error(script: Script) -> None:
     (error,) = report["errors"]
     assert error.startswith("SeamError: DeepSpeed 0.")
     assert "get_fp32_grad_partitions" in error
+
+
+def test_enabled_by_the_environment(script: Script) -> None:
+    """One process: configs without the key, one that has it, one that says no, and two that are refused."""
+    script.config("nvme").config("nvme", tencache={"io_lanes": 4}).config("nvme", offload_engine="tencache")
+    script.config("cpu", offload_engine=None)
+    script.config("cpu", offload_engin=None)
+    script.config("cpu", zero={"zenflow": {"topk_ratio": 0.1, "update_interval": 4}})
+    finished, report = script.python(TENCACHE_ENABLE="1")
+    assert [ours(report, index) for index in range(3)] == [True] * 3
+    assert report["engines"][3]["optimizer"].startswith("deepspeed.")
+    because = ", because TENCACHE_ENABLE is set: per rank"
+    assert finished.log.count(ACTIVATION_LINE) == 3
+    assert finished.log.count(because) == 2, "the third config asks for it itself"
+    no_effect = "TENCACHE_ENABLE is set, but has no effect on this DeepSpeed engine: "
+    # Each config is parsed twice, for zero.Init and for the engine.
+    assert finished.log.count(f'{no_effect}the config says "offload_engine": null.') == 2
+    misspelt, zenflow = report["errors"]
+    assert misspelt.startswith('ConfigError: "offload_engin" (given: None)')
+    assert zenflow.startswith('ConfigError: "zero_optimization.zenflow" cannot be combined')
+
+
+def test_enabled_and_disabled_by_the_environment(script: Script) -> None:
+    finished, report = script.config("cpu").python(TENCACHE_ENABLE="1", TENCACHE_DISABLE="1")
+    assert not ours(report)
+    assert report["before"] == report["after"]
+    off = "TenCache is OFF: TENCACHE_ENABLE is set, but TENCACHE_DISABLE is set in the environment"
+    assert finished.log.count(off) == 2
