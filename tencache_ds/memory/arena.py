@@ -27,8 +27,7 @@ def untouched_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A 1-D tensor of zeros in pages that nobody has touched yet, on huge pages where there are any. They go back with
     the last tensor that looks at them; children made by ``fork`` get copies.
 
-    ``torch.zeros`` writes every byte, on one thread. Here whoever writes first makes the pages, on as many threads as it
-    has.
+    ``torch.zeros`` writes every byte, on one thread. Here the first writer makes the pages, on all of its threads.
     """
     arena = HostArena(None, Locking.NONE, inherited=True)
     memory = arena.allocate(max(numel * dtype.itemsize, 1), "zeros")
