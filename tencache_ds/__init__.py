@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """TenCache: an exact, profile-driven offload engine for DeepSpeed ZeRO-3.
 
-Write ``"offload_engine": "tencache"`` in ``ds_config.json``; the training script stays as it is. Importing this package
-by hand is one of three ways to activate it (the others: the entry point that torch loads by itself, and
-``deepspeed --module tencache_ds.run train.py``). The import is light: it brings in neither torch nor DeepSpeed.
+Write ``"offload_engine": "tencache"`` in ``ds_config.json``; the training script stays unchanged. Importing this
+package is one of three ways to activate it (the others: the entry point that torch loads automatically, and ``deepspeed
+--module tencache_ds.run train.py``). The import is light: it loads neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
 torch (>= 2.5) calls :func:`autoload` through the ``torch.backends`` entry point on ``import torch``, so every process
 the ``deepspeed`` launcher starts gets it. The hook only waits for ``deepspeed.runtime.config`` to be imported; it
-imports nothing heavy and never raises: a broken TenCache must not break a program that does not ask for it. It is there
-with ``TENCACHE_DISABLE`` too, to say that a config asks in vain.
+imports nothing heavy and never raises: a broken TenCache must not break a program that does not use it. It is installed
+with ``TENCACHE_DISABLE`` too, to warn about a config that selects TenCache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options a user may write under ``"tencache"`` in ``ds_config.json``, with every default explained.
 
-What DeepSpeed already has an option for is not repeated here: ``offload_*.nvme_path``, ``offload_*.pin_memory`` and the
-``aio`` section mean what they mean for ZeRO-Infinity.
+Existing DeepSpeed options are not repeated here: ``offload_*.nvme_path``, ``offload_*.pin_memory`` and the ``aio``
+section mean the same as for ZeRO-Infinity.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Gds(StrEnum):
 
 
 class Verify(StrEnum):
-    """How what is read back from NVMe is compared with what was written."""
+    """How data read back from NVMe is compared with the data written."""
 
     off = "off"
     sampled = "sampled"
@@ -184,10 +184,10 @@ class TenCacheConfig(DeepSpeedConfigModel):
     everything but gradients to NVMe; else at least 64 KiB."""
 
     gpu_memory: SizeOrShare | None = None
-    """GPU memory per rank in which weights, gradients and optimizer state live. What saves most seconds of a step goes
-    there after the first or the second one, and the state in it is updated there. Automatic: what that step left free,
-    less as much again as its activations and gradients took; it is given back when a later step needs it. "60%" is a
-    share of what this process may use of the GPU. 0 uses none."""
+    """GPU memory per rank for weights, gradients and optimizer state. The items that save most seconds of a step move
+    there after the first or the second step, and state there is updated in place. Automatic: the memory that this step
+    left free, minus the amount that its activations and gradients took; it is released when a later step needs it.
+    "60%" is a share of the GPU memory that this process may use. 0 uses none."""
 
     staging_memory: Size | None = None
     """Pinned host memory per rank through which everything on its way from or to NVMe passes. Automatic: 12 optimizer
@@ -197,8 +197,8 @@ class TenCacheConfig(DeepSpeedConfigModel):
     """Bytes of optimizer state (master weight and moments together) that are read, updated and written as one."""
 
     nvme_paths: list[str] = Field(default_factory=list)
-    """Further folders on other NVMe drives, besides ``nvme_path``. Both weights and optimizer state are spread over all
-    of them by the bandwidth that training itself measures."""
+    """Additional folders on other NVMe drives, besides ``nvme_path``. Both weights and optimizer state are spread over
+    all of them in proportion to the bandwidth measured during training."""
 
     io_backend: IoBackend = IoBackend.auto
     """Mechanism for NVMe I/O; automatic picks one and logs why."""
@@ -239,7 +239,7 @@ def options_from(section: object) -> TenCacheConfig:
     """Validated options of a ``"tencache"`` section.
 
     Raises:
-        ConfigError: names the option, what was given and what is allowed.
+        ConfigError: names the option, the given value and the allowed ones.
     """
     if section is None:
         section = {}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The composition root of a model's weights: builds the rooms they live in and owns their lifetime. No module-level
-state. What belongs to a DeepSpeed engine instead is in :mod:`tencache_ds.session`.
+"""The composition root of a model's weights: builds the components for them and owns their lifetime. No module-level
+state. Components that belong to a DeepSpeed engine are in :mod:`tencache_ds.session`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ FINGERPRINTS: dict[Verify, Fingerprint | None] = {
 
 @dataclass(slots=True)
 class _Shared:
-    """What the weights of one ``zero.Init`` context lie in, whatever models they are of; counted by its owners.
+    """Storage and memory for the weights of one ``zero.Init`` context, of one or several models; reference-counted by
+    its owners.
 
     Attributes:
         nvme: paths, with their lanes, and stores.
-        transient_arena: ordinary memory for what has no staging buffer.
+        transient_arena: ordinary memory for weights without a staging buffer.
         resident_arena: memory of resident weights.
         tiers: of the engines that use it.
         store: of the weights, once one had to go to NVMe.
@@ -84,9 +85,9 @@ class Claimant(Protocol):
 class TenCacheEngine:
     """The weights of one model on one rank and all they live in, for as long as the model does.
 
-    What is made in one ``zero.Init`` context begins as one engine's; when a part of it turns out to be a model of its
-    own, :meth:`split` gives that part an engine too. Memory, files and lanes go with the last of them. See [Note: who
-    owns what] in :mod:`tencache_ds.session`.
+    All weights created in one ``zero.Init`` context initially belong to one engine; when a part of them turns out to be
+    a separate model, :meth:`split` gives that part its own engine. Memory, files and lanes are released with the last
+    of them. See [Note: who owns what] in :mod:`tencache_ds.session`.
     """
 
     def __init__(
@@ -96,13 +97,14 @@ class TenCacheEngine:
         Args:
             options: of the user.
             surroundings: the process.
-            beside: an engine whose storage and memory the weights are in.
+            beside: an engine whose storage and memory hold the weights.
         """
         self.options = options
         self.surroundings = surroundings
         self.counters = Counters()
         self.before_unclaim: Callable[[], None] = lambda: None
-        """Called before the staging buffers go: whoever shows them to DeepSpeed takes them back."""
+        """Called before the staging buffers are released, so that the code that exposed them to DeepSpeed withdraws
+        them."""
         self.claimant: Claimant | None = None
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -145,21 +147,22 @@ class TenCacheEngine:
             return self.surroundings.host_nbytes - weights - self._shared.reserved_nbytes
 
     def reserve_host_memory(self, nbytes: int) -> None:
-        """Counts host memory that gradients and optimizer state take beside the weights; negative gives it back."""
+        """Accounts for host memory that gradients and optimizer state take besides the weights; negative values release
+        it."""
         with self._shared.lock:
             self._shared.reserved_nbytes += nbytes
 
     # Claims
 
     def split(self, keys: Iterable[int]) -> TenCacheEngine:
-        """An engine for some of the weights, which leave this one. Only while nobody has claimed it."""
+        """An engine for some of the weights, which leave this one. Only while this engine is unclaimed."""
         part = TenCacheEngine(self.options, self.surroundings, beside=self)
         self.weights.hand_over(keys, part.weights)
         return part
 
     def claim(self, claimant: Claimant) -> bool:
         """From now on ``claimant`` stages the weights and counts for them, with what was counted since the last
-        claim; False if somebody else does."""
+        claim; False if there is another claimant."""
         with self._lock:
             if self.claimant is None:
                 self.claimant = claimant
@@ -182,7 +185,7 @@ class TenCacheEngine:
 
     @property
     def pinned_nbytes(self) -> int:
-        """Pinned memory of the resident weights; with all of its slabs where they are nobody else's too."""
+        """Pinned memory of the resident weights; with all of its slabs if they are not shared."""
         if self._shared.resident_arena.locking is Locking.NONE:
             return 0
         alone = len(self._shared.tiers) == 1
@@ -194,10 +197,10 @@ class TenCacheEngine:
         return [(path, by_backend[id(path.backend)]) for path in self.nvme.paths if id(path.backend) in by_backend]
 
     def close(self) -> None:
-        """The model is gone: waits for I/O in flight and gives back what the weights had; the last of those who share
-        it closes storage, lanes and memory. Idempotent; a forked child leaves all of that to its parent.
+        """The model is gone: waits for I/O in flight and releases the memory and space of the weights; the last engine
+        that shares them closes storage, lanes and memory. Idempotent; a forked child leaves all of that to its parent.
 
-        Resident memory that somebody still looks at stays until nobody does.
+        Resident memory that is still referenced stays until the last reference is gone.
         """
         if os.getpid() != self._pid:  # before any lock
             return
@@ -278,7 +281,7 @@ class TenCacheEngine:
         return backend, reason
 
     def open_plain_backend(self) -> tuple[StorageBackend, str]:
-        """A backend for host memory, and in words why it is this one."""
+        """A backend for host memory, and the reason for the choice."""
         aio = self.surroundings.aio
         # The first weights are stored before the staging pool is planned: its usual size tells whether it will be
         # locked, without which aio would have nothing to do.
@@ -298,7 +301,7 @@ class TenCacheEngine:
         )
 
     def _with_faults(self, backend: StorageBackend, reason: str, faults: str) -> tuple[StorageBackend, str]:
-        """For a drill: storage that goes wrong on purpose, which nobody must take for the real thing."""
+        """For tests: storage that fails on purpose, and must not be mistaken for a real failure."""
         from tencache_ds.io.wrappers.fault_rules import parse_faults
         from tencache_ds.io.wrappers.faults import FaultBackend
 

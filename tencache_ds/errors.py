@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error TenCache raises on purpose.
 
-Each one names the thing that is wrong and what to do about it. Catching :class:`TenCacheError` catches all of them.
+Each one names what is wrong and the remedy. Catching :class:`TenCacheError` catches all of them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class TenCacheError(Exception):
 
 
 class ConfigError(TenCacheError, ValueError):
-    """The DeepSpeed config cannot be run with TenCache: names the key, what was given and what is allowed."""
+    """The DeepSpeed config cannot be run with TenCache: names the key, the given value and the allowed ones."""
 
 
 class InstallationError(TenCacheError, ImportError):
-    """A config asks for TenCache, and a part of it or of what it needs cannot be imported: names that part."""
+    """A config selects TenCache, but a part of it or one of its requirements cannot be imported: names that part."""
 
 
 class ProcessLimitError(TenCacheError, RuntimeError):
-    """A limit of this process, user or container is too low: names what was needed, the limit and how to raise it."""
+    """A limit of this process, user or container is too low: names the amount needed, the limit and how to raise it."""
 
 
 class SeamError(TenCacheError, RuntimeError):
@@ -32,11 +32,11 @@ class SeamError(TenCacheError, RuntimeError):
 
 
 class AgreementError(TenCacheError, RuntimeError):
-    """Ranks differ in something that has to be the same on all of them: names it, the ranks and what each has."""
+    """Ranks differ in something that must be the same on all of them: names it, the ranks and their values."""
 
 
 class MemoryLimitError(TenCacheError, MemoryError):
-    """A pinned-memory plan does not fit its limit: names what is needed, the limit and which option to change."""
+    """A pinned-memory plan does not fit its limit: names the amount needed, the limit and the option to change."""
 
 
 class LockedMemoryError(MemoryLimitError):
@@ -51,7 +51,7 @@ class StorageError(TenCacheError, OSError):
         offset: first byte of the request in that file.
         nbytes: length of the request in bytes.
         operation: ``"read"``, ``"write"`` or another verb such as ``"allocate"``.
-        tag: what the bytes are (a weight's or chunk's name), if known.
+        tag: name of the weight or chunk, if known.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class StorageError(TenCacheError, OSError):
     def copied(self) -> Self:
         """The same error without a traceback, to raise one that is kept.
 
-        A traceback holds the frames that the error has passed through, and they their variables: one that a file's
-        record keeps would hold the engine of whoever caught it.
+        A traceback holds the frames that the error has passed through, and they their variables: an error kept in a
+        file's record would hold the engine of its catcher.
         """
         error = copy.copy(self)
         if hasattr(self, "__notes__"):

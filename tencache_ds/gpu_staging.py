@@ -35,11 +35,11 @@ class GpuStaging:
         options: of the user.
         on_cuda: whether the compute device is a CUDA GPU.
         locking: of the host memory that weights would be staged in otherwise.
-        open_host: gives a new backend for host memory, for the trial.
+        open_host: opens a backend for host memory, for the trial.
         warn: tells the user what must not be missed.
 
     Attributes:
-        choice: what was decided and why; None before :meth:`build`, and when no weight is on NVMe.
+        choice: the decision and its reason; None before :meth:`build`, and when no weight is on NVMe.
         pool: GPU memory that weights are read into; None when they are not.
     """
 
@@ -66,11 +66,11 @@ class GpuStaging:
         """Decides; then allocates the memory and opens the backends, if weights are to be read into GPU memory.
 
         Args:
-            paths: what the file of a trial is called, and the backend, of every path that weights are on.
+            paths: file name of the trial, and the backend, of every path with weights.
             shards: bytes of every weight on NVMe.
 
         Raises:
-            ConfigError: it was asked for and cannot be done, or ``gds_memory`` is too small.
+            ConfigError: it was requested but does not work, or ``gds_memory`` is too small.
         """
         if not paths or not shards:
             return
@@ -103,7 +103,7 @@ class GpuStaging:
         return self.pool.stats().nbytes_total if self.pool is not None else 0
 
     def describe(self) -> str:
-        """The decision in words, "" for none."""
+        """The decision as text, "" for none."""
         if self.choice is None:
             return ""
         if not self.choice.use:

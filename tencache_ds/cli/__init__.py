@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``tencache`` command. ``tencache --help`` lists what it can do."""
+"""The ``tencache`` command. ``tencache --help`` lists its subcommands."""
 
 from __future__ import annotations
 

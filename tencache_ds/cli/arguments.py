@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands' arguments have in common, and where they print. Imports neither torch nor DeepSpeed."""
+"""Shared argument types of the commands, and their consoles. Imports neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_json_file(file: Path | None) -> None:
     """Says before anything is measured that the result could not be written.
 
     Raises:
-        ConfigError: names the file and what to do.
+        ConfigError: names the file and the remedy.
     """
     if file is not None and not os.access(file.resolve().parent, os.W_OK | os.X_OK):
         raise ConfigError(
@@ -45,5 +45,5 @@ def check_json_file(file: Path | None) -> None:
 
 
 def open_console() -> Console:
-    """Standard output, wide enough for the tables where it is no terminal."""
+    """Standard output, wide enough for the tables if it is not a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=_NARROWEST_COLUMNS)

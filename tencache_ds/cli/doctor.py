@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tencache doctor``: what this machine has of what TenCache needs, and what to do about the rest."""
+"""``tencache doctor``: checks TenCache's prerequisites on this machine and suggests fixes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one check of ``tencache doctor`` says."""
+"""The result of one check of ``tencache doctor``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Finding:
     subject: str
     text: str
     remedy: str = ""
-    """What to do about it; empty exactly when ``level`` is OK."""
+    """The remedy; empty exactly when ``level`` is OK."""
 
 
 def format_nbytes(nbytes: float) -> str:

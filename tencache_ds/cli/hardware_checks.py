@@ -128,7 +128,7 @@ def check_gds(
         version_of: version of an installed distribution, or :class:`importlib.metadata.PackageNotFoundError`.
         driver: where the driver tells its version.
         udev: what cuFile reads of the devices.
-        environment: variables to look at.
+        environment: variables to inspect.
     """
     for name in KVIKIO_DISTRIBUTIONS:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tencache plan``: whether a model fits this machine, what goes where, and what more memory would give."""
+"""``tencache plan``: whether a model fits this machine, its placement, and the gain from more memory."""
 
 from __future__ import annotations
 
@@ -213,10 +213,10 @@ def budgets(training: Training, chosen_nbytes: int) -> list[int]:
 
 
 def what_is_missing(chosen: Forecast, available: int, free: int | None, gpu_nbytes: int) -> list[str]:
-    """In words, for each place that is too small.
+    """Human-readable problems, one for each place that is too small.
 
     Args:
-        chosen: what is to fit at the start, before anything is moved to GPU memory.
+        chosen: the forecast that has to fit at the start, before anything moves to GPU memory.
         available: bytes of host memory.
         free: bytes on the drive; None where none was named.
         gpu_nbytes: GPU memory for optimizer state that fits nowhere else.

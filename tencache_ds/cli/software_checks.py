@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of ``tencache doctor``: versions, activation, and what DeepSpeed needs to build its operators."""
+"""Checks of ``tencache doctor``: versions, activation, and DeepSpeed's build requirements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_versions(
 
     Args:
         version_of: version of an installed distribution, or :class:`importlib.metadata.PackageNotFoundError`.
-        requirements_of: what an installed distribution requires, with the same error.
+        requirements_of: the requirements of an installed distribution, with the same error.
     """
     findings = [Finding(Level.OK, "python", sys.version.split()[0])]
     try:
@@ -79,7 +79,7 @@ def check_autoload(environment: Mapping[str, str] | None = None) -> Finding:
     """Whether ``import torch`` activates TenCache in every process without a change to the script.
 
     Args:
-        environment: variables to look at; those of this process when omitted.
+        environment: variables to inspect; those of this process when omitted.
     """
     environment = os.environ if environment is None else environment
     by_hand = "import tencache_ds in the script, or start it with: deepspeed --module tencache_ds.run train.py"

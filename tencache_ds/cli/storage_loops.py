@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loops that keep storage busy for a while: of ``tencache tune`` and of the storage micro-benchmark.
 
-Requests go to extents of equal length that were written before. A buffer that may start again does so until the time is
-over; then what is in flight is waited for.
+Requests go to extents of equal length that were written before. A buffer that becomes free is submitted again until the
+time is over; then the requests in flight are waited for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HANDLE_ARGUMENTS = ("block_size", "queue_depth", "single_submit", "overlap_even
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What is moved, the same for everything that is compared.
+    """The requests, the same for all candidates.
 
     Attributes:
         name: the folder or file, for messages.
@@ -53,7 +53,7 @@ class Requests:
 
 
 def operation_of(kind: Kind, slot: int) -> Operation:
-    """What the buffer at index ``slot`` is used for: when mixed, every other one writes."""
+    """Operation of the buffer at index ``slot``: when mixed, every other one writes."""
     if kind is Kind.MIXED:
         return Operation.WRITE if slot % 2 else Operation.READ
     return Operation(kind.value)
@@ -71,7 +71,7 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for what is in flight and frees everything, files of its own included."""
+        """Waits for the requests in flight and frees everything, including its own files."""
         ...
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tencache tune``: what each path can do, which settings suit it, and how training wears it."""
+"""``tencache tune``: benchmarks each path, recommends settings, and estimates how much drive wear training causes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _tune(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _result_for(folder: Path, arguments: argparse.Namespace) -> tuple[PathResult, str]:
-    """The saved or a new result, and what there is to say about saving."""
+    """The saved or a new result, and a message about saving."""
     from tencache_ds.cli import tune_cache
     from tencache_ds.cli.tune_measure import measure_path
 

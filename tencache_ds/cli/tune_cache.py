@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of ``tencache tune --save``, kept by device: measured once, shown until something that counts changes."""
+"""Results of ``tencache tune --save``, kept by device: measured once, shown until something relevant changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tencache_ds.cli.tune_result import PathResult
 from tencache_ds.profiling.filesystem import block_device_of, device_number, file_system_of
 
 _FORMAT = 1
-"""Raised when what is measured, or how it is written, changes."""
+"""Incremented when the measurement or the file format changes."""
 
 
 def cache_folder() -> Path:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one path with TenCache's backend and with DeepSpeed's handle: a first look at many settings, then finals.
+"""Measures one path with TenCache's backend and with DeepSpeed's handle: screening of many settings, then finals.
 
 [Note: noise] Disks, virtual ones above all, change their speed by the second. Slices of all settings therefore take
 turns, and a setting beats the default only if it does so in every round (see :class:`~.tune_result.Choice`).
@@ -28,7 +28,7 @@ from tencache_ds.profiling.filesystem import FileSystem, block_device_of, file_s
 from tencache_ds.profiling.probe_storage import Kind, area_nbytes_for, fill_area, open_area
 
 REQUEST_NBYTES = 8 << 20
-"""What is submitted at once; settings decide how it is cut."""
+"""Bytes submitted at once; the settings determine how they are split."""
 
 MOST_IN_FLIGHT = 16
 LEAST_IN_FLIGHT = 4
@@ -56,7 +56,7 @@ def measure_path(folder: Path, seconds: float, advance: Callable[[float], None] 
         advance: is called now and then with the fraction that is done.
 
     Raises:
-        ConfigError: the folder cannot be measured, or its device needs a larger alignment than 4096; says what to do.
+        ConfigError: the folder cannot be measured, or its device needs a larger alignment than 4096; gives the remedy.
         StorageError: an I/O request failed.
     """
     if not 0 < seconds < float("inf"):
@@ -123,7 +123,7 @@ def measure_path(folder: Path, seconds: float, advance: Callable[[float], None] 
 
 
 def warnings_of(folder: Path, system: FileSystem, direct: bool) -> list[str]:
-    """What makes this storage a doubtful choice, in words."""
+    """Warnings about this storage."""
     warnings = []
     if system.in_memory:
         warnings.append(f"{folder} is on {system.kind}: RAM, not a disk. At best it imitates a fast array.")
@@ -180,7 +180,7 @@ def _in_flight(bytes_per_s: float, slice_s: float, n_written: int) -> int:
 def _open(
     stack: ExitStack, sides: dict[str, tuple[list[dict[str, bool | int]], Callable[[Settings], Session]]]
 ) -> tuple[dict[_Key, Session], list[str]]:
-    """Every setting made ready, the defaults first; and what cannot be, in words."""
+    """All prepared settings, the defaults first; and messages about settings that cannot be tried."""
     sessions: dict[_Key, Session] = {}
     notes: list[str] = []
     keys = [(side, index) for side, (grid, _) in sides.items() for index in range(len(grid))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tencache tune`` finds out about one path: plain values, read and written as JSON."""
+"""Results of ``tencache tune`` for one path: plain values, read and written as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Measured(BaseModel):
 
     read_bytes_per_s: float | None = None
     write_bytes_per_s: float | None = None
-    """None where a first look at the mixed rate was enough."""
+    """None if the setting was dropped after screening by its mixed rate."""
 
     rounds: tuple[float, ...] = ()
     """Per round, bytes per second over reading, writing and doing both, for the same bytes each."""
@@ -48,7 +48,7 @@ class Measured(BaseModel):
 
 
 class Choice(BaseModel):
-    """What was tried of TenCache or of stock: the default first."""
+    """The settings tried for TenCache or for stock, the default first."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -91,7 +91,7 @@ class PathResult(BaseModel):
     path: str
     measured_at: datetime
     seconds: float
-    """What was allowed."""
+    """The time limit."""
 
     filesystem: str
     device: str
@@ -121,7 +121,7 @@ class PathResult(BaseModel):
     warnings: tuple[str, ...] = ()
 
     def tencache_sections(self) -> dict[str, dict[str, int]]:
-        """The part of ``ds_config.json`` that sets what is best for TenCache on this path."""
+        """The part of ``ds_config.json`` with the best settings for TenCache on this path."""
         best = self.tencache.best.settings
         return {
             "aio": {key: best[key] for key in ("block_size", "queue_depth")},
@@ -133,7 +133,7 @@ class PathResult(BaseModel):
         return None if self.stock is None else {"aio": dict(self.stock.best.settings)}
 
     def as_json(self) -> dict[str, Any]:
-        """Everything measured, and what follows from it."""
+        """All measurements, and the values derived from them."""
         return self.model_dump(mode="json") | {
             "defaults_are_as_good": self.tencache.best is self.tencache.default,
             "tencache_config": self.tencache_sections(),

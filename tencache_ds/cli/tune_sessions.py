@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tencache tune`` compares: settings of TenCache's backend and of DeepSpeed's ``aio_handle``."""
+"""The candidates of ``tencache tune``: settings of TenCache's backend and of DeepSpeed's ``aio_handle``."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only room that touches DeepSpeed's internals: activation, the seams, and the classes handed to DeepSpeed."""
+"""The only package that touches DeepSpeed's internals: activation, the seams, and the classes passed to DeepSpeed."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks decide together, and a clear error on every one of them where they cannot.
+"""Decisions of all ranks together, and a clear error on every rank if they cannot agree.
 
 [Note: through the store] Ranks meet in the key-value store of the process group, not in a collective. A rank that runs
-without TenCache, or does something else, is in a collective of its own at that time: a second one would be taken for
-its counterpart, which aborts the process or hangs it until the watchdog comes. In the store it can be told who is
-missing. The first rank decides, from what every rank has posted, and posts the result: what is decided cannot differ.
+without TenCache, or does something else, is in another collective at that time: ours would be matched with it, which
+aborts the process or hangs it until the watchdog fires. Through the store the missing ranks can be named. The first
+rank decides, from the posts of all ranks, and posts the result, so that the decision cannot differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE_S = 20.0
 """After that it is said for whom is being waited."""
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1
-"""Between two looks at the store."""
+"""Interval between two polls of the store."""
 
 GRACE_S = 15.0
 """By so much others wait longer for the first rank's result than the first rank waits for them."""
@@ -38,11 +38,11 @@ _SHOWN_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What one rank has to say.
+    """The post of one rank.
 
     Attributes:
         host: the name of its host.
-        topic: what it thinks is being decided.
+        topic: the decision that it expects.
         value: its contribution, as JSON has it.
     """
 
@@ -80,7 +80,7 @@ class Agreement:
         """What ``decide`` makes of the posts of all ranks, in the order of ranks: the same on each of them.
 
         Args:
-            topic: what is decided, for messages.
+            topic: name of the decision, for messages.
             value: this rank's contribution, which JSON can express.
             decide: called once, on the first rank; its result is something JSON can express, too.
 

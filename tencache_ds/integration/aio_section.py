@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``aio`` section of a DeepSpeed config: as DeepSpeed understands it, and what in it cannot be meant."""
+"""The ``aio`` section of a DeepSpeed config: as DeepSpeed understands it, and checks for implausible values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEGACY_KEYS = ("thread_count", "num_threads")
 
 
 def read_aio_section(config: Mapping[str, Any]) -> dict[str, bool | int]:
-    """The section as DeepSpeed understands it, with its defaults for what is not set. Any thread.
+    """The section as DeepSpeed understands it, with its defaults for missing keys. Any thread.
 
     Args:
         config: a whole DeepSpeed config; an empty one gives the defaults. Sizes are in bytes.
@@ -47,13 +47,13 @@ def check_aio_section(section: object) -> tuple[str, ...]:
     """Checks the section as it was written: DeepSpeed takes every value as it is.
 
     Args:
-        section: what the config has under ``"aio"``, or None.
+        section: the value of ``"aio"`` in the config, or None.
 
     Returns:
         Warnings, of keys that DeepSpeed ignores.
 
     Raises:
-        ConfigError: names the key, what was given and what is allowed.
+        ConfigError: names the key, the given value and the allowed ones.
     """
     if section is None:
         return ()
@@ -89,7 +89,7 @@ def _check_count(least: int, most: int, multiple_of: int = 1) -> Callable[[str, 
 
 
 def _check_boolean(key: str, value: object) -> None:
-    """For what DeepSpeed takes for true when it is the string "false"."""
+    """For values where DeepSpeed would take the string "false" as true."""
     if not isinstance(value, bool):
         raise ConfigError(f'"{key}" cannot be {value!r}: it must be true or false, without quotes')
 

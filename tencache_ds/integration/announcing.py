@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user is told once: where it shows whatever DeepSpeed's log level is, which hides INFO by default."""
+"""Messages shown to the user once, independent of DeepSpeed's log level, which hides INFO by default."""
 
 from __future__ import annotations
 

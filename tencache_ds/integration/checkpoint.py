@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of ZeRO-3's optimizer holds with TenCache, which is what CPU offload's holds, and its way back.
+"""Contents of a ZeRO-3 optimizer checkpoint with TenCache, the same as with CPU offload, and loading it.
 
-Stock NVMe offload copies its swap files beside the checkpoint and loses Adam's state on the way back. Here
-``zero_to_fp32.py``, stock CPU offload and universal checkpoints read what is saved, and what they saved is read. How
-the files are written is in :mod:`tencache_ds.integration.checkpoint_saving`.
+Stock NVMe offload copies its swap files beside the checkpoint and loses Adam's state on resume. Here
+``zero_to_fp32.py``, stock CPU offload and universal checkpoints can read the saved files, and vice versa. The files are
+written by :mod:`tencache_ds.integration.checkpoint_saving`.
 """
 
 from __future__ import annotations

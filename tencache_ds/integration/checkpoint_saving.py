@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``save_checkpoint`` of an engine with TenCache: verified bytes, streamed; complete on every rank, or not there.
+"""``save_checkpoint`` of an engine with TenCache: verified bytes, streamed; complete on every rank, or absent.
 
 [Note: a checkpoint is all or nothing]
 
-Whatever goes wrong while a rank's files are written (its state cannot be read back right, the file system is full) is
-kept until every rank has written its own. Files carry the suffix ``.partial`` until then. Where DeepSpeed commits the
+An error while a rank's files are written (its state cannot be read back correctly, the file system is full) is kept
+until every rank has written its own. Files carry the suffix ``.partial`` until then. Where DeepSpeed commits the
 checkpoint, right before ``latest`` moves, all ranks agree: either every file gets its name, or none does and every rank
-raises. DeepSpeed by itself lets the other ranks go on, ``latest`` included, or leaves them in a collective.
+raises. Stock DeepSpeed lets the other ranks continue and move ``latest``, or leaves them in a collective.
 
-What DeepSpeed's own writer would have to hold in memory is deferred (:class:`DeferredTensor`) and streamed through
-pooled buffers. Other checkpoint engines keep what they are given for longer, or hand it to another process: they get
-copies, and so does everybody who calls ``optimizer.state_dict()`` outside.
+Tensors that DeepSpeed's own writer would have to hold in memory are deferred (:class:`DeferredTensor`) and streamed
+through pooled buffers. Other checkpoint engines keep tensors for longer, or pass them to another process: they get
+copies, as do other callers of ``optimizer.state_dict()``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ PARTIAL = ".partial"
 """Ends the name of a file of a checkpoint that is not complete on every rank."""
 
 _WRITERS = ("_save_checkpoint", "_save_moe_checkpoint", "_save_zero_checkpoint")
-"""DeepSpeedEngine's methods that write files. They take part in no collective: one may fail where the others go on."""
+"""DeepSpeedEngine's methods that write files. They take part in no collective: one may fail while the others
+continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ class CheckpointSave:
         return {**state_dict, FROZEN_PARAM_FRAGMENTS: fragments}
 
     def _fill(self, file: ArchiveFile) -> None:
-        """Streams what a file's deferred tensors stand for, each byte of it read once."""
+        """Streams the contents of a file's deferred tensors, reading each byte once."""
         deferred = file.deferred
 
         def state(chunk: Chunk, views: Any) -> None:

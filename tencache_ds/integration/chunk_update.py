@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sub-group's optimizer step for the optimizer that DeepSpeed wraps: chunk by chunk for DeepSpeed's CPU Adam, as a
-whole for every other. The update itself is :mod:`tencache_ds.tiers.update`.
+"""One sub-group's optimizer step for the optimizer that DeepSpeed wraps: chunk by chunk for DeepSpeed's CPU Adam, the
+whole sub-group at once for all others. The update itself is :mod:`tencache_ds.tiers.update`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SubGroupUpdater:
         Args:
             optimizer: the torch optimizer DeepSpeed wraps.
             tier: where master weights and moments live.
-            states: what the optimizer keeps for each sub-group.
+            states: the optimizer's states of each sub-group.
             gradients: the accumulated gradients.
             writer: where the model's weights get their new values.
             cores: how many of the host's cores arithmetic may use here.
@@ -75,7 +75,7 @@ class SubGroupUpdater:
             sub_group: which one.
             group: its hyper-parameters (an entry of ``optimizer.param_groups``).
             start: first element of the sub-group in the gradient buffer.
-            scale: what gradients are multiplied by: a float or a 0-dim tensor.
+            scale: factor applied to gradients: a float or a 0-dim tensor.
         """
         number = int(self._states.begin_step(sub_group))
         scalars = self._scalars(group, self._powers_at(number, group), float(scale))
@@ -92,7 +92,7 @@ class SubGroupUpdater:
         Args:
             sub_group: which one.
             start: first element of the sub-group in the gradient buffer.
-            scale: what gradients are multiplied by: a float or a 0-dim tensor.
+            scale: factor applied to gradients: a float or a 0-dim tensor.
             step: calls ``optimizer.step()`` for the sub-group's placeholder.
         """
         self._as_whole.run(sub_group, start, scale, self._states.whole(sub_group), step)

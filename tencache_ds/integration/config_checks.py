@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which DeepSpeed configs TenCache runs, and a clear answer for the others before anything is built."""
+"""Which DeepSpeed configs TenCache supports, and clear errors for all others before anything is built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _REFUSED_OPTIMIZERS = {
     "lbfgs": ("it calls a closure that computes the loss again, which DeepSpeed's step does not provide", "AdamW"),
     "sparseadam": ("it takes sparse gradients, which ZeRO-3 does not produce", "AdamW"),
 }
-"""By name in lower case, as a config or a class spells it: the reason, and what to use."""
+"""By lower-case name, as spelled in a config or by a class: the reason, and the alternative."""
 
 
 def options_of(ds_config: Any) -> TenCacheConfig | None:
@@ -44,16 +44,17 @@ def options_of(ds_config: Any) -> TenCacheConfig | None:
 
 
 def check_sections(param_dict: Mapping[str, Any]) -> tuple[str, ...]:
-    """Checks, before DeepSpeed parses it, what DeepSpeed would fail at without a word on the key, or take as it is.
+    """Checks, before DeepSpeed parses it, values that DeepSpeed would accept unchecked or reject without naming the
+    key.
 
     Args:
         param_dict: the config as it was written, without the engine's key.
 
     Returns:
-        What the user should know, and no reason to stop.
+        Warnings for the user that do not stop the run.
 
     Raises:
-        ConfigError: names the key, what was given, and what is allowed or what to do.
+        ConfigError: names the key, the given value, and the allowed ones or the remedy.
     """
     zero = param_dict.get(ZERO_KEY)
     if not isinstance(zero, Mapping):
@@ -75,7 +76,7 @@ def check_config(ds_config: Any, param_dict: Mapping[str, Any]) -> TenCacheConfi
         param_dict: the dict it was parsed from.
 
     Raises:
-        ConfigError: names the key, what was given, and what is allowed or what to do.
+        ConfigError: names the key, the given value, and the allowed ones or the remedy.
     """
     options = options_from(param_dict.get(OPTIONS_KEY))
     _check_faults(options)
@@ -171,10 +172,10 @@ def refuse_optimizer(name: str, *, offloaded: bool, on_gpu: bool) -> None:
     Args:
         name: its ``"type"`` in the config, or its class's name.
         offloaded: whether its state is offloaded.
-        on_gpu: whether the compute device is another than the CPU, which has kernels of its own.
+        on_gpu: whether the compute device is not the CPU, so that it has its own kernels.
 
     Raises:
-        ConfigError: names the optimizer, the reason and what to use.
+        ConfigError: names the optimizer, the reason and the alternative.
     """
     reason, other = _REFUSED_OPTIMIZERS.get(name.lower(), ("", ""))
     if not reason or (reason is _ON_THE_GPU and not (offloaded and on_gpu)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetching and prefetching of weights: DeepSpeed's coordinator, fed from the recorded order of accesses.
 
-DeepSpeed looks one stored parameter ahead and waits for every read in flight. Here reads go as deep as there are free
-staging buffers, in the order of the last recorded pass and on into the next one.
+DeepSpeed looks one stored parameter ahead and waits for every read in flight. Here the read-ahead is as deep as there
+are free staging buffers, in the order of the last recorded pass and into the next one.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         self.between_modules: Callable[[], None] = lambda: None
         """Called after each fetch, on the thread that computes."""
         self.fetch_recorder: FetchRecorder | None = None
-        """Is told of each fetch, in a step that is recorded."""
+        """Called for each fetch in a recorded step."""
 
     @torch.no_grad()
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
-        """DeepSpeed's fetch, between committing what has arrived and reading further ahead."""
+        """DeepSpeed's fetch, between committing completed reads and reading further ahead."""
         recorder = self.fetch_recorder if current_submodule.training else None
         awaited = {} if recorder is None else _awaited(current_submodule)
         if recorder is not None:
@@ -118,9 +118,9 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     def _commit(self, needed: list[Any]) -> None:
         """Makes weights visible to DeepSpeed's gather of this module and to its prefetch of the next ones.
 
-        On one rank what lies ahead is committed when it has arrived, so that nothing waits for a read that is not
-        needed yet. On several, which weights enter a collective must not depend on the timing of this rank's disk: it
-        is a distance in the recorded order, the same on every rank (:class:`CommitWindow`).
+        On one rank upcoming weights are committed when their reads have completed, so that nothing waits for a read
+        that is not needed yet. On several, the set of weights in a collective must not depend on the timing of this
+        rank's disk: it is a distance in the recorded order, the same on every rank (:class:`CommitWindow`).
         """
         single = dist.get_world_size() == 1
         chosen = {param.ds_id: param for param in needed if param.ds_status is ZeroParamStatus.NOT_AVAILABLE}

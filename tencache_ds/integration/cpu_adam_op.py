@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's CPU Adam op, compiled and loaded only if it gets elements to update.
 
-``DeepSpeedCPUAdam`` loads it when it is made. Where TenCache updates every chunk in one pass, that is a minute or more
-of compiling at the first start for nothing.
+``DeepSpeedCPUAdam`` loads it in its constructor. Where TenCache updates every chunk in one pass, that is a wasted
+minute or more of compilation at the first start.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class LazyCpuAdam:
     def adam_update(self, opt_id: int, step: int, lr: float, beta1: float, beta2: float, *arguments: Any) -> None:
         """Passed on. Of calls without elements, which only count the step, the op hears when it is loaded.
 
-        It multiplies its powers of beta from step to step, and works them out anew when a step does not follow the one
-        before or the betas change: what came before that makes no difference.
+        It updates its powers of beta from step to step, and recomputes them when the step number is not consecutive or
+        the betas change: the history makes no difference.
         """
         if self._op is None and arguments[-1].numel() == 0:
             self._count(step, (beta1, beta2))

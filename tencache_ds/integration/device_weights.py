@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shards of a model's weights in device memory: a :class:`tencache_ds.gpu_moves.MovableWeights`.
 
-DeepSpeed gathers from ``param.ds_tensor``, wherever that is. With its memory on the device there is nothing to copy; on
-one rank the gathered weight is the shard itself, as in training without offload.
+DeepSpeed gathers from ``param.ds_tensor`` on any device. With its memory on the device there is nothing to copy; on one
+rank the gathered weight is the shard itself, as in training without offload.
 """
 
 from __future__ import annotations

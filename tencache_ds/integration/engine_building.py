@@ -64,7 +64,7 @@ def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
 
 
 def agree_on_host_memory(options: TenCacheConfig) -> HostBudget:
-    """The host memory of each rank, and the ranks and cores of each machine, from what every rank sees of its own."""
+    """The host memory of each rank, and the ranks and cores of each machine, from the figures of each rank."""
     wanted = options.host_memory
     mine = RankMemory(
         socket.gethostname(),
@@ -97,8 +97,8 @@ def _plan_host_memory(posts: Sequence[Post]) -> dict[str, Any]:
 
 
 def session_for(engines: list[TenCacheEngine], ds_config: Any, options: TenCacheConfig) -> Session:
-    """What a DeepSpeed engine gets for a model whose weights ``engines`` hold. With none of them, the optimizer's state
-    gets an engine, which every rank of the job has to ask for.
+    """The session of a DeepSpeed engine for a model whose weights ``engines`` hold. Without engines, one is built for
+    the optimizer state; every rank of the job must then call this.
     """
     if not engines:
         engine = build_engine(ds_config, options)
@@ -116,7 +116,7 @@ def _nvme_paths(section: Any, options: TenCacheConfig) -> tuple[str, ...]:
 
 
 def _warn_of_shared_devices(paths: tuple[str, ...], several: bool) -> None:
-    """Paths on one file system do not add up to more bandwidth, which is what they were given for."""
+    """Warns about several paths on one file system, which add no bandwidth."""
     if not several:
         return
     found: dict[int, list[str]] = {}

@@ -11,7 +11,7 @@ from tencache_ds.spelling import closest
 
 
 def sections_of(param_dict: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """The parts of a config where somebody may write a key of TenCache, each with the prefix of its keys."""
+    """The parts of a config where a user may write a key of TenCache, each with the prefix of its keys."""
     yield "", param_dict
     zero = param_dict.get(ZERO_KEY)
     if isinstance(zero, Mapping):

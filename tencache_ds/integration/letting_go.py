@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed keeps of a model whose engine has ended, and would keep for the life of the process.
+"""Releases the references to a model that DeepSpeed would keep after its engine ends, for the life of the process.
 
-Weights live as long as their model. A model that nobody holds any more has to go, so DeepSpeed's own references to it
-end with its engine.
+Weights live as long as their model. An unreferenced model must be freed, so DeepSpeed's own references to it are
+removed with its engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def let_go(module: torch.nn.Module) -> None:
 
 
 def let_go_after_failure(engine: Any) -> None:
-    """Takes away what a DeepSpeed engine that could not be built has left at its model, which may get another one.
+    """Removes the leftovers of a DeepSpeed engine that could not be built from its model, which may get another engine.
 
     Args:
         engine: the half-built ``DeepSpeedEngine``.

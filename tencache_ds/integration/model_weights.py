@@ -134,7 +134,7 @@ class ModelWeights:
                     _end_shard(params[overlap.segment])
 
     def _overlaps(self, chunk: Chunk) -> list[Overlap]:
-        """The weights of which a chunk has elements; asked for several times a step."""
+        """The weights whose elements a chunk contains; requested several times per step."""
         if chunk not in self._found_overlaps:
             self._found_overlaps[chunk] = overlaps(chunk, *self._segments(chunk.sub_group))
         return self._found_overlaps[chunk]

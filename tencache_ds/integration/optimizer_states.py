@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one owner of what the wrapped optimizer keeps for each sub-group.
+"""The owner of the wrapped optimizer's states of each sub-group.
 
-A state with one value per element lives in the tier beside the master weights. Everything else (step numbers, scalars,
-factored states) stays in ``optimizer.state`` under the sub-group's placeholder, the flat tensor by which the optimizer
-knows the sub-group.
+A state with one value per element lives in the tier, next to the master weights. Everything else (step numbers,
+scalars, factored states) stays in ``optimizer.state`` under the sub-group's placeholder, the flat tensor by which the
+optimizer knows the sub-group.
 
-What a user sees there between two steps: of a sub-group in host memory what stock CPU offload shows, the placeholder
-being the master weights and ``optimizer.state`` holding the tier's own tensors; of one on NVMe only what is not per
-element, under an empty placeholder.
+Between two steps a user sees there: for a sub-group in host memory the same as with stock CPU offload, the placeholder
+being the master weights and ``optimizer.state`` holding the tier's own tensors; for one on NVMe only the states that
+are not per element, under an empty placeholder.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class OptimizerStates:
         Whatever is there at the end is the sub-group's state. Nothing of a sub-group in host memory is copied.
 
         Raises:
-            SpaceError: the optimizer has made states that there is no room for on NVMe.
+            SpaceError: NVMe has no space for the states that the optimizer created.
             StorageError: a read failed.
         """
         placeholder, values = self._placeholders[sub_group], self._tier.borrow(sub_group)
@@ -138,7 +138,7 @@ class OptimizerStates:
         }
 
     def show(self, sub_group: int) -> None:
-        """Leaves under the placeholder what is seen between two steps."""
+        """Sets the states visible between two steps under the placeholder."""
         placeholder = self._placeholders[sub_group]
         placeholder.grad = None
         if self._tier.whole(sub_group):

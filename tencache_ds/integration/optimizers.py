@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the optimizers that DeepSpeed may wrap: how they are updated and what they keep."""
+"""Properties of the optimizers that DeepSpeed may wrap: how they are updated and the states they keep."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def updates_by_chunks(optimizer: Any) -> bool:
 
 
 def step_is_watched(optimizer: Any) -> bool:
-    """Whether something looks at what ``optimizer.step()`` works on: a step hook, its own or a global one, or a
-    function that was put in the place of ``step``.
+    """Whether something observes ``optimizer.step()``: a step hook, its own or a global one, or a replacement of
+    ``step``.
 
     The function that an LR scheduler puts there only notes that ``step`` was called.
     """
@@ -72,7 +72,7 @@ def step_is_watched(optimizer: Any) -> bool:
 
 
 def needed_states(optimizer: Any) -> frozenset[str]:
-    """States without which an update by chunks cannot go on once it has begun."""
+    """States that an update by chunks requires once it has begun."""
     if not updates_by_chunks(optimizer):
         return frozenset()
     return frozenset({"step", "exp_avg", "exp_avg_sq"})

@@ -11,23 +11,22 @@ here:
   AVAILABLE only when the training asks for it or when the coordinator commits it at a point that is the same on every
   rank, because it decides which parameters enter a collective together.
 - Once the gather has copied the shard to the device, the staging buffer goes back to the pool (``retire``), but
-  ``ds_tensor.status`` stays AVAILABLE, with a stand-in for a tensor, until DeepSpeed partitions the parameter. So a
-  parameter that is live on the device holds no host memory, whatever ``stage3_max_live_parameters`` says; unless its
-  next use comes before that of every weight that waits for a buffer: then the bytes stay staged and are not
-  read again.
-- ``ds_status`` INFLIGHT does not say that the shard was copied: DeepSpeed sets it before it issues the copies, and
-  another autograd thread may look in between. The coordinator knows (``issued``): it is true when DeepSpeed has filed
-  the handle of the gather. The copy was issued on the stream that was current when the shard was exposed.
+  ``ds_tensor.status`` stays AVAILABLE, with a placeholder for the tensor, until DeepSpeed partitions the parameter. So
+  a parameter that is live on the device holds no host memory, regardless of ``stage3_max_live_parameters``, unless its
+  next use comes before that of every weight that waits for a buffer: then the bytes stay staged and are not read again.
+- ``ds_status`` INFLIGHT does not mean that the shard was copied: DeepSpeed sets it before it issues the copies, and
+  another autograd thread may read the status in between. The coordinator knows (``issued``): it is true when DeepSpeed
+  has filed the handle of the gather. The copy was issued on the stream that was current when the shard was exposed.
 - A shard that was read straight into GPU memory is copied at once, on the stream on which DeepSpeed gathers, and its
   staging buffer goes back behind that copy (``commit``). DeepSpeed would not copy it: on one rank the gathered weight
-  would be the staging buffer itself, and on several a collective would read the buffer on a stream of its own. The copy
-  is ordinary memory; ``ds_tensor`` lets go of it when the gather is over, because until then the collective may hold
-  that very tensor.
+  would be the staging buffer itself, and on several a collective would read the buffer on its own stream. The copy is
+  ordinary memory; ``ds_tensor`` releases it when the gather is over, because until then the collective may hold that
+  very tensor.
 - A parameter changed inside ``GatheredParameters`` gets a buffer for its new shard while DeepSpeed partitions it
   (``overwriting``), and at no other time: when a forward inside the context has released the parameter, its change is
-  gone, as with CPU offload, and there is nothing to write.
-- While a shard is not in memory, ``ds_tensor`` is a stand-in: it has the shard's shape and dtype, but all its elements
-  are one and the same NaN. So nobody takes it for values, and torch refuses to write to it.
+  lost, as with CPU offload, and there is nothing to write.
+- While a shard is not in memory, ``ds_tensor`` is a placeholder: it has the shard's shape and dtype, but all its
+  elements share one NaN. It cannot be mistaken for values, and torch refuses to write to it.
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ SMALLEST_STORED_NBYTES = 64 * 2**10
 
 
 def swapper_factory(stock: Callable[[Any, torch.dtype], Any]) -> Callable[[Any, torch.dtype], Any]:
-    """What replaces DeepSpeed's swapper class: builds ours for configs that ask for TenCache, the stock one for
-    others.
-    """
+    """Replaces DeepSpeed's swapper class: builds ours for configs that select TenCache, else the stock one."""
 
     def make_param_swapper(ds_config: Any, model_dtype: torch.dtype) -> Any:
         options = options_of(ds_config)
@@ -170,8 +167,8 @@ class ParamSwapper:
                 self._weights.give_back(key, event)
 
     def _copy_out(self, params: Sequence[Any]) -> None:
-        """On a CPU accelerator a gathered weight aliases its shard, and so does what a user keeps of it (a state dict):
-        let that be ordinary memory, not a staging buffer."""
+        """On a CPU accelerator a gathered weight aliases its shard, and so do references kept by a user (a state dict):
+        they must refer to ordinary memory, not to a staging buffer."""
         with self._lock:
             for param in params:
                 if self._exposed.pop(param.ds_id, None) is not None:
@@ -182,7 +179,7 @@ class ParamSwapper:
         """Nothing is ever left in flight in DeepSpeed's eyes: :meth:`swap_in` waits."""
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """The gathered weights leave the device; a shard still in a staging buffer gives it back."""
+        """The gathered weights leave the device; a shard still in a staging buffer returns it."""
         for swapper, mine in _by_swapper(params):
             swapper._release(mine)
 
@@ -207,7 +204,8 @@ class ParamSwapper:
     # What the coordinator uses
 
     def follow(self, gone: Callable[[int], None]) -> None:
-        """From now on ``gone(ds_id)`` is told of weights that were on the device, or committed for it, and left."""
+        """From now on ``gone(ds_id)`` is called for weights that leave the device, or were committed for it and are
+        withdrawn."""
         self._followers.append(gone)
 
     @property
@@ -270,7 +268,7 @@ class ParamSwapper:
                     param.ds_tensor.data = self._stand_in(param)
 
     def hide_unused(self) -> None:
-        """Takes back what was committed but never gathered."""
+        """Withdraws weights that were committed but never gathered."""
         with self._lock:
             for key, param in list(self._copied.items()):
                 if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
@@ -288,7 +286,7 @@ class ParamSwapper:
     # Device memory
 
     def to_device(self, param: Any, memory: torch.Tensor) -> None:
-        """Makes a shard resident in device memory (1-D, of its length); nobody uses the parameter meanwhile."""
+        """Makes a shard resident in device memory (1-D, of its length); the parameter must be unused meanwhile."""
         with self._lock:
             self._weights.to_device(param.ds_id, memory)
             param.ds_tensor.data = memory
@@ -346,7 +344,7 @@ class ParamSwapper:
         return self._weights.read(param.ds_id)
 
     def scan(self, params: Sequence[Any], visit: Callable[[Any, torch.Tensor], None]) -> None:
-        """Shows shards that nobody uses to ``visit(param, shard)``, one after the other, reading ahead."""
+        """Passes unused shards to ``visit(param, shard)``, one after another, reading ahead."""
         by_key = {param.ds_id: param for param in params}
         self._weights.scan(list(by_key), lambda key, shard: visit(by_key[key], shard))
 
@@ -374,7 +372,7 @@ class ParamSwapper:
             self._followers.clear()
 
     def split(self, params: Sequence[Any]) -> ParamSwapper:
-        """A swapper, with an engine, for some of the weights: they are a model of their own. None may be in use."""
+        """A swapper, with an engine, for some of the weights, which form a separate model. None may be in use."""
         with self._lock:
             self._withdraw()
             keys = [param.ds_id for param in params]
@@ -413,8 +411,8 @@ def swappers_of(module: torch.nn.Module) -> dict[ParamSwapper, list[Any]]:
 
 
 def engines_for(module: torch.nn.Module) -> list[TenCacheEngine]:
-    """The engines that hold a model's weights, ready to be claimed: where nobody has claimed one that holds weights of
-    other models too (actor and critic made in one ``zero.Init`` context), this model's get one of their own.
+    """The engines that hold a model's weights, ready to be claimed: where an unclaimed one also holds weights of other
+    models (actor and critic created in one ``zero.Init`` context), this model's weights get their own engine.
     """
     engines = []
     for swapper, params in swappers_of(module).items():

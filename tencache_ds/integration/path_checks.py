@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders for scratch files that a config names: refused where they cannot be, or cannot be meant."""
+"""Folders for scratch files that a config names: refused if impossible or implausible."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_nvme_path(key: str, path: object) -> None:
 
 
 def _check_text(key: str, folder: str) -> None:
-    """What no file system is asked about: names that cannot be, and names that nobody means."""
+    """Checks that need no file system: impossible names, and implausible ones."""
     if not folder.strip():
         raise ConfigError(f'"{key}" is {folder!r}, an empty name: it must name a folder on the NVMe drive.')
     if folder != folder.strip():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to be the same on every rank, compared before the first collective that depends on it."""
+"""Values that must be the same on every rank, compared before the first collective that depends on them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ SHAPING_FIELDS = (
     "zero_quantized_nontrainable_weights",
     "zero_quantized_gradients",
 )
-"""Fields of ``zero_optimization`` that decide what enters which collective, and when. What may differ is not listed:
-folders, pinning, buffers, and TenCache's own options (of ``host_memory`` the smallest figure counts for all)."""
+"""Fields of ``zero_optimization`` that determine the contents and order of collectives. Fields that may differ are not
+listed: folders, pinning, buffers, and TenCache's own options (the smallest ``host_memory`` applies to all)."""
 
 
 def shaping_options(ds_config: Any) -> dict[str, Any]:
-    """What of a parsed DeepSpeed config, and of this environment, has to be equal on every rank, by the user's keys."""
+    """The values of a parsed DeepSpeed config, and of this environment, that must be equal on every rank, by the user's
+    keys."""
     zero = ds_config.zero_config
     found: dict[str, Any] = {
         "the version of tencache_ds": tencache_ds.__version__,
@@ -78,7 +79,7 @@ def compare_homes(ranks: Sequence[Post]) -> None:
     """Compares the places of all weights, lists of ``[name, id, elements, on NVMe]`` in the order of registration.
 
     Raises:
-        AgreementError: names the first weight that differs, the ranks and what each has.
+        AgreementError: names the first weight that differs, the ranks and their values.
     """
     for entries in itertools.zip_longest(*(rank.value for rank in ranks)):
         if all(entry == entries[0] for entry in entries):

@@ -23,7 +23,7 @@ logger = logging.getLogger("DeepSpeed.tencache")
 
 TESTED_VERSIONS = ("0.19.8",)
 SUPPORTED_VERSIONS = ">=0.19.8,<0.20"
-"""What the package declares it works with; a test compares."""
+"""The range that the package declares; a test compares the two."""
 
 _RUNTIME = "deepspeed.runtime"
 _PARAMETERS = f"{_RUNTIME}.zero.partition_parameters"
@@ -41,7 +41,7 @@ class Seam:
         path: attribute path within the module.
         parameters: parameter names in order (``self`` included), or None when only existence matters.
         uses: name-mangled attributes that the function's code must mention, because we read or set them too.
-        purpose: what TenCache does there.
+        purpose: TenCache's use of it.
     """
 
     module: str
@@ -271,7 +271,7 @@ def verify_seams() -> None:
 
 
 def _undecorated(target: Any) -> Any:
-    """The function inside DeepSpeed's decorators, which do not always say (``__wrapped__``) what they wrap."""
+    """The function inside DeepSpeed's decorators, which do not always set ``__wrapped__``."""
     target = inspect.unwrap(target)
     while inspect.isfunction(target) and tuple(inspect.signature(target).parameters) == ("args", "kwargs"):
         inner = [cell.cell_contents for cell in target.__closure__ or () if inspect.isfunction(cell.cell_contents)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO-3's optimizer on TenCache's tiers: what DeepSpeed instantiates for a config with the offload engine.
+"""ZeRO-3's optimizer on TenCache's tiers: the class DeepSpeed instantiates for a config with the offload engine.
 
 To the rest of DeepSpeed this looks like CPU offload (``swap_optimizer`` is False): checkpoints, state access and
 loading take those paths, and the tensors they expect come from the tiers.
@@ -283,7 +283,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
     # Gradients
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
-        """Accumulates gradient partitions in host memory; on the last micro-step only their norms are kept besides."""
+        """Accumulates gradient partitions in host memory; on the last micro-step only their norms are kept in
+        addition."""
         if self._gradients is None:
             return super().partition_grads(params_to_release, grad_partitions)
         buffers = []
@@ -381,7 +382,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         """One sub-group's update: DeepSpeed's CPU Adam chunk by chunk, anything else through ``optimizer.step()``.
 
         As in stock DeepSpeed, ``optimizer.step()`` is called once per sub-group. Step hooks, the optimizer's own and
-        torch's global ones, are therefore called once per sub-group and see what they see there: the sub-group's fp32
+        torch's global ones, are therefore called once per sub-group and see the same as in stock: the sub-group's fp32
         weights as the one parameter of its group, with the gradient that is about to be applied, and, on NVMe too, its
         states. They may change any of it, and the hyper-parameters. For that, the sub-group's whole state is held in
         host memory while there are such hooks.
@@ -475,8 +476,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         super().load_state_dict(*args, **kwargs)
 
     def destroy(self) -> None:
-        """DeepSpeed's clean-up, then what belongs to this engine: optimizer state, gradients, staging buffers, files.
-        The weights stay their model's. Idempotent.
+        """DeepSpeed's clean-up, then that of this engine: optimizer state, gradients, staging buffers, files. The
+        weights stay with their model. Idempotent.
         """
         session = self.tencache
         if session is not None and session.closed:
@@ -506,7 +507,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         return self.tencache
 
     def _require_claims(self) -> None:
-        """No two engines may update a weight: each would go on from a master weight of its own."""
+        """No two engines may update a weight: each would continue from its own master weight."""
         for param in itertools.chain.from_iterable(self.fp16_groups):
             if in_tier(param) and param.nvme_swapper.engine.claimant is not self.tencache:
                 raise TenCacheError(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage: backends that move bytes, the scratch files they live in, the extent store that knows what is where."""
+"""Storage: backends that move bytes, the scratch files that hold them, and the extent store that manages their
+places."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of one extent, in the order in which they were made. Nothing here is thread-safe: the store locks."""
+"""The requests of one extent, in order. Not thread-safe: the store locks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a file things live: extents, and first fit over the free ones. Pure arithmetic, no I/O, not thread-safe."""
+"""Allocation within a file: extents, and first fit over the free ranges. Pure arithmetic, no I/O, not thread-safe."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Extent:
         file: path of the file.
         offset: first byte, a multiple of 4096.
         nbytes: payload in bytes.
-        allocated_nbytes: payload rounded up to a multiple of 4096; what buffers have to hold.
-        tag: what it holds, for messages.
+        allocated_nbytes: payload rounded up to a multiple of 4096; the size of its buffers.
+        tag: name of its contents, for messages.
     """
 
     file: str

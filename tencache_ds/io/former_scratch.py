@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch files with names, which TenCache made before it took their names away: found and named, never removed.
+"""Named scratch files of earlier versions of TenCache: found and reported, never removed.
 
-They are in ``<nvme_path>/tencache/<label>-<pid>-<8 hex>/rank<r>/``, with a lock in the folder above. That nobody has
-the lock says nothing of a job on another host, so that only the user can say whether they may go.
+They are in ``<nvme_path>/tencache/<label>-<pid>-<8 hex>/rank<r>/``, with a lock in the folder above. A free lock says
+nothing about jobs on other hosts, so only the user can decide whether to remove them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _jobs(root: Path) -> list[Path]:
 
 
 def _nbytes_if_abandoned(job: Path) -> int | None:
-    """Bytes of a folder that holds what TenCache made there, and nothing else, and whose lock is free; else None."""
+    """Bytes of a folder that holds only TenCache's files and whose lock is free; else None."""
     try:
         if not (_is(stat.S_ISDIR, job) and _is(stat.S_ISREG, job / _LOCK)):
             return None

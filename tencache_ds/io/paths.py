@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVMe paths of one engine: a folder for scratch files and a backend for each, and the stores that lie on them.
+"""The NVMe paths of one engine: a folder for scratch files and a backend for each, and the stores on them.
 
-Every path has lanes of its own: a device that is slow, or hangs, holds up nothing that another one could do.
+Every path has its own lanes: a slow or hung device does not delay the others.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class NvmePath:
 
     Attributes:
         root: the folder.
-        scratch: where this rank's files are, and what they are called.
-        backend: moves what is stored here, and nothing else.
-        reason: in words, why it is this backend.
-        meter: what the path gives; sees only what belongs to stores over several paths.
+        scratch: folder and names of this rank's files.
+        backend: serves this path only.
+        reason: why this backend was chosen.
+        meter: bandwidth of the path; only counts traffic of stores over several paths.
         stores: kind, store, and which of the store's devices this is.
     """
 
@@ -47,11 +47,11 @@ class NvmePath:
     stores: list[tuple[str, ExtentStore, int]] = field(default_factory=list)
 
     def contents(self) -> list[Contents]:
-        """What is stored here now."""
+        """Current contents."""
         return [Contents(kind, *store.held()[index]) for kind, store, index in self.stores]
 
     def stats(self) -> PathStats:
-        """What was moved so far, and what is stored."""
+        """Traffic so far, and current contents."""
         totals = self.backend.counters.snapshot()
         return PathStats(
             path=self.root,
@@ -71,8 +71,8 @@ class NvmePaths:
 
     Args:
         rank: global rank, part of the files' names.
-        open_backend: gives a new backend and, in words, why it is this one.
-        new_placement: gives a new placement for a store over so many paths.
+        open_backend: opens a backend and gives the reason for the choice.
+        new_placement: creates a placement for a store over this number of paths.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class NvmePaths:
         fingerprint: Fingerprint | None,
         timeout_s: float,
     ) -> ExtentStore:
-        """A store over some paths; several share its extents by what they give.
+        """A store over some paths; several paths share its extents in proportion to their bandwidth.
 
         Args:
             kind: ``"weights"`` or ``"optimizer"``, part of the files' names.
@@ -151,7 +151,7 @@ class NvmePaths:
         return store
 
     def close_store(self, store: ExtentStore) -> None:
-        """Closes a store, and the paths on which there is no other."""
+        """Closes a store, and the paths without another store."""
         with contextlib.ExitStack() as stack:
             for path in self.paths:
                 path.stores = [entry for entry in path.stores if entry[1] is not store]
@@ -162,7 +162,7 @@ class NvmePaths:
             stack.callback(store.close)
 
     def reweigh(self) -> None:
-        """Between two steps: what each path gave in the last one decides where extents go in the next."""
+        """Between two steps: the bandwidths measured in the last step decide the placement of extents in the next."""
         if all(len(paths) == 1 for _, paths in self._stores):
             return
         for path in self._paths.values():
@@ -171,7 +171,7 @@ class NvmePaths:
             store.reweigh([path.meter.bytes_per_s for path in paths])
 
     def explain(self, error: StorageError) -> None:
-        """Adds a note to an error of a path: what was stored there."""
+        """Adds a note about the contents of a path to its error."""
         if isinstance(error, (StorageCancelledError, SpaceError)) or hasattr(error, "__notes__"):
             return
         for path in self.paths:
@@ -179,7 +179,7 @@ class NvmePaths:
                 error.add_note(what_was_on(path.root, path.contents()))
 
     def close(self) -> None:
-        """Closes stores and backends, each of them whatever an earlier one raises."""
+        """Closes all stores and backends, even if one of them raises."""
         with contextlib.ExitStack() as stack:
             for path in self._paths.values():
                 stack.callback(path.backend.close)

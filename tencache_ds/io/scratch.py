@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch files without names: nobody else can reach them, and they end with the process that made them.
+"""Scratch files without names: unreachable for others, and gone with the process that created them.
 
-A file is made under a name that nobody can guess and loses it at once; from then on it is what its descriptor says. So
-there is nothing to clean up, and nothing that could be taken for somebody else's:
+A file is created under an unguessable name and unlinked at once; from then on only its descriptor refers to it. So
+there is nothing to clean up, and nothing to be mistaken for another user's files:
 
-- *However a process ends*, by itself, by SIGTERM, SIGHUP, SIGKILL, for want of memory or in an abort, the kernel closes
-  its descriptors and with them frees the space. Signal handlers would do that for some signals only, not while the main
+- **However a process ends*, normally, by SIGTERM, SIGHUP, SIGKILL, out of memory or in an abort, the kernel closes its
+  descriptors and thereby frees the space. Signal handlers would do that for some signals only, not while the main
   thread waits in a collective, and would have to be shared with the user's; a process that watches this one and cleans
   up after it dies with it when a control group is killed. Here the signals stay as the user and Python have set them.
 - *No other user*, not even the folder's owner, can replace, rename or open a file that has no name; a planted link can
   redirect nothing; no cleaner of old files finds one.
-- *No start removes anything*: there are no leftovers, so that nodes on one shared file system need not know of each
-  other, and a user's own folders cannot be taken for ours.
+- **Nothing is removed at startup*: there are no leftovers, so nodes on one shared file system need no coordination, and
+  a user's own folders cannot be mistaken for ours.
 
-The price: ``df`` counts the space and ``du`` does not see it; ``lsof +L1 <folder>`` says which process holds it, with
+The drawback: ``df`` counts the space and ``du`` does not; ``lsof +L1 <folder>`` shows the process that holds it, with
 the former names of its files. Backends open a file for reading, for writing, with or without O_DIRECT, through
 ``/proc/self/fd``, which is proven when a folder is taken into use.
 
-A process that is killed between the making of a file and the loss of its name leaves an empty file. On NFS the client
-keeps a name of its own (``.nfs...``) until the file is closed.
+A process that is killed between creating a file and unlinking it leaves an empty file. On NFS the client keeps its own
+name (``.nfs...``) until the file is closed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class ScratchFolder:
     Args:
         root: the user's ``nvme_path``; made if it is missing.
         rank: global rank, part of the files' names in messages.
-        label: what the files are for, likewise.
+        label: purpose of the files, likewise.
 
     Raises:
-        ConfigError: the root is not a folder, cannot be made or written, its file system is read-only or full, or it
-            cannot open a file that has lost its name; names the path and what to do.
+        ConfigError: the root is not a folder, cannot be created or written, its file system is read-only or full, or
+            unlinked files cannot be reopened there; names the path and the remedy.
     """
 
     def __init__(self, root: str, rank: int, label: str) -> None:
@@ -66,7 +66,7 @@ class ScratchFolder:
         return self._folder
 
     def path(self, name: str) -> str:
-        """What a file is called in messages, and for the moment of its making: an absolute path in the folder.
+        """Name of a file in messages, and at its creation: an absolute path in the folder.
 
         Raises:
             ValueError: the name is not a plain file name.

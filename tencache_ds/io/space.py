@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch files that only ever hand out space the device has really reserved. They have no names, see ``scratch``."""
+"""Scratch files that only hand out space the device has actually reserved. They have no names, see ``scratch``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SpaceFile:
     """Makes a file and hands out ranges of it. Every method may be called from any thread.
 
     Args:
-        path: what it is called; must not exist, and does not exist afterwards either.
+        path: its name; must not exist, and does not exist afterwards either.
         preallocate_nbytes: length reserved at once.
         growth_nbytes: least growth when no free range is long enough; less if the device has no more.
 
@@ -100,7 +100,7 @@ class SpaceFile:
             return offset
 
     def take_free(self, nbytes: int) -> int | None:
-        """Like :meth:`take`, without growing the file: None when there is no such range."""
+        """Like :meth:`take`, but without growing the file: None when there is no such range."""
         with self._lock:
             offset = self._free.take(nbytes)
             self._n_taken += offset is not None
@@ -123,7 +123,7 @@ class SpaceFile:
             self._reserve(round_up(nbytes), tag)
 
     def close(self) -> None:
-        """Gives the space back, as soon as nobody else has the file open. Called once."""
+        """Releases the space as soon as the file is not open elsewhere. Called once."""
         fd, self._fd = self._fd, -1  # its number may soon be another file's
         close_unnamed(fd)
 
@@ -160,7 +160,7 @@ class SpaceFile:
         self._free.extend(nbytes)
 
     def _what_is_missing(self, error: OSError, end: int) -> str:
-        """Which limit a file of ``end`` bytes meets, and what to do."""
+        """The limit that a file of ``end`` bytes exceeds, and the remedy."""
         if error.errno == errno.EFBIG:
             most = limit(resource.RLIMIT_FSIZE)
             if most != "unlimited":
@@ -181,11 +181,11 @@ class SpaceFile:
 class SpaceFiles:
     """Several files as one space, each range within one file, evenly spread. Any thread may call every method.
 
-    Why several: writes to one file can wait for each other in the kernel, whatever the device could do. tmpfs lets one
-    writer at a time into a file, ext4 does so until every block has been written once.
+    Why several: writes to one file can wait for each other in the kernel, even on a fast device. tmpfs allows one
+    writer per file at a time, ext4 does so until every block has been written once.
 
     Args:
-        paths: what the files are called, see :class:`SpaceFile`.
+        paths: names of the files, see :class:`SpaceFile`.
         preallocate_nbytes: length reserved at once, over all files. A range that fits no share grows one of them.
         growth_nbytes: least growth when no free range is long enough, over all files.
 
@@ -248,7 +248,7 @@ class SpaceFiles:
             return free or (emptiest_first[0], self._files[emptiest_first[0]].take(nbytes, tag))
 
     def take_free(self, nbytes: int) -> tuple[str, int] | None:
-        """Like :meth:`take`, without growing a file: None when there is no such range."""
+        """Like :meth:`take`, but without growing a file: None when there is no such range."""
         with self._lock:
             return self._take_free(self._emptiest_first(), nbytes)
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scratch files full of extents: allocation, ordering, verification.
 
-Per extent, requests keep the order in which they were made: a read sees the write before it, a write waits for the
-reads before it. The order is kept by callbacks, no thread is blocked for it. Every write leaves a fingerprint in RAM
-and every read is compared with it, because neither the page cache nor DeepSpeed's aio op reports every loss.
+Per extent, requests keep their order: a read sees the write before it, a write waits for the reads before it. The order
+is kept by callbacks without blocking a thread. Every write leaves a fingerprint in RAM and every read is compared with
+it, because neither the page cache nor DeepSpeed's aio op reports every loss.
 
-One lock guards the extents' queues and results. No request is submitted or ended under it: both may call back.
+One lock guards the extents' queues and results. No request is submitted or completed under it: both may call back.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ExtentStore:
     """Extents in scratch files. Every method may be called from any thread; tickets end in lane threads.
 
     Args:
-        path: what the file is called, of which the device keeps no name: see :mod:`tencache_ds.io.scratch`. It must not
-            exist. Of several files, each gets a number before its suffix.
+        path: name of the file, which is unlinked at once: see :mod:`tencache_ds.io.scratch`. It must not exist. Of
+            several files, each gets a number before its suffix.
         backend: moves the bytes; not owned, close it after the store.
         others: the same, path and backend, on each further device the store lies on.
         placement: with ``others``, chooses which device an extent goes to; used by this store alone.
@@ -126,7 +126,7 @@ class ExtentStore:
 
         Args:
             nbytes: payload in bytes; rounded up to 4096.
-            tag: what the extent will hold, for messages.
+            tag: name of the extent's contents, for messages.
 
         Raises:
             SpaceError: the device is full; says how much is missing.
@@ -144,7 +144,7 @@ class ExtentStore:
         return extent
 
     def free(self, extent: Extent) -> None:
-        """Gives the space back, once what is in flight for the extent has ended.
+        """Frees the space once the extent's requests in flight have ended.
 
         Raises:
             ValueError: the extent is not (or no longer) one of this store.
@@ -183,7 +183,8 @@ class ExtentStore:
         return moved
 
     def reweigh(self, bytes_per_s: Sequence[float | None]) -> None:
-        """Says what each device gives (None: unknown), which decides where extents go from now on. Between steps."""
+        """Sets the bandwidth of each device (None: unknown), which decides the placement of extents from now on.
+        Between steps."""
         if self._stripes is not None:
             self._stripes.reweigh(bytes_per_s)
 
@@ -197,7 +198,7 @@ class ExtentStore:
             priority: of the request, from when it may start.
 
         Returns:
-            A ticket. If it fails, so do reads of the extent until a later write succeeds; if nobody waits for it,
+            A ticket. If it fails, so do reads of the extent until a later write succeeds; if it is never waited for,
             :meth:`check` or :meth:`drain` raises its error.
 
         Raises:
@@ -228,7 +229,7 @@ class ExtentStore:
         return self._enqueue(extent, Request(Operation.READ, buffer, priority, self._ticket(Operation.READ, extent)))
 
     def drain(self) -> None:
-        """Waits for every write made so far.
+        """Waits for all writes submitted so far.
 
         Raises:
             StorageError: the first error of a write that no waiter has seen, after all have ended.
@@ -239,7 +240,7 @@ class ExtentStore:
         self.check()
 
     def check(self) -> None:
-        """Raises the error of a write that failed and that nobody waited for, once. Cheap enough for every step.
+        """Raises the error of a failed write that was never waited for, once. Cheap enough for every step.
 
         Raises:
             StorageError: that error.
@@ -256,7 +257,7 @@ class ExtentStore:
     def raise_overdue(self, age_s: float) -> None:
         """Raises for the oldest request in flight, if it was made at least ``age_s`` seconds ago; else does nothing.
 
-        For a waiter who got no buffer and wants to say why: it was waiting for such a request to give one back.
+        For a waiter without a buffer, to report the cause: it was waiting for such a request to return one.
 
         Raises:
             StorageTimeoutError: that request's path, offset and tag.
@@ -270,10 +271,10 @@ class ExtentStore:
             raise error
 
     def close(self) -> None:
-        """Waits for what is in flight, then closes the files, which ends them. Idempotent.
+        """Waits for requests in flight, then closes the files, which deletes them. Idempotent.
 
         Raises:
-            StorageError: an error of a write that nobody has seen; the files are closed all the same.
+            StorageError: an unreported error of a write; the files are closed nevertheless.
         """
         with self._lock:
             if self._closed:
@@ -308,7 +309,7 @@ class ExtentStore:
         return ExtentTicket(operation, extent, self._timeout_s, self._explain)
 
     def _wait_for(self, operation: Operation | None) -> list[Ticket]:
-        """Waits for what is in flight now, whatever its outcome; the tickets it waited for.
+        """Waits for the requests in flight, whatever their outcome; returns their tickets.
 
         Oldest first: of several that hang, the first one names what the others wait for.
         """
@@ -436,7 +437,7 @@ class ExtentStore:
         return True
 
     def _verify_read(self, extent: Extent, request: Request) -> None:
-        """In a lane thread, after the last byte: raises when the buffer is not what was last written."""
+        """In a lane thread, after the last byte: raises if the buffer differs from the last write."""
         if request.witness is None:
             return
         fd = self._space.descriptor(extent.file)

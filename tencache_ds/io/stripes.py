@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The space of a store that lies on several NVMe paths: files on each of them, a range within one file.
+"""The space of a store over several NVMe paths: files on each of them, a range within one file.
 
-Which path a range is taken from is the placement's choice (:class:`tencache_ds.planning.striping.Striping`); here is
-what it may choose from, and what happens when a path has no room.
+The placement (:class:`tencache_ds.planning.striping.Striping`) chooses the path of a range; this module provides the
+candidates, and handles paths without space.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tencache_ds.layout import round_up
 
 KEPT_FREE_PART = 0.05
 KEPT_FREE_MOST_NBYTES = 16 << 30
-"""What a move leaves free on a file system: a part of it, at most so much. Only state that has no other place may take
-that too; a checkpoint may want to go there."""
+"""Space that a move leaves free on a file system: a share of it, with an upper limit. Only state without another place
+may use it; a checkpoint may be written there."""
 
 
 class Placement(Protocol):
@@ -51,7 +51,7 @@ class StripedSpace:
     """Files on several paths as one space. Any thread may call every method.
 
     Args:
-        files: what the files on each path are called, see :class:`tencache_ds.io.space.SpaceFile`.
+        files: names of the files on each path, see :class:`tencache_ds.io.space.SpaceFile`.
         placement: chooses paths; used by this space alone.
         preallocate_nbytes: length reserved at once, over all paths; one that is too small leaves it to the others.
         growth_nbytes: least growth of a path when no free range is long enough.
@@ -119,7 +119,7 @@ class StripedSpace:
             raise self._no_room(nbytes, tag)
 
     def take_elsewhere(self, file: str, nbytes: int, tag: str) -> tuple[str, int] | None:
-        """A range on another path for what is in ``file`` now and about to be written; None when it is to stay."""
+        """A range on another path for data in ``file`` that is about to be rewritten; None if it stays."""
         with self._lock:
             source = self._index[file]
             path = self._placement.destination(source, nbytes)

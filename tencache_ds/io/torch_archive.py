@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of ``torch.save`` whose tensors need not be in memory: laid out first, filled piece by piece in any order.
+"""Files of ``torch.save`` whose tensors need not be in memory: laid out first, filled incrementally in any order.
 
 The format is a ZIP archive of uncompressed records: the pickled object, and one record per storage. ``torch.save``
-wants each storage whole in memory, and its ``skip_data`` leaves wrong check sums behind (and needs torch 2.6). Here the
-lengths decide the layout, bytes go where they belong as they come, and headers and check sums are written last: a file
-that was not finished is not an archive.
+needs each storage whole in memory, and its ``skip_data`` leaves wrong checksums behind (and needs torch 2.6). Here the
+lengths determine the layout, bytes are written to their positions as they arrive, and headers and checksums are written
+last: an unfinished file is not a valid archive.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DeferredTensor:
     """Stands in an object for a 1-D tensor whose bytes are written after the object's structure.
 
     Attributes:
-        key: what the writer of the bytes knows it by.
+        key: identifies it to the writer of the bytes.
         dtype: dtype of the tensor.
         numel: its elements.
         requires_grad: as loaded.
@@ -76,7 +76,7 @@ class _DeferredStorage:
 
 @dataclass(slots=True)
 class _Record:
-    """One file of the archive: where it lies, and the check sum of what was written of it, in order."""
+    """One file of the archive: its position, and the checksum of the bytes written so far, in order."""
 
     name: bytes
     nbytes: int
@@ -292,7 +292,7 @@ def _local_header(record: _Record) -> bytes:
 
 
 def _directory(records: list[_Record]) -> bytes:
-    """The central directory and what ends the archive."""
+    """The central directory and the end of the archive."""
     entries = []
     for record in records:
         wide = [record.nbytes] * 2 if record.nbytes >= _ZIP64_LIMIT else []

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend on DeepSpeed's own Linux-AIO op: one ``aio_handle`` per lane.
 
-``sync_pread``/``sync_pwrite`` release the GIL, the ``async_*`` variants do not, so every lane has a thread and a handle
-of its own. What the op does not do is done here or one level up:
+``sync_pread``/``sync_pwrite`` release the GIL, the ``async_*`` variants do not, so every lane has its own thread and
+handle. Shortcomings of the op are handled here or one level up:
 
 - it opens the file by a path for each request, which is that of an open descriptor here;
-- a file that is missing or too short makes the op abort the process (a C++ ``assert``) when it reads, and it makes a
-  missing one when it writes: checked before each request;
-- it never looks at ``io_event.res``, so a failed or short transfer counts as done: the extent store's fingerprints
-  find that and re-read through plain descriptors to learn the errno;
+- the op aborts the process (a C++ ``assert``) when it reads from a missing or short file, and creates a missing file
+  when it writes: checked before each request;
+- it never checks ``io_event.res``, so a failed or short transfer counts as done: the extent store's fingerprints detect
+  that, and a re-read through plain descriptors gives the errno;
 - it needs O_DIRECT: files on a file system without it go through :class:`tencache_ds.io.backends.posix.PosixFiles`;
-- at the first write of a process it logs a warning inside ``std::call_once`` while it holds the GIL: a second lane
-  that writes meanwhile takes the GIL and waits for the once-flag, and both stand still indefinitely. So one write goes
-  first, alone;
-- a failed ``io_setup`` is ignored and aborts at the first request: the kernel's limit is checked at the start.
+- at the first write of a process it logs a warning inside ``std::call_once`` while it holds the GIL: a second lane that
+  writes meanwhile takes the GIL and waits for the once-flag, and both hang indefinitely. So the first write runs alone;
+- a failed ``io_setup`` is ignored and aborts at the first request: the kernel's limit is checked at startup.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _N_CONTEXTS_PER_HANDLE = 2
 
 
 class AioBackend(PosixBackend):
-    """Storage through DeepSpeed's async_io op, and through plain descriptors for what it cannot take.
+    """Storage through DeepSpeed's async_io op, and through plain descriptors for transfers that the op cannot handle.
 
     Pinned buffers (by torch, or by DeepSpeed's pin manager) go through the handles; others are moved by plain system
     calls, because a handle would copy them through a locked bounce buffer.
@@ -87,7 +86,7 @@ class AioBackend(PosixBackend):
         super().__init__(n_lanes, request_nbytes, close_timeout_s=close_timeout_s)
 
     def close(self) -> None:
-        """Waits for everything submitted, joins the lanes, frees the handles, closes the files. Idempotent.
+        """Waits for all submitted requests, joins the lanes, frees the handles, closes the files. Idempotent.
 
         Raises: see :meth:`tencache_ds.io.backends.lane_backend.LaneBackend.close`.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend has moved so far."""
+"""The traffic of a backend so far."""
 
 from __future__ import annotations
 

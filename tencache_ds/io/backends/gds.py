@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend that moves bytes between files and GPU memory: GPUDirect Storage through KvikIO.
 
-Read in KvikIO 26.10, whose source says what its documentation does not:
+From the source of KvikIO 26.10, beyond its documentation:
 
 - ``raw_read`` and ``raw_write`` block without the GIL, in the calling thread and in its current CUDA context, without
   KvikIO's own pool of threads: so every lane is a thread with the device current, and the lanes are the parallelism.
-- Without the driver (compatibility mode) the bytes pass through one pinned bounce buffer per call that is going on,
-  on a stream that waits for the default stream and that the call waits for. With the driver the call first waits for
-  the default stream. No other stream is waited for: see [Note: quiet device memory] in
+- Without the driver (compatibility mode) the bytes pass through one pinned bounce buffer per concurrent call, on a
+  stream that waits for the default stream and that the call waits for. With the driver the call first waits for the
+  default stream. No other stream is waited for: see [Note: quiet device memory] in
   :mod:`tencache_ds.memory.device_arena`.
 - Its reads go through the page cache unless ``auto_direct_io_read`` is set, a setting of the whole process.
 - Every error is a ``RuntimeError`` whose text ends with that of the errno. A read past the end raises in compatibility
   mode and is short with the driver.
-- The file modes ``"r"`` and ``"r+"`` neither make nor truncate a file.
+- The file modes ``"r"`` and ``"r+"`` neither create nor truncate a file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MODES = {Operation.READ: "r", Operation.WRITE: "r+"}
 
 
 class DeviceFile(Protocol):
-    """What is used of ``kvikio.CuFile``."""
+    """The subset of ``kvikio.CuFile`` in use."""
 
     def raw_read(self, buf: Any, size: int, file_offset: int) -> int:
         """Bytes read into device memory."""
@@ -58,7 +58,7 @@ class DeviceFile(Protocol):
 
 
 def missing_kvikio() -> str:
-    """Why there is no KvikIO here, with the remedy; "" where there is one. Imports nothing."""
+    """The reason why KvikIO is unavailable, with the remedy; "" if it is available. Imports nothing."""
     if importlib.util.find_spec("kvikio") is None:
         major = (torch.version.cuda or "13").split(".")[0]
         return f"KvikIO is not installed: pip install 'tencache-ds[gds-cu{major}]'"
@@ -124,7 +124,7 @@ class GdsBackend(LaneBackend):
         )
 
     def close(self) -> None:
-        """Also gives KvikIO's buffers back; does nothing in a forked child, where a handle's driver is not.
+        """Also frees KvikIO's buffers; does nothing in a forked child, which has no driver for the handles.
 
         Raises: see :meth:`tencache_ds.io.backends.lane_backend.LaneBackend.close`.
         """
@@ -233,9 +233,9 @@ def _typed(operation: Operation, path: str, offset: int, nbytes: int, error: Exc
 
 
 def _use_kvikio(request_nbytes: int) -> tuple[Callable[[str, str], DeviceFile], Callable[[], object]]:
-    """How KvikIO opens a file, and what gives its bounce buffers back.
+    """KvikIO's functions to open a file and to free its bounce buffers.
 
-    Its settings are those of the process; what the environment sets stays.
+    Its settings are those of the process; settings from the environment are kept.
     """
     import kvikio
     import kvikio.defaults

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round trip at the start: are bytes read into GPU memory right, and faster than through pinned host memory?
+"""A round trip at startup: whether reads into GPU memory are correct, and faster than through pinned host memory.
 
-Both ways get what training gives them: several requests at the same time, and copies to the GPU while others are still
-being read. They take turns, so that a disk whose speed drifts favours neither. The GPU is idle meanwhile; what that
-means is in :data:`tencache_ds.planning.gds.COMPATIBILITY_GAIN`.
+Both ways are used as in training: several requests at the same time, and copies to the GPU while other reads are in
+flight. They alternate, so that a disk whose speed drifts favours neither. The GPU is idle meanwhile; for the
+consequences see :data:`tencache_ds.planning.gds.COMPATIBILITY_GAIN`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_SECONDS = 2.0
 
 
 def obstacle(on_cuda: bool, verify: str) -> str:
-    """What speaks against GDS before anything is tried; "" for nothing. Imports no KvikIO.
+    """The obstacle to GDS known before a trial; "" for none. Does not import KvikIO.
 
     Args:
         on_cuda: whether the compute device is a CUDA GPU.
@@ -59,9 +59,9 @@ def try_gds(
     """Writes a file, reads it into device memory both ways, compares and times.
 
     Args:
-        path: what the file is called; it has no name once it is made.
-        device: where GDS reads to.
-        open_host, open_gds: give new backends, for host and for device memory; closed here.
+        path: initial name of the file, which is unlinked at once.
+        device: target of GDS reads.
+        open_host, open_gds: open backends for host and for device memory; closed here.
         locking: of the host memory that weights would be staged in.
         request_nbytes: bytes of one request.
         timeout_s: longest wait for one.
@@ -69,7 +69,7 @@ def try_gds(
         nbytes: of the file.
 
     Returns:
-        What was found. Errors of GDS and of the disk are its ``problem``; nothing is raised for them.
+        The result. Errors of GDS and of the disk are its ``problem``; they are not raised.
     """
     folder = os.path.dirname(path)
     try:
@@ -120,7 +120,7 @@ def _read(
     timeout_s: float,
     submitted: list[Ticket],
 ) -> None:
-    """Reads the file into ``buffer``, in requests of their own, and copies each to ``target`` if that is elsewhere."""
+    """Reads the file into ``buffer``, in separate requests, and copies each to ``target`` if that is elsewhere."""
     spans = [slice(start, start + request_nbytes) for start in range(0, buffer.numel(), request_nbytes)]
     tickets = [
         backend.submit(Operation.READ, path, span.start, buffer[span], tag="GDS trial", priority=Priority.URGENT)

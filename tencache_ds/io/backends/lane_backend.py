@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backends share whose lanes are Python threads: a pool of lanes, and files that stay open."""
+"""Common base of backends whose lanes are Python threads: a pool of lanes, and files that stay open."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class LaneBackend(abc.ABC):
         self._files.add(path, fd)
 
     def forget(self, path: str) -> None:
-        """Closes what is open of a file that is about to be, or has been, removed. Any thread."""
+        """Closes the descriptors of a file that is about to be, or has been, removed. Any thread."""
         self._files.forget(path)
 
     def close(self) -> None:
-        """Waits for everything submitted, joins the lanes, closes the files. Idempotent.
+        """Waits for all submitted requests, joins the lanes, closes the files. Idempotent.
 
         Raises:
             RuntimeError: called from a callback of one of its requests; nothing is closed.

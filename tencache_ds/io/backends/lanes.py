@@ -2,8 +2,8 @@
 """Lanes: a few threads that share one queue of requests.
 
 One blocking request at a time leaves a fast device idle; four to eight lanes reach its limit. A large request is cut
-into pieces so that several lanes work on it at the same time, and a small urgent one never waits behind a whole
-chunk. All policy about *what* to move is elsewhere.
+into pieces so that several lanes work on it at the same time, and a small urgent one never waits behind a whole chunk.
+All policy is elsewhere.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class LanePool:
         return ticket
 
     def close(self) -> None:
-        """Waits for everything submitted and joins the lanes. Idempotent; returns at once in a forked child.
+        """Waits for all submitted requests and joins the lanes. Idempotent; returns at once in a forked child.
 
         Raises:
             RuntimeError: called in a lane thread (from a callback), which cannot wait for itself.
@@ -163,7 +163,7 @@ class LanePool:
             raise never_finished(stuck, self._close_timeout_s)
 
     def _end_lanes(self) -> None:
-        """Lets the lanes finish what was submitted, and waits for them."""
+        """Waits until the lanes have finished all submitted requests."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -172,7 +172,7 @@ class LanePool:
             thread.join(max(0.0, t_end_s - time.monotonic()))
 
     def _give_up(self) -> list[Ticket]:
-        """Ends what has not ended; returns what the device has of it."""
+        """Ends all unfinished requests; returns those that the device still holds."""
         with self._changed:
             waiting = [request for queue in self._queues.values() for request in queue if not request.n_running]
             stuck = list(self._running)
@@ -272,7 +272,7 @@ class LanePool:
         request.ticket.complete(error)
 
     def abandon(self, grace_s: float) -> None:
-        """At interpreter exit: fails what has not started, waits a while for what has."""
+        """At interpreter exit: fails requests that have not started, waits a while for the others."""
         if os.getpid() != self._pid:
             return
         with self._changed:

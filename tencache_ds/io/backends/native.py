@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend on TenCache's own aio op: lanes in C++, a completion per request, every result checked.
 
-The lanes know nothing of Python and never wait for the GIL. Two Python threads sleep in the op, without the GIL, until
-requests have ended; they turn results into errors, verify what was read and end the tickets. Descriptors and the rules
-for files without O_DIRECT are those of :class:`tencache_ds.io.backends.posix.PosixFiles`.
+The lanes are independent of Python and never wait for the GIL. Two Python threads sleep in the op, without the GIL,
+until requests have completed; they turn results into errors, verify reads and end the tickets. Descriptors and the
+rules for files without O_DIRECT are those of :class:`tencache_ds.io.backends.posix.PosixFiles`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class NativeBackend:
     """Storage through Linux AIO (satisfies :class:`tencache_ds.io.StorageBackend`). Any host memory will do.
 
     Args:
-        n_lanes: native threads, each with a kernel context of its own; 4 to 8 reach the limit of fast storage.
+        n_lanes: native threads, each with its own kernel context; 4 to 8 reach the limit of fast storage.
         block_nbytes: longest piece given to the kernel at once, in bytes.
         queue_depth: blocks the kernel has at a time, per lane.
         direct: bypass the page cache with O_DIRECT where possible.
@@ -91,7 +91,7 @@ class NativeBackend:
 
     Raises:
         ConfigError: the op cannot be built or loaded, a size makes no sense, or the kernel refuses its contexts.
-        ProcessLimitError: this process may not have so many threads or open files.
+        ProcessLimitError: a limit of this process on threads or open files is too low.
     """
 
     name = "native"
@@ -170,7 +170,7 @@ class NativeBackend:
         self._files.forget(path)
 
     def close(self) -> None:
-        """Waits for everything submitted, ends the lanes, closes the files. Idempotent; no-op in a forked child.
+        """Waits for all submitted requests, ends the lanes, closes the files. Idempotent; no-op in a forked child.
 
         Raises:
             RuntimeError: called from a callback of one of its requests.
@@ -188,7 +188,7 @@ class NativeBackend:
             raise never_finished(stuck, self._close_timeout_s)
 
     def abandon(self, grace_s: float) -> None:
-        """At interpreter exit: fails what has not started, waits up to ``grace_s`` seconds for what has."""
+        """At interpreter exit: fails requests that have not started, waits up to ``grace_s`` seconds for the others."""
         if os.getpid() == self._pid:
             self._exiting = True
             self._stop(grace_s, drop_waiting=True)
@@ -319,7 +319,7 @@ class NativeBackend:
 
 
 def _explained(error: OSError, n_lanes: int, queue_depth: int) -> ConfigError | ProcessLimitError:
-    """Why the op cannot start, and what to do."""
+    """The reason why the op cannot start, and the remedy."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return ProcessLimitError(f"the native backend cannot open its {n_lanes} lanes{remedy(error.errno)}")
     # The op names the call that failed; a thread that cannot be made has no call's name.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that stay open from one transfer to the next, one per path and direction.
 
-Scratch files have no names: a path says in messages what is meant, and a descriptor where it is.
+Scratch files have no names: the path identifies a file in messages, the descriptor locates it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class OpenFiles(abc.ABC, Generic[File]):
 
     @abc.abstractmethod
     def _open(self, operation: Operation, path: str, location: str) -> File:
-        """Opens a file that exists, for one direction: called ``path``, to be found at ``location``. Called with the
-        lock held; never makes a file: one that has vanished must not come back empty.
+        """Opens an existing file for one direction: named ``path``, opened through ``location``. Called with the lock
+        held; never creates a file: one that has vanished must not reappear empty.
         """
 
     def add(self, path: str, fd: int) -> None:
@@ -82,7 +82,7 @@ class OpenFiles(abc.ABC, Generic[File]):
             self.release(file)
 
     def forget(self, path: str) -> None:
-        """Closes what is open of a path, as soon as no transfer uses it."""
+        """Closes the descriptors of a path as soon as no transfer uses them."""
         with self._lock:
             self._locations.pop(path, None)
             for operation in Operation:

@@ -53,8 +53,8 @@ class PosixFiles(OpenFiles[Descriptor]):
     """Persistent descriptors and whole transfers on them. Thread-safe.
 
     Args:
-        direct: bypass the page cache with O_DIRECT where the file system allows it. Where it does not, the pages are
-            given back after each transfer, so that scratch traffic does not push training data out of RAM.
+        direct: bypass the page cache with O_DIRECT where the file system allows it. Where it does not, the cached pages
+            are dropped after each transfer, so that scratch traffic does not push training data out of RAM.
     """
 
     def __init__(self, direct: bool = True) -> None:

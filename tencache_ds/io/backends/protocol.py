@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a storage backend is.
+"""The protocol of storage backends.
 
-A backend moves bytes between a buffer and a file. It knows nothing about weights or chunks; the extent store
-(:mod:`tencache_ds.io.store`) decides where bytes live and checks that they come back unchanged.
+A backend moves bytes between a buffer and a file. It has no notion of weights or chunks; the extent store
+(:mod:`tencache_ds.io.store`) decides their places and checks that they are read back unchanged.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class StorageBackend(Protocol):
             path: the file, which was added or exists: a write to one that does not fails with ENOENT, as a read does.
             offset: first byte in the file, a multiple of the alignment.
             buffer: 1-D contiguous uint8 tensor; the caller keeps its bytes untouched until the ticket is done.
-            tag: what the bytes are, for messages.
+            tag: name of the data, for messages.
             priority: URGENT goes first, but does not starve BACKGROUND.
-            finish: runs in a lane thread after the last byte has moved and before the ticket is done; what it raises
+            finish: runs in a lane thread after the last byte has moved and before the ticket is done; its exception
                 becomes the ticket's error. Not called when the transfer failed.
 
         Raises:
@@ -65,11 +65,11 @@ class StorageBackend(Protocol):
         ...
 
     def forget(self, path: str) -> None:
-        """Drops what the backend keeps about a file (descriptors); call it before closing or removing the file."""
+        """Drops the backend's state of a file (descriptors); call it before closing or removing the file."""
         ...
 
     def close(self) -> None:
-        """Waits for everything submitted, then joins the threads. Idempotent; returns at once in a forked child.
+        """Waits for all submitted requests, then joins the threads. Idempotent; returns at once in a forked child.
 
         Raises:
             RuntimeError: called from a callback of one of its requests, which cannot wait for itself.

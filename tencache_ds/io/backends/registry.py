@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backends for host memory: which there are, what each is good for, and which one ``"io_backend": "auto"`` takes.
+"""The backends for host memory, their requirements, and the choice of ``"io_backend": "auto"``.
 
-A new one is a module beside this one and an entry in :data:`BACKENDS`. What the option accepts is
-:class:`tencache_ds.config.IoBackend`, the type that users see; a test compares the two. Which backend reads into GPU
-memory is another option's business (:mod:`tencache_ds.gpu_staging`).
+A new one is a module in this package and an entry in :data:`BACKENDS`. The values of the option are
+:class:`tencache_ds.config.IoBackend`, the type that users see; a test compares the two. The backend for reads into GPU
+memory is chosen by a different option (:mod:`tencache_ds.gpu_staging`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class BackendSettings:
-    """What a backend is opened with. Each takes the part that means something to it.
+    """The parameters of a backend. Each uses those that apply to it.
 
     Attributes:
         buffers_are_pinned: the buffers will be page-locked by torch or by DeepSpeed's pin manager.
@@ -50,7 +50,7 @@ class BackendEntry:
     """One backend.
 
     Attributes:
-        name: what the option and the backend call it.
+        name: value of the option, and name of the backend.
         open: gives a new one; raises ConfigError where it cannot work.
         in_blocks: the kernel gets its requests in blocks, so that ``block_nbytes`` and ``queue_depth`` count.
         pinned_only: it would have to copy buffers that are not pinned, for which ``"auto"`` passes it over.
@@ -99,21 +99,21 @@ BACKENDS: dict[str, BackendEntry] = {
         BackendEntry("posix", _posix),
     )
 }
-"""By name, the best first. The last one works everywhere: what keeps it from being opened is an error."""
+"""By name, the best first. The last one works everywhere: a failure to open it is an error."""
 
 
 def open_backend(kind: str, settings: BackendSettings) -> tuple[StorageBackend, str]:
-    """Opens the backend asked for, or the best one that works here.
+    """Opens the requested backend, or the best one that works here.
 
     Args:
         kind: a name of :data:`BACKENDS`, or ``"auto"``.
         settings: of whichever it will be.
 
     Returns:
-        The backend, and in words why it was chosen.
+        The backend, and the reason for the choice.
 
     Raises:
-        ConfigError: an unknown kind, or the one that was asked for cannot work here.
+        ConfigError: an unknown kind, or the requested one does not work here.
     """
     if kind in BACKENDS:
         return BACKENDS[kind].open(settings), "asked for"

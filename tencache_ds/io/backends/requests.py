@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every backend checks of a request, and what it says of one that comes to nothing."""
+"""Checks of requests that all backends share, and the errors of failed ones."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tencache_ds.limits import remedy
 
 
 def check_request(offset: int, buffer: torch.Tensor, alignment_nbytes: int, device_type: str | None = "cpu") -> None:
-    """Checks what O_DIRECT would refuse, with a message that says what was given.
+    """Checks the requirements of O_DIRECT, with a message that gives the offending values.
 
     Args:
-        offset, buffer, alignment_nbytes: the request, and what it must be multiples of.
-        device_type: where the buffer has to be; None leaves that to whoever moves the bytes.
+        offset, buffer, alignment_nbytes: the request, and its required alignment.
+        device_type: required device of the buffer; None for no check.
 
     Raises:
         ValueError: the buffer is not a non-empty, aligned, 1-D contiguous uint8 tensor on that device, or the offset is
@@ -80,7 +80,7 @@ def never_finished(stuck: Sequence[Ticket], timeout_s: float) -> StorageTimeoutE
 
 
 def storage_error(operation: Operation, path: str, offset: int, nbytes: int, error: OSError, tag: str) -> StorageError:
-    """The typed error for what the operating system said."""
+    """The typed error for an error of the operating system."""
     kind = SpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
     cause = f"{error.strerror or error}{remedy(error.errno)}"
     return kind(operation.value, path, offset, nbytes, cause, errno=error.errno, tag=tag)

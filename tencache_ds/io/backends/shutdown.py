@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a process that has threads in native code, and buffers that a device may still write to."""
+"""Shutdown of a process with threads in native code, and buffers that a device may still write to."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def keep_for_the_device(buffer: torch.Tensor) -> None:
 
 
 class Abandonable(Protocol):
-    """What has threads that must not outlive the interpreter."""
+    """An owner of threads that must not outlive the interpreter."""
 
     def abandon(self, grace_s: float) -> None:
-        """Fails what has not started, waits up to ``grace_s`` seconds for what has."""
+        """Fails requests that have not started, waits up to ``grace_s`` seconds for the others."""
         ...
 
 

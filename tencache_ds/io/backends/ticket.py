@@ -33,7 +33,7 @@ class Priority(enum.IntEnum):
 
 
 class StorageTimeoutError(StorageError, TimeoutError):
-    """A request did not finish in the time its waiter allowed. The request itself goes on."""
+    """A request did not finish in the time its waiter allowed. The request itself continues."""
 
 
 class StorageGivenUpError(StorageTimeoutError):
@@ -55,7 +55,7 @@ class Ticket:
         path: the file.
         offset: first byte in the file.
         nbytes: length in bytes.
-        tag: what the bytes are, for messages.
+        tag: name of the data, for messages.
         t_submit_ns: ``time.perf_counter_ns()`` at submission.
         t_done_ns: the same clock at the end of the transfer and its verification, 0 before.
     """
@@ -132,8 +132,8 @@ class Ticket:
         """Blocks, without the GIL, until the request has ended.
 
         Args:
-            timeout_s: longest time to wait in seconds; None takes the default of whoever made the ticket (the extent
-                store's ``timeout_s``; a bare backend has none and waits for as long as it takes).
+            timeout_s: longest time to wait in seconds; None takes the default of the ticket's creator (the extent
+                store's ``timeout_s``; a bare backend has none and waits indefinitely).
 
         Raises:
             StorageError: the request failed; also :class:`StorageTimeoutError` when the time passed, and when called
@@ -156,7 +156,7 @@ class Ticket:
                 raise self.overdue(limit_s)
 
     def overdue(self, limit_s: float | None) -> StorageTimeoutError:
-        """The error that says that this request has not ended within ``limit_s`` seconds."""
+        """The error of a request that has not ended within ``limit_s`` seconds."""
         cause = f"not finished after {limit_s} s; the device may hang or be overloaded"
         return self.failure(cause, StorageTimeoutError, errno.ETIMEDOUT)
 
@@ -183,11 +183,11 @@ class Ticket:
             promote()
 
     def cancel(self) -> bool:
-        """Drops what the device does not have yet. The ticket then ends with :class:`StorageCancelledError`, once the
-        rest has ended: only then may the buffer be used again.
+        """Drops the parts that were not submitted to the device yet. The ticket then ends with
+        :class:`StorageCancelledError`, once the rest has ended: only then may the buffer be used again.
 
         Returns:
-            False when the device has all of it, or it has ended: the request goes on as if nothing had been asked.
+            False when the device has all of it, or it has ended: the request continues unaffected.
         """
         cancel = self._cancel
         return cancel() if cancel is not None else False

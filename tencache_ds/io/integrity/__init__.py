@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what is read is what was last written."""
+"""Integrity checks of data read back from storage."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Witnesses that what was read is what was last written.
+"""Fingerprints that detect reads which differ from the last write.
 
-Storage stacks lose writes without an error (DeepSpeed's aio op ignores ``io_event.res``, and so does a cut power
-line). One 8-byte word of every 4 KiB page, at a position that moves with every write, costs well under a millisecond
-for 32 MiB and sees every page that did not arrive: an old page passes only if the sampled word happens to be the same
-in both versions. It misses a change within a page, such as a flipped bit, in all but one of 512 cases. Hashing every
-byte sees that too, and costs a pass over memory at each write and each read.
+Storage stacks lose writes without an error (DeepSpeed's aio op ignores ``io_event.res``, and so does a cut power line).
+One 8-byte word of every 4 KiB page, at a position that moves with every write, costs well under a millisecond for 32
+MiB and detects every page that was not written: an old page passes only if the sampled word happens to be the same in
+both versions. It misses a change within a page, such as a flipped bit, in all but one of 512 cases. Hashing every byte
+detects that too, and costs a pass over memory at each write and each read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sampled_fingerprint(buffer: torch.Tensor, generation: int) -> int:
 
     Args:
         buffer: 1-D contiguous uint8 tensor, its length a multiple of 4096, in host memory or on a GPU, with the same
-            result; its bytes are there for every stream. Any thread; the GIL is released for most of the time.
+            result; its bytes are visible to every stream. Any thread; the GIL is released for most of the time.
         generation: number of the write; chooses the word in the page and salts the hash.
     """
     position = generation * _STEP % _WORDS_PER_PAGE

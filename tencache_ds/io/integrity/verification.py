@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done with a read whose bytes are not those last written."""
+"""Handling of a read whose bytes differ from the last write."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of what was written, taken while it is being written."""
+"""Fingerprints of written data, taken during the write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _N_THREADS = 2
 
 
 class Witness:
-    """What one write leaves in RAM: its number among the writes of its extent, and the fingerprint of its buffer."""
+    """The record of one write in RAM: its number among the writes of its extent, and the fingerprint of its buffer."""
 
     __slots__ = ("_taking", "generation")
 
@@ -24,8 +24,8 @@ class Witness:
         self._taking: Future[int] | None = None
 
     def when_taken(self, callback: Callable[[BaseException | None], None]) -> None:
-        """Calls ``callback(error)`` once nothing reads the buffer any more: in the thread that took the fingerprint, or
-        here and now if that is over. The error is why there is no fingerprint."""
+        """Calls ``callback(error)`` once nothing reads the buffer any more: in the thread that takes the fingerprint,
+        or immediately if it is done. The error is the reason for a missing fingerprint."""
         if self._taking is None:
             callback(None)
         else:
@@ -35,8 +35,8 @@ class Witness:
 class Witnesses:
     """Takes and compares fingerprints. Any thread.
 
-    A write's fingerprint is taken by a thread of its own while the device takes the bytes, so that neither the thread
-    that writes nor the transfer waits for it.
+    A write's fingerprint is taken by a separate thread while the device transfers the bytes, so that neither the
+    writing thread nor the transfer waits for it.
 
     Args:
         fingerprint: hash of a buffer and of the number of its write; None takes and compares nothing.
@@ -63,7 +63,7 @@ class Witnesses:
             witness._taking.set_exception(too_few_threads(started, error) if "new thread" in str(error) else error)
 
     def differ(self, witness: Witness, buffer: torch.Tensor) -> bool:
-        """Whether the buffer is not what the write wrote, here and now in the caller's thread."""
+        """Whether the buffer differs from the written data; computed in the caller's thread."""
         if self._fingerprint is None or witness._taking is None:
             return False
         return self._fingerprint(buffer, witness.generation) != witness._taking.result()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends around backends: each says what it changes, the rest passes through."""
+"""Backends that wrap other backends: each overrides what it changes, the rest passes through."""

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to fail: the rules that a user writes for :mod:`tencache_ds.io.wrappers.faults`.
+"""Fault rules that a user writes for :mod:`tencache_ds.io.wrappers.faults`.
 
 ``TENCACHE_FAULTS="op=write,kind=eio,after=100;op=read,kind=bitflip,match=optimizer"`` is a list of rules, separated by
 semicolons, each a list of ``key=value``, separated by commas. The first rule that fires takes the request.
 
-- ``kind`` (required): ``eio``, ``enospc``, ``eacces``, ``erofs``: fails with that errno, nothing is moved; ``short``:
-  only the first half is moved, which is reported as an error; ``torn`` (writes): only the first half is moved, success
-  is reported; ``bitflip``: one bit of what is read or written changes, success is reported; ``delay``: begins
+- ``kind`` (required): ``eio``, ``enospc``, ``eacces``, ``erofs``: fails with that errno, nothing is transferred;
+  ``short``: only the first half is transferred, which is reported as an error; ``torn`` (writes): only the first half
+  is transferred, success is reported; ``bitflip``: one bit of the data changes, success is reported; ``delay``: starts
   ``seconds`` later; ``lost``: this and every later request to the same folder fails with ENODEV; ``hang``: never ends,
-  or with ``seconds`` goes on that much later, and then touches its buffer even if the backend was closed meanwhile.
+  or with ``seconds`` completes after that time, and then writes to its buffer even if the backend was closed meanwhile.
 - ``op``: ``read``, ``write`` or ``any`` (the default).
-- ``match``: text that the tag or the path must contain, such as ``optimizer`` or a weight's name.
+- ``match``: substring of the tag or the path, such as ``optimizer`` or a weight's name.
 - ``rank``: only on this global rank.
-- ``after``: so many matching requests pass first (0); ``every``: of those that follow, each n-th is hit (1);
-  ``times``: at most so many are hit (no limit).
-- ``seconds``: of ``delay``, and of a ``hang`` that ends. ``seed``: of the bit that flips (0).
+- ``after``: number of matching requests to skip first (0); ``every``: then inject into every Nth matching request (1);
+  ``times``: maximum number of injections (no limit).
+- ``seconds``: duration of ``delay``, or of a ``hang`` that ends. ``seed``: selects the bit to flip (0).
 
 The single word ``none`` installs the wrapper without a rule, for :meth:`.faults.FaultBackend.inject`. Halves are whole
-4 KiB pages, rounded down: of a single page nothing is moved.
+4 KiB pages, rounded down: of a single page nothing is transferred.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VARIABLE = FAULTS_VARIABLE
 
 
 class Kind(enum.StrEnum):
-    """What happens to a request; see the module's table."""
+    """The fault of a request; see the module's table."""
 
     eio = "eio"
     enospc = "enospc"
@@ -49,7 +49,7 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One rule: which requests, and what happens to them. The fields are the keys of the module's table.
+    """One rule: the requests it selects, and their fault. The fields are the keys of the module's table.
 
     Attributes:
         operation: None for both.
@@ -72,7 +72,7 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     """The rules of a value of ``TENCACHE_FAULTS``.
 
     Raises:
-        ConfigError: names the rule and the part of it that is wrong, and what is allowed.
+        ConfigError: names the rule, its faulty part and the allowed values.
     """
     if text.strip() == "none":
         return ()

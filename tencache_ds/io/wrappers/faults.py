@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage that fails on purpose: a wrapper around any backend, for tests and for a user's own drill.
+"""Storage that fails on purpose: a wrapper around any backend, for tests and for fault injection by users.
 
-:mod:`tencache_ds.io.wrappers.fault_rules` says which faults there are and how they are written.
+:mod:`tencache_ds.io.wrappers.fault_rules` documents the faults and their syntax.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tencache_ds.limits import start_threads
 from tencache_ds.memory.device_arena import wait_for_device
 
 LATE_BYTE = 0xEE
-"""What a read that hung puts into its buffer when it is answered after the backend was closed."""
+"""The contents that a hung read puts into its buffer when it completes after the backend was closed."""
 
 _NOTE = f"injected by {VARIABLE}"
 
@@ -100,7 +100,7 @@ class FaultBackend(PassThroughBackend):
             self._lost_folders.clear()
 
     def close(self) -> None:
-        """Ends delays, gives up what hangs, then closes the wrapped backend. Idempotent; no-op in a forked child.
+        """Ends delays, gives up hung requests, then closes the wrapped backend. Idempotent; no-op in a forked child.
 
         Raises:
             RuntimeError: called from a callback of one of its requests.
@@ -124,7 +124,7 @@ class FaultBackend(PassThroughBackend):
             raise _given_up(hung[0].ticket)
 
     def abandon(self, grace_s: float) -> None:
-        """At interpreter exit: fails what the wrapper holds. The wrapped backend looks after itself."""
+        """At interpreter exit: fails the requests that the wrapper holds. The wrapped backend shuts down itself."""
         if os.getpid() != self._pid:
             return
         with self._changed:
@@ -202,7 +202,7 @@ class FaultBackend(PassThroughBackend):
                 self._changed.notify_all()
 
     def _answer_late(self, held: _Held) -> None:
-        """The device comes back to what hung; whoever gave it up in the meantime must not have freed the buffer."""
+        """The device completes the hung request; its buffer must not have been freed meanwhile."""
         with self._changed:
             waited_for = held in self._hung
             if waited_for:
@@ -300,7 +300,7 @@ class _Flip:
         wait_for_device(buffer)
 
     def then(self, finish: Callable[[], None] | None) -> Callable[[], None]:
-        """Flips the bit of what was read, before anybody looks at it."""
+        """Flips a bit of the data read, before it is used."""
 
         def flip_and_finish() -> None:
             self._apply(self._buffer)
@@ -323,7 +323,7 @@ def _half_nbytes(ticket: Ticket) -> int:
 
 
 def _short(ticket: Ticket, n_moved: int | None = None) -> StorageError:
-    """What a backend says of a transfer that stopped half-way."""
+    """The error of a transfer that stopped half-way."""
     n_moved = _half_nbytes(ticket) if n_moved is None else n_moved
     operation, path, offset, nbytes = ticket.operation, ticket.path, ticket.offset, ticket.nbytes
     if operation is Operation.WRITE:

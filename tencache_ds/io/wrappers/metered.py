@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a path gives: bytes over the time in which it had something to do, from the traffic of training itself.
+"""The bandwidth of a path: bytes over the time in which it was busy, from the training traffic itself.
 
 Both directions count together, because an update reads and writes each extent about once, at the same time.
 """
@@ -52,7 +52,7 @@ class BandwidthMeter:
                 self._busy_ns += self._clock_ns() - self._t_busy_since_ns
 
     def end_interval(self) -> None:
-        """Takes what was seen since the last call into account. Without any traffic the old figure stays."""
+        """Accounts for the traffic since the last call. Without any traffic the old figure stays."""
         with self._lock:
             if self._n_running:
                 now_ns = self._clock_ns()
@@ -72,7 +72,7 @@ class BandwidthMeter:
 
 
 class MeteredBackend(PassThroughBackend):
-    """Tells ``meter`` about every request. Owns nothing: the wrapped backend is closed by whoever opened it."""
+    """Tells ``meter`` about every request. Owns nothing: the wrapped backend is closed by its opener."""
 
     def __init__(self, inner: StorageBackend, meter: BandwidthMeter) -> None:
         super().__init__(inner)

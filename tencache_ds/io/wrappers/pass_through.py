@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What wrappers share: the whole protocol, passed on."""
+"""Base class of wrappers: the whole protocol, passed through."""
 
 from __future__ import annotations
 

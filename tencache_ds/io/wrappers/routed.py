@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One NVMe path, several ways to it: host memory by one backend, GPU memory by another for each who reads into it."""
+"""One NVMe path with several backends: one for host memory, and one per reader for GPU memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tencache_ds.io.wrappers.pass_through import PassThroughBackend, Submission
 
 
 class RoutedBackend(PassThroughBackend):
-    """Passes each request to the backend for the memory that its buffer is in. Which requests of an extent may run at
-    the same time is the extent store's business, whatever backends move them.
+    """Passes each request to the backend for the memory that its buffer is in. The extent store decides which requests
+    of an extent may run concurrently, regardless of their backends.
 
     Args:
         host: for host memory; owned, closed by :meth:`close`.
@@ -59,7 +59,7 @@ class RoutedBackend(PassThroughBackend):
             device.forget(path)
 
     def close(self) -> None:
-        """Closes all, whatever the first raises; see :meth:`tencache_ds.io.StorageBackend.close`."""
+        """Closes all, even if one raises; see :meth:`tencache_ds.io.StorageBackend.close`."""
         with contextlib.ExitStack() as stack:
             stack.callback(super().close)
             for device, _ in self._devices:
