@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is placed, where it can be, and how much of a place is in use."""
+"""The items to place, the places, and the memory in use there."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Place(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuUsage:
-    """What a GPU's memory is used for.
+    """Usage of a GPU's memory.
 
     Attributes:
         free_nbytes: what no process uses, as far as this one may use it.
         cached_nbytes: what torch's allocator keeps for later, and no tensor uses.
-        allocated_nbytes: what tensors of this process use.
+        allocated_nbytes: memory used by tensors of this process.
         peak_nbytes: the most that they have used since recording began.
-        n_flushes: how often torch's allocator had to give back everything it kept before it found memory.
+        n_flushes: how often torch's allocator had to free its whole cache before it found memory.
     """
 
     free_nbytes: int
@@ -40,5 +40,5 @@ class GpuUsage:
 
     @property
     def transient_nbytes(self) -> int:
-        """What the recorded step needed at its peak beside what stays: activations and gradients."""
+        """Memory that the recorded step needed at its peak beyond the permanent part: activations and gradients."""
         return self.peak_nbytes - self.allocated_nbytes

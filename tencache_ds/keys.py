@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names a user writes in a DeepSpeed config or in the environment.
 
-This module imports nothing: the parse of every DeepSpeed config needs these names, also in programs that do not ask for
+This module imports nothing: the parse of every DeepSpeed config needs these names, also in programs that do not use
 TenCache, which must not depend on anything else of it.
 """
 

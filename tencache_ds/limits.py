@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of a process on threads, files and memory: what each is now, and how a user raises it. Any thread."""
+"""Limits of a process on threads, files and memory: their current values, and how a user raises them. Any thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def limit(which: int) -> str:
 
 
 def remedy(number: int | None) -> str:
-    """What helps against an errno that a limit of the process stands behind, as the end of a sentence; else nothing."""
+    """The remedy for an errno caused by a limit of the process, as the end of a sentence; else an empty string."""
     if number == errno.EMFILE:
         return f": too many files are open in this process; raise the limit with `ulimit -n` (now {_files()})"
     if number == errno.ENFILE:
@@ -36,7 +36,7 @@ def start_threads(threads: Sequence[threading.Thread], purpose: str) -> None:
 
     Args:
         threads: not started yet. Those that could be are left running: the caller ends them.
-        purpose: what they are for, in the plural.
+        purpose: their purpose, in the plural.
 
     Raises:
         ProcessLimitError: one could not be started.
@@ -52,8 +52,8 @@ def too_few_threads(started: str, error: Exception) -> ProcessLimitError:
     """The error of a thread that could not be started.
 
     Args:
-        started: how many could be, of how many, and what they are for.
-        error: what was raised.
+        started: the number started, the total and their purpose.
+        error: the exception raised.
     """
     limits = f"`ulimit -u` (now {limit(resource.RLIMIT_NPROC)})"
     if limit(resource.RLIMIT_AS) != "unlimited":

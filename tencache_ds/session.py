@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs to one DeepSpeed engine, from ``deepspeed.initialize`` to its ``destroy()``: the optimizer's state,
+"""The components of one DeepSpeed engine, from ``deepspeed.initialize`` to its ``destroy()``: optimizer state,
 gradients, staging memory and counters.
 
 [Note: who owns what] Weights belong to their model. Their store, lanes, scratch folder and resident memory (a
 :class:`~tencache_ds.engine.TenCacheEngine`) live until the model is dropped, so that it can be read, saved and given to
 DeepSpeed again after ``destroy()``. A session claims the engines of its model's weights: it stages them, counts for
 them, and keeps its optimizer's state on the same lanes, where both kinds of requests have one order of urgency. When it
-ends, all memory that it pinned goes; resident weights stay registered, as the next session needs them so, and to
-register is what costs (about 0.5 s per GB).
+ends, all memory that it pinned is released; resident weights stay registered, because the next session needs that and
+registration is expensive (about 0.5 s per GB).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ memory does."""
 
 
 class Session:
-    """Everything TenCache holds for one DeepSpeed engine. Built and closed by the training thread; a model that is
-    dropped closes it from a thread of its own.
+    """Everything TenCache holds for one DeepSpeed engine. Built and closed by the training thread; a dropped model
+    closes it from a separate thread.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Session:
             surroundings: of the DeepSpeed engine.
             engines: of the model's weights, one per ``zero.Init`` context; at least one. Those that another session
                 has claimed are used, staged and counted by that one.
-            owns: there are no weights: the one engine is for the optimizer's state, and ends with the session.
+            owns: there are no weights: the only engine is for the optimizer state, and ends with the session.
         """
         self.options = options
         self.surroundings = surroundings
@@ -132,8 +132,8 @@ class Session:
         by_chunks: bool,
         gpu_nbytes: int = 0,
     ) -> tuple[list[SubGroupSpec], list[int]]:
-        """Decides where the optimizer's state lives at the start: of ``host_memory``, what weights and gradients leave,
-        then NVMe; in GPU memory what fits into neither.
+        """Decides the initial places of optimizer state: the rest of ``host_memory`` after weights and gradients, then
+        NVMe; GPU memory for state that fits into neither.
 
         Args:
             numels: elements of each sub-group.
@@ -181,16 +181,15 @@ class Session:
         self._engines[0].reserve_host_memory(nbytes)
 
     def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
-        """What weights and gradients take in GPU memory now, for :meth:`stats`."""
+        """GPU memory taken by weights and gradients now, for :meth:`stats`."""
         self._gpu_weight_nbytes, self._gpu_gradient_nbytes = weight_nbytes, gradient_nbytes
 
     def note_placement(self, placement: str, predicted_seconds: float | None) -> None:
-        """What was decided last about the places of everything, and how long a step should take since then, for
-        :meth:`stats`."""
+        """The latest placement decision, and the predicted step time since then, for :meth:`stats`."""
         self._placement, self._predicted_seconds = placement, predicted_seconds
 
     def check_optimizer_space(self, needed_nbytes: int) -> None:
-        """Compares what optimizer state needs on NVMe with what is free, for all ranks of this host together.
+        """Compares the NVMe space that optimizer state needs with the free space, for all ranks of this host together.
 
         Raises:
             SpaceError: too little space; says how much is missing.
@@ -223,7 +222,7 @@ class Session:
             device: where device memory comes from, for chunks that live there.
 
         Raises:
-            MemoryLimitError: there is no such device memory.
+            MemoryLimitError: not enough device memory.
             SpaceError: too little space; says how much is missing.
         """
         if self.surroundings.optimizer_paths and needed_nbytes:
@@ -246,7 +245,7 @@ class Session:
 
         Raises:
             ConfigError: ``staging_memory`` is too small for it.
-            StorageError: there is no room, or the folder cannot be used.
+            StorageError: not enough space, or the folder cannot be used.
         """
         if not self.surroundings.optimizer_paths or self.optimizer_state is None:
             return False
@@ -266,7 +265,7 @@ class Session:
         self._pools.append(self._chunk_pool)
 
     def watch_host_memory(self, moves: StateMoves) -> HostHomes | None:
-        """What moves optimizer state to NVMe when host memory runs out; None where it has nowhere to go."""
+        """Moves optimizer state to NVMe when host memory runs out; None if there is no place for it."""
         if not self.surroundings.optimizer_paths:
             return None
         watch = HostWatch(memory_nbytes(), self.surroundings.local_ranks)
@@ -328,7 +327,7 @@ class Session:
     # Reporting
 
     def stats(self) -> Stats:
-        """Snapshot of the counters and of what is held now."""
+        """Snapshot of the counters and of the memory held now."""
         arenas = [arena for arena in (self._gradient_arena, self._staging_arena, self._late_arena) if arena is not None]
         pools = [pool.stats() for pool in self._pools if pool is not self._gpu_staging.pool]
         weights = [engine.weights for engine in self._engines]
@@ -363,7 +362,7 @@ class Session:
         )
 
     def describe(self) -> str:
-        """One line: what lives where and how it moves."""
+        """One line: the places of everything and the way it moves."""
         stats = self.stats()
         parts = [f"weights in RAM {gib(stats.resident_weight_nbytes)}"]
         if self.optimizer_state is not None:
@@ -384,8 +383,8 @@ class Session:
         return "; ".join(parts)
 
     def step_done(self, update_ns: int) -> StepRecord:
-        """Closes an optimizer step that spent ``update_ns`` in the update, and weighs the NVMe paths by what they gave
-        in it."""
+        """Closes an optimizer step that spent ``update_ns`` in the update, and reweights the NVMe paths by their
+        measured bandwidth."""
         for nvme in self._all_nvme:
             nvme.reweigh()
         return self.counters.step_done(update_ns)
@@ -407,7 +406,7 @@ class Session:
         self._keeps_memory = True
 
     def close(self) -> None:
-        """Waits for I/O in flight, frees this engine's memory and storage and gives the weights back to their model.
+        """Waits for I/O in flight, frees this engine's memory and storage and returns the weights to their model.
         Idempotent; a forked child leaves all of that to its parent."""
         if os.getpid() != self._pid:  # before any lock
             return
@@ -438,8 +437,8 @@ class Session:
                     stack.callback(self._fused_adam.close)
 
     def _close_pool(self, pool: BufferPool) -> None:
-        """Closes a pool. Where buffers do not come back in time, the transfer that has them says more than who they are
-        lent to."""
+        """Closes a pool. If buffers do not return in time, the transfer that holds them is more informative than the
+        lessee."""
         timeout_s = self.options.io_timeout_s
         try:
             pool.close(timeout_s=timeout_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which known word a misspelt one was meant to be. Needs the standard library only."""
+"""The known word that a misspelt one was meant to be. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ CUTOFF = 0.8
 
 
 def closest(word: object, known: Iterable[str], cutoff: float = CUTOFF) -> str | None:
-    """The known word that ``word`` comes closest to, whatever its case and separators; None when none is close.
+    """The known word closest to ``word``, ignoring case and separators; None if none is close.
 
     Args:
-        word: what was written; anything but a string is close to nothing.
+        word: the given word; values other than strings are close to nothing.
         known: words in lower case, with underscores.
         cutoff: smallest ratio of equal characters, from 0 to 1.
     """

@@ -53,8 +53,8 @@ class StateMoves:
         """Gives the chunks of some sub-groups other places. Between two passes over the state.
 
         Raises:
-            MemoryLimitError: there is no such memory.
-            SpaceError, StorageError: there is no room on NVMe, or a transfer failed.
+            MemoryLimitError: not enough memory.
+            SpaceError, StorageError: not enough space on NVMe, or a transfer failed.
         """
         before = self.tier.resident_nbytes
         try:
@@ -68,7 +68,7 @@ class StateMoves:
         """Chunks that are on NVMe come to host memory, spread evenly over the step.
 
         Args:
-            nbytes: so many at most.
+            nbytes: upper limit.
 
         Returns:
             How many did.
@@ -79,7 +79,7 @@ class StateMoves:
         """Chunks that are in host memory go to NVMe, as evenly.
 
         Args:
-            nbytes: so many at least, as far as there are.
+            nbytes: lower limit, as far as available.
 
         Returns:
             How many did: 0 where state may not go there.

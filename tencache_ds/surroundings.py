@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine is told of the process and the machine it runs on."""
+"""The environment of an engine: its process and machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AioSettings:
-    """What DeepSpeed's ``aio`` section says."""
+    """The values of DeepSpeed's ``aio`` section."""
 
     block_nbytes: int
     queue_depth: int
@@ -18,7 +18,7 @@ class AioSettings:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What an engine needs to know about the process it runs in.
+    """Properties of the process that an engine runs in.
 
     Attributes:
         rank: global rank.

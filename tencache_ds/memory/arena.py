@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where a rank gets host memory from: exact, page-aligned, under one limit, accounted by purpose."""
+"""The only source of a rank's host memory: exact, page-aligned, under one limit, accounted by purpose."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class _Block:
 class HostArena:
     """Exactly sized, page-aligned host memory of one rank, under one limit.
 
-    Memory is given back by :meth:`free` or :meth:`close`, never by garbage collection: a copy or a disk request that is
-    still in flight holds no reference that Python could see. Only :meth:`disown` leaves it to those who look at it.
+    Memory is released by :meth:`free` or :meth:`close`, never by garbage collection: a copy or a disk request in flight
+    holds no reference visible to Python. Only :meth:`disown` leaves it to the remaining references.
 
     Every method may be called from any thread; with ``Locking.CUDA`` the caller's current device is the one that the
     memory is registered with. In a forked child the arena is inert: it gives out nothing, and :meth:`free` and
@@ -58,7 +58,7 @@ class HostArena:
 
     Args:
         limit_nbytes: largest number of bytes in use at a time; None for no limit.
-        locking: what is done to the pages.
+        locking: how the pages are locked.
         inherited: whether children made by ``fork`` get a copy of plain pages; those of I/O buffers must not be, and
             locked ones never are. See [Note: children] in :mod:`~tencache_ds.memory.pages`.
         poison: for tests: fill new memory with :data:`POISON_BYTE`, and on :meth:`free` fill it again and keep it
@@ -191,8 +191,8 @@ class HostArena:
     def keep(self, tensor: torch.Tensor, owner: str) -> None:
         """Leak what :meth:`allocate` returned, on purpose: :meth:`close` leaves it mapped. Says so in the log, once.
 
-        For memory of a request that a device has not answered: an answer that comes late must not land in memory that
-        is somebody else's by then. :meth:`free` still takes it back, should the request end after all.
+        For memory of a request that a device has not answered: a late transfer must not land in memory that has been
+        reused. :meth:`free` still releases it, should the request end after all.
 
         Args:
             tensor: the block.
@@ -233,10 +233,11 @@ class HostArena:
         self._end(self._locker.unlock)
 
     def disown(self) -> None:
-        """Unregister everything; the pages of each block go with the last tensor that looks at them. Idempotent.
+        """Unregister everything; the pages of each block are freed with the last tensor that refers to them.
+        Idempotent.
 
-        For memory that users may have got to see: a tensor of it stays what it is for as long as somebody holds it. The
-        caller makes sure that no device still reads or writes it. Later allocations raise.
+        For memory that may have been exposed to users: a tensor in it stays valid as long as it is referenced. The
+        caller ensures that no device still reads or writes it. Later allocations raise.
 
         Raises:
             LockedMemoryError: the driver refused some of it (the first refusal, after all blocks were tried).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of the compute device for staging: what GPUDirect Storage reads into."""
+"""Memory of the compute device for staging: the target of GPUDirect Storage reads."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _kept: list[torch.Tensor] = []
 class DeviceArena:
     """Page-aligned memory of one device from torch's allocator. Any thread may call.
 
-    [Note: quiet device memory] Storage writes to device memory behind the back of every stream. So memory is *quiet*
-    when it is handed to a request: no kernel or copy that touches it is pending on any stream. Three rules see to it.
-    What this arena hands out is quiet, though torch's allocator may have taken it from a tensor with work in flight. A
-    lease is given back with :meth:`~tencache_ds.memory.lease.Lease.release_after`, an event recorded after its last
-    reader, and its slot is lent again only when that event is done. And a pool that poisons its slots waits for the
-    fill. The other way round nothing is needed: a request is done when its bytes are there for every stream.
+    [Note: quiet device memory] Storage writes to device memory behind the back of every stream. So memory must be
+    *quiet* when it is passed to a request: no kernel or copy that touches it is pending on any stream. Three rules
+    ensure this. Memory from this arena is quiet, although torch's allocator may have taken it from a tensor with work
+    in flight. A lease is released with :meth:`~tencache_ds.memory.lease.Lease.release_after`, an event recorded after
+    its last reader, and its slot is leased again only when that event has completed. And a pool that poisons its slots
+    waits for the fill. The opposite direction needs no rule: when a request is done, its bytes are visible to every
+    stream.
 
     Args:
         device: where; on a CPU it is ordinary memory.
@@ -78,7 +79,7 @@ class DeviceArena:
                 raise ValueError("this tensor is not memory of the arena: it was freed before, or is a view of a block")
 
     def keep(self, tensor: torch.Tensor, owner: str) -> None:
-        """Never gives memory back to torch's allocator, until the process ends. Says so in the log.
+        """Keeps memory from torch's allocator until the process ends. Says so in the log.
 
         Args:
             tensor: the block.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of the compute device for what lives there between two uses, from torch's allocator."""
+"""Memory of the compute device for items that reside there between two uses, from torch's allocator."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class DeviceMemory(Protocol):
     def device(self) -> torch.device: ...
 
     def record(self) -> None:
-        """From now on the peak of what tensors use is recorded."""
+        """Starts recording the peak memory of tensors."""
 
     def usage(self) -> GpuUsage:
-        """What it is used for now, and was since :meth:`record`. Quick: some ten microseconds."""
+        """Its usage now, and since :meth:`record`. Quick: some ten microseconds."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A 1-D uint8 tensor. Memory goes back with its last view.
 
         Raises:
-            MemoryLimitError: there is no such memory.
+            MemoryLimitError: not enough memory.
         """
 
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -47,10 +47,10 @@ class DeviceMemory(Protocol):
         """Bytes per second from pinned host memory, measured now: some milliseconds."""
 
     def synchronize(self) -> None:
-        """Waits for everything that was issued to the device."""
+        """Waits for all work issued to the device."""
 
     def trim(self) -> None:
-        """Gives back to the device what torch's allocator keeps and nobody uses."""
+        """Releases unused memory in the cache of torch's allocator to the device."""
 
 
 class CudaMemory:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handle on a slot of the pool, and the three ways to give it back."""
+"""The handle on a slot of the pool, and the three ways to release it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tencache_ds.errors import TenCacheError
 
 
 class LeaseError(TenCacheError, RuntimeError):
-    """A lease was used after it was given back, or a pool after it was closed."""
+    """A lease was used after it was released, or a pool after it was closed."""
 
 
 class LeaseState(enum.Enum):
@@ -26,9 +26,9 @@ class LeaseState(enum.Enum):
     RETURNING = "returning"
     """The owner is done; a GPU copy or an I/O request still reads or writes it."""
     RETURNED = "returned"
-    """Nobody of this lease touches it: it is free, or leased to somebody else."""
+    """This lease no longer owns the slot: it is free, or leased again."""
     LOST = "lost"
-    """Its request was given up, and the device may still answer: nobody gets the slot again."""
+    """Its request was given up, and the device may still write to it: the slot is never leased again."""
 
 
 class Event(Protocol):
@@ -46,7 +46,7 @@ class Completion(Protocol):
 
     @property
     def given_up(self) -> bool:
-        """Whether it is over only because nobody waits any more: a device may still read or write the buffer."""
+        """Whether it ended only because it was given up: a device may still read or write the buffer."""
 
     def add_done_callback(self, fn: Callable[[Any], None], /) -> None:
         """Call ``fn(self)`` once, in any thread, when the request is over; at once if it is over already."""
@@ -68,7 +68,7 @@ class Slot:
 
 
 class Returns(Protocol):
-    """The pool's side of a lease: what happens when it is given back."""
+    """The pool's side of a lease: the callbacks of its release."""
 
     def begin_return(self, lease: Lease, event: Event | None) -> None:
         """HELD → RETURNING; with an event, the slot comes back when the event is done."""
@@ -80,22 +80,22 @@ class Returns(Protocol):
         """RETURNING → LOST: the device may touch the slot at any time."""
 
     def cancel_return(self, lease: Lease) -> None:
-        """RETURNING → HELD: what the slot should have waited for could not be waited for."""
+        """RETURNING → HELD: the wait before the return of the slot failed."""
 
 
 class Lease:
     """The only handle on a slot of a :class:`~tencache_ds.memory.pool.BufferPool`.
 
-    It is given back exactly once, by :meth:`release`, :meth:`release_after` or :meth:`release_with`, or by leaving its
-    ``with`` block (now, unless one of the three was called inside). What has been given back cannot be touched through
-    the lease any more; a tensor taken from it earlier must not be either.
+    It is released exactly once, by :meth:`release`, :meth:`release_after` or :meth:`release_with`, or by leaving its
+    ``with`` block (now, unless one of the three was called inside). A released slot is no longer accessible through the
+    lease; tensors taken from it earlier must not be used either.
 
     A lease may be passed between threads; one thread at a time uses it.
 
     Attributes:
-        nbytes: bytes asked for.
+        nbytes: bytes requested.
         owner: whose bytes these are (a weight's or chunk's name).
-        purpose: what they are for.
+        purpose: their purpose.
         t_lease_ns: ``time.monotonic_ns()`` when it was handed out.
     """
 
@@ -133,7 +133,7 @@ class Lease:
         """The memory: uint8, shape ``[nbytes rounded up to 4096]``, page aligned, all of it private to the lease.
 
         Raises:
-            LeaseError: the lease was given back.
+            LeaseError: the lease was released.
         """
         self.require_held("its buffer was requested")
         return self._buffer
@@ -142,7 +142,7 @@ class Lease:
         """Return the first ``numel`` elements of the buffer as ``dtype``, shape ``[numel]``, without a copy.
 
         Raises:
-            LeaseError: the lease was given back.
+            LeaseError: the lease was released.
             ValueError: the buffer is too small, or ``numel`` is negative.
         """
         self.require_held("a view was requested")
@@ -158,7 +158,7 @@ class Lease:
         """Give the slot back now: nothing reads or writes it any more.
 
         Raises:
-            LeaseError: it was given back before.
+            LeaseError: it was released before.
         """
         self._pool.begin_return(self, None)
         self._pool.finish_return(self)
@@ -166,23 +166,23 @@ class Lease:
     def release_after(self, event: Event) -> None:
         """Give the slot back when ``event`` is done (a CUDA event recorded after the last copy from or to the buffer).
 
-        The pool looks at the event when somebody needs a slot; nothing blocks here. The event must not be recorded
-        again before the slot has come back.
+        The pool queries the event when a slot is needed; nothing blocks here. The event must not be recorded again
+        before the slot has returned.
 
         Raises:
-            LeaseError: it was given back before.
+            LeaseError: it was released before.
         """
         self._pool.begin_return(self, event)
 
     def release_with(self, ticket: Completion) -> None:
-        """Give the slot back when the I/O request behind ``ticket`` is over, failed or not, in whatever thread ends it.
+        """Release the slot when the I/O request of ``ticket`` is over, failed or not, in the thread that ends it.
 
-        If the request is given up, the slot does not come back, and the pool's memory is never freed.
+        If the request is given up, the slot never returns, and the pool's memory is never freed.
 
         Do not hold a lock here that the thread ending the request takes.
 
         Raises:
-            LeaseError: it was given back before.
+            LeaseError: it was released before.
         """
         self._pool.begin_return(self, None)
         try:

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Page-aligned host memory from the operating system: plain, registered with CUDA, or locked by DeepSpeed.
 
-[Note: exact and really freed] torch's pinned allocator rounds blocks up to powers of two and keeps freed ones; a
-Python ``mmap`` object cannot be unmapped while a tensor points into it. So pages come straight from ``mmap(2)`` and go
-straight back with ``munmap(2)``: the resident size falls at once, and **touching a tensor after its pages were given
-back is a segmentation fault**, as in C. Only :class:`~tencache_ds.memory.arena.HostArena` calls this module.
+[Note: exact and really freed] torch's pinned allocator rounds blocks up to powers of two and keeps freed ones; a Python
+``mmap`` object cannot be unmapped while a tensor points into it. So pages come directly from ``mmap(2)`` and are
+released directly with ``munmap(2)``: the resident size falls at once, and **touching a tensor after its pages were
+released is a segmentation fault**, as in C. Only :class:`~tencache_ds.memory.arena.HostArena` calls this module.
 
 [Note: children] ``fork`` (a data loader's workers, in every epoch) gives the child a copy of all private memory, lazily
-where it can. For these pages that is costly or wrong, so most are kept from children with ``MADV_DONTFORK``; a child
+where it can. For these pages that is costly or wrong, so most are hidden from children with ``MADV_DONTFORK``; a child
 that touches them ends with a segmentation fault:
 
 - registered with CUDA: the driver has pinned them for DMA, and the kernel copies pinned pages at once, in the fork: 4.6
-  s and 8.4 GB for each worker with 8 GiB registered. Memory that CUDA allocates, as stock does, is no child's either.
+  s and 8.4 GB for each worker with 8 GiB registered. Memory allocated by CUDA, as in stock, is not visible to children
+  either.
 - buffers of direct I/O, locked or not: while parent and child share a page, the first one to write gets a copy, and a
   request in flight reads or fills the other's ("O_DIRECT I/Os should never be run concurrently with the fork(2) system
   call, if the memory buffer is a private mapping", open(2)). And each write of the parent would fault and copy for as
-  long as the workers live. Nobody but this process knows these buffers.
+  long as the workers live. Only this process uses these buffers.
 - resident weights and gradients in plain pages stay with children: on the CPU accelerator they are the model's own
   tensors, which a worker may read, as in stock.
 """
@@ -48,7 +49,7 @@ _CUDA_ERROR_UNLOADING = 4  # cudaErrorCudartUnloading: the driver shut down firs
 
 
 class Locking(enum.Enum):
-    """What is done to host pages so that a device or the kernel can reach them without a copy."""
+    """How host pages are locked so that a device or the kernel can access them without a copy."""
 
     NONE = "none"
     """Plain pages, resident once touched; children made by ``fork`` get them if their owner wants it."""
@@ -61,7 +62,7 @@ class Locking(enum.Enum):
 
 
 class PageLocker(Protocol):
-    """One way to get pages and give them back. Methods may be called from any thread."""
+    """One way to get and release pages. Methods may be called from any thread."""
 
     name: str
 
@@ -81,7 +82,7 @@ class PageLocker(Protocol):
         """
 
     def disown(self, tensor: torch.Tensor) -> None:
-        """End the locking of what :meth:`lock` returned; the pages go back with the last tensor that looks at them.
+        """Unlock the memory that :meth:`lock` returned; the pages are freed with the last tensor that refers to them.
 
         Raises:
             LockedMemoryError: the driver refused; the pages then stay mapped.
@@ -93,12 +94,12 @@ def open_page_locker(locking: Locking, *, inherited: bool = False) -> PageLocker
     """Return the :class:`PageLocker` of ``locking``.
 
     Args:
-        locking: what is done to the pages.
+        locking: how the pages are locked.
         inherited: whether plain pages are copied to children; see [Note: children].
 
     Raises:
-        LockedMemoryError: CUDA was asked for where there is no CUDA device.
-        ConfigError: MLOCK was asked for and DeepSpeed's pin_memory op cannot be loaded.
+        LockedMemoryError: CUDA was requested without a CUDA device.
+        ConfigError: MLOCK was requested and DeepSpeed's pin_memory op cannot be loaded.
     """
     match locking:
         case Locking.NONE:
@@ -219,7 +220,7 @@ class DeepSpeedPages:
             _libc().malloc_trim(0)
 
     def disown(self, tensor: torch.Tensor) -> None:
-        """See :meth:`PageLocker.disown`: the pin manager frees what it is told to, whoever looks at it."""
+        """See :meth:`PageLocker.disown`: the pin manager frees memory on request, regardless of references."""
         raise NotImplementedError("memory of DeepSpeed's pin manager cannot be freed with its last tensor")
 
 

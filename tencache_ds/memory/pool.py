@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pool of page-aligned slots in a few size classes, lent out as leases.
 
-[Note: pool locks] Leases are taken by training and autograd threads and given back by those and by I/O threads. There
-is one lock per pool. Lock order: a caller's locks, then a ticket's lock, then the pool's lock, then nothing. Under the
+[Note: pool locks] Leases are taken by training and autograd threads and released by those and by I/O threads. There is
+one lock per pool. Lock order: a caller's locks, then a ticket's lock, then the pool's lock, then nothing. Under the
 pool's lock only ``event.query()`` is called; never a ticket, the arena, ``event.synchronize()`` or a memory fill.
 
-[Note: hand-over] A slot that comes back is given to a waiter before it can be free, so a free slot means that no waiter
-could use it, and nobody overtakes a waiter. Urgent waiters come first, then waiters of the slot's own class, then those
-of smaller classes, each in the order they came.
+[Note: hand-over] A returned slot is handed to a waiter before it can become free, so a free slot means that no waiter
+could use it, and waiters are never overtaken. Urgent waiters come first, then waiters of the slot's own class, then
+those of smaller classes, each in the order they came.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Arena(Protocol):
 
 
 class _Waiter:
-    """A thread in :meth:`BufferPool.lease`; ``lease`` is set by whoever hands it a slot."""
+    """A thread in :meth:`BufferPool.lease`; ``lease`` is set when a slot is handed over."""
 
     __slots__ = ("changed", "home", "lease", "nbytes", "owner", "purpose", "urgent")
 
@@ -207,7 +207,7 @@ class BufferPool:
             )
 
     def drain(self, *, timeout_s: float = 600.0) -> None:
-        """Wait until every lease that was given back has come back. Held leases are not waited for.
+        """Wait until the slot of every released lease has returned. Held leases are not waited for.
 
         Raises:
             PoolTimeout: an I/O request did not end in time.
@@ -235,7 +235,7 @@ class BufferPool:
                 raise PoolBusyError(f"pool {self.name!r} should be idle", self._holders(0))
 
     def close(self, *, timeout_s: float = 600.0) -> None:
-        """Refuse new leases, wake those who wait, wait for what is coming back and free the memory. Idempotent.
+        """Refuse new leases, wake waiters, wait for returning slots and free the memory. Idempotent.
 
         Memory that a device may still touch is leaked on purpose: it stays mapped when the arena is closed, too.
 
@@ -319,7 +319,7 @@ class BufferPool:
         return next((free.pop() for free in self._free[home:] if free), None)
 
     def _lend(self, slot: Slot, nbytes: int, owner: str, purpose: str) -> Lease:
-        """Make a lease on a slot that is in nobody's hands; locked."""
+        """Make a lease on an unowned slot; locked."""
         lease = Lease(self, slot, slot.tensor[: round_up(nbytes)], nbytes, owner, purpose)
         self._live[lease] = None
         self._n_leases += 1
@@ -364,7 +364,7 @@ class BufferPool:
             self._settled.notify_all()
 
     def _await_slot(self, waiter: _Waiter, timeout_s: float) -> Lease:
-        """Wait until somebody hands ``waiter`` a slot, which may be this very thread by looking after events."""
+        """Wait until ``waiter`` is handed a slot, possibly by this thread itself when it polls events."""
         deadline_s = time.monotonic() + timeout_s
         pause_s = _POLL_MIN_S
         while True:
@@ -411,7 +411,7 @@ class BufferPool:
         ]
 
     def _owners(self, leases: Sequence[Lease]) -> str:
-        """Whose bytes a device may still touch, "" for nobody's."""
+        """Owners of the bytes that a device may still access, "" for none."""
         if not leases:
             return ""
         first = f"pool {self.name!r}: {leases[0].owner} ({leases[0].purpose}, {leases[0].nbytes} bytes)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pool says about itself: its figures, and the errors that name who has its slots."""
+"""Pool statistics, and errors that name the holders."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ClassStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """A consistent look at a pool.
+    """A consistent snapshot of a pool.
 
     Attributes:
         nbytes_total: bytes of all slots.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one TenCache engine counts, in a fixed vocabulary.
+"""The counters of a TenCache engine, in a fixed vocabulary.
 
 ``Counters`` is written to by training threads, autograd threads and I/O lanes; ``Stats`` is the frozen snapshot that a
 user gets from ``tencache_ds.stats(engine)``.
@@ -45,7 +45,7 @@ class Stall(enum.StrEnum):
 
 
 class Access(enum.StrEnum):
-    """Where a weight was when the training asked for it."""
+    """The place of a weight when training requested it."""
 
     RESIDENT = "resident"
     """In host memory for good."""
@@ -57,7 +57,7 @@ class Access(enum.StrEnum):
     """Read ahead, but the read was still going on."""
 
     DEMAND = "demand"
-    """Not asked for before: read while the training waited."""
+    """Not requested before: read while the training waited."""
 
 
 class Event(enum.StrEnum):
@@ -116,9 +116,9 @@ class Stats:
         gpu_weight_nbytes: weights kept in GPU memory.
         gpu_gradient_nbytes: gradients accumulated in GPU memory.
         gpu_state_nbytes: optimizer state kept, and updated, in GPU memory.
-        placement: what was decided last about GPU memory, and why; "" before.
-        predicted_seconds: what a step should take since then; None where it is not known.
-        healed_reads: reads that differed from what was written and were right the second time: a disk to watch.
+        placement: the latest decision about GPU memory, and its reason; "" before.
+        predicted_seconds: predicted step time since then; None if unknown.
+        healed_reads: reads that differed from the written data and were correct when repeated: a disk to watch.
         relocated_extents: how often a weight or chunk changed its NVMe path, for the paths' rates had changed.
         io_backend: name of the I/O backend in use, or "" when nothing is stored.
         paths: figures of each NVMe path.
@@ -211,7 +211,7 @@ class Counters:
                 self._tally.stall_ns[cause.value] += time.perf_counter_ns() - t_start_ns
 
     def add(self, others: Counters) -> None:
-        """Counts what others have counted, of which nobody counts any more, as part of the step under way."""
+        """Adds the counts of another, finished counter to the current step."""
         with others._lock, self._lock:
             self._tally.add(others._tally)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told about each NVMe path: its traffic, what is stored there, and what was lost when it failed."""
+"""Per-path statistics: traffic, contents, and the data lost when a path failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What one kind of state has on one path.
+    """The data of one kind of state on one path.
 
     Attributes:
         kind: ``"weights"`` or ``"optimizer"``.
@@ -33,9 +33,9 @@ class PathStats:
         nbytes_written: written so far.
         read_seconds: time with a read going on.
         write_seconds: time with a write going on.
-        bytes_per_s: both directions over the time with anything to do, in the last few steps: what decides how much is
-            stored here. None while unknown, and where there is one path only.
-        contents: what is stored here now.
+        bytes_per_s: both directions over the busy time, in the last few steps; decides the share of data stored here.
+            None while unknown, and if there is only one path.
+        contents: data stored here now.
     """
 
     path: str
@@ -49,12 +49,12 @@ class PathStats:
 
     @property
     def read_bytes_per_s(self) -> float | None:
-        """What reads reached so far; None before the first."""
+        """Bandwidth of reads so far; None before the first."""
         return self.nbytes_read / self.read_seconds if self.read_seconds else None
 
     @property
     def write_bytes_per_s(self) -> float | None:
-        """What writes reached so far; None before the first."""
+        """Bandwidth of writes so far; None before the first."""
         return self.nbytes_written / self.write_seconds if self.write_seconds else None
 
     @property

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was observed: the recorded order of accesses, and what the machine and its storage are and can do."""
+"""Measurements: the recorded order of accesses, and the properties and speed of the machine and its storage."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorded step: in which order items (weights) are asked for.
+"""The recorded step: the order of accesses to items (weights).
 
-A forward and backward pass ask for the same items in the same order each time, until they do not (a layer skipped at
-random). A forward alone, in evaluation or generation, is a cycle of another kind. :class:`AccessTrace` follows the pass
-through the last recorded cycle of its kind, says what comes next, and finds its place again after a divergence. It is
-pure bookkeeping: items are hashable values, nothing moves.
+Forward and backward passes access the same items in the same order each time, except when they diverge (a layer skipped
+at random). A forward pass alone, in evaluation or generation, is a cycle of another kind. :class:`AccessTrace` follows
+the pass through the last recorded cycle of its kind, predicts the next accesses, and resynchronizes after a divergence.
+It is pure bookkeeping: items are hashable values, nothing moves.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class AccessTrace(Generic[Item]):
         return self._start + len(self._order)
 
     def item_at(self, place: int) -> Item:
-        """What is predicted at a place; there has to be an order."""
+        """The prediction at a position; requires a recorded order."""
         return self._order[(place - self._start) % len(self._order)]
 
     def next_use(self, item: Item, *, skip: int = 0) -> int | None:
@@ -97,10 +97,10 @@ class AccessTrace(Generic[Item]):
         return len(self._held) != len(self._order) or self._held[(place - self._start) % len(self._order)]
 
     def begin_cycle(self, kind: Hashable = None) -> None:
-        """Marks the start of a pass (a forward): what was recorded since the last call becomes the predicted cycle of
+        """Marks the start of a pass (a forward): the accesses recorded since the last call become the predicted cycle of
         its kind, and the last one of the new kind is predicted.
 
-        A cycle shorter than the last of its kind and equal to its beginning (a forward that was not gone on with) does
+        A cycle shorter than the last of its kind and equal to its beginning (a forward pass that was abandoned) does
         not replace it.
 
         Args:
@@ -129,7 +129,7 @@ class AccessTrace(Generic[Item]):
         """Records an access; returns whether it was the predicted one.
 
         Args:
-            item: what is used.
+            item: the item accessed.
             held: whether it was still on the device from its use before.
         """
         self._recording.append(item)

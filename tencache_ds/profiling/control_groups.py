@@ -32,7 +32,7 @@ class Mount:
 
 
 def machine_identity(root: Path = Path("/")) -> str:
-    """What tells this machine from others: the boot id, which containers on one machine share, or else the host name.
+    """Identifier of this machine: the boot id, which containers on one machine share, or else the host name.
 
     Args:
         root: where ``/proc`` is looked for.
@@ -68,8 +68,8 @@ def own_groups(root: Path, controller: str) -> Iterator[tuple[Mount, str]]:
 def upwards(mount: Mount, group: str) -> Iterator[Path]:
     """The folders of a group and of its ancestors, up to the root of the mount.
 
-    A group outside of what is mounted cannot be looked at: ``/../x`` from a cgroup namespace, or the host's path where
-    a container sees a part of the hierarchy. The mounted root is then the nearest that is known.
+    A group outside the mounted hierarchy cannot be read: ``/../x`` from a cgroup namespace, or the host's path where a
+    container sees a part of the hierarchy. The mounted root is then the nearest known ancestor.
     """
     relative = os.path.relpath(_absolute(group), _absolute(mount.root))
     parts = [] if relative.split("/")[0] in (".", "..") else relative.split("/")
@@ -78,7 +78,7 @@ def upwards(mount: Mount, group: str) -> Iterator[Path]:
 
 
 def identity_of(folder: Path, machine: str) -> str | None:
-    """The same for all processes, in whatever container they look at a group; None where there is none.
+    """The same for all processes, in any container that sees the group; None if unavailable.
 
     Args:
         folder: of the group.
@@ -96,7 +96,7 @@ def _absolute(path: str) -> str:
 
 
 def number_in(file: Path) -> int | None:
-    """What a file holds if that is one number without a sign, else None."""
+    """The contents of a file if it is one unsigned number, else None."""
     text = text_of(file)
     return int(text) if text.isdigit() else None
 

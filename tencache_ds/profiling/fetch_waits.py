@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For which weights the compute device waits in a step, and how long."""
+"""The weights for which the compute device waits in a step, and how long."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CudaStreamClock:
 
 
 class HostClock:
-    """For a device that computes when it is told to."""
+    """For a synchronous device."""
 
     def mark(self) -> float:
         """See :meth:`StreamClock.mark`."""
@@ -53,7 +53,7 @@ class FetchWait:
 
     Attributes:
         fetches: how often it was fetched.
-        seconds: what the device stood still for it at most. What is done in Python for a fetch is in it.
+        seconds: upper bound of the device's idle time for it, including the Python time of a fetch.
     """
 
     fetches: int
@@ -73,7 +73,7 @@ class FetchRecorder:
         self._before = self._clock.mark()
 
     def after_fetch(self, fetched: Mapping[int, int]) -> None:
-        """What comes next needs them.
+        """The following work needs them.
 
         Args:
             fetched: of each weight that was not there, its bytes.

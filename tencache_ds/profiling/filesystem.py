@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kind of storage a folder is on: its file system, its block device, and what one real file does there.
+"""The storage behind a folder: its file system, its block device, and the behaviour of a real file there.
 
 Everything is read from ``/proc`` and ``/sys``; nothing here needs torch. Callable from any thread.
 """
@@ -19,7 +19,7 @@ from tencache_ds.errors import ConfigError
 from tencache_ds.layout import PAGE_NBYTES
 
 SECTOR_NBYTES = 512
-"""The unit of ``stat`` and ``size`` in ``/sys/dev/block/*``, whatever the device's own blocks are."""
+"""The unit of ``stat`` and ``size`` in ``/sys/dev/block/*``, independent of the device's own blocks."""
 
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -68,11 +68,11 @@ class BlockDevice:
     """Offsets and lengths of direct I/O have to be multiples of it."""
 
     physical_block_nbytes: int
-    """What the device writes at once: it reads, changes and writes again what is smaller."""
+    """The physical write unit of the device: smaller writes are read-modify-write."""
 
     @property
     def name(self) -> str:
-        """Its models in words."""
+        """Its models, formatted."""
         return ", ".join(self.models)
 
     def check_alignment(self, path: Path) -> None:
@@ -142,7 +142,7 @@ def block_device_of(path: Path, sys_block: Path = _SYS) -> BlockDevice | None:
 
 
 def read_block_device(block: Path) -> BlockDevice:
-    """What a folder of ``/sys`` says about a block device, which may be a partition, a RAID or a volume."""
+    """The properties of a block device from ``/sys``; it may be a partition, a RAID or a volume."""
     disks = _disks_below(block)
     whole = _whole_disk(block)
     return BlockDevice(
@@ -247,8 +247,8 @@ def parse_written(text: str) -> int:
 
 
 class DiskWrites:
-    """Bytes that the block devices under some folders have written since the meter was made: what a drive's life is
-    made of. Writes of other processes count too: measure on a machine that does nothing else.
+    """Bytes that the block devices under some folders have written since the meter was created, i.e. drive wear. Writes
+    of other processes count too: measure on an otherwise idle machine.
     """
 
     def __init__(self, paths: Iterable[str], sys_block: Path = _SYS) -> None:

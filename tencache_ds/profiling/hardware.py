@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine can do, in bytes and parameters per second: the values the probe measures and the planner uses."""
+"""The speed of a machine, in bytes and parameters per second: measured by the probe, used by the planner."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class StorageRates(BaseModel):
 
     @property
     def in_memory(self) -> bool:
-        """Whether the files lie in host memory, which then stands for a drive."""
+        """Whether the files are in host memory, used in place of a drive."""
         return self.filesystem in MEMORY_FILE_SYSTEMS
 
 
 class Hardware(BaseModel):
     """One machine. Rates are per host (storage, CPU) and per GPU (copies, GPU Adam, matmul).
 
-    What was not measured or does not exist is None.
+    Values that were not measured or do not exist are None.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,7 +55,7 @@ class Hardware(BaseModel):
     """Cores this process may use."""
 
     memory_nbytes: int
-    """RAM, or what the container this was measured in may use, if that is less."""
+    """RAM, or the limit of the container of the measurement, if that is less."""
 
     gpu: str | None = None
     gpus: int = 0

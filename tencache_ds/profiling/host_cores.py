@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much processor time the control groups of this process may take: the quota of a container."""
+"""CPU quota of the control groups of this process, such as a container's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CoreQuota:
     """Time on cores that the processes of a control group share.
 
     Attributes:
-        identity: the same for all processes of the group, in whatever container they look at it.
+        identity: the same for all processes of the group, in any container that sees it.
         cores: cores' worth of time, such as 3.5.
     """
 

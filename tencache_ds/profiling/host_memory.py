@@ -2,7 +2,7 @@
 """How much memory this process may use: of the machine, and of every control group (cgroups v1 and v2) it is in.
 
 The headroom of a process is the smallest one of the machine, its own group and each ancestor that can be seen from
-here; who else uses them can change it at any time.
+here; other users of these can change it at any time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class MemoryDomain:
     """Memory that is limited as one: the machine's, or a control group's.
 
     Attributes:
-        identity: the same for all processes that share this memory, in whatever container they look at it.
-        name: what messages call it.
+        identity: the same for all processes that share this memory, in any container that sees it.
+        name: name in messages.
         limit_nbytes: most bytes that all its processes together may use.
-        available_nbytes: bytes they can still get without swapping: what is free, and what the kernel gives up at once.
+        available_nbytes: bytes they can still get without swapping: free memory, and memory that the kernel reclaims at
+            once.
     """
 
     identity: str

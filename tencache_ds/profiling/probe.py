@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ten-second probe: what this machine can do, before anything is trained on it."""
+"""The ten-second probe: measures the speed of this machine before training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tencache_ds.profiling.probe_storage import area_nbytes_for, measure_storage
 REQUEST_NBYTES = 8 << 20
 
 STORAGE_SHARE = 0.5
-"""Least share of the time for storage, which is the noisiest; it also gets what the rest has left."""
+"""Minimum share of the time for storage, which is the noisiest part; it also gets the time left over by the rest."""
 
 MEMORY_COPY_SHARE = 0.06
 CPU_ADAM_SHARE = 0.12
@@ -39,7 +39,7 @@ def probe(
 
     Every part keeps to a share of that time on machines of any speed. On top of it come the imports of torch and
     DeepSpeed and, once per machine, the compilation of DeepSpeed's CPU Adam. Run it while nothing else uses the
-    machine, from one thread and best in a process of its own: CUDA, once initialised, keeps some GPU memory.
+    machine, from one thread and preferably in a separate process: CUDA, once initialised, keeps some GPU memory.
 
     - storage: reads, writes, and equal amounts of both at once, with direct I/O at several numbers of requests in
       flight; medians of slices spread over the time (see :func:`~.probe_storage.measure_storage`);
@@ -61,7 +61,7 @@ def probe(
         progress: is called with a line of text before each part.
 
     Raises:
-        ConfigError: the path cannot be measured, or an argument makes no sense; says what to do.
+        ConfigError: the path cannot be measured, or an argument is invalid; gives the remedy.
         StorageError: an I/O request failed.
         LockedMemoryError: the CUDA driver refused pinned memory.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast memory, processor and GPU are: copies, Adam, matrix multiplication.
 
-Every function here takes about as many seconds as it is given, beyond what it takes to make its buffers, to initialise
-CUDA, and to import DeepSpeed. All of them run in the calling thread on the current CUDA device, which should have
-nothing else to do.
+Every function here takes about the given number of seconds, plus the time to allocate its buffers, to initialise CUDA,
+and to import DeepSpeed. All of them run in the calling thread on the current CUDA device, which should be otherwise
+idle.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def cpu_adam_rate(seconds: float, threads: int | None = None) -> float | None:
 def cpu_matmul_rate(seconds: float) -> float:
     """Floating-point operations per second of bf16 matrix multiplication on the CPU: the median at the largest size.
 
-    Sizes grow for as long as there is time. A processor without bf16 instructions is slower than with fp32, and that is
-    what a model in bf16 gets.
+    Sizes grow for as long as there is time. A processor without bf16 instructions is slower than with fp32, and so is a
+    bf16 model there.
     """
     deadline = time.perf_counter() + seconds
     for size in CPU_MATMUL_SIZES:
@@ -178,7 +178,8 @@ def _cuda_seconds(work: Callable[[], object], n_calls: int) -> float:
 
 @contextlib.contextmanager
 def _pinned(nbytes: int) -> Iterator[torch.Tensor]:
-    """Host memory registered with CUDA, uint8 of shape ``[nbytes]``: unlike torch's pinned memory, given back after."""
+    """Host memory registered with CUDA, uint8 of shape ``[nbytes]``: unlike torch's pinned memory, released
+    afterwards."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast storage reads, writes, and does both at once: measured with plain threads on files of its own.
+"""How fast storage reads, writes, and does both at once: measured with plain threads on its own files.
 
 [Note: what is measured] Threads call ``preadv`` and ``pwritev`` (which release the GIL) with page-aligned buffers and
 O_DIRECT, on areas that have been written before: reading space that was only reserved never reaches the device. The
@@ -55,7 +55,7 @@ FILL_SHARE = 0.2
 
 
 class Kind(enum.Enum):
-    """What a slice of time measures."""
+    """The operation measured in a time slice."""
 
     READ = "read"
     WRITE = "write"
@@ -276,7 +276,7 @@ def fill_area(area: Area, deadline: float) -> int:
 
 @contextlib.contextmanager
 def open_area(folder: Path, nbytes: int, request_nbytes: int, most_files: int = max(LANES)) -> Iterator[Area]:
-    """Reserves ``nbytes`` in files of a new folder, which are gone afterwards, whatever happens.
+    """Reserves ``nbytes`` in files of a new folder, which are removed afterwards in any case.
 
     Raises:
         ConfigError: the space is not there, or the files cannot be made.

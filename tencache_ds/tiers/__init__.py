@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a weight, a gradient and an optimizer chunk go through on their way between NVMe, host memory and the device."""
+"""The paths of weights, gradients and optimizer chunks between NVMe, host memory and the device."""

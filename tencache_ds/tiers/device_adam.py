@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam on optimizer state in device memory: where the state is, and the kernel that updates it there.
+"""Adam on optimizer state in device memory: the table of its places, and the kernel that updates it.
 
 A table says which elements of which tensors belong together. It is the same in every step until something changes its
 place, so that a step costs one or two launches per sub-group, however many weights and chunks there are.
@@ -18,7 +18,7 @@ from tencache_ds.errors import ConfigError
 from tencache_ds.planning.adam_scalars import AdamScalars
 
 Launch = Callable[[AdamScalars], None]
-"""Updates what it was prepared for, on the current stream; returns before that is done."""
+"""Updates the runs it was prepared for, on the current stream; returns before that is done."""
 
 VECTOR_NBYTES = 16
 N_WARPS = 8
@@ -30,9 +30,9 @@ class Run:
 
     Attributes:
         master: to ``weight``: addresses of the first element's master weight, moments, gradient (0: it is zero) and
-            weight (0: nobody wants it rounded).
+            weight (0: no rounded weight needed).
         numel: how many.
-        n_tail: so many at the end are the scalar tail of DeepSpeed's loop over the sub-group.
+        n_tail: number of elements at the end that are the scalar tail of DeepSpeed's loop over the sub-group.
     """
 
     master: int
@@ -48,7 +48,7 @@ class DeviceAdam(Protocol):
     """A kernel for state in the memory of one device. Used by one thread."""
 
     def prepare(self, runs: Sequence[Run], gradient: torch.dtype, weight: torch.dtype) -> Launch:
-        """What updates ``runs`` in every step. The caller keeps their tensors for as long.
+        """Builds the updater of ``runs`` for every step. The caller keeps their tensors alive as long.
 
         Args:
             runs: in device memory.
@@ -65,7 +65,7 @@ class TritonAdam:
         tail_contracted: whether DeepSpeed's op was compiled by a compiler that contracts its scalar tail.
 
     Raises:
-        ConfigError: there is no Triton.
+        ConfigError: Triton is not available.
     """
 
     def __init__(self, device: torch.device, *, tail_contracted: bool) -> None:

@@ -2,7 +2,7 @@
 """The update of those chunks of optimizer state that live in device memory, on the compute device's own stream: an
 :class:`~tencache_ds.tiers.update.InPlaceKernel`.
 
-Their gradients are accumulated there and their weights live there, so nothing crosses to the host. A weight of which
+Their gradients are accumulated there and their weights live there, so nothing is copied to the host. A weight of which
 some elements belong to chunks elsewhere has its gradient in host memory: those elements are copied to the device.
 """
 
@@ -27,9 +27,9 @@ class _Prepared:
     """A sub-group's launch, for as long as nothing changes its place.
 
     Attributes:
-        places: what was where, as a number that grows with every change.
+        places: version of the placement, a number that grows with every change.
         launch: updates the chunks; None where there are none.
-        chunks: what it updates.
+        chunks: the chunks it updates.
         copies: ``(device, host)`` of gradients that have to be copied before.
     """
 
@@ -66,7 +66,7 @@ class DeviceUpdate:
         self._prepared: dict[int, _Prepared] = {}
 
     def start(self, step: SubGroupStep) -> frozenset[int]:
-        """Begins the update of a sub-group's chunks in device memory; what follows on the current stream finds them
+        """Starts the update of a sub-group's chunks in device memory; later work on the current stream sees them
         updated.
 
         Returns:

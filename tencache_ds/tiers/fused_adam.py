@@ -30,17 +30,17 @@ class Job(Protocol):
     def done(self) -> bool: ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it ended within so many seconds; other Python threads run meanwhile."""
+        """Whether it ended within this number of seconds; other Python threads run meanwhile."""
 
 
 class FusedAdam:
-    """Updates runs of elements on threads of its own. Used by one thread.
+    """Updates runs of elements on its own threads. Used by one thread.
 
     Args:
         n_threads: size of the team; a core each.
 
     Raises:
-        ConfigError: the op cannot be built; says what is missing.
+        ConfigError: the op cannot be built; names the missing part.
         TenCacheError: this processor lacks the vector instructions.
     """
 
@@ -55,7 +55,7 @@ class FusedAdam:
 
     @property
     def width(self) -> int:
-        """Elements per vector: what a sub-group's scalar tail is a remainder of."""
+        """Elements per vector: the remainder modulo this is a sub-group's scalar tail."""
         return int(self._width)
 
     @property
@@ -92,7 +92,7 @@ class FusedAdam:
             scalars: of the step.
 
         Returns:
-            What has to end before any of the tensors is used or given back.
+            A job that must end before any of the tensors is used or released.
         """
         arrays = (*(state[kind] for kind in (MASTER, EXP_AVG, EXP_AVG_SQ)), gradient)
         numel, position, runs = gradient.numel(), 0, []
@@ -116,7 +116,7 @@ class FusedAdam:
         return job
 
     def close(self) -> None:
-        """Waits for what is under way and ends the threads. Idempotent."""
+        """Waits for running jobs and ends the threads. Idempotent."""
         self._team.close()
 
 

@@ -20,7 +20,7 @@ from tencache_ds.observability.counters import Counters, Link
 
 
 class GradientState(enum.Enum):
-    """What a weight's segment of the accumulation buffer holds."""
+    """The contents of a weight's segment of the accumulation buffer."""
 
     ZERO = "zero"
     """Zeros: no gradient since they were written."""
@@ -29,7 +29,7 @@ class GradientState(enum.Enum):
     """The gradient accumulated since the last optimizer step."""
 
     STALE = "stale"
-    """The gradient of a step that is done; counts as zero, but the zeros are written only when somebody looks."""
+    """The gradient of a step that is done; counts as zero, but the zeros are written only on access."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class GradientTier:
         return sum(tensor.nbytes for tensor in self._on_device.values())
 
     def move(self, key: int, memory: torch.Tensor | None) -> torch.Tensor:
-        """Accumulates a weight's gradient elsewhere from now on; what it holds already moves along. To host memory
-        without waiting for the copy: the device has to be waited for before anybody reads it there.
+        """Accumulates a weight's gradient elsewhere from now on; its present contents move along. To host memory
+        without waiting for the copy: wait for the device before reading it there.
 
         Args:
             key: the weight.
@@ -166,7 +166,7 @@ class GradientTier:
         return accumulated
 
     def settle(self) -> None:
-        """Writes the zeros that stale segments stand for: afterwards the buffer is exactly this step's gradient."""
+        """Writes the zeros of stale segments: afterwards the buffer is exactly this step's gradient."""
         for key, state in self._states.items():
             if state is GradientState.STALE:
                 self.segment(key).zero_()
@@ -184,7 +184,7 @@ class GradientTier:
         return [segment.key for segment in self._ordered if self._states[segment.key] is GradientState.LIVE]
 
     def all_finite(self, pieces_of: int) -> bool:
-        """Whether no accumulated gradient is infinite or NaN, looking at so many elements at a time."""
+        """Whether all accumulated gradients are finite, checking this number of elements at a time."""
         finite = all(bool(torch.isfinite(piece).all()) for piece in self._buffer.split(pieces_of))
         found: dict[torch.device, torch.Tensor] = {}
         for tensor in self._on_device.values():  # one wait for a device, not one for each gradient

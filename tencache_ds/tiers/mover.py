@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How bytes get from NVMe into a staging buffer and back: leased, read, waited for, written and given back.
+"""Transfers between NVMe and staging buffers: lease, read, wait, write and release.
 
-The tiers differ in what they keep in a buffer and for how long, and in who has to make room for whom. What they have in
-common is here: every byte and every wait is counted, an empty pool means waiting, and a buffer goes back when its last
-request has ended, after errors too.
+The tiers differ in the contents and lifetime of their buffers, and in their eviction order. The common part is here:
+every byte and every wait is counted, an empty pool means waiting, and a buffer is returned when its last request has
+ended, after errors too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tencache_ds.observability.counters import Counters, Link, Stall
 
 
 class Buffer(Protocol):
-    """Memory for one transfer at a time, given back exactly once; a :class:`~tencache_ds.memory.pool.Lease` is one."""
+    """Memory for one transfer at a time, released exactly once; a :class:`~tencache_ds.memory.pool.Lease` is one."""
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -56,7 +56,7 @@ class Mover:
     def lease(
         self, pool: BufferPool, nbytes: int, owner: str, purpose: str, *, patience_s: float | None = None
     ) -> Lease:
-        """A buffer that somebody needs to go on: comes before those for read-ahead.
+        """A buffer that a thread is waiting for: takes priority over read-ahead.
 
         Args:
             pool: where from.
@@ -81,7 +81,7 @@ class Mover:
     # NVMe to memory
 
     def read(self, extent: Extent, buffer: Buffer, priority: Priority) -> Ticket:
-        """Starts to read an extent into a buffer; after an error the buffer is given back.
+        """Starts to read an extent into a buffer; after an error the buffer is returned.
 
         Raises:
             StorageError: the store is closed.
@@ -95,12 +95,12 @@ class Mover:
             raise
 
     def wait(self, ticket: Ticket, cause: Stall, buffer: Buffer | None = None) -> None:
-        """Waits for a transfer; what is not there yet is counted as a stall.
+        """Waits for a transfer; waiting time is counted as a stall.
 
         Args:
             ticket: of the transfer.
             cause: of the stall.
-            buffer: after an error it is given back, once the request has ended.
+            buffer: after an error it is returned, once the request has ended.
 
         Raises:
             StorageError: the transfer failed, or took too long.
@@ -118,7 +118,7 @@ class Mover:
 
     @contextmanager
     def reading(self, extent: Extent, buffer: Buffer) -> Iterator[torch.Tensor]:
-        """An extent's bytes, waited for, in a buffer that is given back at the end of the block.
+        """An extent's bytes, after waiting for them, in a buffer that is returned at the end of the block.
 
         Raises:
             StorageError: the read failed, or took too long.
@@ -147,7 +147,7 @@ class Mover:
         return self._require_store().write(extent, memory[: extent.allocated_nbytes], priority=Priority.BACKGROUND)
 
     def write_back(self, extent: Extent, buffer: Buffer) -> Ticket:
-        """Starts to write an extent and gives the buffer back once that has ended; at once after an error."""
+        """Starts to write an extent and returns the buffer once that has ended; at once after an error."""
         try:
             ticket = self.write(extent, buffer.buffer)
         except BaseException:

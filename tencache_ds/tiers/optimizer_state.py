@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Master weights and moments: in chunks, streamed past the optimizer in ascending order.
+"""Master weights and moments: in chunks, streamed through the optimizer in ascending order.
 
-During an update chunk ``i`` is worked on while ``i+1 … i+k`` are being read and ``i-1 …`` written back; ``k`` is
-whatever the staging pool has room for. Chunks that live in host memory take part without the transfers. Those that live
-in device memory are updated there (:mod:`tencache_ds.tiers.device_update`); everybody else gets copies of them.
+During an update chunk ``i`` is updated while ``i+1 … i+k`` are being read and ``i-1 …`` written back; ``k`` depends on
+the size of the staging pool. Chunks that live in host memory take part without the transfers. Those that live in device
+memory are updated there (:mod:`tencache_ds.tiers.device_update`); all other readers get copies of them.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class OptimizerStateTier:
             self._stored.put(used.chunk, lease, changed=changed)
 
     def drop(self, used: ChunkInUse) -> None:
-        """Ends the use of a chunk after an error: what is on NVMe, or in device memory, stays as it is."""
+        """Ends the use of a chunk after an error: its copy on NVMe, or in device memory, stays unchanged."""
         lease = used.end(changed=False)
         if lease is not None:
             lease.release()
@@ -226,7 +226,7 @@ class OptimizerStateTier:
                 that are kept already and are missing here become zero.
 
         Raises:
-            SpaceError: the store has no room for them; the state is what it was.
+            SpaceError: the store has no space for them; the state is unchanged.
             StorageError: an earlier write failed.
         """
         group = self._groups[sub_group]
@@ -252,7 +252,7 @@ class OptimizerStateTier:
             self.put(used)
 
     def replace(self, sub_group: int, values: Mapping[str, torch.Tensor]) -> None:
-        """Like :meth:`keep`, for values that belong to somebody else: a whole sub-group copies them."""
+        """Like :meth:`keep`, for borrowed values: a whole sub-group copies them."""
         group = self._groups[sub_group]
         if group.spec.whole:
             self._check_lengths(sub_group, values, group.spec.numel)
@@ -312,8 +312,8 @@ class OptimizerStateTier:
 
         Args:
             chunk: which one.
-            fresh: nobody has written to it yet. In host memory it is zero then, and its pages are left to those who
-                write to them: the threads of the first update, side by side.
+            fresh: not written yet. In host memory it is then zero, and its pages are first touched by their writers:
+                the threads of the first update, in parallel.
         """
         group = self._groups[chunk.sub_group]
         if chunk.index not in group.extents:
@@ -338,8 +338,8 @@ class OptimizerStateTier:
             places: of the sub-groups that change, where each chunk is to live.
 
         Raises:
-            MemoryLimitError: there is no such memory.
-            SpaceError, StorageError: there is no room on NVMe, or a transfer failed.
+            MemoryLimitError: not enough memory.
+            SpaceError, StorageError: not enough space on NVMe, or a transfer failed.
             TenCacheError: there is no store.
         """
         self._stored.abandon()

@@ -47,7 +47,7 @@ class OrdinaryBuffer:
         self.owner.free(self)
 
     def release_after(self, event: CopyEvent) -> None:
-        """Waits for the event: nobody looks at events of memory outside a pool later."""
+        """Waits for the event: events of memory outside a pool are not polled later."""
         event.synchronize()
         self.owner.free(self)
 
@@ -59,8 +59,8 @@ class OrdinaryBuffer:
 class OrdinaryMemory:
     """Buffers outside the pool, and the requests that some of them still wait for. Guarded by its owner's lock.
 
-    A buffer whose request has not ended stays mapped, come what may: a device that answers late must not write into
-    memory that is somebody else's by then. See :meth:`tencache_ds.memory.arena.HostArena.keep`.
+    A buffer whose request has not ended stays mapped in any case: a late device must not write into memory that has
+    been reused. See :meth:`tencache_ds.memory.arena.HostArena.keep`.
 
     Args:
         arena: where the memory comes from.
@@ -91,10 +91,11 @@ class OrdinaryMemory:
             self._busy.append((ticket, buffer))
 
     def settle(self, keep_nbytes: int) -> None:
-        """Frees what the device is done with; waits for the oldest while more than ``keep_nbytes`` bytes are held.
+        """Frees the buffers that the device is done with; waits for the oldest while more than ``keep_nbytes`` bytes
+        are held.
 
         Args:
-            keep_nbytes: bytes that may go on waiting.
+            keep_nbytes: bytes that may keep waiting.
 
         Raises:
             StorageError: a write failed, or a request took too long.
@@ -114,7 +115,7 @@ class OrdinaryMemory:
                     self._free(ticket, buffer)
 
     def close(self) -> None:
-        """Frees everything; what the device has not ended within the time limit for one request is kept mapped.
+        """Frees everything; buffers of requests that do not end within the time limit of one request are kept mapped.
 
         Errors of writes are left to the store, which has seen them too.
         """

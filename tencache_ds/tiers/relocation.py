@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives optimizer state its homes, and carries out moves between GPU memory, host memory and NVMe.
+"""Allocates the places of optimizer state, and moves it between GPU memory, host memory and NVMe.
 
 A chunk is copied to its new home before it gives up the old one: an error leaves it complete where it was.
 """
@@ -68,7 +68,7 @@ class StateRelocation:
         """A whole sub-group's state in chunks, those for device memory there and the others in host memory.
 
         Raises:
-            MemoryLimitError: there is no such memory; nothing was taken.
+            MemoryLimitError: not enough memory; nothing was taken.
         """
         cut = SubGroup(replace(group.spec, places=tuple(places)), group.chunks)
         try:
@@ -96,8 +96,8 @@ class StateRelocation:
         """Moves one chunk.
 
         Raises:
-            MemoryLimitError: there is no such memory.
-            SpaceError, StorageError: there is no room on NVMe, or a transfer failed.
+            MemoryLimitError: not enough memory.
+            SpaceError, StorageError: not enough space on NVMe, or a transfer failed.
             TenCacheError: there is no device, or no store.
         """
         with self._bytes_of(group, chunk) as source:

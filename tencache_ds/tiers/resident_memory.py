@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory of the weights that stay there: packed into slabs, never given back one by one."""
+"""Host memory of the weights that stay there: packed into slabs, never freed one by one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from tencache_ds.memory.arena import HostArena
 
 SLAB_NBYTES = 64 * 2**20
-"""One registration with the driver per slab instead of one per weight; larger weights get memory of their own."""
+"""One registration with the driver per slab instead of one per weight; larger weights get their own memory."""
 
 ALIGNMENT_NBYTES = 256
 

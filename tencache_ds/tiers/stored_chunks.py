@@ -56,7 +56,7 @@ class StoredChunks:
         self.read_ahead()
 
     def begin_within(self, chunks: Iterable[Chunk]) -> None:
-        """Reads ahead what will be taken next, unless a pass under way comes to it by itself."""
+        """Reads the next chunks ahead, unless a pass under way reaches them anyway."""
         here = [chunk for chunk in chunks if self._is_here(chunk)]
         if len(here) > 1 and not any(entry.chunk is here[0] for entry in self._ahead):
             self.begin(here)
@@ -72,7 +72,7 @@ class StoredChunks:
             self._ahead.append(self._start_read(chunk, lease, Priority.BACKGROUND))
 
     def abandon(self) -> None:
-        """Ends the pass; what was read ahead is given up."""
+        """Ends the pass; unused read-ahead is discarded."""
         self._queue.clear()
         self._abandon_ahead()
 
@@ -124,10 +124,10 @@ class StoredChunks:
     # Places
 
     def allocate(self, group: SubGroup, chunk: Chunk) -> None:
-        """Gives a chunk a place here; what is there means nothing yet.
+        """Allocates a place for a chunk; its contents are undefined.
 
         Raises:
-            SpaceError: there is no room.
+            SpaceError: not enough space.
             TenCacheError: there is no store.
         """
         name = f"optimizer chunk {chunk.sub_group}.{chunk.index}"
@@ -137,7 +137,7 @@ class StoredChunks:
         """Gives a chunk a place here and writes its bytes, which is waited for; without it after an error.
 
         Raises:
-            SpaceError: there is no room.
+            SpaceError: not enough space.
             StorageError: the write failed.
             TenCacheError: there is no store.
         """
@@ -172,7 +172,7 @@ class StoredChunks:
         return chunk.index in self._groups[chunk.sub_group].extents
 
     def _skip_to(self, chunk: Chunk) -> None:
-        """The caller left the order of the pass: what was read ahead is of no use if it lies before ``chunk``."""
+        """The caller left the order of the pass: chunks read ahead are useless if they lie before ``chunk``."""
         if chunk in self._queue:
             while self._queue.popleft() is not chunk:
                 pass
@@ -203,5 +203,5 @@ class StoredChunks:
 
 
 def _owner(chunk: Chunk) -> str:
-    """What messages about buffers call it."""
+    """Its name in messages about buffers."""
     return f"chunk {chunk.sub_group}.{chunk.index}"

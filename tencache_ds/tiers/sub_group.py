@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sub-group's optimizer state: its chunks, where each of them lives, and one that is in use."""
+"""A sub-group's optimizer state: its chunks, their places, and a chunk in use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SubGroup:
     """A sub-group and its state.
 
     Attributes:
-        spec: what is kept.
+        spec: the states kept.
         chunks: in ascending order.
         extents: where chunks that live on NVMe are, by their index.
         resident: bytes of chunks that live in host memory, by their index, laid out as in an extent; none of a whole
@@ -78,7 +78,7 @@ class SubGroup:
         """Of one kind of state.
 
         Raises:
-            KeyError: there is no such state (yet).
+            KeyError: the state does not exist (yet).
         """
         for name, dtype in self.spec.kinds:
             if name == kind:
@@ -120,8 +120,8 @@ class ChunkInUse:
         return self._lease is not None
 
     def end(self, *, changed: bool) -> Lease | None:
-        """Takes the views away. What was changed in a copy of device memory is copied back; of a staging buffer, the
-        lease is returned, once: whoever calls gives it back.
+        """Invalidates the views. Changes in a copy of device memory are copied back; the lease of a staging buffer is
+        returned, once, for the caller to release.
         """
         lease, self._lease = self._lease, None
         write_back, self._write_back = self._write_back, None

@@ -23,7 +23,7 @@ class AdamOp(Protocol):
     """Adam on a run of elements, from outside. Used by the training thread."""
 
     def load(self) -> None:
-        """Loads what it needs, if that is not loaded yet."""
+        """Loads its dependencies, if necessary."""
 
     def __call__(
         self,
@@ -43,7 +43,7 @@ class Scratch:
         self._memory: torch.Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor, valid until the next call; what it holds means nothing."""
+        """A 1-D tensor, valid until the next call; its contents are undefined."""
         if self._memory is None or self._memory.numel() < numel or self._memory.dtype != dtype:
             self._memory = torch.empty(numel, dtype=dtype)
         return self._memory[:numel]
@@ -121,7 +121,7 @@ class WholeUpdate:
         Args:
             sub_group: which one.
             start: its first element in the gradient buffer.
-            scale: what gradients are multiplied by: a float or a 0-dim tensor.
+            scale: factor applied to gradients: a float or a 0-dim tensor.
             state: gives the parameter that the optimizer updates: 1-D, the sub-group's master weights; takes them, and
                 the states that belong to it, back at its end.
             step: has the optimizer update that parameter from its ``grad``.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer step of a sub-group as a stream of chunks over kernels.
 
-Chunks in device memory are updated there, all at once. The others pass through host memory one after the other; while a
-kernel works on one, the next is waited for.
+Chunks in device memory are updated there, all at once. The others pass through host memory one after another; while a
+kernel updates one, the next is awaited.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class SubGroupStep:
         sub_group: which one.
         start: its first element in the gradient buffer.
         number: of the step, from 1.
-        scale: what gradients are multiplied by: a float or a 0-dim tensor.
+        scale: factor applied to gradients: a float or a 0-dim tensor.
         hyper: the hyper-parameters, an entry of ``optimizer.param_groups``.
-        scalars: what a kernel of Adam works with; they follow from all of the above.
+        scalars: the inputs of an Adam kernel, derived from all of the above.
     """
 
     sub_group: int
@@ -59,7 +59,7 @@ class UpdateJob(Protocol):
     """The update of a chunk, under way. It keeps the tensors that it was given for as long as it needs them."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it ended within so many seconds."""
+        """Whether it ended within this number of seconds."""
 
     def publish(self) -> None:
         """Once it has ended: rounds into those weights that the kernel could not write to itself."""
@@ -92,7 +92,7 @@ class UpdateKernel(Protocol):
             step: of the chunk's sub-group.
 
         Returns:
-            What is under way; None where it is done.
+            The running job; None if it is done.
         """
 
 
@@ -119,7 +119,7 @@ class ChunkedUpdate:
         gradients: the accumulated gradients.
         writer: where the model's weights get their new values.
         kernels: for state in host memory; a chunk goes to the first one that takes it.
-        in_place: for chunks that live elsewhere; what it leaves is updated in a copy in host memory.
+        in_place: for chunks that live elsewhere; those it leaves are updated in a copy in host memory.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class ChunkedUpdate:
         self._tier.put(entry.used)
 
     def _abandon(self, begun: deque[_Begun]) -> None:
-        """After an error: nobody may have the memory back while a kernel still writes to it."""
+        """After an error: the memory must not be released while a kernel still writes to it."""
         for entry in begun:
             entry.job.wait(JOB_TIMEOUT_S)
             with contextlib.suppress(StorageError):

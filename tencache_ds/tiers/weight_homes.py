@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights there are, and where each of them lives between two uses."""
+"""The registry of weights, and the place of each between two uses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight's shard as the weight tier sees it: where it is, what may happen to it next, and its memory."""
+"""A weight's shard as the weight tier sees it: its place, its possible transitions, and its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tencache_ds.tiers.mover import Buffer
 
 
 class WeightState(enum.Enum):
-    """Where a weight's shard is, and what its memory means."""
+    """The place of a weight's shard, and the meaning of its memory."""
 
     RESIDENT = "resident"
     """In memory, of the host or of the device, and nowhere else; never read from or written to NVMe."""
@@ -31,7 +31,7 @@ class WeightState(enum.Enum):
     """On NVMe, and a read into a staging buffer is under way."""
 
     STAGED = "staged"
-    """On NVMe, with a clean copy in a staging buffer that nobody uses yet."""
+    """On NVMe, with a clean, still unused copy in a staging buffer."""
 
     EXPOSED = "exposed"
     """On NVMe, with a clean copy in a staging buffer that DeepSpeed is reading from."""
@@ -41,7 +41,7 @@ class WeightState(enum.Enum):
 
     OVERWRITING = "overwriting"
     """The copy on NVMe is still the old value: DeepSpeed is filling a staging buffer with a new one from outside the
-    optimizer. What the buffer holds until then is no value of the weight."""
+    optimizer. Until then the contents of the buffer are undefined."""
 
 
 _TRANSITIONS: dict[WeightState, frozenset[WeightState]] = {
@@ -72,7 +72,7 @@ class WeightHome:
 
     Attributes:
         key: DeepSpeed's parameter id.
-        name: what messages call it.
+        name: name in messages.
         numel: elements of the shard, padding included.
         on_nvme: on NVMe, or else in host memory.
     """
@@ -92,7 +92,7 @@ class StagingBuffer(Buffer, Protocol):
 
     @property
     def for_gpu(self) -> bool:
-        """Whether it is memory of the compute device, which nothing but a copy to another place there may look at."""
+        """Whether it is memory of the compute device, which may only be accessed by copies within the device."""
 
     def release_after(self, event: CopyEvent, /) -> None:
         """Gives it back when its last reader is done."""
@@ -104,7 +104,7 @@ class Weight:
 
     Attributes:
         key: DeepSpeed's parameter id.
-        name: what messages call it.
+        name: name in messages.
         numel: elements of the shard, padding included.
         dtype: the weight's dtype.
         state: where it is; changed by :meth:`move_to` only.
@@ -112,10 +112,10 @@ class Weight:
         buffer: memory it is staged in, if any.
         resident: its memory when it is resident, 1-D.
         on_device: whether it is resident in device memory.
-        host: of one that is resident in device memory, the host memory that it had, if any: it may come back.
+        host: for a weight resident in device memory, its former host memory, if any, to which it may return.
         ticket: the read under way or just done.
         trainable: whether the optimizer updates it.
-        prefetched: whether it was in memory, or on its way there, before it was asked for.
+        prefetched: whether it was in memory, or being read, before it was requested.
         kept: whether it is staged still, from an earlier exposure.
         reader: of a staged weight that was exposed before: what still copies from its buffer.
     """
@@ -143,7 +143,7 @@ class Weight:
 
     @property
     def unused(self) -> bool:
-        """Whether it is staged, or being read, and nobody uses it yet."""
+        """Whether it is staged, or being read, and not in use yet."""
         return self.state in (WeightState.STAGED, WeightState.READING)
 
     @property
@@ -153,13 +153,13 @@ class Weight:
 
     @property
     def evictable(self) -> bool:
-        """Whether the staging buffer holds a clean copy, and nobody uses it."""
+        """Whether the staging buffer holds a clean copy that is not in use."""
         read = self.state is WeightState.READING and self.ticket is not None and self.ticket.done
         return read or self.state is WeightState.STAGED
 
     @property
     def access(self) -> Access:
-        """How the bytes of one that is asked for were there."""
+        """How the bytes of a requested weight were available."""
         if not self.prefetched:
             return Access.DEMAND
         under_way = self.ticket is not None and not self.ticket.done

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which memory a stored weight is staged in: a pool's, one that read-ahead has to give up, or ordinary memory.
+"""The staging memory of a stored weight: a pool's slot, one reclaimed from read-ahead, or ordinary memory.
 
-[Note: two kinds of staging] With GPUDirect Storage there is a second pool, in GPU memory. What is exposed for the GPU
-is read into that one. All that the host reads or writes (updates, overwriting, ``for_host``) goes through the first;
-what finds no slot in the second is read into ordinary host memory, as what finds none in the first. Every rank decides
-for itself which pools it has: no collective depends on where a shard is staged, because which weights are exposed, and
-when, does not.
+[Note: two kinds of staging] With GPUDirect Storage there is a second pool, in GPU memory. Weights exposed for the GPU
+are read into that one. All host accesses (updates, overwriting, ``for_host``) go through the first; weights without a
+slot in either pool are read into ordinary host memory. Every rank decides separately which pools it has: no collective
+depends on where a shard is staged, because the set and order of exposed weights do not.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ UPDATE_PATIENCE_S = 5.0
 
 
 class UseOrder(Protocol):
-    """What is known of the order in which weights will be asked for. Called with the tier's lock held."""
+    """The known order of future weight accesses. Called with the tier's lock held."""
 
     def next_use(self, key: int, /) -> int | None:
         """When a weight is used next, in any unit that grows; None when nothing is known."""
 
     def gone(self, key: int, /) -> None:
-        """The staging buffer of a weight that nobody had used was given up."""
+        """The staging buffer of an unused weight was given up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +88,7 @@ class StagingPool:
         self._largest_slot_nbytes = max((c.slot_nbytes for c in pool.stats().classes), default=0)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether there are slots for so many bytes; not for a weight registered after the pool was planned."""
+        """Whether there are slots of this size; not for a weight registered after the pool was planned."""
         return nbytes <= self._largest_slot_nbytes
 
     def try_lease(self, nbytes: int, owner: str, purpose: str) -> PooledBuffer | None:
@@ -104,11 +103,11 @@ class WeightStaging:
     Args:
         weights: all weights of the tier, in the order of registration; kept up to date by the tier.
         ordinary: where buffers come from that no pool has.
-        discard: gives up the buffer of a weight that nobody uses yet.
+        discard: gives up the buffer of a weight not in use yet.
         mover: waits for buffers; overflows are counted where it counts.
 
     Attributes:
-        orders: what says who is given up first: of every training that these weights are part of.
+        orders: the eviction order of every training that these weights are part of.
     """
 
     def __init__(
@@ -143,17 +142,17 @@ class WeightStaging:
         return pool is None or pool.fits(round_up(weight.nbytes))
 
     def ahead(self, weight: Weight, *, for_host: bool) -> StagingBuffer | None:
-        """A buffer for a weight that nobody waits for, if one is free."""
+        """A buffer for a weight without waiters, if one is free."""
         pool = self._pool(for_host)
         return None if pool is None else pool.try_lease(round_up(weight.nbytes), weight.name, "read-ahead")
 
     def now(self, weight: Weight, kept: set[int], *, for_host: bool) -> StagingBuffer:
-        """A buffer for a weight somebody waits for: free, or taken from read-ahead, or ordinary memory.
+        """A buffer for a weight that is being waited for: free, or reclaimed from read-ahead, or ordinary memory.
 
         Args:
             weight: which.
             kept: weights whose buffers stay.
-            for_host: the host will look at it.
+            for_host: the host will access it.
         """
         buffer = self._by_eviction(weight, kept, self._pool(for_host))
         return self._overflow(weight) if buffer is None else buffer
@@ -202,7 +201,7 @@ class WeightStaging:
                 return
 
     def _given_up_first(self, nbytes: int, for_gpu: bool) -> list[Weight]:
-        """Weights that nobody uses yet, in buffers of one pool that hold ``nbytes``: farthest next use first."""
+        """Weights not in use yet, in buffers of one pool that hold ``nbytes``: farthest next use first."""
         found = []
         for weight in self._weights.values():
             buffer = weight.buffer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight's ways between NVMe, its staging buffer and the memory of the device, with the states it passes through."""
+"""Transfers of a weight between NVMe, its staging buffer and device memory, with its state transitions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WeightTransfers:
     Args:
         mover: moves the bytes.
         ordinary: where buffers come from that no pool has.
-        gone: hears of a weight whose buffer was given up before anybody used it.
+        gone: called for a weight whose buffer was given up before its use.
     """
 
     def __init__(self, mover: Mover, ordinary: OrdinaryMemory, gone: Callable[[int], None]) -> None:
@@ -32,7 +32,7 @@ class WeightTransfers:
     # NVMe to a staging buffer
 
     def start_reading(self, weight: Weight, buffer: StagingBuffer, priority: Priority) -> None:
-        """Starts to read a stored weight; after an error the buffer is given back."""
+        """Starts to read a stored weight; after an error the buffer is returned."""
         weight.ticket = self._mover.read(_extent(weight), buffer, priority)
         weight.buffer, weight.kept = buffer, False
         weight.move_to(WeightState.READING)
@@ -56,7 +56,7 @@ class WeightTransfers:
         weight.move_to(WeightState.STAGED)
 
     def discard(self, weight: Weight) -> None:
-        """Gives up the staged copy of a weight that nobody uses yet."""
+        """Gives up the staged copy of a weight not in use yet."""
         self.end_buffer(weight)
         weight.move_to(WeightState.STORED)
         if not weight.kept:
@@ -79,7 +79,7 @@ class WeightTransfers:
             buffer.release_with(ticket)
 
     def copy_of(self, weight: Weight) -> torch.Tensor:
-        """A weight's value as it was last stored, whatever its staging buffer is used for: 1-D, in host memory.
+        """A weight's value as last stored, regardless of the use of its staging buffer: 1-D, in host memory.
 
         Raises:
             StorageError: the read failed, or its bytes are not those last written.
@@ -94,7 +94,7 @@ class WeightTransfers:
     # A staging buffer to NVMe
 
     def write_back(self, weight: Weight) -> StagingBuffer:
-        """Sends what the buffer holds to NVMe, and the buffer back after it; after an error the weight keeps both."""
+        """Writes the buffer to NVMe and then returns it; after an error the weight keeps both."""
         buffer = weight.buffer
         assert buffer is not None
         weight.extent = self._mover.relocate(_extent(weight))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an update puts the weights' new values."""
+"""Writes the weights' new values after an update."""
 
 from __future__ import annotations
 

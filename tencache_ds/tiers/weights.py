@@ -96,8 +96,8 @@ class WeightTier:
 
         Args:
             key: which.
-            memory: 1-D tensor of the shard's length and dtype; what becomes of a resident weight's host memory is that
-                it is kept for :meth:`to_host`.
+            memory: 1-D tensor of the shard's length and dtype; a resident weight's host memory is kept for
+                :meth:`to_host`.
 
         Raises:
             StorageError: it could not be read.
@@ -137,7 +137,7 @@ class WeightTier:
                 other._weights[weight.key] = self._weights.pop(weight.key)
 
     def begin_service(self, counters: Counters) -> None:
-        """A training begins: what happens is counted for it. :meth:`use_pool` follows."""
+        """Starts a training: events are counted for it from now on. :meth:`use_pool` follows."""
         with self._lock:
             self._mover.counters = counters
             self._staging = self._new_staging()
@@ -149,8 +149,7 @@ class WeightTier:
         """The training ended: every staging buffer goes back to its pool, and ordinary memory serves as before; what
         happens from now on goes to ``counters``.
 
-        Nobody looks at exposed shards any more. A weight whose update or overwriting has not come to its end keeps the
-        value it has on NVMe.
+        Exposed shards are no longer in use. A weight whose update or overwriting is incomplete keeps its value on NVMe.
         """
         with self._lock:
             for weight in self._weights.values():
@@ -191,7 +190,7 @@ class WeightTier:
     def read_one_ahead(self, key: int, *, for_host: bool = False) -> bool:
         """Starts reading one weight, if it is on NVMe only; False when that takes a staging buffer and none is free.
 
-        A weight larger than every staging buffer is left to whoever asks for it.
+        A weight larger than every staging buffer is read on demand.
         """
         with self._lock:
             weight = self._weights.get(key)
@@ -284,8 +283,8 @@ class WeightTier:
     def give_back(self, key: int, event: CopyEvent | None = None, *, keep: bool = False) -> None:
         """Ends an exposure: the staging buffer is free once ``event`` (its last reader) is done, or now without one.
 
-        With ``keep`` it is not free: the weight stays staged in it, unchanged as it is, for its next use. Only if there
-        is no doubt that this use comes before those of all weights that wait for a buffer.
+        With ``keep`` it is not freed: the weight stays staged in it, unchanged, for its next use. Only if this use
+        certainly comes before those of all weights that wait for a buffer.
         """
         with self._lock:
             weight = self._weights[key]
@@ -304,7 +303,7 @@ class WeightTier:
                 buffer.release_after(event)
 
     def forget(self, key: int) -> None:
-        """Gives up the staged copy of a weight, if it has one that nobody uses."""
+        """Gives up the unused staged copy of a weight, if any."""
         with self._lock:
             weight = self._weights[key]
             if weight.unused:
@@ -405,7 +404,7 @@ class WeightTier:
             self._mover.drain()
 
     def read(self, key: int) -> torch.Tensor:
-        """A copy of the shard as it was last stored, whatever its staging buffer is used for.
+        """A copy of the shard as last stored, regardless of the use of its staging buffer.
 
         Raises:
             StorageError: the read failed, or its bytes are not those last written.
@@ -414,7 +413,7 @@ class WeightTier:
             return self._transfers.copy_of(self._weights[key])
 
     def scan(self, keys: Sequence[int], visit: Callable[[int, torch.Tensor], None]) -> None:
-        """Shows shards that nobody uses, in the order of ``keys``, reading stored ones ahead; none may be changed.
+        """Yields unused shards, in the order of ``keys``, reading stored ones ahead; they must not be modified.
 
         Args:
             keys: which; none of them exposed.
