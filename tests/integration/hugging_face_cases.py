@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users of transformers, accelerate and PEFT do with DeepSpeed: one scenario per case, run like ``training.py``.
+
+The scripts are those a user writes; with "tencache" the config has weights and optimizer state on NVMe and the line
+that asks for it. A scenario returns everything a user would see; ``test_hugging_face.py`` compares it between the
+engines. Models are made from configs and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import accelerate
+import deepspeed
+import peft
+import torch
+import training
+import transformers
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+from user_api_cases import value_of
+
+VOCABULARY = 2048  # of the weights only those of 100,000 elements go to NVMe while DeepSpeed's threshold is "auto"
+SMALL_WEIGHTS_TOO = {"stage3_param_persistence_threshold": 100}
+SEQUENCE = 8
+KEPT_METRICS = ("step", "epoch", "loss", "grad_norm", "learning_rate", "eval_loss", "test_loss")
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Random sequences, each the same whichever process and worker asks for it."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = torch.randint(0, VOCABULARY, (count, SEQUENCE), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+TRAIN, EVALUATION = Tokens(32, 1), Tokens(8, 2)
+
+
+def model_config() -> Any:
+    return transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=None, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+
+
+def ds_config(engine: str, folder: str, *, automatic: bool = True, **zero: Any) -> dict[str, Any]:
+    """A config as the documentation of transformers shows it; without "auto" where nobody fills it in.
+
+    ``zero`` are further keys of ``zero_optimization``.
+    """
+    section = {"device": "cpu"} if engine == "stock" else {"device": "nvme", "nvme_path": os.path.join(folder, "nvme")}
+    hidden_size = model_config().hidden_size
+    config: dict[str, Any] = {
+        "bf16": {"enabled": "auto" if automatic else True},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": dict(section),
+            "offload_optimizer": dict(section),
+            "sub_group_size": 20_000,
+            "reduce_bucket_size": "auto" if automatic else hidden_size**2,
+            "stage3_prefetch_bucket_size": "auto" if automatic else hidden_size**2,
+            "stage3_param_persistence_threshold": "auto" if automatic else 10 * hidden_size,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+        | zero,
+        "gradient_clipping": "auto" if automatic else 1.0,
+        "train_micro_batch_size_per_gpu": "auto" if automatic else 2,
+    }
+    if automatic:
+        config |= {"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}
+    if engine == "tencache":
+        config["zero_optimization"]["offload_engine"] = "tencache"
+        config["tencache"] = {"host_memory": 0, "chunk_size": 2**16, "poison_buffers": True}
+    return config
+
+
+def with_optimizer(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with optimizer and scheduler, whose values come from the script."""
+    schedule = ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+    return config | {
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+        "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(schedule, "auto")},
+    }
+
+
+class Case:
+    """The folders of one scenario, what it has seen, and whether TenCache was in use."""
+
+    def __init__(self, engine: str, folder: str, rank: int, name: str) -> None:
+        self.engine = engine
+        self.rank = rank
+        self.shared = Path(folder)
+        self.folder = self.shared / f"{name}-{engine}"
+        self.folder.mkdir(exist_ok=True)
+        self.seen: dict[str, Any] = {"losses": [], "facts": {}}
+
+    def config(self, **options: Any) -> dict[str, Any]:
+        return ds_config(self.engine, str(self.shared), **options)
+
+    def check_engine(self, engine: Any) -> None:
+        """The engine is the one that the config asks for, and has weights on NVMe."""
+        ours = getattr(engine.optimizer, "tencache", None)
+        assert (ours is not None) == (self.engine == "tencache")
+        if ours is not None:
+            assert any(home.on_nvme for part in ours.all() for home in part.weights.homes.all())
+
+    def model_folder(self) -> str:
+        """A model that was saved before, without DeepSpeed."""
+        path = self.shared / "model"
+        if self.rank == 0 and not path.exists():
+            torch.manual_seed(7)
+            transformers.LlamaForCausalLM(model_config()).to(torch.bfloat16).save_pretrained(path)
+        deepspeed.comm.barrier()
+        return str(path)
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """A hash of every tensor in the model files of a folder."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            value = tensor.contiguous().view(torch.uint8).numpy()
+            found[name] = hashlib.sha256(value.tobytes()).hexdigest()
+    return found
+
+
+def tensor_digests(state: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+    return {name: value_of(tensor) for name, tensor in (state or {}).items()}
+
+
+# Trainer
+
+
+class RecordingTrainer(transformers.Trainer):
+    """Keeps the exact loss of each micro-step, which the log rounds."""
+
+    def __init__(self, case: Case, **options: Any) -> None:
+        super().__init__(**options)
+        self.case = case
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.case.seen["losses"].append(float(loss).hex())
+        return loss
+
+
+def arguments(case: Case, zero: dict[str, Any] | None = None, **options: Any) -> Any:
+    settings = {
+        "output_dir": str(case.folder), "deepspeed": with_optimizer(case.config(**zero or {})), "bf16": True,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2, "warmup_steps": 2, "weight_decay": 0.01, "logging_steps": 1, "report_to": "none",
+        "save_strategy": "no", "dataloader_num_workers": 1, "disable_tqdm": True, "seed": 11,
+        "accelerator_config": {"use_configured_state": True},
+    } | options  # fmt: skip
+    # It asks for a GPU with bf16, which DeepSpeed's CPU accelerator can do without.
+    with mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True):
+        return transformers.TrainingArguments(**settings)
+
+
+def trainer_for(case: Case, **options: Any) -> RecordingTrainer:
+    args = arguments(case, **options)  # before the model is loaded: from then on from_pretrained partitions it
+    model = transformers.AutoModelForCausalLM.from_pretrained(case.model_folder(), dtype=torch.bfloat16)
+    assert all(hasattr(param, "ds_id") for param in model.parameters())
+    return RecordingTrainer(case, model=model, args=args, train_dataset=TRAIN, eval_dataset=EVALUATION)
+
+
+def metrics_of(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: entry[key] for key in KEPT_METRICS if key in entry} for entry in entries]
+
+
+def look_at(case: Case, trainer: RecordingTrainer) -> None:
+    """What a user sees of a trained model: the log, evaluation, prediction, weights and the saved model."""
+    case.check_engine(trainer.deepspeed)
+    case.seen["log"] = metrics_of(trainer.state.log_history)
+    case.seen["evaluation"] = metrics_of([trainer.evaluate()])
+    predicted = trainer.predict(EVALUATION)
+    case.seen["prediction"] = value_of(torch.from_numpy(predicted.predictions))
+    case.seen["test metrics"] = metrics_of([predicted.metrics])
+    case.seen["weights"] = training.digests(trainer.deepspeed.module)
+    trainer.save_model(str(case.folder / "saved"))
+    deepspeed.comm.barrier()
+    case.seen["saved"] = file_digests(case.folder / "saved")
+    trainer.accelerator.free_memory()
+
+
+def trainer_trains(case: Case) -> None:
+    """With a checkpoint in the middle and evaluations."""
+    trainer = trainer_for(case, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    look_at(case, trainer)
+
+
+def trainer_resumes(case: Case, saved_by: str | None = None) -> None:
+    """Goes on from the middle of the scenario before; to be compared with the run that never stopped."""
+    earlier = case.shared / f"trainer_trains-{saved_by or case.engine}"
+    trainer = trainer_for(case, eval_strategy="steps", eval_steps=2)
+    trainer.train(resume_from_checkpoint=str(earlier / "checkpoint-2"))
+    look_at(case, trainer)
+
+
+def trainer_resumes_from_stock(case: Case) -> None:
+    """The line is added to the config in the middle of a run."""
+    trainer_resumes(case, saved_by="stock")
+
+
+def trainer_takes_the_best_model(case: Case) -> None:
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+    # Random tokens cannot be foretold: the loss of the evaluation rises, and the first checkpoint is the best.
+    trainer = trainer_for(case, load_best_model_at_end=True, **options)
+    trainer.train()
+    case.seen["best"] = os.path.basename(trainer.state.best_model_checkpoint)
+    look_at(case, trainer)
+
+
+def trainer_only_predicts(case: Case) -> None:
+    """Without training: DeepSpeed's engine has no optimizer."""
+    trainer = trainer_for(case, zero=SMALL_WEIGHTS_TOO)
+    predicted = trainer.predict(EVALUATION)
+    case.check_engine(trainer.deepspeed)
+    case.seen["prediction"] = value_of(torch.from_numpy(predicted.predictions))
+    case.seen["weights"] = training.digests(trainer.model_wrapped.module)
+    trainer.accelerator.free_memory()
+
+
+def trainer_trains_twice(case: Case) -> None:
+    """As in a notebook: a second trainer in the same process, after the first one was dropped."""
+    for _ in range(2):
+        trainer = trainer_for(case, max_steps=2, dataloader_num_workers=0)
+        trainer.train()
+        case.check_engine(trainer.deepspeed)
+        trainer.accelerator.free_memory()
+        dropped = weakref.ref(trainer.model)
+        del trainer
+        begin_anew()
+        assert dropped() is None or case.engine == "stock"
+
+
+# transformers without its Trainer
+
+
+def from_pretrained_and_generate(case: Case) -> None:
+    """A script of its own: weights loaded under ZeRO-3, trained, and used for generation in between."""
+    config = case.config(automatic=False)
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+    kept = HfDeepSpeedConfig(config)  # has to live until the model is loaded
+    model = transformers.AutoModelForCausalLM.from_pretrained(case.model_folder(), dtype=torch.bfloat16)
+    del kept
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    case.check_engine(engine)
+    case.seen["loaded"] = training.digests(engine.module)
+    case.seen["expected"] = file_digests(Path(case.model_folder()))
+    prompt = TRAIN.rows[:2, :4].to(engine.device)
+    for step in range(3):
+        engine.train()
+        batch = TRAIN.rows[2 * step : 2 * step + 2].to(engine.device)
+        loss = engine(input_ids=batch, labels=batch, use_cache=False).loss
+        case.seen["losses"].append(float(loss.detach()).hex())
+        engine.backward(loss)
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            made = engine.module.generate(prompt, max_new_tokens=4, do_sample=False, synced_gpus=True)
+        case.seen[f"generated {step}"] = made.tolist()
+    case.seen["weights"] = training.digests(engine.module)
+    engine.destroy()
+
+
+# accelerate
+
+
+def prepared(case: Case, accelerator: Any, *, dummy: bool = False) -> tuple[Any, Any, Any]:
+    """Model, optimizer and data, as a script prepares them."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_pretrained(case.model_folder(), dtype=torch.bfloat16)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = (accelerate.utils.DummyOptim if dummy else torch.optim.AdamW)(trained, lr=1e-2, weight_decay=0.01)
+    loader = torch.utils.data.DataLoader(TRAIN, batch_size=2, num_workers=1)
+    return accelerator.prepare(model, optimizer, loader)
+
+
+def train(case: Case, accelerator: Any, model: Any, optimizer: Any, batches: Iterator[Any], steps: int) -> None:
+    model.train()
+    for _ in range(steps):
+        with accelerator.accumulate(model):
+            loss = model(**next(batches), use_cache=False).loss
+            case.seen["losses"].append(float(loss.detach()).hex())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def accelerate_saves_and_loads(case: Case) -> None:
+    """With a dict as config: back to a saved state, and on from there."""
+    config = case.config() | {"gradient_accumulation_steps": 2}
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16")
+    model, optimizer, loader = prepared(case, accelerator)
+    case.check_engine(model)
+    batches = iter(loader)
+    train(case, accelerator, model, optimizer, batches, 4)
+    accelerator.save_state(str(case.folder / "state"))
+    at_save = training.digests(model.module)
+    kept = [next(batches) for _ in range(4)]
+    train(case, accelerator, model, optimizer, iter(kept), 4)
+    case.seen["weights"] = training.digests(model.module)
+    case.seen["state dict"] = tensor_digests(accelerator.get_state_dict(model))
+    accelerator.unwrap_model(model).save_pretrained(
+        case.folder / "saved", is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
+    )
+    case.seen["saved"] = file_digests(case.folder / "saved") if case.rank == 0 else {}
+    accelerator.load_state(str(case.folder / "state"))
+    assert training.digests(model.module) == at_save
+    if case.engine == "stock":
+        training.count_steps(model)
+    train(case, accelerator, model, optimizer, iter(kept), 4)
+    assert case.seen["losses"][-4:] == case.seen["losses"][-8:-4]
+    case.seen["weights again"] = training.digests(model.module)
+    accelerator.free_memory()
+
+
+def accelerate_config_file(case: Case) -> None:
+    """With a file as config and the optimizer in it; then everything is freed and trained again."""
+    path = case.folder / f"ds_config_{case.rank}.json"
+    config = case.config(**SMALL_WEIGHTS_TOO)
+    path.write_text(json.dumps(config | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}))
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=str(path))
+    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16")
+    for _ in range(2):
+        model, optimizer, loader = prepared(case, accelerator, dummy=True)
+        case.check_engine(model)
+        train(case, accelerator, model, optimizer, iter(loader), 3)
+        case.seen["weights"] = training.digests(model.module)
+        model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+    assert case.seen["losses"][:3] == case.seen["losses"][3:]
+
+
+def accelerate_two_plugins(case: Case) -> None:
+    """A student that is trained and a teacher that only runs forward, both partitioned."""
+    configs = {
+        "student": case.config(),
+        "teacher": case.config(**SMALL_WEIGHTS_TOO) | {"train_micro_batch_size_per_gpu": 2},
+    }
+    plugins = {name: accelerate.DeepSpeedPlugin(hf_ds_config=config) for name, config in configs.items()}
+    accelerator = accelerate.Accelerator(deepspeed_plugin=plugins, mixed_precision="bf16")
+    accelerator.state.select_deepspeed_plugin("student")
+    student, optimizer, loader = prepared(case, accelerator)
+    accelerator.state.select_deepspeed_plugin("teacher")
+    teacher_accelerator = accelerate.Accelerator()
+    torch.manual_seed(8)
+    teacher = transformers.AutoModelForCausalLM.from_pretrained(case.model_folder(), dtype=torch.bfloat16)
+    teacher = teacher_accelerator.prepare(teacher)
+    teacher.eval()
+    for engine in (student, teacher):
+        case.check_engine(engine)
+    batches = iter(loader)
+    for _ in range(3):
+        batch = next(batches)
+        with torch.no_grad():
+            wanted = teacher(**batch, use_cache=False).logits.float()
+        logits = student(**batch, use_cache=False).logits.float()
+        # The two begin as one model: the targets are shifted, so that there is something to learn.
+        loss = torch.nn.functional.mse_loss(logits, wanted.roll(1, dims=-1))
+        case.seen["losses"].append(float(loss.detach()).hex())
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    case.seen["weights"] = training.digests(student.module)
+    case.seen["teacher"] = training.digests(teacher.module)
+    accelerator.free_memory()
+    teacher_accelerator.free_memory()
+
+
+# PEFT
+
+
+def lora_model(case: Case) -> Any:
+    base = transformers.AutoModelForCausalLM.from_pretrained(case.model_folder(), dtype=torch.bfloat16)
+    torch.manual_seed(9)
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(base, adapter)
+
+
+def lora_trains_and_merges(case: Case) -> None:
+    """Adapters on a frozen base, with the Trainer; saved, loaded without DeepSpeed, merged and used."""
+    args = arguments(case, zero=SMALL_WEIGHTS_TOO, dataloader_num_workers=0)
+    trainer = RecordingTrainer(case, model=lora_model(case), args=args, train_dataset=TRAIN, eval_dataset=EVALUATION)
+    trainer.train()
+    case.check_engine(trainer.deepspeed)
+    if case.engine == "tencache":
+        import tencache_ds
+
+        step = tencache_ds.stats(trainer.deepspeed).last_step
+        case.seen["facts"] = {
+            "read_nbytes": step.nbytes["nvme_read"], "written_nbytes": step.nbytes["nvme_write"],
+            "base_nbytes": 2 * sum(p.ds_numel for p in trainer.model.parameters() if not p.requires_grad),
+        }  # fmt: skip
+    case.seen["log"] = metrics_of(trainer.state.log_history)
+    case.seen["evaluation"] = metrics_of([trainer.evaluate()])
+    case.seen["weights"] = training.digests(trainer.deepspeed.module)
+    trainer.save_model(str(case.folder / "adapter"))
+    deepspeed.comm.barrier()
+    trainer.accelerator.free_memory()
+    del trainer, args
+    begin_anew()
+    case.seen["adapter"] = file_digests(case.folder / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(case.model_folder(), dtype=torch.bfloat16)
+    with torch.no_grad():
+        plain = base(EVALUATION.rows).logits
+        model = peft.PeftModel.from_pretrained(base, str(case.folder / "adapter"))
+        adapted = model(EVALUATION.rows).logits
+        merged = model.merge_and_unload()
+        case.seen["logits"] = [value_of(adapted), value_of(merged(EVALUATION.rows).logits)]
+    assert not torch.equal(adapted, plain)
+    case.seen["merged"] = tensor_digests(dict(merged.named_parameters()))
+
+
+# Running
+
+SCENARIOS: dict[str, Callable[[Case], None]] = {
+    function.__name__: function
+    for function in (
+        trainer_trains, trainer_resumes, trainer_resumes_from_stock, trainer_takes_the_best_model,
+        trainer_only_predicts, trainer_trains_twice,
+        from_pretrained_and_generate, accelerate_saves_and_loads, accelerate_config_file, accelerate_two_plugins,
+        lora_trains_and_merges,
+    )
+}  # fmt: skip
+
+
+def begin_anew() -> None:
+    """Makes accelerate and transformers forget what they keep for the life of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+    gc.collect()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as accelerate's launcher sets it
+    # Without a backend accelerate would take each rank on the CPU for a job of its own.
+    PartialState(backend=None if torch.cuda.is_available() else "gloo")
+
+
+def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:
+    name = case["scenario"]
+    scenario = Case(engine, folder, rank, name)
+    with mock.patch.dict(os.environ):
+        begin_anew()
+        SCENARIOS[name](scenario)
+    return scenario.seen
+
+
+if __name__ == "__main__":
+    training.main(run)
