@@ -4,7 +4,7 @@
 #   TENCACHE_VENV   virtual environment to use; otherwise the active one; otherwise .venv in the checkout, made if absent
 #   TENCACHE_EXTRAS extras to install (default: test)
 #
-# What is there already is kept: an installed torch that the package accepts is never replaced.
+# Existing packages are kept: an installed torch that the package accepts is never replaced.
 
 TENCACHE_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 TENCACHE_EXTRAS="${TENCACHE_EXTRAS-test}"
@@ -120,7 +120,7 @@ install_package() {
                 if "$python" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=10)' \
                     "$CPU_TORCH_INDEX/torch/" 2>/dev/null; then
                     say "installing torch for CPU"
-                    # Only torch itself comes from there; what it depends on follows from the usual index below.
+                    # Only torch itself comes from there; its dependencies follow from the usual index below.
                     "$python" -m pip install -q -c "$constraints" --no-deps --index-url "$CPU_TORCH_INDEX" torch >&2 ||
                         fail "pip could not install torch from $CPU_TORCH_INDEX"
                 else
@@ -128,7 +128,7 @@ install_package() {
                 fi
             fi
         fi
-        say "installing the package and what it needs (minutes, once)"
+        say "installing the package and its dependencies (minutes, once)"
         "$python" -m pip install -q -c "$constraints" 'setuptools>=77' >&2 || fail "pip could not install setuptools"
         "$python" -m pip install -q -c "$constraints" --no-build-isolation -e "$target" >&2 ||
             fail "pip could not install the package"

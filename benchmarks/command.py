@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Does what the command says and returns its exit status; ``argv`` is for the record."""
+    """Runs the command and returns its exit status; ``argv`` is for the record."""
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         return _run(arguments, argv)
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
-    """The runs are in sessions of their own: they end with the benchmark only if it gets to ending them."""
+    """Each run has its own session, so a terminated benchmark has to end its runs explicitly."""
     raise KeyboardInterrupt
 
 

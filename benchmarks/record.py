@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark writes down: one JSON file per benchmark, everything the report and the plots are made from.
+"""The record of a benchmark: one JSON file per benchmark, the source of the report and the plots.
 
-Bytes are bytes, times are seconds; both say so in their names. A file is written after every run, so that an
-interruption loses nothing; a later version reads files of the same :data:`SCHEMA`.
+Units are bytes and seconds, as in the names. The file is written after every run, so that an interruption loses
+nothing; later versions read files of the same :data:`SCHEMA`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Outcome(StrEnum):
     """It ended with an error, or at its time limit."""
 
     cannot_run = "cannot_run"
-    """It was not started: this machine or this DeepSpeed lacks what it needs. The error says what."""
+    """It was not started: this machine or this DeepSpeed lacks a requirement, which the error names."""
 
 
 class Step(Record):
@@ -62,7 +62,7 @@ class Step(Record):
 
     rss_nbytes: int
     host_used_nbytes: int
-    """Host memory in use beyond what was in use before the run, without page cache; counts driver-pinned pages too."""
+    """Host memory in use minus that before the run, without page cache; counts driver-pinned pages too."""
 
     loss_scale: float | None = None
     skipped: bool = False
@@ -123,7 +123,7 @@ class Memory(Record):
 
 
 class Caps(Record):
-    """What a run was allowed to use."""
+    """The caps of a run."""
 
     host_nbytes: int | None = None
     """Per host; None means no cap."""
@@ -136,7 +136,7 @@ class Caps(Record):
 
 
 class Measurement(Record):
-    """What a training run writes down itself: the measured part of a :class:`Run`."""
+    """The record of a training process: the measured part of a :class:`Run`."""
 
     numel: int = 0
     """Parameters of the model, all ranks."""
@@ -161,7 +161,7 @@ class Measurement(Record):
     """Of the measured steps, as RAPL counts; None where it cannot be read."""
 
     disk_write_nbytes: int | None = None
-    """What the block device under the NVMe path wrote in the measured steps; None where there is none."""
+    """Bytes written by the block device under the NVMe path in the measured steps; None without one."""
 
     tencache_stats: dict[str, Any] | None = None
     """``dataclasses.asdict(tencache_ds.stats(engine))`` at the end."""
@@ -182,7 +182,7 @@ class Measurement(Record):
 
 
 class Run(Measurement):
-    """One run of one configuration in processes of its own."""
+    """One run of one configuration in its own processes."""
 
     configuration: str
     """Name of a :class:`Configuration`."""
@@ -216,17 +216,17 @@ class Configuration(Record):
     """Which of ``benchmarks.comparison.peers`` it belongs to; "tencache" for ours."""
 
     semantics: str = ""
-    """What it does differently from synchronous training; empty for the same results as everybody else's."""
+    """Its differences from synchronous training; empty for the same results as all others."""
 
     knobs: dict[str, Any] = Field(default_factory=dict)
     """The settings it runs with: the best of the search where there was one."""
 
     searched: dict[str, list[Any]] = Field(default_factory=dict)
-    """What the search tried for each knob; empty for a configuration that was not tuned."""
+    """The values tried for each knob; empty for a configuration that was not tuned."""
 
 
 class Placement(Record):
-    """Where a configuration keeps things: what the bound needs, as shares of the parameters."""
+    """The placement of a configuration, as shares of the parameters; the input of the bound."""
 
     weights_nvme: float
     """Share of the 16-bit weights on NVMe."""
@@ -242,7 +242,7 @@ class Placement(Record):
 
 
 class Workload(Record):
-    """What is trained."""
+    """The training."""
 
     model: str
     """Name in ``benchmarks.workloads``."""
@@ -262,7 +262,7 @@ class Workload(Record):
 
     activation_checkpointing: bool
     busy_cores: int = 0
-    """Processes beside it that do nothing but keep a core busy."""
+    """Additional processes that only keep a core busy."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -280,7 +280,7 @@ class Benchmark(Record):
     """How to repeat it; paths of the machine are left out."""
 
     storage: str
-    """What the NVMe path was: "disk", or "tmpfs (stands in for a fast array)"."""
+    """Kind of the NVMe path: "disk", or "tmpfs (stands in for a fast array)"."""
 
     hardware: Hardware
     versions: dict[str, str]
@@ -308,7 +308,7 @@ class Benchmark(Record):
 
     @property
     def on_tmpfs(self) -> bool:
-        """Whether what stands for NVMe was host memory."""
+        """Whether host memory was used in place of NVMe."""
         storage = self.hardware.storage
         return self.storage.startswith("tmpfs") or (storage is not None and storage.in_memory)
 

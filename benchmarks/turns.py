@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns: how runs that stay in memory side by side alternate on one machine.
+"""Turns: alternation of runs that stay in memory together on one machine.
 
-The benchmark holds a :class:`Turnstile` for each run, the training program a :class:`Gate`; what they tell one another
-are empty files in a folder, which work through any launcher.
+The benchmark holds a :class:`Turnstile` for each run, the training program a :class:`Gate`; they communicate by empty
+files in a folder, which works through any launcher.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 POLL_S = 0.01
-"""Of a program that waits. A look at one file takes microseconds: nothing that another run would notice."""
+"""Of a waiting program. Checking one file takes microseconds and does not disturb another run."""
 
 _OWNER = "benchmark"
 
@@ -43,7 +43,7 @@ class Turnstile:
         (self.folder / _OWNER).write_text(str(owner_pid))
 
     def is_waiting(self, turn: int) -> bool:
-        """Whether the program stands before its turn: all ranks have done what comes before it."""
+        """Whether the program waits for its turn: all ranks have finished the work before it."""
         return _waiting(self.folder, turn).exists()
 
     def open(self, turn: int) -> None:
@@ -70,7 +70,7 @@ class Gate:
         """Returns when the turn is given.
 
         Raises:
-            RuntimeError: the benchmark has ended, so there is nobody left to give it.
+            RuntimeError: the benchmark process has ended, so the turn never comes.
         """
         opened = _open(self._folder, turn)
         while not opened.exists():

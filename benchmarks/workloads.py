@@ -107,7 +107,7 @@ def build(name: str, sequence: int, *, checkpointing: bool = False) -> Any:
         checkpointing: whether activations are recomputed in backward.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: unknown model.
     """
     import transformers
 
@@ -129,7 +129,7 @@ def build(name: str, sequence: int, *, checkpointing: bool = False) -> Any:
 
 
 def prepare() -> None:
-    """Imports what would be confused by torch's constructors as ``zero.Init`` replaces them. Call it before."""
+    """Imports modules that ``zero.Init``'s replacements of torch's constructors would confuse. Call it before."""
     import importlib
 
     for name in ("torch._dynamo", "transformers"):

@@ -44,7 +44,7 @@ ACTIVATION_LINE = re.compile(r"TenCache \d")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one training run printed."""
+    """The output of one training run."""
 
     name: str
     parameters: int
@@ -154,7 +154,7 @@ def train(name: str, config: dict[str, Any], arguments: argparse.Namespace, cons
 def follow(
     process: subprocess.Popen[str], name: str, total: int, console: Console, log: TextIO
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Shows progress while ``process`` prints; returns the number of parameters and what it said of each step."""
+    """Shows progress while ``process`` prints; returns the number of parameters and the record of each step."""
     parameters, steps = 0, []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     if process.stdout is None:

@@ -3,8 +3,8 @@
 
     deepspeed examples/train_bytes.py --steps 30 --deepspeed --deepspeed_config ds_config.json
 
-An ordinary DeepSpeed script: where weights and optimizer state live is up to the config. Rank 0 prints one JSON line
-per step. The same flags and number of processes give the same losses, bit for bit.
+An ordinary DeepSpeed script: the places of weights and optimizer state depend on the config. Rank 0 prints one JSON
+line per step. The same flags and number of processes give the same losses, bit for bit.
 """
 
 from __future__ import annotations

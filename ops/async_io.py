@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's async_io and pin_memory ops, and how any op is loaded: with errors that say what to install.
+"""DeepSpeed's async_io and pin_memory ops, and the loading of ops, with errors that say what to install.
 
 The builder of the current accelerator is the one DeepSpeed itself would use
 (``get_accelerator().create_op_builder(name)``): prebuilt where DeepSpeed was installed with ``DS_BUILD_AIO=1``, else
@@ -27,7 +27,7 @@ def load_async_io() -> ModuleType:
     """The async_io op (``aio_handle`` and others), with the pin_memory op it depends on. Any thread.
 
     Raises:
-        ConfigError: names what is missing and the package to install.
+        ConfigError: names the missing part and the package to install.
     """
     return _load("AsyncIOBuilder", "async_io")
 
@@ -36,7 +36,7 @@ def load_pin_memory() -> ModuleType:
     """The pin_memory op (``pin_handle``): page-locked host memory without CUDA. Any thread.
 
     Raises:
-        ConfigError: names what is missing and the package to install.
+        ConfigError: names the missing part and the package to install.
     """
     return _load("PinMemoryBuilder", "pin_memory")
 
@@ -65,10 +65,10 @@ def load_op(builder: Any, op_name: str, *, without: str = 'set "io_backend": "po
     Args:
         builder: an instance of a DeepSpeed ``OpBuilder``.
         op_name: its name, for messages.
-        without: what to do where it cannot be had, for messages.
+        without: the consequence of its absence, for messages.
 
     Raises:
-        ConfigError: names what is missing and the package to install.
+        ConfigError: names the missing part and the package to install.
     """
     with _lock, told_what_takes_so_long(op_name):  # torch's build lock is per file, not per thread
         try:
@@ -84,7 +84,7 @@ def load_op(builder: Any, op_name: str, *, without: str = 'set "io_backend": "po
 
 
 def _missing(builder: Any, op_name: str) -> list[str]:
-    """What a build needs and this machine lacks, each with its remedy."""
+    """Build requirements that this machine lacks, each with its remedy."""
     from deepspeed.accelerator import get_accelerator
 
     causes = []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds one op, or finds it built: ``python -m tencache_ds.ops.build AsyncIOBuilder`` (or ``module:Builder``).
+"""Builds one op unless it is built already: ``python -m tencache_ds.ops.build AsyncIOBuilder`` (or ``module:Builder``).
 
-DeepSpeed compiles an op where it is first used, for a minute or more, while everybody waits. This is for those who want
-that over before: CI, and a benchmark. Exit status 1, and the reason on standard error, where the op cannot be built or
-the accelerator has none of that name.
+DeepSpeed compiles an op at its first use, which blocks for a minute or more. This command builds it in advance: for CI,
+and for benchmarks. Exit status 1, and the reason on standard error, where the op cannot be built or the accelerator has
+none of that name.
 
 A builder loads what its op needs, so AsyncIOBuilder builds DeepSpeed's pin_memory op as well.
 """

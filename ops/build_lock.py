@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks of torch's extension builder, which a killed start leaves behind.
+"""Locks of torch's extension builder that a killed process leaves behind.
 
-Whoever loads an op makes the file ``lock`` in its build folder, keeps it open, and removes it at the end. A process
-that is killed meanwhile leaves the file there, and all who load the op afterwards wait indefinitely, without a word.
-TenCache's own ops are loaded under a lock that ends with its process, so what is left of torch's can be removed; for
-DeepSpeed's, which others load as well, the user is told. Imports neither torch nor DeepSpeed.
+A process that loads an op creates the file ``lock`` in its build folder, keeps it open, and removes it at the end. A
+process that is killed meanwhile leaves the file there, and every later load of the op then hangs silently. TenCache's
+own ops are loaded under a lock that ends with its process, so a leftover of torch's can be removed; for DeepSpeed's
+ops, which others load as well, the user is told. Imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def is_held(lock: Path) -> bool:
 
 
 def remedy(lock: Path) -> str:
-    """What to do about a lock that nobody holds."""
+    """The remedy for a stale lock."""
     return f"rm {lock} (unless another machine that shares this folder is building right now)"
 
 
@@ -104,7 +104,7 @@ def _remove_left_behind(op_name: str) -> None:
 
 @contextlib.contextmanager
 def told_what_takes_so_long(op_name: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Around the loading of an op: logs once why it has not ended after ``patience_s`` seconds."""
+    """Around the loading of an op: logs the cause once if it has not ended after ``patience_s`` seconds."""
 
     def tell() -> None:
         for lock in build_locks(op_name):

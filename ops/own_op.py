@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TenCache's own ops have in common: where their sources are, and no flags of DeepSpeed's for the processor."""
+"""Common base of TenCache's own ops: the place of their sources, and no processor flags of DeepSpeed's."""
 
 from __future__ import annotations
 

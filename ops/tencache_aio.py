@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TenCache's own aio op: Linux AIO in lanes, every result checked (``csrc/aio/io_queue.h`` says how).
+"""TenCache's own aio op: Linux AIO in lanes, every result checked (see ``csrc/aio/io_queue.h``).
 
 It is built like every DeepSpeed op and with DeepSpeed's checks and flags for libaio, except that it is optimised. It
 compiles nothing of DeepSpeed's ``csrc/aio``: there, ``io_setup`` and ``io_event.res`` go unchecked and a partial
@@ -45,6 +45,6 @@ def load_tencache_aio() -> ModuleType:
     """The tencache_aio op (``IoQueue``). Any thread.
 
     Raises:
-        ConfigError: names what is missing and the package to install.
+        ConfigError: names the missing part and the package to install.
     """
     return load_op(TenCacheAioBuilder(), TenCacheAioBuilder.NAME)

@@ -48,7 +48,7 @@ def load_tencache_update() -> ModuleType:
     """The tencache_update op (``Team``, ``AdamScalars``). Any thread.
 
     Raises:
-        ConfigError: names what is missing and the package to install.
+        ConfigError: names the missing part and the package to install.
     """
     return load_op(
         TenCacheUpdateBuilder(), TenCacheUpdateBuilder.NAME, without="DeepSpeed's own op is used, in several passes"

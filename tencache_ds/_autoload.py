@@ -53,7 +53,7 @@ def _hook_config(module: ModuleType) -> None:
         from tencache_ds.integration.config_hook import hook_config_module
 
         hook_config_module(module)
-    except Exception as error:  # only a broken installation gets here; stock DeepSpeed must go on
+    except Exception as error:  # only a broken installation gets here; stock DeepSpeed must continue
         warnings.warn(
             f"TenCache could not be hooked into DeepSpeed and stays inactive, even if a config selects it: {error!r}",
             stacklevel=2,

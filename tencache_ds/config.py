@@ -245,7 +245,7 @@ def options_from(section: object) -> TenCacheConfig:
         section = {}
     if not isinstance(section, Mapping):
         raise ConfigError(f'"{OPTIONS_KEY}" must be an object with options or null, not {section!r}')
-    # Looked for here: the base class drops what is "auto" before it looks at names.
+    # Checked here: the base class drops values of "auto" before it checks names.
     unknown = [_explain_unknown(key, value) for key, value in section.items() if key not in TenCacheConfig.model_fields]
     known = {key: value for key, value in section.items() if key in TenCacheConfig.model_fields}
     try:

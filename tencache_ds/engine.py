@@ -221,7 +221,7 @@ class TenCacheEngine:
         with self._shared.lock:
             self._shared.tiers.remove(self.weights)
             last = not self._shared.tiers
-        with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
+        with contextlib.ExitStack() as stack:  # every step runs, even if an earlier one raises
             if last:
                 stack.callback(self._shared.resident_arena.disown)
                 stack.callback(self._shared.transient_arena.close)

@@ -164,7 +164,7 @@ class Session:
 
     def _state_capacity(self, gradient_nbytes: int, gpu_nbytes: int) -> StateCapacity:
         ranks, paths = self.surroundings.local_ranks, self.surroundings.optimizer_paths
-        if not paths:  # host_memory does not limit it then, but what there is does
+        if not paths:  # then limited by the available memory, not by host_memory
             available = int(HOST_SHARE_WITHOUT_NVME * available_nbytes()) // ranks
             return StateCapacity(max(available - gradient_nbytes, 0), None, gpu_nbytes)
         left = self._engines[0].host_left_nbytes - gradient_nbytes
@@ -410,11 +410,11 @@ class Session:
         Idempotent; a forked child leaves all of that to its parent."""
         if os.getpid() != self._pid:  # before any lock
             return
-        with self._lock:  # whoever comes second finds it done
+        with self._lock:  # a second caller finds it done
             if self._closed:
                 return
             self._closed = True
-            with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
+            with contextlib.ExitStack() as stack:  # every step runs, even if an earlier one raises
                 if self._owns:
                     stack.callback(self._engines[0].close)
                 stack.callback(self._engines[0].reserve_host_memory, -self._reserved_nbytes)

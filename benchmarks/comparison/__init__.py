@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is compared, the search for the best settings, and the rounds in which the configurations alternate."""
+"""The systems compared, the search for the best settings, and the rounds in which the configurations alternate."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cap on the host memory of a run: a real one through a control group where the system lets us make one.
+"""A cap on the host memory of a run: enforced through a control group where the system allows creating one.
 
-Elsewhere the cap is only compared with what was measured, and the record says so.
+Elsewhere the cap is only compared with the measurement, and the record says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HostLimit:
     Attributes:
         nbytes: most bytes; None means no cap.
         group: folder of the control group that enforces it, or None.
-        reason: why there is no control group, where one was wanted.
+        reason: why there is no control group, if one was requested.
     """
 
     nbytes: int | None = None
@@ -46,7 +46,7 @@ class HostLimit:
         return ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(self.group), *command]
 
     def explain(self) -> str:
-        """What to say of a run that the kernel killed at the cap; empty if it did not."""
+        """Message for a run that the kernel killed at the cap; empty if it did not."""
         if self.group is None or self.nbytes is None:
             return ""
         for name in ("memory.events", "memory.oom_control"):

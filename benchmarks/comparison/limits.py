@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a configuration keeps things, and the shortest step that this allows on a machine."""
+"""The placement of a configuration, and the resulting lower bound of the step time on a machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def placement_of(peer: Peer, run: Run, ranks: int) -> Placement | None:
 
 
 def _share(of_all: float) -> float:
-    """At most the whole: slabs, and chunks with their padding, are a little larger than what is in them."""
+    """At most the whole: slabs, and chunks with their padding, are a little larger than their contents."""
     return min(1.0, of_all)
 
 
@@ -66,7 +66,7 @@ def balance_tokens(found: Bound, workload: Workload) -> float | None:
 
     Args:
         found: of a placement and ``workload``, by :func:`bound_of`.
-        workload: its tokens are what the arithmetic in ``found`` is for.
+        workload: gives the tokens that the arithmetic in ``found`` is for.
 
     Returns:
         None when nothing is on NVMe, or a rate is not known.

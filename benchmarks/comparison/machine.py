@@ -27,7 +27,7 @@ PROBE_TIMEOUT_S = 300.0
 
 OPERATORS = ("AsyncIOBuilder", "CPUAdamBuilder", "tencache_ds.ops.tencache_aio:TenCacheAioBuilder")
 OPERATORS_ON_GPU = ("FusedAdamBuilder",)
-"""What the configurations and the probe use."""
+"""The operators that the configurations and the probe use."""
 
 
 class Machine:
@@ -53,7 +53,7 @@ class Machine:
         return torch.cuda.device_count()
 
     def identity(self) -> tuple[str, int, str | None]:
-        """Processor, cores and GPU: what makes two runs comparable, as in :class:`Hardware`."""
+        """Processor, cores and GPU, which must agree for runs to be comparable, as in :class:`Hardware`."""
         if self._identity is None:
             from tencache_ds.profiling.probe import processor_name
 
@@ -80,11 +80,11 @@ class Machine:
         return found
 
     def build_operators(self) -> None:
-        """Builds what the configurations use, all at the same time. What cannot be built shows where it is used.
+        """Builds the operators of the configurations in parallel. Build failures show where an operator is used.
 
         Otherwise the run that comes first would build it, and its start would be that of a compiler.
 
-        A process that was killed may have left a lock behind at which everybody waits indefinitely: that is said.
+        Stale locks of killed processes, at which builds hang, are reported.
         """
         command = [sys.executable, "-m", "tencache_ds.ops.build"]
         builds = [
@@ -94,7 +94,7 @@ class Machine:
         wait_for_builds(builds)
 
     def probe(self, nvme_path: Path, seconds: float) -> Hardware:
-        """Measures the machine, in a process of its own: a CUDA context here would take memory from the runs.
+        """Measures the machine, in a separate process: a CUDA context here would take memory from the runs.
 
         Raises:
             ConfigError: the probe failed; says why.

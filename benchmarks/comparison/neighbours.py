@@ -22,7 +22,7 @@ while os.getppid() == parent:
 
 @contextmanager
 def busy_cores(number: int) -> Iterator[None]:
-    """Keeps so many cores busy; the scheduler says which."""
+    """Keeps this number of cores busy, chosen by the scheduler."""
     loops = [subprocess.Popen([sys.executable, "-c", _LOOP, str(os.getpid())]) for _ in range(number)]
     try:
         yield

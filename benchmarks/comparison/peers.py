@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is compared: how each peer is configured, which settings are searched, and what it needs to run.
+"""The systems compared: configuration, searched settings and requirements of each peer.
 
-A peer is a function from its knobs to a DeepSpeed config. What all share (:func:`shared_config`) is not a knob. The
-first value of each knob is where the search begins: the best of earlier measurements (``docs/benchmarks``).
+A peer is a function from its knobs to a DeepSpeed config. Settings that all share (:func:`shared_config`) are not
+knobs. The search starts at the first value of each knob: the best of earlier measurements (``docs/benchmarks``).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Knobs = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What peers need to know about the machine and the workload.
+    """The machine and the workload, as peers need them.
 
     Attributes:
-        workload: what is trained.
+        workload: the training.
         numel: parameters of the model.
         largest: elements of its largest parameter.
-        nvme_path: folder for what goes to NVMe.
+        nvme_path: folder for data on NVMe.
         gpus: GPUs that can be used; 0 on a machine with DeepSpeed's CPU accelerator.
         gpu_nbytes: memory of one of them that may be used.
         host_nbytes: host memory that may be used.
@@ -63,7 +63,7 @@ class Peer:
         space: knobs with the values that may be tried, the starting value first. A knob with one value is fixed.
         refuse: why it cannot run in a setting, or an empty string.
         place: where it keeps things, from knobs; None if only a run can tell.
-        semantics: what it does differently from synchronous training; empty for the same results.
+        semantics: its differences from synchronous training; empty for the same results.
         program: module of this package that trains.
         launcher: further arguments for the ``deepspeed`` launcher.
         arguments: further arguments for the program.
@@ -82,7 +82,7 @@ class Peer:
 
 
 def shared_config(setting: Setting) -> dict[str, Any]:
-    """What every DeepSpeed configuration has: precision, optimizer, clipping, batch."""
+    """Settings of every DeepSpeed configuration: precision, optimizer, clipping, batch."""
     workload = setting.workload
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.micro_batch,

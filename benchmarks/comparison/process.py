@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts training runs through the ``deepspeed`` launcher, watches them, and says how they ended."""
+"""Starts training runs through the ``deepspeed`` launcher, watches them, and reports their outcome."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACKAGE = __name__.partition(".comparison.")[0]
 
 POLL_S = 0.2
 GRACE_S = 5.0
-"""What an interrupted or timed-out run gets to stop by itself before it is killed."""
+"""Time for an interrupted or timed-out run to stop before it is killed."""
 
 ERROR_CHARACTERS = 300
 
@@ -42,9 +42,9 @@ class Request:
     Attributes:
         configuration: its name in the record.
         round: see :attr:`..record.Run.round`.
-        peer: what is run.
+        peer: the peer to run.
         config: its DeepSpeed config.
-        workload: what is trained.
+        workload: the training.
         steps: measured optimizer steps.
         warmup: steps before them, which do not count.
         profile: whether a further step is made under the profiler.
@@ -70,14 +70,14 @@ def execute(
     """Makes a run; its files (config, result, log) go to ``folder``.
 
     Args:
-        request: what to run.
+        request: the run.
         folder: an existing folder.
         host_limit: cap on the host memory of the run.
         on_progress: called a few times a second while it runs.
 
     Returns:
-        The measured run, or one that says why there is no measurement. Finished steps of a run that was stopped are
-        in it. Knobs and config are left to the caller, who knows what they stand for and which paths are in them.
+        The measured run, or one with the reason for the missing measurement. It includes finished steps of a stopped
+        run. Knobs and config are filled in by the caller, who knows their meaning and the paths in them.
 
     Raises:
         KeyboardInterrupt: the user stopped the benchmark; the run's processes are gone by then.
@@ -96,7 +96,7 @@ def execute_in_turns(
     round. A run that fails leaves its turns to the others.
 
     Args:
-        requests: what to run, each with storage of its own; their steps divide by ``n_turns``.
+        requests: the runs, each with its own storage; their steps are multiples of ``n_turns``.
         folder: as for :func:`execute`.
         n_turns: turns of each run.
         on_progress: called a few times a second.
@@ -123,7 +123,7 @@ def execute_in_turns(
 
 
 class _Launched:
-    """A run under way, between entering and leaving; afterwards no process of it is left, whatever happened within."""
+    """A running run, between entering and leaving; afterwards none of its processes is left in any case."""
 
     def __init__(self, request: Request, folder: Path, host_limit: HostLimit, n_turns: int | None) -> None:
         self._request = request
@@ -223,7 +223,7 @@ def last_error(log: str) -> str:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on."""
+    """A free TCP port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

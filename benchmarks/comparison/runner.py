@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a benchmark: search, then rounds in which the configurations alternate; all on one machine, one at a time.
 
-Everything done so far is in ``benchmark.json`` of the output folder after every run. The same command goes on from
+Everything done so far is in ``benchmark.json`` of the output folder after every run. The same command continues from
 there, after an interruption or a ``--time-limit``.
 """
 
@@ -66,7 +66,7 @@ class Options:
 
 
 class OutOfTime(Exception):
-    """The time limit does not allow for another run; what was done is on record."""
+    """The time limit does not allow another run; finished runs are on record."""
 
 
 class Session:
@@ -81,7 +81,7 @@ class Session:
         self._longest: dict[str, float] = {}
 
     def run(self) -> Benchmark:
-        """Does what is still to be done and returns the whole record.
+        """Does the remaining work and returns the whole record.
 
         Raises:
             OutOfTime: the time limit came first.
@@ -229,7 +229,7 @@ class Session:
         return not any(run.round == index or run.outcome is not Outcome.ok for run in done)
 
     def _measure_in_turns(self, index: int, setting: Setting) -> None:
-        """A round in which all stay in memory, each with a folder of its own on the storage."""
+        """A round in which all runs stay in memory, each with its own folder on the storage."""
         due = [entry for entry in self._plan.entries if self._is_due(entry, index)]
         if not due:
             return
@@ -358,7 +358,7 @@ def _empty(folder: Path) -> None:
 
 
 def _without_paths(value: Any, setting: Setting) -> Any:
-    """A config or statistics with the scratch folder, which is nobody's business and new every time, left out."""
+    """A config or statistics without the scratch folder, which is private and new every time."""
     if isinstance(value, dict):
         return {key: _without_paths(item, setting) for key, item in value.items()}
     if isinstance(value, list):

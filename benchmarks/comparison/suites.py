@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is run under one name: the quick check of CI, a comparison of one's own choice, and the paper's models."""
+"""The suites: the quick check of CI, a comparison of chosen configurations, and the paper's models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL = (*STOCK_TIERS, "twin-flow", "superoffload", "zenflow", "fsdp2", "tencache"
 PAPER = ("nvme-nvme", "ram-nvme", "ram-ram", "tencache", *FRONTIER)
 
 SETS: dict[str, tuple[str, ...]] = {"pair": PAIR, "frontier": (*PAIR, *FRONTIER), "all": ALL}
-"""Names that stand for several configurations on the command line."""
+"""Names of sets of configurations on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,16 @@ class Plan:
 
     Attributes:
         title: heading of the report.
-        workload: what is trained.
+        workload: the training.
         entries: the configurations, in the order in which they alternate.
         rounds: how often each is run.
         steps: measured optimizer steps per run.
         warmup: steps before them, which do not count.
-        turns: more than 1 keeps the runs of a round in memory side by side, and they have their steps in so many turns.
+        turns: more than 1 keeps the runs of a round in memory together, and splits their steps into this number of
+            turns.
         max_trials: most trials of the search per configuration; 0 means no search.
         searched: names of the configurations that are searched; None means all with something to search.
-        confirm: whether what the search finds has to win twice, which takes two trials more.
+        confirm: whether the result of the search has to win twice, which takes two more trials.
         trial_steps: measured steps of a trial; one step before them does not count.
         probe_s: time for the hardware probe.
     """
@@ -85,7 +86,7 @@ def parse_entry(text: str) -> Entry:
     """An entry from ``peer`` or ``peer:knob=value+knob=value``; values are JSON, or else strings.
 
     Raises:
-        ValueError: names what is wrong and what there is.
+        ValueError: names the faulty part and the known values.
     """
     peer, _, chosen = text.partition(":")
     if peer not in PEERS:
@@ -150,10 +151,10 @@ def workload_of(
     checkpointing: bool = False,
     busy_cores: int = 0,
 ) -> Workload:
-    """A workload with the model's own defaults for what is None.
+    """A workload with the model's own defaults for values that are None.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: unknown model.
     """
     if model not in SPECS:
         raise ValueError(f"there is no model {model!r}; known: {', '.join(SPECS)}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for a peer's best settings: one knob after the other, in the order given, each at its best so far.
+"""The search for a peer's best settings: one knob after another, in the order given, each at its best so far.
 
-A pure function of the trials so far, so that an interrupted search goes on where it was.
+A pure function of the trials so far, so that an interrupted search continues where it stopped.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def next_trial(
 ) -> dict[str, Any] | None:
     """The point to try next, or None when the search is done.
 
-    What wins is tried once more, and so is the starting point: it has to win again.
+    The winner and the starting point are tried once more: the winner has to win again.
 
     Args:
         space: values of each knob, the starting one first; earlier knobs are settled first.
-        trials: what was tried so far, in order.
+        trials: the trials so far, in order.
         fixed: knobs whose value the caller has chosen.
         most: points to try at most; trying two of them again comes on top.
         confirm: whether the winner has to win twice.

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-benchmarks of the parts: pool, storage, CPU update. ``python -m benchmarks.micro all --nvme-path FOLDER``."""
+"""Micro-benchmarks of the components: pool, storage, CPU update. ``python -m benchmarks.micro all --nvme-path
+FOLDER``."""

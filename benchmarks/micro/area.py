@@ -28,7 +28,7 @@ class Area:
 
     Attributes:
         folder: for files.
-        most_nbytes: what files there may take together.
+        most_nbytes: limit on the total size of its files.
         description: the kind of storage, for the report.
     """
 
@@ -77,8 +77,8 @@ def open_buffers(stack: ExitStack, nbytes: int) -> tuple[torch.Tensor, bool, str
 
 
 def write_files(folder: Path, n_files: int, nbytes: int, buffers: torch.Tensor) -> tuple[str, ...]:
-    """Files of ``nbytes`` each, written throughout: what was only reserved reads back without touching the device, and
-    takes locks and memory when it is written first.
+    """Files of ``nbytes`` each, fully written: space that is only reserved is read without touching the device, and
+    takes locks and memory at its first write.
     """
     paths = tuple(str(folder / f"shared-{index}.bin") for index in range(n_files))
     for path in paths:

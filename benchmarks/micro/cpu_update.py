@@ -3,7 +3,7 @@
 
 TenCache's side is :class:`~tencache_ds.tiers.fused_update.FusedUpdate` over the chunks of a resident sub-group: one
 pass takes the 16-bit gradient, updates master weight and moments, and writes the weight in 16 bits. Reading and writing
-chunks is the storage benchmark's subject.
+chunks is covered by the storage benchmark.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Adam alone), fp32 master weight and two moments read and written, the 16-bit wei
 fp32 number."""
 
 NUMEL = 128 << 20
-"""Parameters: 1.5 GiB of optimizer state. An update takes tens of milliseconds on a server, beside which starting it is
-nothing."""
+"""Parameters: 1.5 GiB of optimizer state. An update takes tens of milliseconds on a server, so the cost of starting it
+is negligible."""
 
 _NUMEL_PER_S = 4 << 20
 """So many are updated per second of budget, until :data:`NUMEL` is reached."""
@@ -218,7 +218,7 @@ class _Fused:
         self._adam: FusedAdam | None = None
 
     def use(self, n_threads: int) -> None:
-        """From now on a team of so many threads."""
+        """Uses a team of this number of threads from now on."""
         self.close()
         self._adam = FusedAdam(n_threads)
         self._update = ChunkedUpdate(self._state, self._gradients, self._writer, [FusedUpdate(self._adam)])

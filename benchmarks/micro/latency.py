@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long an urgent read takes: alone, and behind a queue of background requests that is never empty.
 
-The time is the caller's: from the call that starts the read to the return of the wait for it. A stock handle knows no
-priorities and no end of a single request, so there it is the time until all that was asked for before is done as well.
+The time is the caller's: from the call that starts the read to the return of the wait for it. A stock handle has no
+priorities and reports no single request as completed, so there it is the time until all earlier requests are done as
+well.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ URGENT_NBYTES = 4 * MIB
 WORKING_SET_NBYTES = 1 << 30
 
 STEADY, FIRST = "steady", "first for a while"
-"""Whether urgent reads come all the time, or none came before: a backend may give background more room then."""
+"""Whether urgent reads are frequent, or the first for a while: a backend may allow more background traffic then."""
 
 ALONE = "nothing"
 BEHIND: Mapping[str, Kind | None] = {ALONE: None, "reads": Kind.READ, "writes": Kind.WRITE, "mixed": Kind.MIXED}
@@ -185,7 +186,7 @@ class Variant:
 
     Attributes:
         name: for the table.
-        moment: what came before the read.
+        moment: the traffic before the read.
         open: makes it ready; raises ConfigError where it cannot work.
         needs_locked: whether it takes page-locked buffers only.
     """
@@ -228,7 +229,7 @@ def run(
         request_nbytes: bytes per background request, a multiple of 4096; twice as many as lanes are in flight.
         working_set_nbytes: most bytes of all files together; less where it is over 25 % of the free space.
         repeats: rounds, in each of which every variant takes samples.
-        variants: what is compared.
+        variants: the variants compared.
 
     Raises:
         ConfigError: the folder cannot be used, or its file system has no O_DIRECT.
@@ -296,7 +297,7 @@ def _rows(name: str, moment: str, taken: Mapping[str, Sequence[Sequence[float]]]
     """The figures of a variant.
 
     Args:
-        taken: seconds of each read, in rounds, by what it was behind.
+        taken: seconds of each read, in rounds, by the queue it was behind.
     """
     rows: list[Row] = []
     for behind, rounds in taken.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the staging pool lends and takes back, and what its slots cost beyond the bytes that are in them."""
+"""Speed of lease and release of the staging pool, and the memory overhead of its slots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POOL, QUEUE, TORCH = "TenCache pool", "queue.SimpleQueue", "torch pinned"
 WORLD_SIZES = (1, 8)
 WEIGHT_NBYTES = 2
 PAYLOAD_CAP_NBYTES = 1 << 30
-"""Most bytes of shards: torch rounds up to twice as much, and pinned memory is everybody's."""
+"""Limit on the bytes of shards: torch rounds up to twice as much, and pinned memory is shared by the whole machine."""
 
 N_CONTENDING = 8
 _CHECK_EVERY = 16
@@ -44,7 +44,7 @@ def run(seconds: float = 8.0, *, model: str = "1.3B", repeats: int = MIN_REPEATS
         repeats: samples per figure.
 
     Raises:
-        MemoryLimitError: this machine has not even the memory for one layer's weights twice.
+        MemoryLimitError: this machine lacks the memory for even one layer's weights twice.
     """
     rows = [*_rates(seconds, repeats)]
     parameters: dict[str, JsonValue] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a micro-benchmark writes down, how it is shown, and how variants are alternated."""
+"""Results of micro-benchmarks, their formatting, and the alternation of variants."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Row(Record):
     """One figure: a variant in one case."""
 
     variant: str
-    """What was measured; the variants of a case were alternated."""
+    """The measurements; the variants of a case were alternated."""
 
     quantity: str
     case: dict[str, str | int]
@@ -46,7 +46,7 @@ class Row(Record):
     """In the order they were taken."""
 
     note: str = ""
-    """Why there is no value."""
+    """The reason for a missing value."""
 
     @classmethod
     def of(cls, variant: str, quantity: str, unit: str, case: Mapping[str, str | int], samples: Sequence[float]) -> Row:
@@ -83,7 +83,7 @@ class MicroResult(Record):
     schema_version: int = SCHEMA
     name: str
     parameters: dict[str, JsonValue]
-    """What it ran with, and what has to be known to read the figures."""
+    """Its settings, and context needed to interpret the figures."""
 
     rows: list[Row]
     columns: str = ""
@@ -93,7 +93,7 @@ class MicroResult(Record):
         """The value of the first row of that variant and quantity whose case holds ``case``.
 
         Raises:
-            KeyError: there is no such row.
+            KeyError: unknown row.
         """
         for row in self.rows:
             if row.variant == variant and row.quantity == quantity and case.items() <= row.case.items():

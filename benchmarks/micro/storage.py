@@ -67,7 +67,7 @@ def run(
         every_combination: all pairs of lanes and requests; otherwise each is varied with the other in the middle.
         working_set_nbytes: most bytes of all files together; less where it is over 25 % of the free space.
         repeats: samples per figure.
-        variants: what is compared.
+        variants: the variants compared.
 
     Raises:
         ConfigError: the folder cannot be used, or its file system has no O_DIRECT.
@@ -161,7 +161,7 @@ def _n_extents(lanes: int, request_nbytes: int, file_nbytes: int, n_files: int) 
 
 
 def _expected_s(rows: Sequence[Row], nbytes_in_flight: int, duration_s: float) -> float:
-    """Seconds of one sample, by the rates seen so far: what is in flight at its end is waited for."""
+    """Seconds of one sample, by the rates seen so far: requests in flight at its end are waited for."""
     rates = [row.value for row in rows if row.quantity == "rate" and row.value is not None]
     return duration_s + (nbytes_in_flight / statistics.median(rates) / 1e9 if rates else 0.0)
 
@@ -203,7 +203,7 @@ def _measure(
 
 
 def _ratios(name: str, rates: Mapping[str, Sequence[float]], case: dict[str, str | int]) -> Iterator[Row]:
-    """The rates of a variant over those of each reference, round by round: what slows a round down slows both."""
+    """The rates of a variant over those of each reference, round by round: disturbances of a round slow both."""
     for quantity, references in _RATIOS.items():
         measured = [reference for reference in references if reference in rates]
         if measured:

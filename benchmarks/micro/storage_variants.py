@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared in the storage micro-benchmark: every variant moves the same requests of the same file layout."""
+"""The variants of the storage micro-benchmark: each moves the same requests of the same file layout."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tencache_ds.profiling.probe_storage import Kind
 
 BLOCK_NBYTES = 1 << 20
 QUEUE_DEPTH = 32
-"""Of DeepSpeed's op and of TenCache's own, wherever they are used here."""
+"""Of DeepSpeed's op and of TenCache's own, in all variants."""
 
 PIECE_NBYTES: int = TenCacheConfig.model_fields["io_request_size"].default
-"""What the posix and aio backends cut requests into, as in training."""
+"""The piece size of the posix and aio backends, as in training."""
 
 RAW_THREADS = (4, 8, 16)
-"""Threads of the raw variants: the best of them is what the storage gives."""
+"""Threads of the raw variants: the best of them shows the storage's bandwidth."""
 
 STOCK_THREADS = (1, 4)
 
@@ -74,8 +74,8 @@ class Variant:
     Attributes:
         name: for the table.
         open: makes it ready; raises ConfigError where it cannot work.
-        needs_locked: whether it takes page-locked buffers only (others it would copy, or pass to somebody else).
-        has_own_files: whether it makes files beside the shared ones, as large as they are.
+        needs_locked: whether it takes page-locked buffers only (others it would copy, or pass to another backend).
+        has_own_files: whether it creates its own files besides the shared ones, of the same size.
     """
 
     name: str
@@ -156,7 +156,7 @@ OpenBackend = Callable[[int, int], StorageBackend]
 
 
 def open_bare(open_backend: OpenBackend, work: Work) -> Tickets:
-    """A backend by itself, on the shared files."""
+    """A backend alone, on the shared files."""
     with ExitStack() as stack:
         backend = open_backend(work.lanes, work.request_nbytes)
         stack.callback(backend.close)
@@ -172,7 +172,7 @@ def open_bare(open_backend: OpenBackend, work: Work) -> Tickets:
 
 
 def open_store(open_backend: OpenBackend, name: str, work: Work) -> Tickets:
-    """The extent store on a backend, as training uses it (reads verified), on files of its own."""
+    """The extent store on a backend, as training uses it (reads verified), on its own files."""
     with ExitStack() as stack:
         backend = open_backend(work.lanes, work.request_nbytes)
         stack.callback(backend.close)

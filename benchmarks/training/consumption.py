@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the measured steps consume beyond time: energy, and writes to the drives."""
+"""Other costs of the measured steps: energy, and writes to the drives."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def profile_step(step: Callable[[], None]) -> DeviceProfile | None:
     CPU's operators would make the step slower and the trace many times larger.
 
     Raises:
-        Exception: what the step itself raises.
+        Exception: errors of the step itself.
     """
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     try:

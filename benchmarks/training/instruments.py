@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel says about this process and this host: memory, and bytes moved to and from storage.
+"""The kernel's figures for this process and this host: memory, and bytes moved to and from storage.
 
 The ``parse_*`` functions take the text of the file they are named after; the others read it now. Bytes throughout.
 """
@@ -20,7 +20,7 @@ def parse_io(text: str) -> tuple[int, int]:
     """Bytes fetched from and sent to storage (``read_bytes``, ``write_bytes`` of ``/proc/<pid>/io``).
 
     Raises:
-        ValueError: there are no such lines.
+        ValueError: the lines are missing.
     """
     found = dict(re.findall(r"^(\w+): (\d+)$", text, re.M))
     if "read_bytes" not in found or "write_bytes" not in found:
@@ -63,7 +63,7 @@ def reset_peak_rss() -> bool:
 
 
 def children_nbytes() -> int:
-    """Memory of this process's descendants that they share with nobody (ZenFlow and SuperOffload update in one)."""
+    """Private memory of this process's descendants (ZenFlow and SuperOffload update in one)."""
     total = 0
     try:
         children = psutil.Process().children(recursive=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measured loop that every configuration goes through, whatever trains: DeepSpeed, TenCache or torch alone.
+"""The measured loop of all configurations: DeepSpeed, TenCache or torch alone.
 
-All ranks run it; rank 0 writes the result after every step, so that a run that is killed leaves the steps it finished.
-What ranks tell one another goes between the steps, over gloo, and is outside of every measured time.
+All ranks run it; rank 0 writes the result after every step, so that a killed run leaves its finished steps. Ranks
+communicate between the steps, over gloo, outside of all measured times.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def limit_gpu_memory(nbytes: int | None) -> None:
 
 
 class Trainee(Protocol):
-    """What is measured: the three calls of a micro-step, none of which needs to synchronise the device."""
+    """The subject of the measurement: the three calls of a micro-step, none of which needs to synchronise the
+    device."""
 
     device: torch.device
     vocabulary: int
@@ -168,7 +169,7 @@ class MeasuredRun:
         self._gloo = dist.new_group(backend="gloo")  # gathers between steps stay off the device's streams
 
     def train(self, trainee: Trainee, model_s: float, initialize_s: float) -> Measurement:
-        """Runs warm-up and measured steps, and one more under the profiler where asked for.
+        """Runs warm-up and measured steps, and one more under the profiler if requested.
 
         Args:
             trainee: ready to train.
@@ -225,7 +226,7 @@ class MeasuredRun:
         return self._result
 
     def _draw(self, trainee: Trainee) -> Iterator[list[torch.Tensor]]:
-        """Micro-batches of every step there may be, the same for every configuration, on the device when taken."""
+        """Micro-batches of all possible steps, the same for every configuration, moved to the device when taken."""
         arguments = self.arguments
         generator = torch.Generator().manual_seed(DATA_SEED + self._rank)
         shape = (arguments.micro_batch, arguments.sequence)
@@ -239,7 +240,7 @@ class MeasuredRun:
             yield [tokens.to(trainee.device) for tokens in micro_batches[first : first + per_step]]
 
     def _wait_for_turn(self, gate: Gate, turn: int) -> None:
-        """Leaves out of this run's memory what others took or gave back while it waited."""
+        """Corrects this run's memory for memory that others took or released while it waited."""
         before = instruments.host_used_nbytes()
         self._gather(None)
         if self._rank == 0:

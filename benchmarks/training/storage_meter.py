@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same counters for every configuration: bytes at the storage calls, and how long the training stood in them.
+"""The same counters for every configuration: bytes at the storage calls, and how long training threads were blocked in
+them.
 
-What is counted, and where:
+The counts and their sources:
 
 - *Bytes*: every transfer through DeepSpeed's ``aio_handle`` (stock's swappers and TenCache's aio backend make theirs
   from the same class, which :meth:`StorageMeter.meter_handles` replaces by a subclass), and, for TenCache, every
-  transfer through ``tencache_ds.io.backends.posix.PosixFiles``, which is its posix backend and where its aio backend
-  sends what a handle cannot take, and every request of its native and gds backends, which have no handle. The bytes
-  are those of the buffer. A call counts when it returns, an asynchronous one at its submission; a request of a backend
-  when it is done.
+  transfer through ``tencache_ds.io.backends.posix.PosixFiles``, which is its posix backend and the fallback of its aio
+  backend, and every request of its native and gds backends, which have no handle. The bytes are those of the buffer. A
+  call counts when it returns, an asynchronous one at its submission; a request of a backend when it is done.
 - *Waits*: time that a training thread spends in a call of an ``aio_handle``: the main thread, or one that Python did
   not start, as autograd's are. Stock makes all its calls there: ``wait``, and submissions, which open the file.
-  TenCache makes its calls in lanes of its own, which are no training threads; its training threads stand in its stalls
+  TenCache makes its calls in its own lanes, which are not training threads; its training threads are blocked in stalls
   instead (``tencache_ds.stats(engine).total.stall_seconds``, all causes: weight read, optimizer read, buffer,
-  write-back), which :class:`.train_step.DeepSpeedTrainee` adds. On both sides this is the wall-clock time in
-  which the training could not go on because of storage, and nothing of what went on behind it.
+  write-back), which :class:`.train_step.DeepSpeedTrainee` adds. On both sides this is the wall-clock time in which
+  training threads were blocked on storage, without any background activity.
 
-Metering costs a call one to ten microseconds. The GIL is released where the op itself releases it: the subclass calls
+Metering adds one to ten microseconds per call. The GIL is released where the op itself releases it: the subclass calls
 the op's own method.
 """
 
@@ -44,7 +44,7 @@ class StorageCounts:
 
 
 class StorageMeter:
-    """Counts what passes the storage calls of this process. Every method may be called from any thread."""
+    """Counts the traffic of the storage calls of this process. Every method may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

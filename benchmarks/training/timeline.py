@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples cumulative counts while training goes on, for plots over time."""
+"""Samples cumulative counts during training, for plots over time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Timeline:
     """A thread that reads the storage meter and the resident memory at a fixed rate, between :meth:`start` and
     :meth:`stop`.
 
-    A sample takes some ten microseconds. Bytes count from the start. Started again, it goes on where it stopped: the
-    time between, and the bytes moved in it, are left out.
+    A sample takes some ten microseconds. Bytes count from the start. Restarted, it continues where it stopped: the time
+    between, and the bytes moved in it, are left out.
 
     Args:
         meter: the process's storage meter.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One measured training run with torch's FSDP2 and CPU offload: a peer from outside of DeepSpeed.
+"""One measured training run with torch's FSDP2 and CPU offload: a peer outside DeepSpeed.
 
     deepspeed --module benchmarks.training.train_fsdp --model 1.3B --micro-batch 4 --sequence 512 \\
         --steps 5 --precision bf16 --config ds_config.json --result out.json
 
-Model, first weights, data, loss and optimizer settings are those of :mod:`.train_step`; batch, optimizer and
-clipping are read from the DeepSpeed config. The numerics are torch's own (where it rounds, in which order it reduces),
-so that losses agree with DeepSpeed's to a few digits only.
+Model, first weights, data, loss and optimizer settings are those of :mod:`.train_step`; batch, optimizer and clipping
+are read from the DeepSpeed config. The numerics are torch's own (where it rounds, in which order it reduces), so losses
+agree with DeepSpeed's only to a few digits.
 
 Weights, gradients and optimizer state live in host memory as fp32 shards; a layer at a time is copied to the GPU,
 cast to 16 bits and gathered. AdamW is torch's fused one, on the CPU.

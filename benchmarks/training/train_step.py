@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One measured training run with DeepSpeed, stock or with TenCache: what the config says.
+"""One measured training run with DeepSpeed, stock or with TenCache, depending on the config.
 
     deepspeed --module benchmarks.training.train_step --model 1.3B --micro-batch 4 --sequence 512 \\
         --steps 5 --precision bf16 --config ds_config.json --result out.json

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: with status 2 for arguments that cannot be understood, with 0 after ``--help`` and ``--version``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["bench"]:  # has many arguments of its own, from a package that only it imports
+    if words[:1] == ["bench"]:  # has many arguments from a package that only it imports
         return bench.run(words[1:])
     parser = argparse.ArgumentParser(prog="tencache", description="Tools for the TenCache offload engine.")
     parser.add_argument("--version", action="version", version=f"tencache {__version__}")

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _tune(arguments: argparse.Namespace, console: Console) -> None:
     from tencache_ds.profiling.probe_storage import check_folder
 
-    # What is wrong with the arguments is said before anything is imported or measured.
+    # Errors in the arguments are reported before anything is imported or measured.
     check_json_file(arguments.json)
     for folder in arguments.nvme_path:
         check_folder(folder.expanduser())

@@ -70,7 +70,7 @@ def measure_path(folder: Path, seconds: float, advance: Callable[[float], None] 
         slab, unlocked = _buffers(stack, MOST_IN_FLIGHT * REQUEST_NBYTES)
         slab.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))  # nothing that can be compressed
         buffers = slab.split(REQUEST_NBYTES)
-        # Compiles what has to be compiled before the clock starts, and says which backend it will be.
+        # Compiles the ops before the clock starts, and determines the backend.
         everything = requests_on(area, buffers, MOST_IN_FLIGHT)
         best = next(iter(BACKENDS))
         first = TenCacheSession("auto", tencache_grid(best)[0], everything, not unlocked)

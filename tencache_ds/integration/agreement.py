@@ -99,7 +99,7 @@ class Agreement:
             ) from error
 
     def _reach(self, mine: Post, decide: Callable[[Sequence[Post]], Any]) -> Any:
-        # The store counts, so that no state outlives what it is about: the n-th meeting of each rank is the same one.
+        # The store counts, so that no state outlives its decision: the n-th meeting of each rank is the same one.
         number = self._store.add(f"tencache/meetings/{self._rank}", 1)
         keys = [f"tencache/meeting/{number}/{rank}" for rank in range(self._world_size)]
         result = f"tencache/meeting/{number}/result"

@@ -121,7 +121,7 @@ class CheckpointSave:
 
         return call
 
-    # What DeepSpeed asks of its checkpoint engine
+    # The interface of DeepSpeed's checkpoint engine
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Makes a folder of the checkpoint."""

@@ -73,7 +73,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             recorder.after_fetch(awaited)
         with self._tencache_lock:
             for swapper in self._swappers():
-                # What was gathered ahead of its use has a use before the one that its bytes would be kept for.
+                # A weight gathered ahead of its use has a use before the one that its bytes would be kept for.
                 swapper.retire(
                     self._issued, lambda key: self._tencache_reads.worth_keeping(key, skip=key not in needed)
                 )

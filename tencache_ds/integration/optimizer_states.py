@@ -44,7 +44,7 @@ class OptimizerStates:
         self._placeholders = placeholders
         self._needed = needed
         self._kinds: list[tuple[str, ...]] = [() for _ in placeholders]
-        # ZeRO has put placeholders in the place of the parameters that the optimizer was made with.
+        # ZeRO has replaced the parameters that the optimizer was created with by placeholders.
         for key in [key for key in optimizer.state if torch.is_tensor(key)]:
             del optimizer.state[key]
         for sub_group in range(len(placeholders)):

@@ -17,7 +17,7 @@ from tencache_ds.tiers.sub_group import Kinds
 _Groups = list[dict[str, Any]]
 _KINDS: Mapping[type, Callable[[_Groups], tuple[str, ...]]] = {
     DeepSpeedCPUAdam: lambda groups: ("exp_avg", "exp_avg_sq"),
-    DeepSpeedCPULion: lambda groups: ("exp_avg", "exp_avg_sq"),  # the second is made, and never used
+    DeepSpeedCPULion: lambda groups: ("exp_avg", "exp_avg_sq"),  # the second is created, and never used
     DeepSpeedCPUAdagrad: lambda groups: ("exp_avg_sq",),
     torch.optim.Adam: lambda groups: ("exp_avg", "exp_avg_sq", *_where(groups, "amsgrad", "max_exp_avg_sq")),
     torch.optim.AdamW: lambda groups: ("exp_avg", "exp_avg_sq", *_where(groups, "amsgrad", "max_exp_avg_sq")),

@@ -93,7 +93,7 @@ class ParamSwapper:
         self._lock = threading.RLock()
         withdraw = weakref.WeakMethod(self._withdraw)
         engine.before_unclaim = lambda: (withdraw() or (lambda: None))()
-        # The weights live as long as a parameter, or what DeepSpeed makes parameters with, knows this swapper.
+        # The weights live as long as a parameter, or DeepSpeed's factory of parameters, refers to this swapper.
         weakref.finalize(self, _close_from_any_thread, engine).atexit = False
 
     # First partition of a parameter
@@ -201,7 +201,7 @@ class ParamSwapper:
                 self._hide(param)
                 self._gone(key)
 
-    # What the coordinator uses
+    # The interface of the coordinator
 
     def follow(self, gone: Callable[[int], None]) -> None:
         """From now on ``gone(ds_id)`` is called for weights that leave the device, or were committed for it and are

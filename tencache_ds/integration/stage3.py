@@ -483,7 +483,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if session is not None and session.closed:
             return
         module = self.parameter_offload.module
-        with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
+        with contextlib.ExitStack() as stack:  # every step runs, even if an earlier one raises
             stack.callback(let_go, module)
             if session is not None:
                 stack.callback(session.close)

@@ -169,8 +169,8 @@ def _explain(root: str, error: OSError) -> str:
     return f"nvme_path {root!r} cannot hold scratch files: {remedy}"
 
 
-# A forked child (a data loader's worker) inherits the descriptors and would keep a dead job's space. It lets go of all
-# of them at once, those that backends opened too. Their numbers stay taken: what closes one later in the child must not
+# A forked child (a data loader's worker) inherits the descriptors and would keep a dead job's space. It closes all of
+# them at once, those that backends opened too. Their numbers stay taken: what closes one later in the child must not
 # close another file that got its number.
 _unnamed: dict[int, tuple[int, int]] = {}
 

@@ -86,7 +86,9 @@ class ExtentStore:
         self._in_flight: set[Ticket] = set()
         self._failed_writes: list[Ticket] = []
         self._closed = False
-        self._given_up = False  # close() has stopped waiting: what has not started never may, its file goes away
+        self._given_up = (
+            False  # close() has stopped waiting: unstarted requests must not start any more, their file is being closed
+        )
         self._stripes: StripedSpace | None = None
         if placement is not None:
             self._stripes = StripedSpace(

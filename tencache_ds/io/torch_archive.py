@@ -277,7 +277,7 @@ def _aligned(offset: int) -> int:
 def _local_header(record: _Record) -> bytes:
     large = record.nbytes >= _ZIP64_LIMIT
     extra = struct.pack("<HHQQ", 1, 16, record.nbytes, record.nbytes) if large else b""
-    length = 30 + len(record.name) + len(extra) + 4  # the padding has a head of its own
+    length = 30 + len(record.name) + len(extra) + 4  # the padding has its own header
     padding = max(record.data_offset - record.header_offset - length, 0)
     extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     nbytes = _ZIP64_LIMIT if large else record.nbytes

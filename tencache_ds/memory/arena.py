@@ -168,7 +168,7 @@ class HostArena:
             ValueError: ``tensor`` is not the start of memory in use here (freed before, a view, another arena's).
             LockedMemoryError: the driver refused; the memory then stays mapped and in use.
         """
-        if os.getpid() != self._pid:  # what is mapped at that address in a child, if anything, is not ours
+        if os.getpid() != self._pid:  # a mapping at that address in a child, if any, is not ours
             return
         address = tensor.data_ptr()
         with self._lock:

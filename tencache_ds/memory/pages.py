@@ -211,11 +211,11 @@ class DeepSpeedPages:
 
     def unlock(self, tensor: torch.Tensor) -> None:
         """See :meth:`PageLocker.unlock`."""
-        # The memory is malloc's: whoever gets it next may want it in a child.
+        # The memory is malloc's: its next owner may need it in a child.
         _give_to_children(tensor.data_ptr(), tensor.numel())
         if not self._handle.free_cpu_locked_tensor(tensor):
             raise LockedMemoryError(f"DeepSpeed's pin manager does not know the {tensor.numel()} bytes to be freed")
-        # The manager's memory is malloc's, which may keep what is freed for later.
+        # The manager's memory is malloc's, which may keep freed memory for later.
         if hasattr(_libc(), "malloc_trim"):
             _libc().malloc_trim(0)
 

@@ -108,7 +108,7 @@ class BufferPool:
         self._settled = threading.Condition(self._lock)  # a lease came back, or began to
         self._live: dict[Lease, None] = {}  # every lease that is neither RETURNED nor LOST, oldest first
         self._lost: list[Lease] = []
-        self._pending: deque[tuple[Event, Lease]] = deque()  # given back, waiting for an event; oldest first
+        self._pending: deque[tuple[Event, Lease]] = deque()  # released, waiting for an event; oldest first
         self._waiters: list[_Waiter] = []
         self._closing = False
         self._nbytes_leased = 0

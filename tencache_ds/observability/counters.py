@@ -211,7 +211,7 @@ class Counters:
                 self._tally.stall_ns[cause.value] += time.perf_counter_ns() - t_start_ns
 
     def add(self, others: Counters) -> None:
-        """Adds the counts of another, finished counter to the current step."""
+        """Adds the counts of others, which are finished, to the current step."""
         with others._lock, self._lock:
             self._tally.add(others._tally)
 

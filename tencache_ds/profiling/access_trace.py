@@ -97,8 +97,8 @@ class AccessTrace(Generic[Item]):
         return len(self._held) != len(self._order) or self._held[(place - self._start) % len(self._order)]
 
     def begin_cycle(self, kind: Hashable = None) -> None:
-        """Marks the start of a pass (a forward): the accesses recorded since the last call become the predicted cycle of
-        its kind, and the last one of the new kind is predicted.
+        """Marks the start of a pass (a forward): the accesses recorded since the last call become the predicted cycle
+        of its kind, and the last one of the new kind is predicted.
 
         A cycle shorter than the last of its kind and equal to its beginning (a forward pass that was abandoned) does
         not replace it.
@@ -140,7 +140,7 @@ class AccessTrace(Generic[Item]):
             return True
         found = self._find(item)
         if found is not None:
-            if found < self._position:  # back: the place goes on growing, and means something else
+            if found < self._position:  # back: the position continues to grow, with a different meaning
                 self._start += self._position - found
                 self._epoch += 1
             self._position = found + 1

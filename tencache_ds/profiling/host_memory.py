@@ -80,7 +80,7 @@ def _domain_of(folder: Path, version: int, machine: str) -> MemoryDomain | None:
         limits = [number_in(folder / "memory.max"), number_in(folder / "memory.high")]
         used, idle = number_in(folder / "memory.current"), statistics.get("inactive_file", 0)
     else:
-        # The hierarchical figure includes ancestors outside of what is mounted.
+        # The hierarchical figure includes ancestors outside the mounted hierarchy.
         limits = [number_in(folder / "memory.limit_in_bytes"), statistics.get("hierarchical_memory_limit")]
         used = number_in(folder / "memory.usage_in_bytes")
         idle = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
@@ -90,6 +90,6 @@ def _domain_of(folder: Path, version: int, machine: str) -> MemoryDomain | None:
     identity = identity_of(folder, machine)
     if identity is None:
         return None
-    # Cached file pages that nobody used lately count as used, but go as soon as somebody needs the room.
+    # Cached file pages not used lately count as used, but are reclaimed as soon as memory is needed.
     available = max(0, limit - max(0, (used or 0) - idle))
     return MemoryDomain(identity, f"control group {folder}", limit, available)

@@ -71,7 +71,7 @@ def probe(
     if cpu_threads is not None and cpu_threads < 1:
         raise ConfigError(f"cpu_threads must be at least 1, or None for the default, got {cpu_threads}")
     if nvme_path is not None:
-        area_nbytes_for(nvme_path, seconds, request_nbytes)  # what is wrong with the path is said at once
+        area_nbytes_for(nvme_path, seconds, request_nbytes)  # errors of the path are reported at once
     tell = progress or (lambda line: None)
 
     import torch

@@ -45,7 +45,7 @@ def openmp_threads(threads: int | None) -> Iterator[None]:
     if threads is None:
         yield
         return
-    # Made late: an operator that is loaded on the way brings an OpenMP library of its own.
+    # Created late: an operator loaded in between brings its own OpenMP library.
     with ThreadpoolController().select(user_api="openmp").limit(limits=threads):
         yield
 

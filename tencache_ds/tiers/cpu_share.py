@@ -39,7 +39,7 @@ class CpuShare:
     @contextmanager
     def limited(self, threads: int) -> Iterator[None]:
         """At most ``threads`` OpenMP threads within the block; restores the previous number."""
-        if self._controller is None:  # looked up late: DeepSpeed's ops bring an OpenMP library of their own
+        if self._controller is None:  # looked up late: DeepSpeed's ops bring their own OpenMP library
             self._controller = ThreadpoolController().select(user_api="openmp")
         with self._controller.limit(limits=threads):
             yield

@@ -354,7 +354,7 @@ class OptimizerStateTier:
             if place is not self._groups[index].place(chunk)
         ]
         try:
-            # What leaves memory first, so that what comes finds room.
+            # Chunks that leave memory go first, to make room for the others.
             for chunk, place in sorted(moves, key=lambda move: -move[1]):
                 self._relocation.move(self._groups[chunk.sub_group], chunk, place)
                 self.version += 1

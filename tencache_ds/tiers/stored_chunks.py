@@ -95,7 +95,7 @@ class StoredChunks:
 
     def blank(self, chunk: Chunk) -> Lease:
         """A zeroed buffer for a chunk whose bytes are of no interest."""
-        # What a pass has read ahead may be this chunk's old state, or hold the buffers this would wait for.
+        # Read-ahead of a pass may be this chunk's old state, or hold the buffers this would wait for.
         if self._ahead:
             self.abandon()
         lease = self._lease(chunk)

@@ -139,7 +139,7 @@ class WholeUpdate:
         """The sub-group's gradient in the master weights' dtype; the accumulation buffer itself where that has it."""
         view = self._gradients.view(start, like.numel())
         if view is not None and view.dtype == like.dtype:
-            return view  # nobody reads it once the step is done
+            return view  # not read once the step is done
         whole = self._tier.whole(sub_group)
         gradient = self._scratch.take(like.numel(), like.dtype) if whole else torch.empty_like(like)
         self._gradients.fill(gradient, start)

@@ -75,7 +75,7 @@ class WeightTransfers:
         elif ticket is None:
             buffer.release()
         else:
-            ticket.cancel()  # nobody wants the bytes any more
+            ticket.cancel()  # the bytes are not needed any more
             buffer.release_with(ticket)
 
     def copy_of(self, weight: Weight) -> torch.Tensor:

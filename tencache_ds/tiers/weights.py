@@ -267,7 +267,7 @@ class WeightTier:
                 if weight.state is WeightState.READING:
                     self._transfers.finish_reading(weight)
                 if weight.state is WeightState.STAGED:
-                    if weight.reader is not None:  # long done; whoever gets the buffer now may change it
+                    if weight.reader is not None:  # long done; the next owner of the buffer may change it
                         weight.reader.synchronize()
                         weight.reader = None
                     weight.move_to(WeightState.EXPOSED)
@@ -413,7 +413,8 @@ class WeightTier:
             return self._transfers.copy_of(self._weights[key])
 
     def scan(self, keys: Sequence[int], visit: Callable[[int, torch.Tensor], None]) -> None:
-        """Yields unused shards, in the order of ``keys``, reading stored ones ahead; they must not be modified.
+        """Passes unused shards to ``visit``, in the order of ``keys``, reading stored ones ahead; they must not be
+        modified.
 
         Args:
             keys: which; none of them exposed.

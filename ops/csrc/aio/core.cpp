@@ -88,7 +88,7 @@ Request* IoQueue::Core::first_for(const Lane& lane, Priority priority) const
     return nullptr;
 }
 
-// The background request that the lane may go on with, if any; see [Note: latency of urgent requests].
+// The background request that the lane may continue, if any; see [Note: latency of urgent requests].
 Request* IoQueue::Core::background_for(const Lane& lane) const
 {
     Request* request = first_for(lane, Priority::background);
@@ -125,7 +125,7 @@ Work::Taken IoQueue::Core::take(Lane& lane)
     std::lock_guard<std::mutex> lock(mutex_);
     lane.waiting = false;
     if (stopping_) { return Taken::stop; }
-    // First what was taken before.
+    // Requests taken earlier come first.
     const int n_wanted = !lane.ready.empty() ? 0 : lane.synchronous ? 1 : kMaxBatch;
     int n = 0;
     while (n < n_wanted && !lane.free.empty()) {

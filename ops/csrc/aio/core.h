@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the lanes work on: requests, their order, and what has become of them. One mutex guards all of it.
+// The work of the lanes: requests, their order, and their outcome. One mutex guards all of it.
 
 #pragma once
 

@@ -2,15 +2,16 @@
 //
 // Requests to storage, carried out by a few lanes: threads that each own a kernel AIO context.
 //
-// A request is cut into blocks. Lanes take blocks from two queues, urgent first, submit them to the kernel, look at the
-// result of every one, continue what stopped early, try again what may be tried again, and report each request once.
+// A request is cut into blocks. Lanes take blocks from two queues, urgent first, submit them to the kernel, check the
+// result of every one, continue short transfers, retry transient errors, and report each request once.
 //
 // [Note: latency of urgent requests]
-// What the kernel has cannot be taken back, so an urgent read waits for all background bytes that the device holds when
-// it arrives. Their number, over all lanes, is therefore limited: to a quarter of background_nbytes while an urgent
-// request is unfinished, to background_nbytes for a second after it, and to three times as much at quiet times, when
-// some devices give more for a longer queue. So the first urgent read after a quiet time waits for longer than those
-// that follow. Background is never starved: with both kinds waiting, every eighth block is background.
+// Requests submitted to the kernel cannot be withdrawn, so an urgent read waits for all background bytes that the
+// device holds when it arrives. Their number, over all lanes, is therefore limited: to a quarter of background_nbytes
+// while an urgent request is unfinished, to background_nbytes for a second after it, and to three times as much at
+// quiet times, when some devices give more for a longer queue. So the first urgent read after a quiet time waits for
+// longer than those that follow. Background is never starved: with both kinds waiting, every eighth block is
+// background.
 //
 // [Note: files that do not do asynchronous I/O]
 // On tmpfs, and on descriptors that go through the page cache, io_submit() itself moves the bytes and returns when they
@@ -19,7 +20,7 @@
 // takes one at a time, and is under the limit on background only while an urgent request is unfinished: nothing queues
 // up in a device there, and the lane is free again after one block. Such file systems let one writer at a time into a
 // file, so such a lane takes no write to a file that another one is writing to: it would only wait, and keep a core
-// busy with that. Writes to several files go on in parallel, those to one file one after the other.
+// busy with that. Writes to several files run in parallel, those to one file one after another.
 //
 // No function here touches Python. All of them may be called from any thread.
 
@@ -89,7 +90,7 @@ public:
     // Makes a request urgent, if it has not ended. False when it has.
     bool promote(std::uint64_t id);
     // Drops the blocks that the kernel does not have yet; the request ends with ECANCELED when the others have ended.
-    // False when there are none: the request goes on to its end.
+    // False when there are none: the request continues to its end.
     bool cancel(std::uint64_t id);
     // Ended requests, oldest first, each handed out once. Waits up to timeout_s for the first (negative: no limit).
     // Empty after a time-out, and always once closed() and all handed out.

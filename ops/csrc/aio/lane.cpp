@@ -156,7 +156,7 @@ int Lane::reap(Work& work)
     return n_reaped;
 }
 
-// What the kernel says about a block: done, to be continued, to be tried again, or failed.
+// The kernel's result for a block: done, to be continued, to be retried, or failed.
 void Lane::settle(Block* block, std::int64_t result)
 {
     const bool is_read = block->operation == Operation::read;
@@ -186,7 +186,7 @@ void Lane::settle(Block* block, std::int64_t result)
         ready.push_back(block);
         return;
     }
-    // What stopped in the middle of a sector cannot go on with O_DIRECT: the page cache finishes it.
+    // A transfer that stopped in the middle of a sector cannot continue with O_DIRECT: the page cache finishes it.
     const int error = finish_buffered(block);
     outcomes_.push_back({block, std::max(error, 0), error < 0});
 }

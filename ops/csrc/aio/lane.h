@@ -24,10 +24,10 @@ struct Request;
 
 struct Block {
     iocb control{};
-    Request* request = nullptr;  // what it is a part of
+    Request* request = nullptr;  // the request it is a part of
     Operation operation = Operation::read;
     int fd = -1;
-    std::int64_t offset = 0;  // of what is left
+    std::int64_t offset = 0;  // of the remainder
     char* address = nullptr;
     std::int64_t nbytes = 0;
     std::int64_t start_offset = 0;  // of the whole block
@@ -67,7 +67,7 @@ public:
     void wake() const;
     void close_descriptor();
 
-    // Guarded by the mutex of whoever does the work's bookkeeping.
+    // Guarded by the mutex of the owner of the work's bookkeeping.
     bool waiting = false;
     bool finished = false;
 

@@ -5,7 +5,7 @@
 // The result equals DeepSpeed's CPU Adam (deepspeed/ops/csrc/adam/cpu_adam_impl.cpp, 0.19.8) followed by a rounding copy,
 // bit for bit. Its vector loop does, with one rounding per line:
 //
-//     g = g * scale                       a pass of its own in DeepSpeed (unscale and clip)
+//     g = g * scale                       a separate pass in DeepSpeed (unscale and clip)
 //     g = fma(p, weight_decay, g)         L2 mode with weight decay
 //     m = m * beta1;  m = fma(g, 1 - beta1, m)
 //     v = v * beta2;  q = g * g;  v = fma(q, 1 - beta2, v)
@@ -58,9 +58,9 @@ struct AdamRun {
     float* exp_avg;
     float* exp_avg_sq;
     const void* gradient;      // null: all zeros
-    void* weight;              // null: nobody wants the rounded weight
+    void* weight;              // null: no rounded weight needed
     std::size_t numel;
-    std::size_t n_tail;        // the last so many elements are a sub-group's scalar tail
+    std::size_t n_tail;        // number of elements at the end that are a sub-group's scalar tail
 };
 
 struct AdamTypes {
@@ -73,7 +73,7 @@ using AdamKernel = void (*)(const AdamScalars&, const AdamTypes&, const AdamRun&
 struct AdamVariant {
     AdamKernel kernel;         // null where this processor has no vectors that DeepSpeed would use
     const char* name;
-    std::size_t width;         // elements per vector: what the scalar tail of DeepSpeed's op is a remainder of
+    std::size_t width;         // elements per vector; the remainder is the scalar tail of DeepSpeed's op
 };
 
 // The widest variant of this processor, the one that DeepSpeed's builder chooses.

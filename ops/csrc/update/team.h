@@ -3,7 +3,7 @@
 // A fixed, small team of threads that takes blocks of work from a queue.
 //
 // There is no barrier: a thread that the kernel gives no core delays the job whose block it holds, and nothing else. The
-// others go on with the blocks of the jobs behind it, so a busy machine costs the team its share of the cores.
+// others continue with the blocks of later jobs, so a busy machine costs the team its share of the cores.
 
 #pragma once
 
@@ -46,7 +46,7 @@ public:
     // Any thread. Jobs begin in the order in which they came. A job without blocks is finished at once.
     void submit(const std::shared_ptr<Job>& job);
 
-    // Waits until every block of the job has run; false when that takes longer than so many seconds. Any thread.
+    // Waits until every block of the job has run; false when that takes longer than this number of seconds. Any thread.
     bool wait(const std::shared_ptr<Job>& job, double timeout_s);
 
     bool finished(const std::shared_ptr<Job>& job) const;

@@ -195,7 +195,7 @@ class _Files(OpenFiles[_Handle]):
         self._open_file = open_file
 
     def _open(self, operation: Operation, path: str, location: str) -> _Handle:
-        # KvikIO's error has no errno: the system says first what it thinks of the file.
+        # KvikIO's error has no errno, so the file is first opened through the system.
         os.close(os.open(location, (os.O_RDONLY if operation is Operation.READ else os.O_RDWR) | os.O_CLOEXEC))
         return _Handle(self._open_file(location, _MODES[operation]))
 

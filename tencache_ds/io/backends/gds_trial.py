@@ -78,7 +78,7 @@ def try_gds(
             host_arena, device_arena = HostArena(None, locking), DeviceArena(device)
             submitted: list[Ticket] = []
             stack.callback(_free, host_arena, submitted)
-            stack.callback(device_arena.close)  # what GDS has not answered, its backend holds on to
+            stack.callback(device_arena.close)  # the backend keeps the buffers of unanswered requests
             gds = open_gds()
             stack.callback(gds.close)
             host = open_host()

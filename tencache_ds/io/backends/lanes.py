@@ -242,7 +242,7 @@ class LanePool:
             self._transfer(
                 lane, ticket.operation, ticket.path, ticket.offset + start, request.buffer[start:stop], ticket.tag
             )
-        except BaseException as raised:  # handed to the ticket: whoever waits raises it
+        except BaseException as raised:  # handed to the ticket: its waiter raises it
             error = raised
         self.counters.transfer_ended(ticket.operation, 0 if error is not None else stop - start)
         with self._changed:

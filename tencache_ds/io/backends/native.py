@@ -322,7 +322,7 @@ def _explained(error: OSError, n_lanes: int, queue_depth: int) -> ConfigError | 
     """The reason why the op cannot start, and the remedy."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return ProcessLimitError(f"the native backend cannot open its {n_lanes} lanes{remedy(error.errno)}")
-    # The op names the call that failed; a thread that cannot be made has no call's name.
+    # The op names the call that failed; a thread that cannot be created has no call's name.
     if error.errno == errno.EAGAIN and "io_setup" not in str(error.strerror):
         return too_few_threads(f"some of the {n_lanes} native I/O lanes", error)
     n_events = n_lanes * queue_depth

@@ -122,7 +122,7 @@ class PosixFiles(OpenFiles[Descriptor]):
     def _move(self, operation: Operation, descriptor: Descriptor, offset: int, view: memoryview) -> None:
         n_moved = _move_some(operation, descriptor.fd, offset, view)
         if n_moved < len(view):
-            # What stopped in the middle of a block cannot go on with O_DIRECT: the kernel finishes it.
+            # A transfer that stopped in the middle of a block cannot continue with O_DIRECT: the kernel finishes it.
             fd = os.open(openable(descriptor.fd), os.O_RDONLY if operation is Operation.READ else os.O_WRONLY)
             try:
                 while n_moved < len(view):

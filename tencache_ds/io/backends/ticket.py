@@ -216,7 +216,7 @@ class Ticket:
     def _call(self, callback: Callable[[Ticket], None]) -> None:
         try:
             callback(self)
-        except BaseException as raised:  # kept on the ticket: a lane thread has nobody to raise to
+        except BaseException as raised:  # kept on the ticket: a lane thread has no caller to raise to
             if self._error is None:
                 self._error = raised
             elif raised is not self._error:

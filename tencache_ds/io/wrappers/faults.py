@@ -244,7 +244,7 @@ class FaultBackend(PassThroughBackend):
             return True
         return inner is not None and inner.cancel()
 
-    # The thread that ends what the wrapped backend does not
+    # The thread that ends requests that the wrapped backend does not
 
     def _run(self) -> None:
         while True:
