@@ -214,7 +214,7 @@ class Session:
     def build_optimizer_state(
         self, specs: Sequence[SubGroupSpec], needed_nbytes: int, device: DeviceMemory | None = None
     ) -> OptimizerStateTier:
-        """Makes the optimizer tier and the room its state needs on NVMe.
+        """Builds the optimizer tier and reserves its NVMe space.
 
         Args:
             specs: the sub-groups.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an import of the package does to a process, each time in a process of its own."""
+"""Side effects of importing the package, each tested in its own process."""
 
 from __future__ import annotations
 

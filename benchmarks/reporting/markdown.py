@@ -67,7 +67,7 @@ def gist(error: str, limit: int = 200) -> str:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Three digits that count, or :data:`MISSING`."""
+    """Three significant digits, or :data:`MISSING`."""
     if value is None:
         return MISSING
     size = abs(value)
@@ -84,7 +84,7 @@ def gib(nbytes: float | None) -> str:
 
 
 def gb(nbytes: float | None) -> str:
-    """Bytes as GB with three digits that count, or :data:`MISSING`."""
+    """Bytes as GB with three significant digits, or :data:`MISSING`."""
     return MISSING if nbytes is None else number(nbytes / GB)
 
 

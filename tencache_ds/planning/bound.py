@@ -2,9 +2,9 @@
 """The shortest step that a machine allows for a model and a placement: what a measured step is compared with.
 
 Every resource has a time in which it could do its part of a step alone. A perfect engine hides all of them behind the
-longest one, so that is the bound, and its resource is the limit. Nothing here says that an order of work exists that
-reaches it: gradients are final only after backward, and where they are clipped by their norm the first update waits for
-the last gradient. A bound that is too short makes a fraction look worse, never better.
+longest one, so that is the bound, and its resource is the limit. No schedule may achieve it: gradients are final only
+after backward, and where they are clipped by their norm the first update waits for the last gradient. A bound that is
+too short makes a fraction look worse, never better.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class GdsTrial:
 
     @property
     def rates(self) -> str:
-        """Both rates in words."""
+        """Both rates, formatted."""
         return f"{self.gds_bytes_per_s / 1e9:.2f} GB/s, staged {self.staged_bytes_per_s / 1e9:.2f} GB/s"
 
 
@@ -41,7 +41,7 @@ class GdsChoice:
 
     Attributes:
         use: weights are read into GPU memory.
-        reason: in words.
+        reason: human-readable.
         warning: what the user has to be told loudly, or "".
     """
 

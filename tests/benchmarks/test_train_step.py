@@ -64,7 +64,7 @@ def config_on(path: Path, engine: str) -> dict[str, Any]:
 def train(
     folder: Path, config: dict[str, Any], program: str = "train_step", further: Sequence[str] = ()
 ) -> tuple[Measurement, str]:
-    """One run in a process of its own; its result and its log."""
+    """One run in its own process; its result and its log."""
     config_file, result = folder / "config.json", folder / "result.json"
     config_file.write_text(json.dumps(config))
     with socket.socket() as probe:

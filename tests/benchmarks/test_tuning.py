@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search finds the best of what it tries, ends, and goes on from the trials it is given."""
+"""The search finds the best of its trials, ends, and continues from given trials."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status 0: every test that stock passes passes with TenCache or is excluded, and the table is exact."""
     parser = argparse.ArgumentParser(prog="tests.deepspeed_suite", description=__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path, help="folder of a DeepSpeed checkout; only read")
-    parser.add_argument("--work", type=Path, required=True, help="results; a stopped run goes on from them")
+    parser.add_argument("--work", type=Path, required=True, help="results; a stopped run continues from them")
     parser.add_argument("-k", dest="expression", default="", help="pytest's expression for the names of tests")
     parser.add_argument("--files", nargs="+", default=[""], help="parts of file names: only these of the selection")
     parser.add_argument("--jobs", type=int, default=1, help="pytest processes at a time")

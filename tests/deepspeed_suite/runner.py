@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs pytest on DeepSpeed's tests, and again after a test that hung or crashed, until each has a result.
 
-What is done stays in ``WORK/<mode>.jsonl``: a runner that was stopped goes on where it was.
+Results stay in ``WORK/<mode>.jsonl``: a stopped runner continues where it was.
 """
 
 from __future__ import annotations

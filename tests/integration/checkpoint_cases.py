@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves and loads checkpoints in the processes of ``test_checkpoint.py``; run like ``training.py``.
 
-``{"action": "save"}`` trains, saves and goes on; ``"load"`` starts from other weights, loads and goes on with the
+``{"action": "save"}`` trains, saves and continues; ``"load"`` starts from other weights, loads and continues with the
 batches that follow; ``"reload"`` goes back and forth between checkpoints; ``"fp32"`` reads one with DeepSpeed's
 ``zero_to_fp32``.
 """

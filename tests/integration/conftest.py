@@ -111,7 +111,7 @@ class Harness:
         return environment
 
     def start(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Starts a process in a session of its own, its output in ``folder/log``."""
+        """Starts a process in its own session, its output in ``folder/log``."""
         with open(folder / "log", "wb") as log:
             return subprocess.Popen(
                 list(command), cwd=folder, env=dict(environment), stdout=log, stderr=subprocess.STDOUT,

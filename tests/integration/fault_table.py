@@ -170,7 +170,7 @@ def run(case: dict[str, Any], engine: str, folder: Path, ranks: int, timeout_s: 
 
 
 def told(ended: Ended, clean: Ended, timeout_s: float) -> str:
-    """The outcome in words, of the last rank, which met the fault, or of the others if that one says nothing."""
+    """The outcome as text, of the last rank, which met the fault, or of the others if that one says nothing."""
     for code, result, log in reversed(list(zip(ended.codes, ended.results, ended.logs, strict=True))):
         if "skipped" in result:
             return f"not tried: {result['skipped'].strip()}"

@@ -120,7 +120,7 @@ def undisturbed(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
 
 
 def damaged(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
-    """What is only met while saving harms one checkpoint and nothing else: the run goes on as if nothing had been."""
+    """Faults that occur only while saving harm one checkpoint and nothing else: the run continues unaffected."""
     s = Saver(case | LORA | {"tencache": {"verify": "full"}}, folder, rank)
     s.train(2)
     s.save("good")

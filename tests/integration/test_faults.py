@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage that goes wrong in the middle of training: the run stops at once with an error that says what and where, or
-it goes on with the right numbers. It never goes on with wrong ones.
+"""Storage that fails in the middle of training: the run stops at once with an error that says what and where, or it
+continues with correct numbers. It never continues with wrong ones.
 
-The table in ``docs/failures.md`` says what was seen here.
+The table in ``docs/failures.md`` lists the results.
 """
 
 from __future__ import annotations

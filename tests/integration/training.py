@@ -339,7 +339,7 @@ def main(run: Callable[[dict[str, Any], str, str, int], dict[str, Any]] = run_ca
     import cpuinfo
     import deepspeed
 
-    # DeepSpeed's CPU Adam asks for the processor's name each time it is made: one second in a process of its own.
+    # DeepSpeed's CPU Adam asks for the processor's name each time it is created: one second in a separate process.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     deepspeed.init_distributed()
     torch.use_deterministic_algorithms(True, warn_only=True)

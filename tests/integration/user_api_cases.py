@@ -563,7 +563,7 @@ def actor_and_critic(engine_name: str, folder: str, rank: int) -> dict[str, Any]
 
 
 class Head(torch.nn.Module):
-    """A layer of its own on a backbone that it shares."""
+    """Its own layer on a shared backbone."""
 
     def __init__(self, backbone: Mlp) -> None:
         super().__init__()
@@ -792,7 +792,7 @@ def stats_and_monitor(engine_name: str, folder: str, rank: int) -> dict[str, Any
 
 
 def background_checkpoint(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
-    """A checkpoint engine that writes while training goes on needs values that training does not change."""
+    """A checkpoint engine that writes during training needs values that training does not change."""
     s = Scenario(engine_name, folder, rank)
     s.train(2)
     s.engine.checkpoint_engine.is_decoupled = lambda: True

@@ -130,6 +130,6 @@ def memory_backend():
 
 @pytest.fixture
 def files():
-    """Files that stand for those of KvikIO, of a kind of their own."""
+    """Stand-ins for KvikIO's files, of a separate kind."""
     with new_kind() as kind:
         yield kind

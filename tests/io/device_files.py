@@ -62,7 +62,7 @@ class PlainDeviceFile:
 
 @contextmanager
 def new_kind(**attributes: object) -> Iterator[type[PlainDeviceFile]]:
-    """A kind of device file with counts of its own; none may be open at the end."""
+    """A kind of device file with its own counts; none may be open at the end."""
     kind = type("DeviceFile", (PlainDeviceFile,), {"n_open": 0, "n_opened": {}, **attributes})
     yield kind
     assert kind.n_open == 0, "files are still open"

@@ -43,7 +43,7 @@ def open_store(root, rank=0):
 
 
 class Job:
-    """A process of its own that has written to its scratch files and, told to, reads back what it wrote."""
+    """A separate process that has written to its scratch files and reads them back on request."""
 
     def __init__(self, root, *, uid=None, prepare=lambda: None):
         ready, self._ready = os.pipe()

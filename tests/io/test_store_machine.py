@@ -31,7 +31,7 @@ CANCELLED = -3
 
 
 class Gate:
-    """While it is shut, requests are kept; when it opens they go on, newest first."""
+    """While it is shut, requests are kept; when it opens they continue, newest first."""
 
     def __init__(self) -> None:
         self.kept: list[Callable[[], None]] | None = None

@@ -24,7 +24,7 @@ FAST_SECOND = [1e9, 1e11]
 
 
 class Pair:
-    """A store over two devices, each with a backend of its own."""
+    """A store over two devices, each with its own backend."""
 
     def __init__(self, folder) -> None:
         self.backends = [MemoryBackend(), MemoryBackend()]
@@ -116,7 +116,7 @@ def test_reads_of_the_old_place_end_before_it_is_used_again(pair):
     reads = [pair.store.read(extent, back) for extent, back in zip(extents, backs, strict=True)]
     index, old, moved = moving(pair, extents)
     assert (old.file, moved.file) == tuple(pair.files)
-    pair.store.write(moved, aligned(PAGE, 2)).wait()  # the other device goes on
+    pair.store.write(moved, aligned(PAGE, 2)).wait()  # the other device continues
     pair.check(moved, 2)
     pair.store.reweigh([1e9, 1e9])
     others = [pair.store.allocate(PAGE, "new") for _ in range(40)]

@@ -61,7 +61,7 @@ class HeldLane:
         time.sleep(0.1)  # until the lane has taken it
 
     def release(self) -> None:
-        """Lets the lane go on."""
+        """Lets the lane continue."""
         os.write(self.write_end, b"x" * PAGE)
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ CORES = tuple(range(16))
 def memory(
     available_gib: float, machine: str = "a", group: tuple[str, float] | None = None, wanted: int | None = None
 ) -> RankMemory:
-    """A rank on ``machine``, perhaps in a control group with a limit of its own, in GiB."""
+    """A rank on ``machine``, perhaps in a control group with its own limit, in GiB."""
     domains = [MemoryDomain(machine, "this machine", 2048 * GIB, int(available_gib * GIB))]
     if group is not None:
         name, left_gib = group

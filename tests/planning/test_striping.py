@@ -164,7 +164,7 @@ def test_hysteresis():
 
     assert not moves([100 * MIB, 100 * MIB], [1e9, 1.2e9])  # 9 % to be gained
     assert moves([100 * MIB, 100 * MIB], [1e9, 1.5e9])  # 25 %
-    assert moves([90 * MIB, 110 * MIB], [1e9, 1.5e9])  # 12 %: it goes on
+    assert moves([90 * MIB, 110 * MIB], [1e9, 1.5e9])  # 12 %: it continues
     assert not moves([82 * MIB, 118 * MIB], [1e9, 1.5e9])  # 2 %
     assert not moves([90 * MIB, 110 * MIB], [1e9, 1.5e9])  # 12 % do not start it again
     assert START_GAIN > STOP_GAIN > 1

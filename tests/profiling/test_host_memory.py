@@ -67,7 +67,7 @@ def test_without_control_groups_it_is_the_machines(machine: Machine) -> None:
 
 
 def test_a_pod_of_64_gib_on_a_node_of_2_tib(machine: Machine) -> None:
-    # cgroup v2 with a namespace of its own: the container's group is the root of all it sees.
+    # cgroup v2 with its own namespace: the container's group is the root of all it sees.
     machine.process("0::/\n", V2_MOUNT.format(root="/", point="/sys/fs/cgroup"))
     machine.v2("sys/fs/cgroup", str(64 * GIB), 4 * GIB, idle=1 * GIB)
     assert memory_nbytes(machine.root) == 64 * GIB

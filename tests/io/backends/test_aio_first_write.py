@@ -20,8 +20,7 @@ from tencache_ds.io import Operation
 from tencache_ds.io.backends.aio import AioBackend
 from tencache_ds.memory.arena import HostArena, Locking
 
-class Slow(logging.Handler):  # lets go of the GIL, as writing to a pipe or a file does
-    def emit(self, record):
+class Slow(logging.Handler):  # releases the GIL, as writing to a pipe or a file does def emit(self, record):
         time.sleep(1.0)
 
 logger.addHandler(Slow())

@@ -164,7 +164,7 @@ def test_an_idle_backend_keeps_no_buffer_alive(backend, path):
     reference = weakref.ref(buffer)
     ticket = backend.submit(Operation.WRITE, path, 0, buffer)
     ticket.wait(30)
-    for _ in range(4):  # both finishers let go of their last
+    for _ in range(4):  # both finishers release their last
         backend.submit(Operation.WRITE, path, 0, aligned(4096)).wait(30)
     del buffer
     deadline_s = time.monotonic() + 10

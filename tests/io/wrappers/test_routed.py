@@ -50,7 +50,7 @@ def test_the_memory_of_a_buffer_says_which_backend(routed, files, path):
 
 
 def test_each_device_memory_has_its_backend_until_it_is_taken_away(routed, files, path):
-    """Two engines over the same weights, each with GPU memory of its own."""
+    """Two engines over the same weights, each with its own GPU memory."""
     backend, arena = routed
     backend.submit(Operation.WRITE, path, 0, aligned(P, fill=None, seed=3)).wait(TIMEOUT_S)
     with new_kind() as others:
