@@ -151,7 +151,7 @@ class GpuHomes:
 
         Args:
             record: its figures.
-            update_seconds: what the optimizer took of it, all sub-groups together.
+            update_seconds: what the optimizer took of it, all sub-groups together; 0 if the step was skipped.
         """
         if not self._planned:
             self._plan(record, update_seconds)
@@ -212,7 +212,8 @@ class GpuHomes:
         plan = plan_gpu(costs.weights, chunks, least_nbytes, costs.rates)
         everything = all(plan.weights) and list(plan.chunks) == [len(group) for group in chunks]
         if not self._agree("whether everything fits into GPU memory", everything, all):
-            if self._recorder is None:
+            # A step that was skipped, as with fp16 and an overflow, says nothing about the update.
+            if self._recorder is None or not update_seconds:
                 self._recorder = FetchRecorder(CudaStreamClock() if self._memory.device.type == "cuda" else HostClock())
                 self._record_fetches(self._recorder)
                 return

@@ -95,7 +95,7 @@ class Accounts:
 class Life:
     """A training of three weights in two sub-groups, whose steps take two seconds."""
 
-    update_seconds = 0.0
+    update_seconds = 1e-9
 
     def __init__(self, folder: Path, units: float, **options: object) -> None:
         self.memory = Memory(units)
@@ -270,6 +270,16 @@ def test_while_steps_stay_large_nothing_comes_back(life):
     for _ in range(3 * FIRST_PATIENCE):
         training.step(2.2)
         assert training.chunks() <= left
+
+
+def test_a_skipped_step_is_not_what_a_plan_is_made_from(life):
+    training = life(18)
+    training.update_seconds = 0.0
+    for _ in range(4):
+        assert training.step(1)[-1] == 0
+    training.update_seconds = 1.0
+    assert training.step(1)[-1] == 5
+    assert training.predicted == [pytest.approx(2.0 - 1.0 * 5 / 6, abs=0.1)]
 
 
 def test_an_update_that_takes_long_comes_before_weights(life):
