@@ -358,7 +358,7 @@ def accelerate_two_plugins(case: Case) -> None:
         "teacher": case.config(**SMALL_WEIGHTS_TOO) | {"train_micro_batch_size_per_gpu": 2},
     }
     plugins = {name: accelerate.DeepSpeedPlugin(hf_ds_config=config) for name, config in configs.items()}
-    accelerator = accelerate.Accelerator(deepspeed_plugin=plugins, mixed_precision="bf16")
+    accelerator = accelerate.Accelerator(deepspeed_plugins=plugins, mixed_precision="bf16")
     accelerator.state.select_deepspeed_plugin("student")
     student, optimizer, loader = prepared(case, accelerator)
     accelerator.state.select_deepspeed_plugin("teacher")
