@@ -160,7 +160,8 @@ class Agreement:
 
 _WHY_MISSING = (
     "Either they are slower, or have failed (see their logs), or run without TenCache: every rank's config needs "
-    '"offload_engine": "tencache", and every host the same tencache_ds installed.'
+    '"offload_engine": "tencache" (or every rank\'s environment TENCACHE_ENABLE), and every host the same tencache_ds '
+    "installed."
 )
 
 
