@@ -22,7 +22,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-# AsyncIOBuilder builds DeepSpeed's pin_memory op as well; with it in a list of its own, two would wait for one lock.
+# AsyncIOBuilder builds DeepSpeed's pin_memory op as well; in a separate list, two would wait for one lock.
 ON_EVERY_ACCELERATOR = ("AsyncIOBuilder", "CPUAdamBuilder", "CPUAdagradBuilder", "CPULionBuilder")
 OF_TENCACHE = (
     "tencache_ds.ops.tencache_aio:TenCacheAioBuilder",
@@ -59,7 +59,7 @@ def compiler_without_debug_information(folder: Path) -> None:
 
 
 def build(name: str, compiler_folder: Path) -> tuple[float, str]:
-    """Builds one operator in a process of its own; returns its seconds and, if it failed, the end of its output."""
+    """Builds one operator in a separate process; returns its seconds and, if it failed, the end of its output."""
     # A compiler takes up to 1.5 GiB here, and the longest build has the most files: it should fill cores left idle.
     memory_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     jobs = max(1, min(os.cpu_count() or 1, memory_nbytes // (AT_ONCE * 3 * 2**29)))

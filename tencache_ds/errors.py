@@ -107,7 +107,7 @@ class CorruptionError(StorageError):
 
 
 class SpaceError(StorageError):
-    """Too little free space for the state that has to be stored: found before training starts."""
+    """Too little free space for the state to be stored: detected before training starts."""
 
 
 class CheckpointError(TenCacheError, RuntimeError):

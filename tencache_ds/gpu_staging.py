@@ -24,7 +24,7 @@ from tencache_ds.planning.size_classes import plan_size_classes
 
 
 def gpu_staging_possible(options: TenCacheConfig, on_cuda: bool) -> bool:
-    """Whether it will be looked into at all: a path that may be read from has to be a ``RoutedBackend``."""
+    """Whether a trial is possible at all: a path to read from must be a ``RoutedBackend``."""
     return options.gds == Gds.on or (options.gds == Gds.auto and on_cuda)
 
 

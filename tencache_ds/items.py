@@ -35,7 +35,7 @@ class GpuUsage:
 
     @property
     def available_nbytes(self) -> int:
-        """What new tensors could take."""
+        """Memory available to new tensors."""
         return self.free_nbytes + self.cached_nbytes
 
     @property

@@ -172,7 +172,7 @@ class Session:
 
     @property
     def host_left_nbytes(self) -> int:
-        """What of this rank's host memory neither weights nor gradients nor optimizer state have taken."""
+        """This rank's host memory not taken by weights, gradients or optimizer state."""
         return self._engines[0].host_left_nbytes
 
     def count_host_state(self, nbytes: int) -> None:

@@ -17,7 +17,7 @@ class HostAccounts(Protocol):
 
     @property
     def host_left_nbytes(self) -> int:
-        """What of this rank's host memory nothing has taken."""
+        """The unused part of this rank's host memory."""
 
     def count_host_state(self, nbytes: int) -> None:
         """More of it is taken by optimizer state, or less."""
@@ -65,7 +65,7 @@ class StateMoves:
                 self._moved(index)
 
     def take_host_memory(self, nbytes: int) -> int:
-        """Chunks that are on NVMe come to host memory, spread evenly over the step.
+        """Moves chunks from NVMe to host memory, spread evenly over the step.
 
         Args:
             nbytes: upper limit.

@@ -116,7 +116,8 @@ def execute_in_turns(
         for turn in range(n_turns):
             for launched in side_by_side:
                 launched.turnstile.open(turn)
-                # After its last turn a run ends before the next one goes on: what it gives back disturbs nobody.
+                # After its last turn a run ends before the next one continues, so that its clean-up disturbs no other
+                # run.
                 last = turn + 1 == n_turns
                 launched.watch(on_progress, until=None if last else partial(launched.turnstile.is_waiting, turn + 1))
     return [launched.run() for launched in side_by_side]
@@ -148,7 +149,7 @@ class _Launched:
             command += ["--turns", str(self._n_turns), "--gate", str(self.turnstile.folder.resolve())]
         self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         with self._log.open("wb") as log:
-            # A session of its own: the launcher's children must not outlive it and disturb the next run.
+            # Its own session: the launcher's children must not outlive it and disturb the next run.
             self._process = subprocess.Popen(
                 self._host_limit.wrap(command),
                 stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,

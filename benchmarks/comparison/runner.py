@@ -120,7 +120,7 @@ class Session:
     # What is on record
 
     def _begin(self) -> Benchmark:
-        self._machine.build_operators()  # a benchmark that goes on has built them, of the same versions
+        self._machine.build_operators()  # a continued benchmark has built them, of the same versions
         hardware = self._machine.probe(self._options.nvme_path, self._plan.probe_s)
         on_tmpfs = hardware.storage is not None and hardware.storage.in_memory
         return Benchmark(

@@ -116,7 +116,7 @@ class PathResult(BaseModel):
     """None where stock's ``aio_handle`` could not be measured."""
 
     notes: tuple[str, ...] = ()
-    """What could not be tried, and why."""
+    """Settings that could not be tried, and why."""
 
     warnings: tuple[str, ...] = ()
 
@@ -142,7 +142,7 @@ class PathResult(BaseModel):
 
 
 class Endurance(BaseModel):
-    """What training writes to the drives."""
+    """Bytes that training writes to the drives."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

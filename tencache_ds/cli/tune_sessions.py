@@ -72,7 +72,7 @@ def _distinct(grid: list[dict[str, bool | int]]) -> list[dict[str, bool | int]]:
 
 
 def requests_on(area: Area, buffers: tuple[torch.Tensor, ...], n_written: int) -> Requests:
-    """What every setting moves.
+    """The transfers of every setting.
 
     Args:
         area: written as far as ``n_written`` requests.

@@ -77,7 +77,7 @@ class Agreement:
         return cls(store, rank, world_size, store.timeout.total_seconds())
 
     def reach(self, topic: str, value: Any, decide: Callable[[Sequence[Post]], Any]) -> Any:
-        """What ``decide`` makes of the posts of all ranks, in the order of ranks: the same on each of them.
+        """The result of ``decide`` for the posts of all ranks, in rank order: the same on each of them.
 
         Args:
             topic: name of the decision, for messages.
@@ -166,7 +166,7 @@ _WHY_MISSING = (
 
 
 def agreed(topic: str, value: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
-    """What ``decide`` makes of the values of all ranks of the job: see :meth:`Agreement.reach`."""
+    """The result of ``decide`` for the values of all ranks of the job: see :meth:`Agreement.reach`."""
     return Agreement.of_job().reach(topic, value, lambda posts: decide([post.value for post in posts]))
 
 

@@ -39,7 +39,7 @@ _REFUSED_OPTIMIZERS = {
 
 
 def options_of(ds_config: Any) -> TenCacheConfig | None:
-    """The ``TenCacheConfig`` of a parsed DeepSpeed config, or None when it does not ask for TenCache."""
+    """The ``TenCacheConfig`` of a parsed DeepSpeed config, or None if it does not select TenCache."""
     return getattr(ds_config, CONFIG_ATTRIBUTE, None)
 
 
@@ -69,7 +69,7 @@ def check_sections(param_dict: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_config(ds_config: Any, param_dict: Mapping[str, Any]) -> TenCacheConfig:
-    """The options of a parsed DeepSpeed config that asks for TenCache.
+    """The options of a parsed DeepSpeed config that selects TenCache.
 
     Args:
         ds_config: DeepSpeed's parsed config.
@@ -187,7 +187,7 @@ def refuse_optimizer(name: str, *, offloaded: bool, on_gpu: bool) -> None:
 
 
 def _check_gds(options: TenCacheConfig, weights_device: str) -> None:
-    """What ``"gds": "on"`` needs of the rest of the config."""
+    """Requirements of ``"gds": "on"`` on the rest of the config."""
     key = f"{OPTIONS_KEY}.gds"
     if weights_device != "nvme":
         raise ConfigError(

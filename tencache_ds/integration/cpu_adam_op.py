@@ -78,7 +78,7 @@ class LazyCpuAdam:
 
 @contextlib.contextmanager
 def loaded_when_needed() -> Iterator[None]:
-    """While ``DeepSpeedCPUAdam`` objects are made that TenCache will update in one pass, where it can."""
+    """While ``DeepSpeedCPUAdam`` objects are created that TenCache will update in one pass, where it can."""
     from deepspeed.ops.adam import cpu_adam
 
     stock = cpu_adam.CPUAdamBuilder

@@ -125,7 +125,7 @@ class OptimizerStates:
         self.show(sub_group)
 
     def _per_element(self, sub_group: int) -> dict[str, torch.Tensor]:
-        """What ``optimizer.state`` holds with one value per element of a sub-group.
+        """The entries of ``optimizer.state`` with one value per element of a sub-group.
 
         A state that has the name of the tier's master weights stays where it is.
         """
@@ -153,7 +153,7 @@ class OptimizerStates:
         placeholder.data = torch.empty(0, dtype=placeholder.dtype)
 
     def _begin(self, sub_group: int) -> None:
-        """torch's Adagrad makes its states when it is made, for parameters that ZeRO has replaced since."""
+        """torch's Adagrad creates its states in its constructor, for parameters that ZeRO has replaced since."""
         if not isinstance(self._optimizer, torch.optim.Adagrad) or self.started(sub_group):
             return
         with self.whole(sub_group) as placeholder:

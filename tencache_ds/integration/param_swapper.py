@@ -385,7 +385,7 @@ class ParamSwapper:
         return part
 
     def _stand_in(self, param: Any) -> torch.Tensor:
-        """What ``ds_tensor`` shows while the shard is not in memory: its shape in the memory of one element."""
+        """The placeholder in ``ds_tensor`` while the shard is not in memory: its shape in the memory of one element."""
         stand_in = self._stand_ins.get(param.ds_id)
         if stand_in is None:
             dtype, numel = param.ds_tensor.dtype, param.ds_tensor.ds_numel

@@ -10,11 +10,11 @@ from tencache_ds.errors import ConfigError
 
 LONGEST_PATH_NBYTES = 4096
 OUR_NAMES_NBYTES = 256
-"""Room for the folders and files that are made below the user's."""
+"""Reserve for the names of folders and files created below the user's folder."""
 
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 _NO_PATHS = ("none", "null", "auto")
-"""What other programs write for "no path" (accelerate's questionnaire, for one)."""
+"""Values that other programs write for "no path" (accelerate's questionnaire, for one)."""
 
 
 def check_nvme_path(key: str, path: object) -> None:

@@ -93,7 +93,8 @@ def compare_homes(ranks: Sequence[Post]) -> None:
 
 
 def agree_on_options(ds_config: Any) -> None:
-    """Every rank asks for TenCache, and its config shapes the same collectives. Every rank of the job calls it.
+    """Checks that every rank selects TenCache, and that its config shapes the same collectives. Every rank of the job
+    calls it.
 
     Raises:
         AgreementError: names the key that differs, or the ranks that run without TenCache.

@@ -345,7 +345,8 @@ class ExtentStore:
         return request.ticket
 
     def _run(self, state: ExtentQueue, ready: list[Request]) -> None:
-        """Submits requests. What cannot be submitted ends here, which may make others ready: a loop, no recursion."""
+        """Submits requests. Requests that cannot be submitted end here, which may make others ready: a loop, no
+        recursion."""
         work = deque(ready)
         while work:
             request = work.popleft()

@@ -95,7 +95,7 @@ class _Structure:
 
 
 class ArchiveFile:
-    """What :func:`write_archive` hands to the caller's ``fill``: takes the bytes of deferred tensors. One thread."""
+    """Passed by :func:`write_archive` to the caller's ``fill``: takes the bytes of deferred tensors. One thread."""
 
     def __init__(self, path: str, records: list[_Record], deferred: dict[DeferredTensor, _Record]) -> None:
         self._path = path

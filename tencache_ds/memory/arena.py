@@ -20,7 +20,7 @@ logger = logging.getLogger("DeepSpeed.tencache.memory")
 __all__ = ["POISON_BYTE", "HostArena", "Locking", "PageLocker", "locked_memory_headroom_nbytes", "untouched_zeros"]
 
 POISON_BYTE = 0xCB
-"""What fresh and freed memory is filled with under ``poison=True``."""
+"""The fill pattern of fresh and freed memory under ``poison=True``."""
 
 
 def untouched_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:

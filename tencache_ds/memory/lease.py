@@ -32,7 +32,7 @@ class LeaseState(enum.Enum):
 
 
 class Event(Protocol):
-    """What :meth:`Lease.release_after` waits for; ``torch.cuda.Event`` is one."""
+    """An event that :meth:`Lease.release_after` waits for; ``torch.cuda.Event`` is one."""
 
     def query(self) -> bool:
         """Return whether the event is done. Must not call back into the pool."""
@@ -42,7 +42,7 @@ class Event(Protocol):
 
 
 class Completion(Protocol):
-    """What :meth:`Lease.release_with` waits for; :class:`tencache_ds.io.Ticket` is one."""
+    """A request that :meth:`Lease.release_with` waits for; :class:`tencache_ds.io.Ticket` is one."""
 
     @property
     def given_up(self) -> bool:

@@ -96,8 +96,8 @@ class BufferPool:
             offset = 0
             for index, c in enumerate(self._classes):
                 for _ in range(c.count):
-                    # .data: an autograd version counter of its own, so that a write to one slot does not look like a
-                    # write to all the others.
+                    # .data: a separate autograd version counter, so that a write to one slot does not look like a write
+                    # to all the others.
                     slot = Slot(index, self._slab[offset : offset + c.slot_nbytes].data)
                     offset += c.slot_nbytes
                     self._free[index].append(slot)

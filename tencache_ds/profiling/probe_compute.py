@@ -151,7 +151,7 @@ def _median_rate(work: Callable[[], object], amount: float, seconds: float) -> f
 def _best_cuda_rate(work: Callable[[], object], amount: float, seconds: float) -> float:
     """Amount per second, between CUDA events: the best of a few slices, each of them many calls long.
 
-    The best, since a GPU of one's own has no noise in its favour; many calls, since a rate has to be sustained.
+    The best, since an exclusive GPU has no noise in its favour; many calls, since a rate has to be sustained.
     """
     work()  # allocates, chooses kernels
     one_s = _cuda_seconds(work, 1)

@@ -233,7 +233,7 @@ class _Threads:
         return nbytes / (time.perf_counter() - start)
 
     def _run(self, work: Callable[[int], _Result], lanes: int) -> list[_Result]:
-        """What ``work(lane)`` returned in each of ``lanes`` threads, or the first error."""
+        """The results of ``work(lane)`` in each of ``lanes`` threads, or the first error."""
         futures = [self._pool.submit(work, lane) for lane in range(lanes)]
         return [future.result() for future in futures]
 

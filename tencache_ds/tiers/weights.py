@@ -275,7 +275,7 @@ class WeightTier:
             return exposed
 
     def staged_for_gpu(self, key: int) -> bool:
-        """Whether the weight's buffer is GPU memory. It is lent again soon: the exposed shard has to be copied."""
+        """Whether the weight's buffer is GPU memory. It is leased again soon: the exposed shard has to be copied."""
         with self._lock:
             buffer = self._weights[key].buffer
             return buffer is not None and buffer.for_gpu

@@ -4,7 +4,7 @@
     python tests/integration/fault_table.py --folder /local_nvme/drill --ranks 1
 
 Both meet the same fault at the same place: a library between the process and libaio, or the file system itself. Each
-run is a process of its own with a time limit, forked from one that has everything imported; what it trained is compared
+run is a separate process with a time limit, forked from one that has everything imported; what it trained is compared
 with a run without a fault. Needs a C compiler; some rows need root. Only ``--folder`` is written to; logs stay there.
 """
 

@@ -201,7 +201,7 @@ class _Files(OpenFiles[_Handle]):
 
 
 def plain_cause(error: BaseException) -> str:
-    """What KvikIO says, without where in its source it says it."""
+    """KvikIO's message without its source location."""
     return _WHERE.sub("", str(error)) or type(error).__name__
 
 

@@ -277,7 +277,7 @@ class NativeBackend:
                 self._files.release(descriptor)
 
     def _goes_on_buffered(self, request: _Request, completion: Any) -> bool:
-        """Some file systems accept O_DIRECT at open() and refuse the transfer: then it is made without, once."""
+        """Some file systems accept O_DIRECT at open() and refuse the transfer: then it is repeated without, once."""
         ticket, descriptor = request.ticket, request.descriptor
         if completion.error != errno.EINVAL or descriptor is None or not descriptor.direct:
             return False

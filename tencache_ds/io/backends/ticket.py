@@ -115,7 +115,7 @@ class Ticket:
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong, or None. Final once :attr:`done` is true."""
+        """The error, or None. Final once :attr:`done` is true."""
         return self._error
 
     @property

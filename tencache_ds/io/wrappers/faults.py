@@ -62,7 +62,7 @@ class _Held:
 
 
 class FaultBackend(PassThroughBackend):
-    """Lets chosen requests go wrong. What no rule hits goes straight through.
+    """Makes selected requests fail. Requests that match no rule pass through.
 
     Errors that are injected end their tickets in a thread of the wrapper, as those of a device end in a lane.
 
