@@ -289,7 +289,7 @@ class Session:
 
         Raises:
             ConfigError: ``staging_memory`` is too small for the model.
-            MemoryLimitError, LockedMemoryError: the memory cannot be had.
+            MemoryLimitError, LockedMemoryError: the memory cannot be allocated.
         """
         tiers = [engine.weights for engine in self._claimed]
         shards = [nbytes for tier in tiers for nbytes in tier.homes.stored_nbytes()]
