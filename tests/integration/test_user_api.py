@@ -143,7 +143,7 @@ def test_after_a_failed_initialize_the_model_can_have_another_engine(one_rank: A
     seen = one_rank.result("failed_initialize", "tencache")
     too_small, no_key, no_section, twice = seen["errors"]
     assert "staging_memory" in too_small
-    assert no_key.startswith('ConfigError: this model was created with "offload_engine": "tencache"')
+    assert no_key.startswith('ConfigError: this model was made with "offload_engine": "tencache"')
     assert no_section.startswith('ConfigError: this model was created with "offload_param"')
     assert twice.startswith("TenCacheError: the parameter of shape (512, 512)")
     assert "destroy()" in twice
