@@ -168,6 +168,7 @@ class Harness:
         timeout_s: float = 300,
     ) -> Outcome:
         """Runs ``(name, case, engine)`` cases in one process per rank."""
+        remove_stale_locks()
         folder = folder or self.folder()
         list_file = folder / "cases.json"
         list_file.write_text(json.dumps([list(case) for case in cases]))
@@ -181,6 +182,19 @@ class Harness:
             path = folder / f"results_{rank}.json"
             results.append(json.loads(path.read_text()) if path.exists() else {})
         return Outcome(finished, tuple(results))
+
+
+STALE_AFTER_S = 60.0
+"""All operators are built before the tests: loading one takes seconds."""
+
+
+def remove_stale_locks() -> None:
+    """A rank that the launcher kills while it loads an operator leaves torch's lock, at which all later loads hang."""
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    for lock in Path(folder).glob("*/lock") if folder else ():
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - lock.stat().st_mtime > STALE_AFTER_S:
+                lock.unlink()
 
 
 def remove_shared_buffers(port: str) -> None:

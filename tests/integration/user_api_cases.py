@@ -273,7 +273,10 @@ def check_evaluation_reads_ahead(engine: Any, tokens: torch.Tensor) -> None:
         before = tencache_ds.stats(engine).total
         for _ in range(3):
             engine(tokens)
-    after = tencache_ds.stats(engine).total
+    stats = tencache_ds.stats(engine)
+    after = stats.total
+    if not stats.stored_nbytes or stats.gpu_weight_nbytes:
+        return  # nothing to read
     for kind in ("demand", "late", "prefetched"):
         engine_reads = after.accesses[kind] - before.accesses[kind]
         if (kind == "demand" and engine_reads) or (kind == "prefetched" and not engine_reads):
