@@ -8,6 +8,7 @@ trainer ended, what it left in its folder and which processes still had a file t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import json
@@ -32,10 +33,11 @@ def holders(folder: Path, name: str = "") -> list[int]:
     """Processes that have a file below the folder open whose name, now or once, has ``name`` in it."""
     found = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-        except OSError:  # it has ended, or is another user's
-            continue
+        links = []
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile: one file, not the process
+                    links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
         if any(link.startswith(f"{folder.resolve()}/") and name in link for link in links):
             found.add(int(pid))
     return sorted(found)
