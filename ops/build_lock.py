@@ -84,7 +84,7 @@ def only_loader(op_name: str) -> Iterator[None]:
             record.seek(0)
             machine = record.read()
             if machine == this_machine:
-                _remove_left_behind(op_name)
+                remove_left_behind(op_name)
             elif not machine:
                 record.write(this_machine)
                 record.flush()
@@ -95,7 +95,8 @@ def only_loader(op_name: str) -> Iterator[None]:
         yield
 
 
-def _remove_left_behind(op_name: str) -> None:
+def remove_left_behind(op_name: str = "*") -> None:
+    """Removes the locks of one op or all that no process on this machine holds. Only where no other machine builds."""
     for lock in build_locks(op_name):
         if not is_held(lock):
             logger.info("removes %s, left behind by a killed process", lock)

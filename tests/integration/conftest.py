@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from tencache_ds.ops.build_lock import remove_left_behind
 from tencache_ds.profiling.filesystem import file_system_of
 
 HERE = Path(__file__).parent
@@ -168,7 +169,9 @@ class Harness:
         timeout_s: float = 300,
     ) -> Outcome:
         """Runs ``(name, case, engine)`` cases in one process per rank."""
-        remove_stale_locks()
+        # A rank that the launcher kills while it loads an operator leaves torch's lock, at which all later loads hang.
+        if "TORCH_EXTENSIONS_DIR" in os.environ:  # the tests' own folder
+            remove_left_behind()
         folder = folder or self.folder()
         list_file = folder / "cases.json"
         list_file.write_text(json.dumps([list(case) for case in cases]))
@@ -182,19 +185,6 @@ class Harness:
             path = folder / f"results_{rank}.json"
             results.append(json.loads(path.read_text()) if path.exists() else {})
         return Outcome(finished, tuple(results))
-
-
-STALE_AFTER_S = 60.0
-"""All operators are built before the tests: loading one takes seconds."""
-
-
-def remove_stale_locks() -> None:
-    """A rank that the launcher kills while it loads an operator leaves torch's lock, at which all later loads hang."""
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
-    for lock in Path(folder).glob("*/lock") if folder else ():
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - lock.stat().st_mtime > STALE_AFTER_S:
-                lock.unlink()
 
 
 def remove_shared_buffers(port: str) -> None:
