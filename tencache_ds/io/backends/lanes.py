@@ -20,12 +20,11 @@ import torch
 from tencache_ds.errors import ProcessLimitError
 from tencache_ds.io.backends.counters import IoCounters
 from tencache_ds.io.backends.requests import (
+    admit,
     cancelled,
-    check_request,
     given_up,
     never_finished,
     refusal,
-    refusal_in_child,
 )
 from tencache_ds.io.backends.shutdown import keep_for_the_device, stop_at_exit
 from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
@@ -129,11 +128,10 @@ class LanePool:
         finish: Callable[[], None] | None = None,
     ) -> Ticket:
         """Queues one request; see :meth:`tencache_ds.io.StorageBackend.submit`."""
-        check_request(offset, buffer, self._alignment_nbytes, self._device_type)
-        ticket = Ticket(operation, path, offset, buffer.numel(), tag)
-        # Before any lock is taken: in a forked child a lock may be held indefinitely by a thread that does not exist.
-        if os.getpid() != self._pid:
-            raise refusal_in_child(ticket, self._pid)
+        ticket = admit(
+            operation, path, offset, buffer, tag,
+            pid=self._pid, alignment_nbytes=self._alignment_nbytes, device_type=self._device_type,
+        )  # fmt: skip
         request = _Request(ticket, buffer, Priority(priority), finish)
         ticket.bind(promote=lambda: self._promote(request), cancel=lambda: self._cancel(request))
         with self._changed:

@@ -25,12 +25,11 @@ from tencache_ds.errors import ConfigError, ProcessLimitError, StorageError
 from tencache_ds.io.backends.counters import IoCounters, IoTotals
 from tencache_ds.io.backends.posix import Descriptor, PosixFiles, give_back_pages
 from tencache_ds.io.backends.requests import (
+    admit,
     cancelled,
-    check_request,
     given_up,
     never_finished,
     refusal,
-    refusal_in_child,
     storage_error,
 )
 from tencache_ds.io.backends.shutdown import keep_for_the_device, stop_at_exit
@@ -154,10 +153,7 @@ class NativeBackend:
         finish: Callable[[], None] | None = None,
     ) -> Ticket:
         """See :meth:`tencache_ds.io.StorageBackend.submit`."""
-        check_request(offset, buffer, PAGE_NBYTES)
-        ticket = Ticket(operation, path, offset, buffer.numel(), tag)
-        if os.getpid() != self._pid:  # before any lock: a thread that does not exist here may hold it indefinitely
-            raise refusal_in_child(ticket, self._pid)
+        ticket = admit(operation, path, offset, buffer, tag, pid=self._pid, alignment_nbytes=PAGE_NBYTES)
         self._submit(_Request(ticket, buffer, finish), Priority(priority))
         return ticket
 

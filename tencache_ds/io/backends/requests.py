@@ -49,14 +49,35 @@ def check_request(offset: int, buffer: torch.Tensor, alignment_nbytes: int, devi
         raise ValueError(f"file offset must be a non-negative multiple of {alignment_nbytes}, not {offset}")
 
 
+def admit(
+    operation: Operation,
+    path: str,
+    offset: int,
+    buffer: torch.Tensor,
+    tag: str,
+    *,
+    pid: int,
+    alignment_nbytes: int,
+    device_type: str = "cpu",
+) -> Ticket:
+    """The ticket of a request to a backend that process ``pid`` opened. Takes no lock: in a forked child a lock may be
+    held indefinitely by a thread that does not exist there.
+
+    Raises:
+        ValueError: see :func:`check_request`.
+        StorageError: this is a forked child of that process.
+    """
+    check_request(offset, buffer, alignment_nbytes, device_type)
+    ticket = Ticket(operation, path, offset, buffer.numel(), tag)
+    if os.getpid() != pid:
+        cause = f"opened by process {pid}, used in its forked child {os.getpid()}; open a new one there"
+        raise refusal(ticket, cause)
+    return ticket
+
+
 def refusal(ticket: Ticket, cause: str) -> StorageError:
     """The error of a request that no device has seen."""
     return ticket.failure(cause, StorageError)
-
-
-def refusal_in_child(ticket: Ticket, pid: int) -> StorageError:
-    """The error of a request made in a forked child, to a backend that process ``pid`` opened."""
-    return refusal(ticket, f"opened by process {pid}, used in its forked child {os.getpid()}; open a new one there")
 
 
 def cancelled(ticket: Ticket) -> StorageCancelledError:
