@@ -72,6 +72,13 @@ def open_device(on_cuda: bool, fused: FusedAdam) -> tuple[DeviceMemory, DeviceAd
     return CudaMemory(device, copy), TritonAdam(device, tail_contracted=fused.tail_contracted)
 
 
+def _limit_nbytes(usage: GpuUsage, wanted: int | Share | None) -> int | None:
+    """The user's ``gpu_memory`` in bytes; None for automatic."""
+    if isinstance(wanted, Share):
+        return int(wanted.fraction * (usage.available_nbytes + usage.allocated_nbytes))
+    return wanted
+
+
 def initial_gpu_nbytes(usage: GpuUsage, wanted: int | Share | None) -> int:
     """GPU memory for optimizer state that has no other place, before anything is known about what training needs.
 
@@ -79,9 +86,10 @@ def initial_gpu_nbytes(usage: GpuUsage, wanted: int | Share | None) -> int:
         usage: before the first pass.
         wanted: the user's ``gpu_memory``.
     """
-    if isinstance(wanted, Share):
-        return int(wanted.fraction * (usage.available_nbytes + usage.allocated_nbytes))
-    return int(INITIAL_SHARE * usage.available_nbytes) if wanted is None else min(wanted, usage.available_nbytes)
+    limit_nbytes = _limit_nbytes(usage, wanted)
+    if limit_nbytes is None:
+        return int(INITIAL_SHARE * usage.available_nbytes)
+    return min(limit_nbytes, usage.available_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +175,9 @@ class GpuHomes:
             if self._moves.state_nbytes and not self._stuck:
                 self._release_state(short_nbytes)
             elif self._moves.weight_nbytes and not self._moves.state_nbytes:
-                n_weights = self._moves.release_weights()
+                there_nbytes, n_weights = self._moves.weight_nbytes, self._moves.release_weights()
                 if n_weights:
-                    watch.released(1)
+                    watch.released(there_nbytes - self._moves.weight_nbytes)
                     logger.warning("training needs GPU memory: %d weights left it", n_weights)
         if self._left_nbytes:
             logger.warning(
@@ -189,14 +197,8 @@ class GpuHomes:
 
     def _allowed_nbytes(self, usage: GpuUsage) -> int:
         """Of the user's limit, what is not used."""
-        wanted = self._wanted_nbytes(usage)
-        return usage.available_nbytes if wanted is None else max(wanted - self._moves.nbytes, 0)
-
-    def _wanted_nbytes(self, usage: GpuUsage) -> int | None:
-        wanted = self._options.gpu_memory
-        if isinstance(wanted, Share):
-            return int(wanted.fraction * (usage.available_nbytes + usage.allocated_nbytes))
-        return wanted
+        limit_nbytes = _limit_nbytes(usage, self._options.gpu_memory)
+        return usage.available_nbytes if limit_nbytes is None else max(limit_nbytes - self._moves.nbytes, 0)
 
     # The plan
 
@@ -217,7 +219,7 @@ class GpuHomes:
                 self._recorder = FetchRecorder(CudaStreamClock() if self._memory.device.type == "cuda" else HostClock())
                 self._record_fetches(self._recorder)
                 return
-            costs = self._costs(shards, record, update_seconds, self._recorder)
+            costs = self._costs(shards, chunks, record, update_seconds, self._recorder)
             plan = plan_gpu(costs.weights, chunks, least_nbytes, costs.rates, least=sum(there))
         self._record_fetches(None)
         self._planned = True
@@ -241,7 +243,7 @@ class GpuHomes:
 
     def _budget(self, usage: GpuUsage) -> tuple[GpuBudget, int]:
         """This rank's, and the smallest of all ranks; with what is there already."""
-        budget = gpu_budget(usage, self._wanted_nbytes(usage), self._moves.nbytes)
+        budget = gpu_budget(usage, _limit_nbytes(usage, self._options.gpu_memory), self._moves.nbytes)
         return budget, self._agree("GPU memory", budget.nbytes, min)
 
     def _chunks(self, shards: Sequence[Shard]) -> list[list[StateChunk]]:
@@ -262,7 +264,12 @@ class GpuHomes:
         return found
 
     def _costs(
-        self, shards: Sequence[Shard], record: StepRecord, update_seconds: float, recorder: FetchRecorder
+        self,
+        shards: Sequence[Shard],
+        chunks: Sequence[Sequence[StateChunk]],
+        record: StepRecord,
+        update_seconds: float,
+        recorder: FetchRecorder,
     ) -> _Costs:
         """By what was recorded. A weight's wait is no longer than its own copies: the rest was for those before it."""
         waits, rate = recorder.waits(), self._memory.copy_rate()
@@ -275,7 +282,7 @@ class GpuHomes:
             copies = wait.fetches * shard.nbytes / rate
             longest = wait.seconds if shard.stored else copies
             weights.append(Weight(shard.nbytes, max(min(wait.seconds, longest), HIDDEN_SHARE * copies)))
-        numel, _ = self._outside(self._chunks(shards), self._moves.counts())
+        numel, _ = self._outside(chunks, self._moves.counts())
         waiting = record.stall_seconds[Stall.OPTIMIZER_READ] + record.stall_seconds[Stall.BUFFER]
         arithmetic = max(update_seconds - waiting, 1e-6)
         stored = sum(

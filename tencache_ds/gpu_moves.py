@@ -161,7 +161,7 @@ class GpuMoves:
         fails ends it, with what is there. Host memory that becomes free takes state from NVMe."""
         try:
             for index, (count, there) in enumerate(zip(counts, self.counts(), strict=True)):
-                if count > there or (count and count == there):
+                if count and count >= there:
                     self._bring_gradients(index, count)
                 if count > there:
                     self.relocate({index: self._with_device_chunks(index, count)})

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves optimizer state from host memory to NVMe when the machine runs out of memory, and back when memory is available
-again.
-Part of the composition root (:mod:`tencache_ds.session`)."""
+"""Moves optimizer state from host memory to NVMe when the machine runs out of memory, and back when there is enough
+again. Part of the composition root (:mod:`tencache_ds.session`)."""
 
 from __future__ import annotations
 

@@ -84,9 +84,8 @@ class MemoryWatch:
         if place is not None and not self.recording:
             more_nbytes = self._curve.more_nbytes(place, usage.allocated_nbytes - self._base_nbytes)
             short_nbytes = max(short_nbytes, self._wanted_nbytes(more_nbytes) - available_nbytes)
-        elif (
-            place is None and usage.n_flushes > self._n_flushes
-        ):  # it found memory, but each time it does a step takes twice as long
+        elif place is None and usage.n_flushes > self._n_flushes:
+            # It found memory, but each time it does a step takes twice as long.
             short_nbytes = max(short_nbytes, self.headroom_nbytes)
         return short_nbytes
 

@@ -28,7 +28,6 @@ class Patience:
     def tried(self) -> None:
         """It was tried again."""
         self._tried = True
-        self._quiet = 0
 
     def step_done(self) -> bool:
         """A step is over; whether it was disturbed, so that counting begins anew."""
@@ -42,5 +41,5 @@ class Patience:
         return self._quiet >= self._needed
 
     def begin_again(self) -> None:
-        """Counts anew, because nothing could be tried."""
+        """Counts anew: it is about to be tried, or cannot be."""
         self._quiet = 0
