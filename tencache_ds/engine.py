@@ -36,6 +36,7 @@ from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES
 from tencache_ds.planning.striping import Striping
 from tencache_ds.surroundings import Surroundings
+from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -56,7 +57,7 @@ class _Shared:
     Attributes:
         nvme: paths, with their lanes, and stores.
         transient_arena: ordinary memory for weights without a staging buffer.
-        resident_arena: memory of resident weights.
+        resident: memory of resident weights.
         tiers: of the engines that use it.
         store: of the weights, once one had to go to NVMe.
         reserved_nbytes: host memory for gradients and optimizer state of those who train with them.
@@ -65,7 +66,7 @@ class _Shared:
 
     nvme: NvmePaths
     transient_arena: HostArena
-    resident_arena: HostArena
+    resident: ResidentMemory
     lock: threading.Lock = field(default_factory=threading.Lock)
     tiers: list[WeightTier] = field(default_factory=list)
     store: ExtentStore | None = None
@@ -114,14 +115,16 @@ class TenCacheEngine:
             self._shared = _Shared(
                 NvmePaths(surroundings.rank, self._open_backend, Striping),
                 HostArena(None, Locking.NONE),
-                HostArena(None, Locking.CUDA if self._pins_for_copies else Locking.NONE, inherited=True),
+                ResidentMemory(
+                    HostArena(None, Locking.CUDA if self._pins_for_copies else Locking.NONE, inherited=True)
+                ),
             )
         else:
             self._shared = beside._shared
         self.nvme = self._shared.nvme
         self.weights = WeightTier(
             store=self._open_weight_store,
-            resident_arena=self._shared.resident_arena,
+            resident=self._shared.resident,
             transient_arena=self._shared.transient_arena,
             resident_budget_nbytes=self._resident_budget if beside is None else lambda: 0,
             counters=self.counters,
@@ -186,10 +189,10 @@ class TenCacheEngine:
     @property
     def pinned_nbytes(self) -> int:
         """Pinned memory of the resident weights; with all of its slabs if they are not shared."""
-        if self._shared.resident_arena.locking is Locking.NONE:
+        if self._shared.resident.arena.locking is Locking.NONE:
             return 0
         alone = len(self._shared.tiers) == 1
-        return self._shared.resident_arena.nbytes_locked if alone else self.weights.homes.resident_nbytes
+        return self._shared.resident.arena.nbytes_locked if alone else self.weights.homes.resident_nbytes
 
     def routes(self) -> list[tuple[NvmePath, RoutedBackend]]:
         """The open paths that may be read into GPU memory, each with the backend that decides by the buffer."""
@@ -223,7 +226,7 @@ class TenCacheEngine:
             last = not self._shared.tiers
         with contextlib.ExitStack() as stack:  # every step runs, even if an earlier one raises
             if last:
-                stack.callback(self._shared.resident_arena.disown)
+                stack.callback(self._shared.resident.arena.disown)
                 stack.callback(self._shared.transient_arena.close)
                 stack.callback(self.nvme.close)
             stack.callback(self.weights.close)

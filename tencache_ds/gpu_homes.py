@@ -171,14 +171,8 @@ class GpuHomes:
         """Gives back what training needs, and takes what it no longer does."""
         usage, watch = self._memory.usage(), self._watch
         short_nbytes = watch.short_nbytes(usage, None)
-        if short_nbytes > 0:
-            if self._moves.state_nbytes and not self._stuck:
-                self._release_state(short_nbytes)
-            elif self._moves.weight_nbytes and not self._moves.state_nbytes:
-                there_nbytes, n_weights = self._moves.weight_nbytes, self._moves.release_weights()
-                if n_weights:
-                    watch.released(there_nbytes - self._moves.weight_nbytes)
-                    logger.warning("training needs GPU memory: %d weights left it", n_weights)
+        if short_nbytes > 0 and not self._stuck:
+            self._give_back(short_nbytes, weights_too=True)
         if self._left_nbytes:
             logger.warning(
                 "training needed GPU memory in this step: %s of optimizer state left it, %s are still there",
@@ -275,13 +269,12 @@ class GpuHomes:
         waits, rate = recorder.waits(), self._memory.copy_rate()
         weights = []
         for shard in shards:
-            wait = waits.get(shard.key)
-            if wait is None:
-                weights.append(Weight(shard.nbytes, 0.0))
-                continue
-            copies = wait.fetches * shard.nbytes / rate
-            longest = wait.seconds if shard.stored else copies
-            weights.append(Weight(shard.nbytes, max(min(wait.seconds, longest), HIDDEN_SHARE * copies)))
+            wait, seconds = waits.get(shard.key), 0.0
+            if wait is not None:
+                copies = wait.fetches * shard.nbytes / rate
+                longest = wait.seconds if shard.stored else copies
+                seconds = max(min(wait.seconds, longest), HIDDEN_SHARE * copies)
+            weights.append(Weight(shard.nbytes, seconds, shard.nbytes if shard.frees_host else 0))
         numel, _ = self._outside(chunks, self._moves.counts())
         waiting = record.stall_seconds[Stall.OPTIMIZER_READ] + record.stall_seconds[Stall.BUFFER]
         arithmetic = max(update_seconds - waiting, 1e-6)
@@ -344,19 +337,26 @@ class GpuHomes:
         try:
             self._t_looked_s = now_s
             short_nbytes = watch.short_nbytes(self._memory.usage(), place)
-            if short_nbytes > 0 and self._moves.state_nbytes and not self._stuck:
-                self._release_state(short_nbytes)
-        except TenCacheError as error:
-            self._stuck = True
-            logger.warning("training needs GPU memory, but optimizer state has nowhere to go: %s", error)
+            if short_nbytes > 0 and not self._stuck:
+                self._give_back(short_nbytes, weights_too=False)
         finally:
             self._lock.release()
 
-    def _release_state(self, nbytes: int) -> None:
-        left_nbytes = self._moves.release_state(nbytes + int(QUANTUM_SHARE * self._watch.headroom_nbytes))
-        self._moves.release_gradients()
-        self._watch.released(left_nbytes)
-        self._left_nbytes += left_nbytes
+    def _give_back(self, nbytes: int, *, weights_too: bool) -> None:
+        try:
+            if self._moves.state_nbytes:
+                left_nbytes = self._moves.release_state(nbytes + int(QUANTUM_SHARE * self._watch.headroom_nbytes))
+                self._moves.release_gradients()
+                self._watch.released(left_nbytes)
+                self._left_nbytes += left_nbytes
+            elif weights_too and self._moves.weight_nbytes:
+                there_nbytes, n_weights = self._moves.weight_nbytes, self._moves.release_weights()
+                if n_weights:
+                    self._watch.released(there_nbytes - self._moves.weight_nbytes)
+                    logger.warning("training needs GPU memory: %d weights left it", n_weights)
+        except TenCacheError as error:
+            self._stuck = True
+            logger.warning("training needs GPU memory, but what is in it has nowhere to go: %s", error)
 
     # Reporting and lifetime
 

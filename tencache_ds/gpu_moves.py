@@ -7,7 +7,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,11 +34,13 @@ class Shard:
         key: of the weight.
         nbytes: of the shard.
         stored: whether it is on NVMe.
+        frees_host: whether its host memory can be freed when it is in device memory.
     """
 
     key: int
     nbytes: int
     stored: bool = False
+    frees_host: bool = False
 
 
 class MovableWeights(Protocol):
@@ -51,10 +53,20 @@ class MovableWeights(Protocol):
         """Moves one into device memory (uint8, of its length)."""
 
     def to_host(self, key: int) -> None:
-        """Moves one back to where it was."""
+        """Moves one back to where it was.
 
-    def keeps_host_memory(self, key: int) -> bool:
-        """Whether it can go back without a transfer to NVMe."""
+        Raises:
+            MemoryLimitError, StorageError: there is no place for it; it stays.
+        """
+
+    def belongs_to_host(self, key: int) -> bool:
+        """Whether it came from host memory, to which it can return without the other ranks noticing."""
+
+    def host_nbytes_of(self, keys: Iterable[int]) -> int:
+        """Bytes of host memory that have to be allocated before these can return to it."""
+
+    def free_unused(self) -> int:
+        """Frees host memory of those that are in device memory, as far as possible; returns how much."""
 
 
 class Accounts(HostAccounts, Protocol):
@@ -99,6 +111,7 @@ class GpuMoves:
         self._moved_gradient = moved_gradient
         self._there: dict[int, int] = {}  # bytes of each weight, in the order in which they came
         self._out: dict[int, int] = {}  # of those that had to leave
+        state.free_unused = self.free_unused_host_memory
         self.state_nbytes = state.tier.device_nbytes
         """Of state in GPU memory. Asked for between modules: not a sum over all chunks."""
 
@@ -167,7 +180,17 @@ class GpuMoves:
                     self.relocate({index: self._with_device_chunks(index, count)})
         except MemoryLimitError as error:
             logger.warning("less optimizer state than planned moves to GPU memory: %s", error)
-        self._state.take_host_memory(self._state.accounts.host_left_nbytes)
+        if self._state.any_on_nvme:
+            self.free_unused_host_memory()
+            self._state.take_host_memory(self._state.accounts.host_left_nbytes)
+
+    def free_unused_host_memory(self) -> int:
+        """Frees the host memory of weights and gradients that are in GPU memory, as far as possible; returns how much.
+        It is kept until something else needs it, because what has to leave GPU memory is out faster then."""
+        self._memory.synchronize()
+        nbytes = self._gradients.unused_host_nbytes
+        self._gradients.free_unused()
+        return nbytes + self._weights.free_unused()
 
     def bring_back(self, nbytes: int) -> int:
         """Of what had to leave, and of what never was there, as much as fits; returns how much that was."""
@@ -221,7 +244,13 @@ class GpuMoves:
         before, counts = self.state_nbytes, self.counts()
         states = [[chunk.nbytes for chunk in self._tier.chunks(index)] for index in range(len(counts))]
         left = chunks_to_release(states, counts, nbytes)
-        host_nbytes = self._state.accounts.host_left_nbytes
+        gradients = [
+            key
+            for index, count in enumerate(left)
+            for key, _, belongs in self._within(index, count)
+            if not belongs and self._gradients.on_device(key)
+        ]
+        host_nbytes = self._make_host_memory(self._gradients.host_nbytes_of(gradients))
         places: dict[int, list[Place]] = {}
         for index, count in enumerate(left):
             if count == counts[index]:
@@ -249,15 +278,30 @@ class GpuMoves:
 
     def release_weights(self) -> int:
         """The last resort, and only weights that go without the other ranks noticing; returns how many. Between two
-        steps."""
-        leaving = [key for key in self._there if self._weights.keeps_host_memory(key)]
+        steps.
+
+        Raises:
+            MemoryLimitError, StorageError: a weight, or the state that has to make place for it, has nowhere to go.
+        """
+        leaving = [key for key in self._there if self._weights.belongs_to_host(key)]
+        self._make_host_memory(self._weights.host_nbytes_of(leaving))
         self._memory.synchronize()
-        for key in leaving:
-            self._weights.to_host(key)
-            self._out[key] = self._there.pop(key)
-        self._memory.trim()
-        self.note()
+        try:
+            for key in leaving:
+                self._weights.to_host(key)
+                self._out[key] = self._there.pop(key)
+        finally:
+            self._memory.trim()
+            self.note()
         return len(leaving)
+
+    def _make_host_memory(self, nbytes: int) -> int:
+        """State goes to NVMe until so much host memory is left, if it may go there. Returns what is left beyond."""
+        left_nbytes = self._state.accounts.host_left_nbytes - nbytes
+        if nbytes and left_nbytes < 0:
+            self._state.leave_host_memory(-left_nbytes)
+            left_nbytes = self._state.accounts.host_left_nbytes - nbytes
+        return left_nbytes
 
     def relocate(self, places: Mapping[int, Sequence[Place]]) -> None:
         """Gives the chunks of some sub-groups other places."""
@@ -270,6 +314,10 @@ class GpuMoves:
         """Gives the weights back to their model, where they were. Idempotent; the tiers are closed by their owner."""
         if not self._there:
             return
+        try:
+            self._make_host_memory(self._weights.host_nbytes_of(self._there))
+        except TenCacheError:
+            logger.exception("optimizer state does not make place for the weights that leave GPU memory")
         self._memory.synchronize()
         for key in reversed(list(self._there)):
             del self._there[key]

@@ -51,7 +51,8 @@ class HostHomes:
         available = self._available_nbytes()
         short_nbytes = self._watch.short_nbytes(available)
         if short_nbytes:
-            left_nbytes = self._moves.leave_host_memory(short_nbytes)
+            short_nbytes -= self._moves.free_unused()
+            left_nbytes = self._moves.leave_host_memory(short_nbytes) if short_nbytes > 0 else 0
             if left_nbytes:
                 self._watch.released()
                 logger.warning(

@@ -19,8 +19,6 @@ import os
 import threading
 from collections.abc import Sequence
 
-import torch
-
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import SpaceError, TenCacheError
@@ -33,6 +31,7 @@ from tencache_ds.items import Place
 from tencache_ds.layout import gib, round_up
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.device_memory import DeviceMemory
+from tencache_ds.memory.host_tensors import HostTensors
 from tencache_ds.memory.pool import BufferPool, PoolTimeout
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
@@ -93,6 +92,8 @@ class Session:
         self._keeps_memory = False
         locking = Locking.CUDA if surroundings.on_cuda and surroundings.pin_memory else Locking.NONE
         self._gradient_arena = HostArena(None, locking, inherited=True)
+        self.gradient_memory = HostTensors(self._gradient_arena, "gradients", self.count_host)
+        """Host memory of gradients, registered for fast copies on a GPU."""
         self._gpu_staging = GpuStaging(
             options,
             surroundings.on_cuda,
@@ -118,11 +119,6 @@ class Session:
 
     # Building
 
-    def host_tensor(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
-        """A zeroed 1-D tensor in host memory of exactly that size, registered for fast copies on a GPU."""
-        data = self._gradient_arena.allocate(max(numel * dtype.itemsize, 1), purpose)
-        return data.zero_()[: numel * dtype.itemsize].view(dtype)
-
     def plan_optimizer_state(
         self,
         numels: Sequence[int],
@@ -138,7 +134,7 @@ class Session:
         Args:
             numels: elements of each sub-group.
             kinds: ``(kind, dtype)`` of each state that is kept.
-            gradient_nbytes: of the gradients, which stay in host memory.
+            gradient_nbytes: of the gradients, which begin in host memory.
             by_chunks: an update takes one chunk at a time; else a whole sub-group.
             gpu_nbytes: GPU memory that may be used before anything is known about what training needs.
 
@@ -155,8 +151,7 @@ class Session:
         for group, places in zip(nbytes, homes, strict=True):
             for each, place in zip(group, places or (Place.HOST,) * len(group), strict=True):
                 by_place[place].append(each)
-        self._reserved_nbytes = gradient_nbytes + sum(by_place[Place.HOST])
-        self._engines[0].reserve_host_memory(self._reserved_nbytes)
+        self.count_host(sum(by_place[Place.HOST]))
         if by_place[Place.GPU]:
             logger.info("%s of optimizer state fit nowhere but in GPU memory", gib(sum(by_place[Place.GPU])))
         specs = [SubGroupSpec(numel, kinds, places) for numel, places in zip(numels, homes, strict=True)]
@@ -175,8 +170,8 @@ class Session:
         """This rank's host memory not taken by weights, gradients or optimizer state."""
         return self._engines[0].host_left_nbytes
 
-    def count_host_state(self, nbytes: int) -> None:
-        """More of it is taken by optimizer state that changed its place, or less."""
+    def count_host(self, nbytes: int) -> None:
+        """More of it is taken by gradients or optimizer state, or less."""
         self._reserved_nbytes += nbytes
         self._engines[0].reserve_host_memory(nbytes)
 

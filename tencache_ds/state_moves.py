@@ -19,8 +19,8 @@ class HostAccounts(Protocol):
     def host_left_nbytes(self) -> int:
         """The unused part of this rank's host memory."""
 
-    def count_host_state(self, nbytes: int) -> None:
-        """More of it is taken by optimizer state, or less."""
+    def count_host(self, nbytes: int) -> None:
+        """More of it is taken by gradients or optimizer state, or less."""
 
 
 class StateMoves:
@@ -48,6 +48,14 @@ class StateMoves:
         self.accounts = accounts
         self.open_store = open_store
         self._moved = moved
+        self.free_unused: Callable[[], int] = lambda: 0
+        """Frees host memory that nothing is in, and returns how much: that of weights and gradients in GPU memory,
+        which is kept so that they can return quickly."""
+
+    @property
+    def any_on_nvme(self) -> bool:
+        """Whether state is on NVMe."""
+        return any(Place.NVME in self.tier.places(index) for index in range(self.n_sub_groups))
 
     def relocate(self, places: Mapping[int, Sequence[Place]]) -> None:
         """Gives the chunks of some sub-groups other places. Between two passes over the state.
@@ -60,7 +68,7 @@ class StateMoves:
         try:
             self.tier.relocate(places)
         finally:
-            self.accounts.count_host_state(self.tier.resident_nbytes - before)
+            self.accounts.count_host(self.tier.resident_nbytes - before)
             for index in places:
                 self._moved(index)
 

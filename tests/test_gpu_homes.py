@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ from tencache_ds.errors import MemoryLimitError
 from tencache_ds.gpu_homes import GpuHomes
 from tencache_ds.gpu_moves import GpuMoves, Shard
 from tencache_ds.items import GpuUsage, Place
+from tencache_ds.memory.arena import HostArena, Locking
+from tencache_ds.memory.host_tensors import HostTensors
 from tencache_ds.observability.counters import Counters, StepRecord
 from tencache_ds.planning.memory_watch import FIRST_PATIENCE, RECORDED_STEPS
 from tencache_ds.profiling.fetch_waits import FetchRecorder
@@ -64,6 +66,7 @@ class Memory(OrdinaryDevice):
 class Weights:
     def __init__(self) -> None:
         self.there: dict[int, torch.Tensor] = {}
+        self.without_host: set[int] = set()
 
     def shards(self) -> list[Shard]:
         return [Shard(key, nbytes) for key, nbytes in WEIGHTS.items()]
@@ -73,9 +76,18 @@ class Weights:
 
     def to_host(self, key: int) -> None:
         del self.there[key]
+        self.without_host.discard(key)
 
-    def keeps_host_memory(self, key: int) -> bool:
+    def belongs_to_host(self, key: int) -> bool:
         return key != 2
+
+    def host_nbytes_of(self, keys: Iterable[int]) -> int:
+        return sum(WEIGHTS[key] for key in keys if key in self.without_host)
+
+    def free_unused(self) -> int:
+        freed = {key for key in self.there if self.belongs_to_host(key)} - self.without_host
+        self.without_host |= freed
+        return sum(WEIGHTS[key] for key in freed)
 
 
 class Accounts:
@@ -85,7 +97,7 @@ class Accounts:
         self.host_nbytes = 0
         self.weight_nbytes = self.gradient_nbytes = 0
 
-    def count_host_state(self, nbytes: int) -> None:
+    def count_host(self, nbytes: int) -> None:
         self.host_nbytes += nbytes
 
     def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
@@ -105,8 +117,9 @@ class Life:
         for key, nbytes in WEIGHTS.items():
             segments.append(GradientSegment(key, start, nbytes // 2))
             start += nbytes // 2
-        buffer = torch.zeros(start, dtype=torch.bfloat16)
-        self.gradients = GradientTier(buffer, segments, self.bench.storage.counters)
+        memory = HostTensors(HostArena(None, Locking.NONE), "gradients", self.accounts.count_host)
+        groups = [segments[:2], segments[2:]]
+        self.gradients = GradientTier(groups, torch.bfloat16, memory, self.bench.storage.counters)
         self.said: list[str] = []
         self.predicted: list[float | None] = []
         self.moved: set[int] = set()
@@ -337,6 +350,40 @@ def test_weights_that_left_come_back_before_state_does(life):
         training.step(1)
     assert set(training.weights.there) == {0, 1, 2}
     assert training.accounts.weight_nbytes == sum(WEIGHTS.values())
+
+
+def test_host_memory_is_freed_when_state_is_on_nvme_and_needed_again_when_weights_leave(life):
+    training = life(18)
+    training.moves.relocate({1: (Place.NVME,) * len(training.bench.tier.chunks(1))})
+    begin(training)
+    gradients = training.gradients
+    assert training.weights.without_host == {0, 1}
+    assert gradients.unused_host_nbytes == 0
+    assert all(gradients.on_device(key) for key in (0, 1)), "the first sub-group is there"
+    taken = training.accounts.host_nbytes
+    training.memory.capacity = int(3.5 * UNIT)
+    training.step(0.1)
+    assert set(training.weights.there) == {2}
+    assert training.weights.without_host == set()
+    assert not gradients.device_nbytes
+    assert training.accounts.host_nbytes > taken
+    training.step(1)
+
+
+def test_without_host_memory_weights_stay_and_training_goes_on(life, caplog):
+    training = life(18)
+    begin(training)
+
+    def refuse(key: int) -> None:
+        raise MemoryLimitError("the host is full")
+
+    training.weights.to_host = refuse
+    training.memory.capacity = int(3.5 * UNIT)
+    assert training.step(0.1)[-1] == 0
+    assert set(training.weights.there) == {0, 1, 2}
+    training.step(0.1)
+    assert caplog.text.count("has nowhere to go: the host is full") == 1
+    del training.weights.to_host
 
 
 def test_without_memory_for_all_weights_none_moves(life):

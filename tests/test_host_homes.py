@@ -24,7 +24,7 @@ class Accounts:
     def __init__(self) -> None:
         self.host_nbytes = 0
 
-    def count_host_state(self, nbytes: int) -> None:
+    def count_host(self, nbytes: int) -> None:
         self.host_nbytes += nbytes
 
 

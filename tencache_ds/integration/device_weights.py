@@ -7,7 +7,7 @@ rank the gathered weight is the shard itself, as in training without offload.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 
 from tencache_ds.gpu_moves import Shard
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
+from tencache_ds.tiers.weights import WeightTier
 
 
 class DeviceWeights:
@@ -33,10 +34,11 @@ class DeviceWeights:
 
     def shards(self) -> list[Shard]:
         """See :meth:`MovableWeights.shards`."""
-        return [
-            Shard(key, _nbytes(param), in_tier(param) and param.nvme_swapper.stored(param))
-            for key, param in self._params.items()
-        ]
+        shards = []
+        for key, param in self._params.items():
+            stored = in_tier(param) and param.nvme_swapper.stored(param)
+            shards.append(Shard(key, _nbytes(param), stored, in_tier(param) and not stored))
+        return shards
 
     def to_device(self, key: int, memory: torch.Tensor) -> None:
         """See :meth:`MovableWeights.to_device`."""
@@ -60,10 +62,29 @@ class DeviceWeights:
         host.copy_(param.ds_tensor.data)
         param.ds_tensor.data = host
 
-    def keeps_host_memory(self, key: int) -> bool:
-        """See :meth:`MovableWeights.keeps_host_memory`."""
+    def belongs_to_host(self, key: int) -> bool:
+        """See :meth:`MovableWeights.belongs_to_host`."""
         param = self._params[key]
-        return key in self._host or (in_tier(param) and param.nvme_swapper.keeps_host_memory(param))
+        return key in self._host or (in_tier(param) and self._tier_of(param).homes.belongs_to_host(key))
+
+    def host_nbytes_of(self, keys: Iterable[int]) -> int:
+        """See :meth:`MovableWeights.host_nbytes_of`. The memory of DeepSpeed's own shards is never freed."""
+        params = [self._params[key] for key in keys]
+        return sum(self._tier_of(param).homes.host_nbytes_of([param.ds_id]) for param in params if in_tier(param))
+
+    def free_unused(self) -> int:
+        """See :meth:`MovableWeights.free_unused`. The memory of DeepSpeed's own shards is never freed."""
+        tiers = {self._tier_of(param): None for param in self._params.values() if in_tier(param)}
+        nbytes = 0
+        for tier in tiers:
+            nbytes += tier.homes.unused_host_nbytes
+            tier.free_unused()
+        return nbytes
+
+    @staticmethod
+    def _tier_of(param: Any) -> WeightTier:
+        tier: WeightTier = param.nvme_swapper.engine.weights
+        return tier
 
 
 def _is_movable(param: Any) -> bool:

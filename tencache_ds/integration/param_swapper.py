@@ -302,10 +302,6 @@ class ParamSwapper:
             else:
                 param.ds_tensor.data = host
 
-    def keeps_host_memory(self, param: Any) -> bool:
-        """Whether a shard in device memory has host memory to go back to."""
-        return self._weights.homes.keeps_host_memory(param.ds_id)
-
     # Changing weights outside the optimizer
 
     @contextlib.contextmanager

@@ -186,14 +186,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             for dtype, bucket in self.ipg_buckets.items():
                 device = get_accelerator().current_device_name()
                 bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
-        segments, start = [], 0
-        for param in itertools.chain.from_iterable(self.fp16_groups):
-            segments.append(GradientSegment(param.ds_id, start, param.partition_numel()))
-            start += param.partition_numel()
-        buffer = engine.host_tensor(start, self.gradient_accumulation_dtype, "gradients")
-        self.grad_partitions_flat_buffer = buffer
-        self._gradients = GradientTier(buffer, segments, engine.counters)
-        setattr(self, _GRAD_PARTITIONS, {segment.key: self._gradients.segment(segment.key) for segment in segments})
+        self._gradients = self._build_gradients(engine)
         self._updater = SubGroupUpdater(
             self.optimizer,
             self._state,
@@ -216,6 +209,21 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             self._gpu_homes = self._build_gpu_homes(self._device[0], moves)
         starts = itertools.accumulate((int(n) for n in self.fp16_partitioned_groups_flat_numel), initial=0)
         self._sub_group_starts = list(starts)
+
+    def _build_gradients(self, engine: Session) -> GradientTier:
+        groups: list[list[GradientSegment]] = []
+        start = 0
+        for group in self.fp16_groups:
+            groups.append([])
+            for param in group:
+                groups[-1].append(GradientSegment(param.ds_id, start, param.partition_numel()))
+                start += param.partition_numel()
+        dtype = self.gradient_accumulation_dtype
+        gradients = GradientTier(groups, dtype, engine.gradient_memory, engine.counters)
+        keys = [segment.key for segment in itertools.chain.from_iterable(groups)]
+        setattr(self, _GRAD_PARTITIONS, {key: gradients.segment(key) for key in keys})
+        self.grad_partitions_flat_buffer = torch.empty(0, dtype=dtype)  # DeepSpeed asks where it is
+        return gradients
 
     def _open_device(self, fused: FusedAdam | None) -> tuple[DeviceMemory, DeviceAdam] | None:
         """GPU memory for weights, gradients and state, where the updates of all ranks know how to use it."""

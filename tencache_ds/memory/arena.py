@@ -50,7 +50,7 @@ class HostArena:
     """Exactly sized, page-aligned host memory of one rank, under one limit.
 
     Memory is released by :meth:`free` or :meth:`close`, never by garbage collection: a copy or a disk request in flight
-    holds no reference visible to Python. Only :meth:`disown` leaves it to the remaining references.
+    holds no reference visible to Python. Only :meth:`leave` and :meth:`disown` leave it to the remaining references.
 
     Every method may be called from any thread; with ``Locking.CUDA`` the caller's current device is the one that the
     memory is registered with. In a forked child the arena is inert: it gives out nothing, and :meth:`free` and
@@ -168,6 +168,9 @@ class HostArena:
             ValueError: ``tensor`` is not the start of memory in use here (freed before, a view, another arena's).
             LockedMemoryError: the driver refused; the memory then stays mapped and in use.
         """
+        self._part_with(tensor, self._release)
+
+    def _part_with(self, tensor: torch.Tensor, give_up: Callable[[_Block], None]) -> None:
         if os.getpid() != self._pid:  # a mapping at that address in a child, if any, is not ours
             return
         address = tensor.data_ptr()
@@ -178,7 +181,7 @@ class HostArena:
         if block is None:
             raise ValueError("this tensor is not memory of the arena: it was freed before, or is a view into a block")
         try:
-            self._release(block)
+            give_up(block)
         except BaseException:
             with self._lock:
                 self._blocks[address] = block
@@ -187,6 +190,18 @@ class HostArena:
             raise
         with self._lock:
             self._nbytes_in_use -= block.nbytes
+
+    def leave(self, tensor: torch.Tensor) -> None:
+        """Unregister what :meth:`allocate` returned; its pages are freed with the last tensor that refers to them.
+
+        The caller ensures that no device still reads or writes it.
+
+        Raises:
+            ValueError: as for :meth:`free`.
+            LockedMemoryError: the driver refused; the memory then stays mapped and in use.
+            NotImplementedError: not with ``Locking.MLOCK``.
+        """
+        self._part_with(tensor, lambda block: self._locker.disown(block.tensor))
 
     def keep(self, tensor: torch.Tensor, owner: str) -> None:
         """Leak what :meth:`allocate` returned, on purpose: :meth:`close` leaves it mapped. Says so in the log, once.

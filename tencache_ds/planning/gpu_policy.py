@@ -4,9 +4,10 @@
 A weight that is in GPU memory saves what a step waits for its copies; most of that time may already be hidden behind
 arithmetic. A chunk of optimizer state saves its part of the host's update, which takes as long as the slower of two
 things that run side by side: the processor's arithmetic, and the transfers of what is on NVMe. Where those limit the
-step, a chunk on the GPU saves them twice its bytes, because host memory that becomes free takes another one. Its update
-on the GPU is counted as nothing: a GPU's memory is an order of magnitude faster than the host's. A gradient goes where
-its state is, so it need not cross PCIe; and state goes there with its weights only, so neither do their new values.
+step, whatever leaves host memory for the GPU saves twice its bytes, because what becomes free takes another chunk. Its
+update on the GPU is counted as nothing: a GPU's memory is an order of magnitude faster than the host's. A gradient goes
+where its state is, so it need not cross PCIe; and state goes there with its weights only, so neither do their new
+values.
 
 State goes there from the front, in the order of the update: then a sub-group is updated in one or two launches, and
 gradients that follow their state do so as whole weights.
@@ -14,7 +15,8 @@ gradients that follow their state do so as whole weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +47,12 @@ class Weight:
     Attributes:
         nbytes: of the shard.
         seconds: what a step takes longer because it is not in GPU memory.
+        host_nbytes: host memory that optimizer state can take when it is.
     """
 
     nbytes: int
     seconds: float
+    host_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +86,14 @@ class UpdateRates:
     nvme_bytes_per_s: float | None = None
     host_nbytes: int = 0
 
-    def seconds(self, numel: int, nbytes: int) -> float:
-        """How long an update of so many parameters takes, whose state has so many bytes."""
+    def seconds(self, numel: int, nbytes: int, freed_nbytes: int | Array = 0) -> Any:
+        """How long an update of so many parameters takes, whose state has so many bytes, when so much more host memory
+        is free; of each element, if that is an array."""
         arithmetic = numel / self.params_per_s
         if self.nvme_bytes_per_s is None:
             return arithmetic
-        return max(arithmetic, 2 * max(0, nbytes - self.host_nbytes) / self.nvme_bytes_per_s)
+        stored = np.maximum(nbytes - self.host_nbytes - freed_nbytes, 0)
+        return np.maximum(arithmetic, 2 * stored / self.nvme_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +134,9 @@ def plan_gpu(
         least: so many chunks are there and stay, whatever the budget and wherever their weights are.
     """
     chunks = [chunk for group in groups for chunk in group]
-    knapsack = _Knapsack(weights)
+    per_byte = 0.0 if rates.nvme_bytes_per_s is None else 2 / rates.nvme_bytes_per_s
+    knapsacks = [_Knapsack(weights, each) for each in sorted({0.0, per_byte})]
+    knapsack = knapsacks[-1]
     needed_by = np.full(len(weights), len(chunks) + 1)  # of each weight the first chunk that needs it, from 1
     for number, chunk in reversed(list(enumerate(chunks, 1))):
         needed_by[list(chunk.weights)] = number
@@ -136,9 +144,11 @@ def plan_gpu(
     np.add.at(sizes, needed_by[needed_by <= len(chunks)], knapsack.sizes[needed_by <= len(chunks)])
     used = np.cumsum(sizes)
     numel, nbytes = _running([each.numel for each in chunks]), _running([each.nbytes for each in chunks])
+    gradient_nbytes = _running([each.gradient_nbytes for each in chunks])
 
-    def seconds_of_update(n: int) -> float:
-        return rates.seconds(int(numel[-1] - numel[n]), int(nbytes[-1] - nbytes[n]))
+    def seconds_of_update(n: int, freed_nbytes: int | Array) -> Any:
+        left_numel, left_nbytes = int(numel[-1] - numel[n]), int(nbytes[-1] - nbytes[n])
+        return rates.seconds(left_numel, left_nbytes, gradient_nbytes[n] + freed_nbytes)
 
     def forced(n: int) -> Array:
         return needed_by <= n if used[n] <= budget_nbytes else np.zeros(len(weights), bool)
@@ -149,7 +159,8 @@ def plan_gpu(
 
     def roughly(n: int) -> tuple[float, int]:
         # Of equally good ones, that with the most state there: less traffic, whatever it is hidden behind.
-        return seconds_of_update(n) + knapsack.seconds_left(left(n), forced(n)), -n
+        seconds, freed_nbytes = knapsack.greedily(left(n), forced(n))
+        return float(seconds_of_update(n, freed_nbytes)) + seconds, -n
 
     most = max(least, int(np.searchsorted(used, budget_nbytes, side="right")) - 1)
     stride = max((most - least) // _GRID, 1)
@@ -159,36 +170,52 @@ def plan_gpu(
         compared[n] = roughly(n)
     plans = []
     for n in sorted(compared, key=compared.__getitem__)[:_TRIED]:
-        there = forced(n) | knapsack.choose(left(n), forced(n))
         state_nbytes = int(used[n] - knapsack.sizes[needed_by <= n].sum())
-        plans.append(
-            GpuPlan(
-                tuple(there.tolist()),
-                _by_group(groups, n),
-                state_nbytes + int(knapsack.sizes[there].sum()),
-                seconds_of_update(n) + float(knapsack.seconds[~there].sum()),
+        for each in knapsacks:
+            there = forced(n) | each.choose(left(n), forced(n), functools.partial(seconds_of_update, n))
+            freed_nbytes = int(each.host[there].sum())
+            plans.append(
+                GpuPlan(
+                    tuple(there.tolist()),
+                    _by_group(groups, n),
+                    state_nbytes + int(each.sizes[there].sum()),
+                    float(seconds_of_update(n, freed_nbytes)) + float(each.seconds[~there].sum()),
+                )
             )
-        )
     return min(plans, key=lambda plan: plan.seconds)
 
 
 class _Knapsack:
-    """Which weights to take with what is left of a budget."""
+    """Which weights to take with what is left of a budget.
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
+    Args:
+        weights: all of them.
+        seconds_per_byte: what host memory that they free is taken to be worth.
+    """
+
+    def __init__(self, weights: Sequence[Weight], seconds_per_byte: float) -> None:
         self.sizes = np.array([_rounded(weight.nbytes) for weight in weights], np.int64)
         self.seconds = np.array([weight.seconds for weight in weights], np.float64)
-        self._order = np.argsort(-self.seconds / np.maximum(self.sizes, 1), kind="stable")
+        self.host = np.array([weight.host_nbytes for weight in weights], np.int64)
+        worth = self.seconds + self.host * seconds_per_byte
+        self._order = np.argsort(-worth / np.maximum(self.sizes, 1), kind="stable")
 
-    def seconds_left(self, budget: int, taken: Array) -> float:
-        """What weights still cost after a greedy choice among those that are not taken."""
+    def greedily(self, budget: int, taken: Array) -> tuple[float, int]:
+        """After a greedy choice among those that are not taken: what the others still cost, and the host memory that is
+        free."""
         order = self._order[~taken[self._order]]
         n = int(np.searchsorted(np.cumsum(self.sizes[order]), budget, side="right"))
-        return float(self.seconds[order[n:]].sum())
+        return float(self.seconds[order[n:]].sum()), int(self.host[taken].sum() + self.host[order[:n]].sum())
 
-    def choose(self, budget: int, taken: Array) -> Array:
+    def choose(self, budget: int, taken: Array, seconds_of_update: Callable[[Array], Any]) -> Array:
         """Of each weight whether it is chosen beside those that are taken: greedily, but for those around the point
-        where that ends."""
+        where that ends.
+
+        Args:
+            budget: for them.
+            taken: of each weight whether it is.
+            seconds_of_update: what an update takes when so much host memory is free (of each element).
+        """
         order = self._order[~taken[self._order]]
         running = _running(self.sizes[order])
         start = int(np.searchsorted(running, budget, side="right")) - 1 - _CORE // 2
@@ -198,8 +225,10 @@ class _Knapsack:
         there[order[:start]] = True
         left = budget - int(running[start])
         combinations = (np.arange(2 ** len(core))[:, None] >> np.arange(len(core))) & 1
-        gains = np.where(combinations @ self.sizes[core] <= left, combinations @ self.seconds[core], -1.0)
-        best = combinations[int(gains.argmax())].astype(bool)
+        freed = int(self.host[taken].sum() + self.host[there].sum()) + combinations @ self.host[core]
+        costs = seconds_of_update(freed) - combinations @ self.seconds[core]
+        costs = np.where(combinations @ self.sizes[core] <= left, costs, np.inf)
+        best = combinations[int(costs.argmin())].astype(bool)
         there[core] = best
         left -= int(self.sizes[core][best].sum())
         for index in order[start:]:  # the smallest ones still fit

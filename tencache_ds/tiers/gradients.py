@@ -12,6 +12,7 @@ import bisect
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -38,7 +39,7 @@ class GradientSegment:
 
     Attributes:
         key: the weight.
-        start: first element in the accumulation buffer.
+        start: first element among those of all gradients.
         numel: elements of this rank's partition, padding included.
     """
 
@@ -47,40 +48,78 @@ class GradientSegment:
     numel: int
 
 
+class GradientMemory(Protocol):
+    """Where the host memory of gradients comes from."""
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed 1-D tensor.
+
+        Raises:
+            MemoryLimitError: there is no such memory.
+        """
+
+    def give_back(self, tensor: torch.Tensor, /) -> None:
+        """Its memory is not needed any more; it goes with the last tensor that refers to it."""
+
+
+class _Buffer:
+    """The host memory of some gradients that follow each other; None while all of them are in device memory and it is
+    needed for something else."""
+
+    __slots__ = ("end", "keys", "start", "tensor")
+
+    def __init__(self, segments: Sequence[GradientSegment], tensor: torch.Tensor) -> None:
+        self.keys = tuple(segment.key for segment in segments)
+        self.start = segments[0].start
+        self.end = self.start + tensor.numel()
+        self.tensor: torch.Tensor | None = tensor
+
+    def part(self, low: int, high: int) -> torch.Tensor:
+        assert self.tensor is not None
+        return self.tensor[low - self.start : high - self.start]
+
+
 class GradientTier:
-    """The accumulated gradients of one rank: a buffer in host memory with a segment for every weight, some of which are
+    """The accumulated gradients of one rank: buffers in host memory with a segment for every weight, some of which are
     accumulated in device memory instead.
 
     Called from the training thread and autograd threads, one at a time (DeepSpeed reduces gradients serially).
     """
 
-    def __init__(self, buffer: torch.Tensor, segments: Sequence[GradientSegment], counters: Counters) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Sequence[GradientSegment]],
+        dtype: torch.dtype,
+        memory: GradientMemory,
+        counters: Counters,
+    ) -> None:
         """
         Args:
-            buffer: 1-D zeroed host tensor in the accumulation dtype, holding every segment.
-            segments: one per weight, ascending and without gaps.
+            groups: of each sub-group the segments, one per weight; ascending and without gaps. Each has a buffer.
+            dtype: in which gradients are accumulated.
+            memory: of the host.
             counters: where bytes from the device are counted.
+
+        Raises:
+            MemoryLimitError: there is not enough host memory.
         """
-        self._buffer = buffer
-        self._segments = {segment.key: segment for segment in segments}
-        self._ordered = tuple(segments)
-        self._starts = [segment.start for segment in segments]
+        self.dtype = dtype
+        """In which gradients are accumulated."""
+        self._memory = memory
+        self._ordered = tuple(segment for group in groups for segment in group)
+        self._segments = {segment.key: segment for segment in self._ordered}
+        self._starts = [segment.start for segment in self._ordered]
+        self._buffers = [
+            _Buffer(group, memory.take(sum(segment.numel for segment in group), dtype)) for group in groups if group
+        ]
+        self._buffer_starts = [buffer.start for buffer in self._buffers]
+        self._buffer_of = {key: buffer for buffer in self._buffers for key in buffer.keys}
         self._on_device: dict[int, torch.Tensor] = {}
         self.version = 0
         """Grows whenever a gradient changes its place."""
         self._states = dict.fromkeys(self._segments, GradientState.ZERO)
         self._replaced: dict[int, torch.Tensor] = {}
         self._counters = counters
-
-    @property
-    def buffer(self) -> torch.Tensor:
-        """The host buffer; segments of gradients in device memory mean nothing there."""
-        return self._buffer
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which gradients are accumulated."""
-        return self._buffer.dtype
 
     @property
     def device_nbytes(self) -> int:
@@ -94,12 +133,17 @@ class GradientTier:
         Args:
             key: the weight.
             memory: 1-D device tensor of the segment's length and the accumulation dtype; its contents are replaced.
-                None: in the host buffer.
+                None: in host memory.
 
         Returns:
             Where the gradient is accumulated.
+
+        Raises:
+            MemoryLimitError: there is no host memory for it; it stays where it is.
         """
-        before = self.segment(key)
+        before, buffer = self.segment(key), self._buffer_of[key]
+        if memory is None and buffer.tensor is None:
+            buffer.tensor = self._memory.take(buffer.end - buffer.start, self.dtype)
         if memory is None:
             self._on_device.pop(key, None)
         else:
@@ -125,7 +169,34 @@ class GradientTier:
         if key in self._on_device:
             return self._on_device[key]
         segment = self._segments[key]
-        return self._buffer[segment.start : segment.start + segment.numel]
+        return self._buffer_of[key].part(segment.start, segment.start + segment.numel)
+
+    # Host memory
+
+    @property
+    def unused_host_nbytes(self) -> int:
+        """Bytes that :meth:`free_unused` would free."""
+        return sum(buffer.tensor.nbytes for buffer in self._unused() if buffer.tensor is not None)
+
+    def host_nbytes_of(self, keys: Iterable[int]) -> int:
+        """Bytes of host memory that have to be there before these gradients can be accumulated in it."""
+        buffers = {id(buffer): buffer for buffer in map(self._buffer_of.__getitem__, keys) if buffer.tensor is None}
+        return sum((buffer.end - buffer.start) * self.dtype.itemsize for buffer in buffers.values())
+
+    def free_unused(self) -> None:
+        """Frees the host memory of sub-groups all of whose gradients are in device memory. No copy from it may be
+        under way."""
+        for buffer in self._unused():
+            assert buffer.tensor is not None
+            self._memory.give_back(buffer.tensor)
+            buffer.tensor = None
+
+    def _unused(self) -> list[_Buffer]:
+        return [
+            buffer
+            for buffer in self._buffers
+            if buffer.tensor is not None and all(key in self._on_device for key in buffer.keys)
+        ]
 
     def accumulate(self, key: int, partition: torch.Tensor, *, first: bool) -> torch.Tensor:
         """Puts a micro-step's gradient into the buffer, without waiting for the copy.
@@ -185,12 +256,26 @@ class GradientTier:
 
     def all_finite(self, pieces_of: int) -> bool:
         """Whether all accumulated gradients are finite, checking this number of elements at a time."""
-        finite = all(bool(torch.isfinite(piece).all()) for piece in self._buffer.split(pieces_of))
+        finite = all(bool(torch.isfinite(piece).all()) for run in self._host_runs() for piece in run.split(pieces_of))
         found: dict[torch.device, torch.Tensor] = {}
         for tensor in self._on_device.values():  # one wait for a device, not one for each gradient
             here = torch.isfinite(tensor).all()
             found[tensor.device] = found[tensor.device] & here if tensor.device in found else here
         return finite and all(bool(each) for each in found.values())
+
+    def _host_runs(self) -> Iterator[torch.Tensor]:
+        """The gradients in host memory, as few tensors."""
+        for buffer in self._buffers:
+            low = high = buffer.start
+            for key in buffer.keys:
+                segment = self._segments[key]
+                if key in self._on_device:
+                    if low < high:
+                        yield buffer.part(low, high)
+                    low = segment.start + segment.numel
+                high = segment.start + segment.numel
+            if low < high:
+                yield buffer.part(low, high)
 
     def value(self, key: int) -> torch.Tensor:
         """A copy of a weight's gradient in host memory in fp32, as the optimizer would see it before unscaling."""
@@ -210,9 +295,15 @@ class GradientTier:
         self._states[key] = GradientState.LIVE
 
     def fill(self, target: torch.Tensor, start: int) -> None:
-        """Copies gradients into ``target`` (1-D, any float dtype), beginning at element ``start`` of the buffer."""
+        """Copies gradients into ``target`` (1-D, any float dtype), beginning at element ``start`` of all."""
         end = start + target.numel()
-        target.copy_(self._buffer[start:end])
+        for index in range(max(bisect.bisect_right(self._buffer_starts, start) - 1, 0), len(self._buffers)):
+            buffer = self._buffers[index]
+            low, high = max(buffer.start, start), min(buffer.end, end)
+            if low >= high:
+                break
+            if buffer.tensor is not None:
+                target[low - start : high - start].copy_(buffer.part(low, high))
         if not self._replaced and not self._on_device:
             return
         for segment, low, high in self._between(start, end):
@@ -223,13 +314,15 @@ class GradientTier:
                 target[low - start : high - start].copy_(value[low - segment.start : high - segment.start])
 
     def view(self, start: int, numel: int) -> torch.Tensor | None:
-        """``numel`` elements of the host buffer from ``start``, as they were accumulated; None where a gradient among
-        them was replaced at a higher precision, or is in device memory, so that :meth:`fill` has to be asked."""
+        """``numel`` elements from ``start`` in host memory, as they were accumulated; None where a gradient among them
+        was replaced at a higher precision or is in device memory, or where they belong to several sub-groups, so that
+        :meth:`fill` has to be asked."""
         if self._replaced or self._on_device:
             for segment, _, _ in self._between(start, start + numel):
                 if segment.key in self._replaced or segment.key in self._on_device:
                     return None
-        return self._buffer[start : start + numel]
+        buffer = self._buffers[max(bisect.bisect_right(self._buffer_starts, start) - 1, 0)]
+        return buffer.part(start, start + numel) if start + numel <= buffer.end else None
 
     def pieces(self, start: int, numel: int) -> list[tuple[int, torch.Tensor]] | None:
         """``numel`` elements from ``start`` as ``(first element, tensor)``, each where it is accumulated; ascending and

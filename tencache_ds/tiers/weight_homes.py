@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.memory.arena import HostArena
 from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weight_record import Weight, WeightHome, WeightState
 
@@ -17,16 +16,16 @@ class WeightHomes:
     """The weights of a tier. Changed with the tier's lock held; questions may be asked in any thread.
 
     Args:
-        arena: memory of resident weights.
+        memory: of resident weights.
         budget_nbytes: bytes of weights that may stay resident; asked once, at the first weight.
 
     Attributes:
         weights: by DeepSpeed's parameter id, in the order of registration.
     """
 
-    def __init__(self, arena: HostArena, budget_nbytes: Callable[[], int]) -> None:
+    def __init__(self, memory: ResidentMemory, budget_nbytes: Callable[[], int]) -> None:
         self.weights: dict[int, Weight] = {}
-        self._memory = ResidentMemory(arena)
+        self._memory = memory
         self._budget = budget_nbytes
         self._left_nbytes: int | None = None
 
@@ -66,9 +65,37 @@ class WeightHomes:
         """Whether the weight is resident in device memory."""
         return self.weights[key].on_device
 
-    def keeps_host_memory(self, key: int) -> bool:
-        """Whether a weight that is resident in device memory has host memory too."""
-        return self.weights[key].host is not None
+    # Host memory of weights that are in device memory
+
+    def belongs_to_host(self, key: int) -> bool:
+        """Whether a weight that is resident in device memory came from host memory, and would return to it."""
+        return self.weights[key].extent is None
+
+    @property
+    def unused_host_nbytes(self) -> int:
+        """Bytes that :meth:`free_unused` would free."""
+        return sum(weight.nbytes for weight in self.weights.values() if weight.host is not None)
+
+    def host_nbytes_of(self, keys: Iterable[int]) -> int:
+        """Bytes of host memory that have to be there before these weights can return to it."""
+        found = (self.weights[key] for key in keys)
+        return sum(w.nbytes for w in found if w.on_device and w.extent is None and w.host is None)
+
+    def free_unused(self) -> None:
+        """Frees the host memory of weights that are in device memory. No copy from it may be under way."""
+        for weight in self.weights.values():
+            if weight.host is not None:
+                memory, weight.host = weight.host, None
+                self._memory.give_back(memory)
+
+    def make_host_memory(self, weight: Weight) -> None:
+        """Host memory for a weight that is to return to it.
+
+        Raises:
+            MemoryLimitError, LockedMemoryError: the arena has no such memory.
+        """
+        if weight.host is None and weight.extent is None:
+            weight.host = self._memory.take(weight.nbytes).view(weight.dtype)
 
     def nbytes_of(self, key: int) -> int:
         """Bytes of one shard."""

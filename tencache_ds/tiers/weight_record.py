@@ -112,7 +112,7 @@ class Weight:
         buffer: memory it is staged in, if any.
         resident: its memory when it is resident, 1-D.
         on_device: whether it is resident in device memory.
-        host: for a weight resident in device memory, its former host memory, if any, to which it may return.
+        host: for a weight resident in device memory, its former host memory, as long as nothing else needs it.
         ticket: the read under way or just done.
         trainable: whether the optimizer updates it.
         prefetched: whether it was in memory, or being read, before it was requested.

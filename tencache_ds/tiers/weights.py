@@ -21,6 +21,7 @@ from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters
 from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.ordinary_memory import WRITES_BEHIND_NBYTES, OrdinaryMemory
+from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weight_homes import WeightHomes
 from tencache_ds.tiers.weight_record import CopyEvent, WeightState
 from tencache_ds.tiers.weight_staging import UseOrder, WeightStaging
@@ -38,7 +39,7 @@ class WeightTier:
         self,
         *,
         store: Callable[[], ExtentStore],
-        resident_arena: HostArena,
+        resident: ResidentMemory,
         transient_arena: HostArena,
         resident_budget_nbytes: Callable[[], int],
         counters: Counters,
@@ -47,7 +48,7 @@ class WeightTier:
         """
         Args:
             store: opens the weights' extent store; called when the first weight has to go to NVMe.
-            resident_arena: memory of resident weights.
+            resident: memory of resident weights.
             transient_arena: unpinned memory for first writes and for more weights at once than the pool has buffers.
             resident_budget_nbytes: bytes of weights that may stay resident; asked once, at the first weight.
             counters: where accesses, bytes and stalls are counted.
@@ -56,7 +57,7 @@ class WeightTier:
         self._open_store = store
         self._mover = Mover(None, counters, timeout_s)
         self._ordinary = OrdinaryMemory(transient_arena, timeout_s)
-        self.homes = WeightHomes(resident_arena, resident_budget_nbytes)
+        self.homes = WeightHomes(resident, resident_budget_nbytes)
         self._weights = self.homes.weights
         self._transfers = WeightTransfers(self._mover, self._ordinary, self._gone)
         self._staging = self._new_staging()
@@ -97,7 +98,7 @@ class WeightTier:
         Args:
             key: which.
             memory: 1-D tensor of the shard's length and dtype; a resident weight's host memory is kept for
-                :meth:`to_host`.
+                :meth:`to_host` until :meth:`free_unused`.
 
         Raises:
             StorageError: it could not be read.
@@ -113,10 +114,17 @@ class WeightTier:
             Its host memory, or None if it has none.
 
         Raises:
+            MemoryLimitError: there is no host memory for it; it stays where it is.
             StorageError: it could not be written; it stays where it is.
         """
         with self._lock:
+            self.homes.make_host_memory(self._weights[key])
             return self._transfers.to_host(self._weights[key])
+
+    def free_unused(self) -> None:
+        """Frees the host memory of weights that are in device memory. No copy from it may be under way."""
+        with self._lock:
+            self.homes.free_unused()
 
     # Service
 

@@ -43,8 +43,20 @@ PARTS: dict[str, dict[str, Any]] = {
         "device_memory": "14MiB",
         "tencache": {"chunk_size": 2**16, "host_memory": "16MiB"},
     },
+    # Weights and gradients leave 0.2 MiB of host memory for state, until they are in GPU memory.
+    "host_memory_freed": {
+        "model": "llama",
+        "device_memory": "24MiB",
+        "tencache": {"chunk_size": 2**16, "host_memory": "9MiB"},
+    },
     "odd_chunks": {"model": "gpt2", "device_memory": "12MiB", "tencache": {"chunk_size": 100_003}},
 }
+
+FP16: dict[str, dict[str, Any]] = {
+    "fp16": {"model": "mlp", "precision": "fp16", "weights": True},
+    "fp16_overflow": {"model": "mlp", "precision": "fp16", "scale_power": 32},
+}
+"""For GPUs: DeepSpeed's CPU accelerator has no fp16. The last one skips its first steps."""
 
 PLACES = ("GPU", "HOST", "NVME")
 MOVES: dict[str, dict[str, Any]] = {
@@ -70,6 +82,7 @@ SHRINKS: dict[str, dict[str, Any]] = {
         "steps": 8,
         "tencache": {"chunk_size": 2**16, "host_memory": "16MiB"},
     },
+    "shrinks_after_host_memory_was_freed": PARTS["host_memory_freed"] | {"shrinks_at": 3, "steps": 8},
 }
 MIB = 2**20
 SPILLS: dict[str, dict[str, Any]] = {
@@ -156,6 +169,11 @@ def one_rank(harness: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
+def fp16(harness: Any) -> Any:
+    return harness.run(both(FP16), program=PROGRAM, timeout_s=380)
+
+
+@pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
     chosen = {name: (TRAINING | PARTS)[name] for name in ON_TWO_RANKS} | {"moves_0": MOVES["moves_0"]}
     return harness.run(both(chosen), ranks=2, program=PROGRAM, timeout_s=380)
@@ -172,6 +190,12 @@ def assert_same(outcome: Any, name: str) -> None:
 @pytest.mark.parametrize("name", [*TRAINING, *PARTS, *MOVES, *SHRINKS, *SPILLS, *FULL_HOST])
 def test_one_rank(one_rank: Any, name: str) -> None:
     assert_same(one_rank, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FP16)
+def test_fp16(fp16: Any, name: str) -> None:
+    assert_same(fp16, name)
 
 
 @pytest.mark.parametrize("name", [*ON_TWO_RANKS, "moves_0"])
@@ -218,6 +242,12 @@ def test_host_memory_that_becomes_free_takes_state_from_nvme(one_rank: Any) -> N
     assert three["resident_state_nbytes"] > 6 * 2**20
     moved = three["last_step"]["nbytes"]["nvme_read"]
     assert 0 < moved < two["last_step"]["nbytes"]["nvme_read"]
+
+
+def test_host_memory_under_what_is_in_gpu_memory_is_freed_for_state(one_rank: Any) -> None:
+    stats = one_rank.result("host_memory_freed", "tencache")["stats"]
+    assert stats["resident_weight_nbytes"] < 2 * MIB, "of 4.4"
+    assert 4 * MIB < stats["resident_state_nbytes"] + stats["resident_weight_nbytes"] <= 9 * MIB
 
 
 @pytest.mark.parametrize("name", MOVES)

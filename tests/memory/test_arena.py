@@ -55,6 +55,26 @@ def test_large_blocks_start_on_a_huge_page_and_map_nothing_more() -> None:
     assert mapped_nbytes() == before
 
 
+def test_memory_that_is_left_goes_with_the_last_reference_to_it() -> None:
+    arena = HostArena(8 * MIB, Locking.NONE)
+    before = mapped_nbytes()
+    tensor = arena.allocate(8 * MIB, "gradients")
+    view = tensor[4096:8192].view(torch.float32)
+    arena.leave(tensor)
+    assert arena.nbytes_in_use == 0
+    with pytest.raises(ValueError, match="freed before"):
+        arena.leave(tensor)
+    del tensor
+    gc.collect()
+    view.fill_(1)
+    assert mapped_nbytes() - before == 8 * MIB
+    del view
+    gc.collect()
+    assert mapped_nbytes() == before
+    arena.free(arena.allocate(8 * MIB, "gradients"))
+    arena.close()
+
+
 def test_free_gives_the_memory_back_at_once() -> None:
     arena = HostArena(None, Locking.NONE)
     before = resident_nbytes()

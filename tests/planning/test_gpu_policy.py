@@ -18,7 +18,15 @@ UNIT = ALLOCATION_NBYTES
 CHUNK = StateChunk(24 * UNIT, 4 * UNIT, 1024)
 FAST = UpdateRates(params_per_s=1e12)
 
-WEIGHTS = st.lists(st.builds(Weight, st.integers(1, 9 * UNIT), st.floats(0, 0.1)), max_size=9)
+WEIGHTS = st.lists(
+    st.builds(
+        lambda nbytes, seconds, in_host: Weight(nbytes, seconds, nbytes if in_host else 0),
+        st.integers(1, 9 * UNIT),
+        st.floats(0, 0.1),
+        st.booleans(),
+    ),
+    max_size=9,
+)
 CHUNKS = st.lists(
     st.builds(
         StateChunk,
@@ -42,8 +50,11 @@ def rounded(nbytes: int) -> int:
 
 
 def seconds_of(weights, groups, rates, there, count):
-    outside = [chunk for group in groups for chunk in group][count:]
-    update = rates.seconds(sum(chunk.numel for chunk in outside), sum(chunk.nbytes for chunk in outside))
+    chunks = [chunk for group in groups for chunk in group]
+    outside = chunks[count:]
+    freed = sum(chunk.gradient_nbytes for chunk in chunks[:count])
+    freed += sum(weight.host_nbytes for weight, on_gpu in zip(weights, there, strict=True) if on_gpu)
+    update = rates.seconds(sum(chunk.numel for chunk in outside), sum(chunk.nbytes for chunk in outside), freed)
     return update + sum(weight.seconds for weight, on_gpu in zip(weights, there, strict=True) if not on_gpu)
 
 

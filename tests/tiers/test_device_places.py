@@ -18,14 +18,16 @@ from tencache_ds.memory import HostArena, Locking
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.device_update import DeviceUpdate
-from tencache_ds.tiers.gradients import GradientSegment, GradientTier
+from tencache_ds.tiers.gradients import GradientSegment
 from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.sub_group import SubGroupSpec
 from tencache_ds.tiers.update import SubGroupStep
 from tencache_ds.tiers.weight_record import WeightState
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
 from tests.tiers.ordinary_device import OrdinaryDevice
+from tests.tiers.ordinary_gradients import gradient_tier
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -244,7 +246,7 @@ def test_an_update_reaches_every_element_of_every_chunk_there(bench):
     for key, length in enumerate(lengths):
         segments.append(GradientSegment(key, start, length))
         start += length
-    gradients = GradientTier(torch.zeros(start, dtype=torch.bfloat16), segments, bench.storage.counters)
+    gradients = gradient_tier([segments], torch.bfloat16, bench.storage.counters)
     weights = Weights(lengths)
     update = DeviceUpdate(Adam(at_address), 16, bench.tier, gradients, weights)
     first = SubGroupStep(0, 7, 1, 1.0, {}, None)
@@ -297,7 +299,7 @@ def test_weights_go_to_a_device_and_come_back(tmp_path):
     arenas = HostArena(None, Locking.NONE), HostArena(None, Locking.NONE)
     weights = WeightTier(
         store=lambda: storage.store,
-        resident_arena=arenas[0],
+        resident=ResidentMemory(arenas[0]),
         transient_arena=arenas[1],
         resident_budget_nbytes=lambda: 4096,
         counters=storage.counters,
@@ -317,8 +319,8 @@ def test_weights_go_to_a_device_and_come_back(tmp_path):
         assert torch.equal(memory[key], values[key])
         assert weights.expose([key])[0] is memory[key]
         weights.give_back(key)
-    assert weights.homes.keeps_host_memory(0)
-    assert not weights.homes.keeps_host_memory(1)
+    assert weights.homes.belongs_to_host(0)
+    assert not weights.homes.belongs_to_host(1)
     assert len(weights.homes.stored_nbytes()) == 1
     for key in (0, 1):  # an update, where they are now
         values[key] = values[key] + 1

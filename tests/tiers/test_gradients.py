@@ -7,22 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tencache_ds.errors import TenCacheError
+from tencache_ds.errors import MemoryLimitError, TenCacheError
 from tencache_ds.observability.counters import Counters
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tests.tiers.conftest import numbers
+from tests.tiers.ordinary_gradients import OrdinaryGradientMemory, gradient_tier
 
 
-def make(numels: list[int], dtype: torch.dtype = torch.float32) -> GradientTier:
+def make(numels: list[int], dtype: torch.dtype = torch.float32, n_groups: int = 1) -> GradientTier:
     segments, start = [], 0
     for key, numel in enumerate(numels):
         segments.append(GradientSegment(key, start, numel))
         start += numel
-    return GradientTier(torch.zeros(start, dtype=dtype), segments, Counters())
+    per_group = -(-len(numels) // n_groups)
+    groups = [segments[first : first + per_group] for first in range(0, len(segments), per_group)]
+    return GradientTier(groups, dtype, OrdinaryGradientMemory(), Counters())
 
 
 def filled(tier: GradientTier, start: int = 0, numel: int | None = None) -> torch.Tensor:
-    target = torch.full((tier.buffer.numel() - start if numel is None else numel,), float("nan"))
+    target = torch.full((sum(part.numel for part in tier._ordered) - start if numel is None else numel,), float("nan"))
     tier.fill(target, start)
     return target
 
@@ -35,7 +38,7 @@ def test_the_first_micro_step_replaces_later_ones_add():
     assert torch.equal(accumulated, one + two)
     assert accumulated.data_ptr() == tier.segment(0).data_ptr()
     assert torch.equal(tier.accumulate(0, two, first=True), two)
-    assert torch.equal(tier.buffer, torch.tensor([10.0, 20.0, 30.0, 0.0, 0.0]))
+    assert torch.equal(filled(tier), torch.tensor([10.0, 20.0, 30.0, 0.0, 0.0]))
     assert list(tier.live()) == [0]
 
 
@@ -64,14 +67,14 @@ def test_a_partition_shorter_than_its_segment_leaves_zeros():
     tier = make([4])
     tier.segment(0).fill_(9)
     tier.accumulate(0, torch.ones(3), first=True)
-    assert torch.equal(tier.buffer, torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    assert torch.equal(filled(tier), torch.tensor([1.0, 1.0, 1.0, 0.0]))
     tier.accumulate(0, torch.ones(3), first=False)
-    assert torch.equal(tier.buffer, torch.tensor([2.0, 2.0, 2.0, 0.0]))
+    assert torch.equal(filled(tier), torch.tensor([2.0, 2.0, 2.0, 0.0]))
 
 
 def test_bytes_from_the_device_are_counted():
     counters = Counters()
-    tier = GradientTier(torch.zeros(4), [GradientSegment(0, 0, 4)], counters)
+    tier = gradient_tier([[GradientSegment(0, 0, 4)]], torch.float32, counters)
     tier.accumulate(0, torch.ones(3), first=True)
     tier.accumulate(0, torch.ones(3), first=False)
     total = counters.total()
@@ -119,10 +122,63 @@ def test_a_replacement_of_another_length_is_refused():
     assert list(tier.live()) == []
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.sets(st.integers(0, 5)), st.data())
-def test_fill_any_range_with_overrides(numels, replaced, data):
+def test_an_overflow_that_was_left_in_host_memory_does_not_count():
+    tier = make([2, 2])
+    tier.accumulate(0, torch.full((2,), float("inf")), first=True)
+    tier.end_step()
+    tier.move(0, torch.zeros(2))
+    tier.accumulate(0, torch.ones(2), first=True)
+    tier.settle()
+    assert tier.all_finite(1)
+    tier.accumulate(1, torch.tensor([1.0, float("nan")]), first=True)
+    assert not tier.all_finite(1)
+
+
+def test_host_memory_of_a_sub_group_is_freed_when_all_of_it_is_on_the_device():
+    tier = make([2, 2, 3], n_groups=2)
+    memory = tier._memory
+    tier.accumulate(0, torch.ones(2), first=True)
+    tier.move(0, torch.zeros(2))
+    assert tier.unused_host_nbytes == 0
+    tier.move(1, torch.zeros(2))
+    assert (tier.unused_host_nbytes, memory.nbytes) == (16, 28)
+    tier.free_unused()
+    assert (tier.unused_host_nbytes, memory.nbytes) == (0, 12)
+    assert tier.host_nbytes_of([0, 1, 2]) == 16
+    assert tier.view(0, 4) is None
+    assert torch.equal(filled(tier), torch.tensor([1.0, 1.0, 0, 0, 0, 0, 0]))
+    tier.move(0, None)
+    assert memory.nbytes == 28
+    assert torch.equal(tier.segment(0), torch.ones(2))
+    tier.move(1, None)
+    assert torch.equal(tier.view(0, 4), torch.tensor([1.0, 1.0, 0, 0]))
+
+
+def test_a_gradient_stays_on_the_device_when_there_is_no_host_memory_for_it():
+    class Full(OrdinaryGradientMemory):
+        full = False
+
+        def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+            if self.full:
+                raise MemoryLimitError("not now")
+            return super().take(numel, dtype)
+
+    memory = Full()
+    tier = GradientTier([[GradientSegment(0, 0, 2)]], torch.float32, memory, Counters())
+    tier.move(0, torch.zeros(2))
+    tier.accumulate(0, torch.ones(2), first=True)
+    tier.free_unused()
+    memory.full = True
+    with pytest.raises(MemoryLimitError):
+        tier.move(0, None)
+    assert tier.on_device(0)
+    assert torch.equal(tier.value(0), torch.ones(2))
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.sets(st.integers(0, 5)), st.integers(1, 3), st.data())
+def test_fill_any_range_with_overrides(numels, replaced, n_groups, data):
     """A chunk begins and ends anywhere within weights."""
-    tier = make(numels, torch.bfloat16)
+    tier = make(numels, torch.bfloat16, n_groups)
     expected = []
     for key, numel in enumerate(numels):
         if key in replaced:
@@ -140,10 +196,14 @@ def test_fill_any_range_with_overrides(numels, replaced, data):
 class GradientMachine(RuleBasedStateMachine):
     """Random steps against a dense model: a dict of fp32 gradients, empty after each step."""
 
-    @initialize(dtype=st.sampled_from([torch.float32, torch.bfloat16]), numels=st.lists(st.integers(1, 5), min_size=3))
-    def build(self, dtype: torch.dtype, numels: list[int]) -> None:
+    @initialize(
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        numels=st.lists(st.integers(1, 5), min_size=3),
+        n_groups=st.integers(1, 3),
+    )
+    def build(self, dtype: torch.dtype, numels: list[int], n_groups: int) -> None:
         self.dtype, self.numels = dtype, numels
-        self.tier = make(numels, dtype)
+        self.tier = make(numels, dtype, n_groups)
         self.model: dict[int, torch.Tensor] = {}
         self.seed = 0
 
@@ -185,6 +245,11 @@ class GradientMachine(RuleBasedStateMachine):
         assert self.tier.move(key, memory) is self.tier.segment(key) or not there
         assert self.tier.version > version
         assert self.tier.on_device(key) is there
+
+    @rule()
+    def free_unused(self) -> None:
+        self.tier.free_unused()
+        assert self.tier.unused_host_nbytes == 0
 
     @rule(start=st.integers(0, 100), numel=st.integers(0, 100))
     def settle_and_fill(self, start: int, numel: int) -> None:

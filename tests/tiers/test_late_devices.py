@@ -15,6 +15,7 @@ from tencache_ds.io import ExtentStore, Operation, PosixBackend, StorageTimeoutE
 from tencache_ds.memory import BufferPool, HostArena, Locking, PoolTimeout
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.size_classes import SizeClass
+from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import numbers
 
@@ -69,7 +70,7 @@ class Rig:
         self.pool = BufferPool(self.staging, [SizeClass(P, 1)], poison=True, name="weights")
         self.tier = WeightTier(
             store=lambda: self.store,
-            resident_arena=HostArena(None, Locking.NONE),
+            resident=ResidentMemory(HostArena(None, Locking.NONE)),
             transient_arena=self.transient,
             resident_budget_nbytes=lambda: 0,
             counters=Counters(),

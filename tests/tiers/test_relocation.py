@@ -13,6 +13,7 @@ from tencache_ds.observability.counters import Link
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.planning.striping import Striping
 from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.sub_group import SubGroupSpec
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, ControlledBackend, Storage, numbers
@@ -90,7 +91,7 @@ def test_weights_move_and_keep_their_values(storage):
     resident, transient = HostArena(None, Locking.NONE), HostArena(None, Locking.NONE)
     tier = WeightTier(
         store=lambda: storage.store,
-        resident_arena=resident,
+        resident=ResidentMemory(resident),
         transient_arena=transient,
         resident_budget_nbytes=lambda: 0,
         counters=storage.counters,

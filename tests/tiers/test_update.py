@@ -16,12 +16,13 @@ from tencache_ds.items import Place
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.cpu_share import ArithmeticCores
 from tencache_ds.tiers.fused_update import FusedUpdate
-from tencache_ds.tiers.gradients import GradientSegment, GradientTier
+from tencache_ds.tiers.gradients import GradientSegment
 from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
 from tencache_ds.tiers.sub_group import SubGroupSpec
 from tencache_ds.tiers.unfused_update import Scratch, UnfusedUpdate, WholeUpdate
 from tencache_ds.tiers.update import JOBS_AHEAD, ChunkedUpdate, SubGroupStep, publish
 from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
+from tests.tiers.ordinary_gradients import gradient_tier
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -70,9 +71,7 @@ class Bench:
         self.tier.write(0, {kind: self.master.clone() for kind, _ in KINDS})
         self.gradient = numbers(NUMEL, torch.bfloat16, 2)
         segments = [GradientSegment(9, 0, BEFORE), GradientSegment(1, BEFORE, NUMEL)]
-        self.gradients = GradientTier(
-            torch.zeros(BEFORE + NUMEL, dtype=torch.bfloat16), segments, self.storage.counters
-        )
+        self.gradients = gradient_tier([segments], torch.bfloat16, self.storage.counters)
         self.gradients.accumulate(1, self.gradient, first=True)
         self.weights = Weights(holds=holds)
 
@@ -351,7 +350,8 @@ def test_an_optimizer_of_its_own_updates_a_sub_group_as_a_whole(tmp_path, places
 
 def test_a_gradient_of_the_masters_dtype_is_not_copied(tmp_path):
     bench = Bench(tmp_path, None)
-    gradients = GradientTier(torch.ones(NUMEL), [GradientSegment(1, 0, NUMEL)], bench.storage.counters)
+    gradients = gradient_tier([[GradientSegment(1, 0, NUMEL)]], torch.float32, bench.storage.counters)
+    gradients.accumulate(1, torch.ones(NUMEL), first=True)
     parameter = torch.nn.Parameter(torch.zeros(NUMEL))
 
     @contextmanager
@@ -359,7 +359,7 @@ def test_a_gradient_of_the_masters_dtype_is_not_copied(tmp_path):
         yield parameter
 
     def apply() -> None:
-        assert parameter.grad.data_ptr() == gradients.buffer.data_ptr()
+        assert parameter.grad.data_ptr() == gradients.segment(1).data_ptr()
 
     limit = ArithmeticCores(1, bench.tier.streamed)
     WholeUpdate(bench.tier, gradients, bench.weights, limit, Scratch()).run(0, 0, 1.0, state(), apply)

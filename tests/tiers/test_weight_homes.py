@@ -8,7 +8,7 @@ import torch
 
 from tencache_ds.errors import MemoryLimitError, TenCacheError
 from tencache_ds.memory import HostArena, Locking
-from tencache_ds.tiers.resident_memory import SLAB_NBYTES
+from tencache_ds.tiers.resident_memory import SLAB_NBYTES, ResidentMemory
 from tencache_ds.tiers.weight_homes import WeightHomes
 from tencache_ds.tiers.weight_record import WeightHome, WeightState
 
@@ -30,7 +30,7 @@ def added(homes: WeightHomes, key: int, *, numel: int = NUMEL, always_resident: 
 
 def test_memory_goes_to_the_first_ones_and_to_those_that_need_it(arena):
     asked = []
-    homes = WeightHomes(arena, lambda: asked.append(True) or 5 * NUMEL)
+    homes = WeightHomes(ResidentMemory(arena), lambda: asked.append(True) or 5 * NUMEL)
     weights = [added(homes, key, always_resident=key == 4) for key in range(5)]
     assert asked == [True]
     assert [homes.is_resident(key) for key in range(5)] == [True, True, False, False, True]
@@ -50,25 +50,49 @@ def test_memory_goes_to_the_first_ones_and_to_those_that_need_it(arena):
 
 
 def test_a_smaller_one_may_still_fit(arena):
-    homes = WeightHomes(arena, lambda: 3 * NUMEL)
+    homes = WeightHomes(ResidentMemory(arena), lambda: 3 * NUMEL)
     for key, numel in enumerate((NUMEL, NUMEL, NUMEL // 2)):
         added(homes, key, numel=numel)
     assert [homes.is_resident(key) for key in range(3)] == [True, False, True]
 
 
-def test_in_device_memory_only_what_keeps_host_memory_counts_there(arena):
-    homes = WeightHomes(arena, lambda: 2 * NUMEL)
+def test_in_device_memory_only_what_belongs_to_host_counts_there(arena):
+    homes = WeightHomes(ResidentMemory(arena), lambda: 2 * NUMEL)
     there, stored = added(homes, 0), added(homes, 1)
     there.host, there.resident, there.on_device = there.resident, torch.zeros(NUMEL, dtype=torch.bfloat16), True
     stored.state, stored.resident, stored.on_device = WeightState.RESIDENT, there.resident, True
+    stored.extent = object()
     assert [homes.on_device(key) for key in (0, 1)] == [True, True]
-    assert [homes.keeps_host_memory(key) for key in (0, 1)] == [True, False]
+    assert [homes.belongs_to_host(key) for key in (0, 1)] == [True, False]
     assert homes.resident_nbytes == 2 * NUMEL
     assert homes.stored_nbytes() == []
 
 
+def test_host_memory_of_a_weight_in_device_memory_is_freed_and_made_again(arena):
+    memory = ResidentMemory(arena)
+    homes = WeightHomes(memory, lambda: 2 * SLAB_NBYTES)
+    large, small = added(homes, 0, numel=SLAB_NBYTES // 2), added(homes, 1)
+    for weight in (large, small):
+        weight.host, weight.resident, weight.on_device = weight.resident, torch.zeros(weight.numel), True
+    assert homes.unused_host_nbytes == large.nbytes + small.nbytes
+    assert homes.host_nbytes_of([0, 1]) == 0
+    held = large.host
+    homes.free_unused()
+    assert homes.unused_host_nbytes == homes.resident_nbytes == arena.nbytes_in_use == 0
+    assert homes.host_nbytes_of([0, 1]) == large.nbytes + small.nbytes
+    held.fill_(1)  # whoever looks at it still may
+    homes.make_host_memory(small)
+    assert small.host.dtype is torch.bfloat16
+    assert not small.host.any()
+    other = added(homes, 2)
+    assert other.resident.data_ptr() > small.host.data_ptr(), "in the same slab"
+    assert arena.nbytes_in_use == SLAB_NBYTES
+    homes.free_unused()
+    assert arena.nbytes_in_use == SLAB_NBYTES, "a weight is still in it"
+
+
 def test_a_weight_is_registered_once_or_not_at_all(arena):
-    homes = WeightHomes(arena, lambda: 10 * SLAB_NBYTES)
+    homes = WeightHomes(ResidentMemory(arena), lambda: 10 * SLAB_NBYTES)
     added(homes, 0)
     with pytest.raises(TenCacheError, match="registered twice"):
         added(homes, 0)

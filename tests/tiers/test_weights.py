@@ -16,6 +16,7 @@ from tencache_ds.observability.counters import Access, Counters, Event, Link, St
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers import resident_memory, weight_staging
 from tencache_ds.tiers import weights as weights_module
+from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, ManualEvent, Storage, numbers
 
@@ -36,7 +37,7 @@ class Bench:
         self.budget_nbytes = budget_nbytes
         self.tier = WeightTier(
             store=self._open,
-            resident_arena=self.resident,
+            resident=ResidentMemory(self.resident),
             transient_arena=self.transient,
             resident_budget_nbytes=self._budget,
             counters=self.storage.counters,
@@ -651,7 +652,7 @@ def test_when_an_engine_ends_its_buffers_come_back_and_the_values_stay(staged, s
 def test_weights_that_go_to_another_tier_keep_their_place(staged):
     other = WeightTier(
         store=staged._open,
-        resident_arena=staged.resident,
+        resident=ResidentMemory(staged.resident),
         transient_arena=staged.transient,
         resident_budget_nbytes=lambda: 0,
         counters=staged.storage.counters,

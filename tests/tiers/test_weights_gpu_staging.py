@@ -10,6 +10,7 @@ from tencache_ds.io import Operation
 from tencache_ds.memory import BufferPool, DeviceArena, HostArena, Locking
 from tencache_ds.observability.counters import Event
 from tencache_ds.planning.size_classes import SizeClass
+from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, ManualEvent, Storage, numbers
 
@@ -30,7 +31,7 @@ class Bench:
         self.transient, self.resident = HostArena(None, Locking.NONE), HostArena(None, Locking.NONE)
         self.tier = WeightTier(
             store=lambda: self.storage.store,
-            resident_arena=self.resident,
+            resident=ResidentMemory(self.resident),
             transient_arena=self.transient,
             resident_budget_nbytes=lambda: 0,
             counters=self.storage.counters,

@@ -16,6 +16,7 @@ from tencache_ds.errors import TenCacheError
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers import resident_memory, weight_staging
+from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, ManualEvent, Storage, numbers
 
@@ -61,7 +62,7 @@ class WeightMachine(RuleBasedStateMachine):
     def new_tier(self) -> WeightTier:
         return WeightTier(
             store=lambda: self.storage.store,
-            resident_arena=self.resident,
+            resident=ResidentMemory(self.resident),
             transient_arena=self.transient,
             resident_budget_nbytes=lambda: RESIDENT_BUDGET_NBYTES,
             counters=self.storage.counters,
