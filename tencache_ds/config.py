@@ -179,7 +179,7 @@ class TenCacheConfig(DeepSpeedConfigModel):
 
     host_memory: HostMemory | None = None
     """Host memory per rank for weights, gradients and optimizer state, in this order; the rest goes to NVMe, but for
-    gradients, which stay in host memory in any case. ``staging_memory`` comes on top. Automatic: 70 % of the memory
+    gradients, which are never on NVMe. ``staging_memory`` comes on top. Automatic: 80 % of the memory
     available when the model is built, divided by the ranks on the host; "60%" is another share of it. 0 sends
     everything but gradients to NVMe; else at least 64 KiB."""
 

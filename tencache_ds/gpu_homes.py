@@ -2,8 +2,9 @@
 """What of one DeepSpeed engine lives in GPU memory: planned after a recorded step, given back when training needs the
 memory, and taken again when it does not. Part of the composition root (:mod:`tencache_ds.session`).
 
-Where everything fits into what the first step left free, there is nothing to decide. Otherwise the second step, the
-first in which DeepSpeed fetches ahead, is recorded: for which weights the device waits, and what the update costs.
+Where everything fits into what the first step left free, there is nothing to decide. Otherwise the third step is
+recorded: for which weights the device waits, and what the update costs. It is the first one like all that follow: in
+the second, DeepSpeed fetches ahead for the first time, and allocators and kernels are still being warmed up.
 See [Note: memory that training needs] in :mod:`tencache_ds.planning.memory_watch` for what comes after.
 """
 
@@ -47,6 +48,9 @@ QUANTUM_SHARE = 0.5
 
 INITIAL_SHARE = 0.7
 """Of what is free before the first pass: at most so much is used for state that fits nowhere else."""
+
+WARM_UP_STEPS = 2
+"""Steps before the one that is recorded: they take up to twice as long as those that follow."""
 
 HIDDEN_SHARE = 0.02
 """Of the time that a weight's copies take: what they cost even where the device never waits for them."""
@@ -145,6 +149,7 @@ class GpuHomes:
         self._say = say
         self._watch = MemoryWatch()
         self._recorder: FetchRecorder | None = None
+        self._n_steps = 0
         self._planned = False
         self._lock = threading.Lock()
         self._t_looked_s = 0.0
@@ -197,8 +202,9 @@ class GpuHomes:
     # The plan
 
     def _plan(self, record: StepRecord, update_seconds: float) -> None:
-        """After the first step, where everything fits; else after the second, by what it cost."""
+        """After the first step, where everything fits; else after the third, by what it cost."""
         self._memory.synchronize()
+        self._n_steps += 1
         usage = self._memory.usage()
         budget, least_nbytes = self._budget(usage)
         shards = self._shards()
@@ -208,6 +214,8 @@ class GpuHomes:
         plan = plan_gpu(costs.weights, chunks, least_nbytes, costs.rates)
         everything = all(plan.weights) and list(plan.chunks) == [len(group) for group in chunks]
         if not self._agree("whether everything fits into GPU memory", everything, all):
+            if self._n_steps < WARM_UP_STEPS:
+                return
             # A step that was skipped, as with fp16 and an overflow, says nothing about the update.
             if self._recorder is None or not update_seconds:
                 self._recorder = FetchRecorder(CudaStreamClock() if self._memory.device.type == "cuda" else HostClock())

@@ -66,7 +66,7 @@ def add_command(commands: Any) -> None:
     place.add_argument("--nvme-path", type=Path, metavar="FOLDER", help="folder on the drive that training would use")
     place.add_argument(
         "--host-memory", type=_size, metavar="SIZE",
-        help="RAM per rank, as tencache.host_memory (default: 70 %% of the available memory)",
+        help="RAM per rank, as tencache.host_memory (default: 80 %% of the available memory)",
     )  # fmt: skip
     place.add_argument(
         "--gpu-memory", type=_gpu_size, default=0, metavar="SIZE",

@@ -15,7 +15,7 @@ from tencache_ds.planning.size_classes import plan_size_classes, smallest_budget
 from tencache_ds.profiling.host_cores import CoreQuota
 from tencache_ds.profiling.host_memory import MemoryDomain
 
-AUTO_HOST_SHARE = 0.7
+AUTO_HOST_SHARE = 0.8
 """Share of the available host memory for weights, gradients and optimizer state when the user names no budget. The rest
 is left for staging, data loaders, the page cache and the program itself; where it is not enough for them, state leaves
 (:mod:`tencache_ds.planning.host_watch`)."""

@@ -43,7 +43,7 @@ def test_a_model_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "44.8 GiB" in printed
     assert "does not fit" not in printed
     saved = json.loads(file.read_text())
-    chosen = int(0.7 * 64 * GIB)
+    chosen = int(0.8 * 64 * GIB)
     assert saved["chosen"]["budget_nbytes"] == chosen
     assert saved["problems"] == []
     steps = [each["bound"]["seconds"] for each in saved["others"]]

@@ -48,7 +48,7 @@ def memory(
 def test_half_of_what_is_available() -> None:
     budget = plan_host_memory([memory(100)])
     assert budget.host_nbytes == 70 * GIB
-    assert budget.reason == "70% of the 100.00 GiB that this machine has available"
+    assert budget.reason == "80% of the 100.00 GiB that this machine has available"
     assert budget.local_ranks == (1,)
     assert budget.cores == (16,)
     assert budget.warning == ""
@@ -62,17 +62,17 @@ def test_the_users_figure_is_taken_as_it_is() -> None:
 
 def test_ranks_of_one_container_share_its_limit() -> None:
     budget = plan_host_memory([memory(1900, group=("pod", 64))] * 4)
-    assert budget.host_nbytes == int(64 * GIB * 0.7) // 4
-    assert budget.reason == "70% of the 64.00 GiB that control group pod has available, divided by its 4 ranks"
+    assert budget.host_nbytes == int(64 * GIB * 0.8) // 4
+    assert budget.reason == "80% of the 64.00 GiB that control group pod has available, divided by its 4 ranks"
 
 
 def test_ranks_in_containers_of_their_own_share_the_machine_only() -> None:
     roomy = plan_host_memory([memory(1900, group=(name, 64)) for name in "pqrs"])
-    assert roomy.host_nbytes == int(64 * GIB * 0.7)
+    assert roomy.host_nbytes == int(64 * GIB * 0.8)
     assert roomy.local_ranks == (4, 4, 4, 4)
     assert roomy.cores == (4, 4, 4, 4)
     crowded = plan_host_memory([memory(80, group=(name, 64)) for name in "pqrs"])
-    assert crowded.host_nbytes == int(80 * GIB * 0.7) // 4
+    assert crowded.host_nbytes == int(80 * GIB * 0.8) // 4
     assert "this machine" in crowded.reason
 
 
@@ -86,7 +86,7 @@ def test_hosts_with_different_numbers_of_ranks_and_memory() -> None:
     budget = plan_host_memory([memory(100, "a"), memory(100, "b"), memory(90, "b"), memory(100, "b")])
     assert budget.local_ranks == (1, 3, 3, 3)
     assert budget.cores == (16, 5, 5, 5)
-    assert budget.host_nbytes == int(90 * GIB * 0.7) // 3
+    assert budget.host_nbytes == int(90 * GIB * 0.8) // 3
     assert "the smallest figure of all ranks, that of rank 2 on host-b" in budget.reason
 
 
