@@ -185,7 +185,7 @@ class TenCacheConfig(DeepSpeedConfigModel):
 
     gpu_memory: SizeOrShare | None = None
     """GPU memory per rank for weights, gradients and optimizer state. The items that save most seconds of a step move
-    there after the first or the second step, and state there is updated in place. Automatic: the memory that this step
+    there after the first or the third step, and state there is updated in place. Automatic: the memory that this step
     left free, minus the amount that its activations and gradients took; it is released when a later step needs it.
     "60%" is a share of the GPU memory that this process may use. 0 uses none."""
 

@@ -40,7 +40,7 @@ def test_a_model_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "6.7 billion parameters on 1 x a CPU" in printed
-    assert "44.8 GiB" in printed
+    assert "51.2 GiB" in printed
     assert "does not fit" not in printed
     saved = json.loads(file.read_text())
     chosen = int(0.8 * 64 * GIB)

@@ -45,9 +45,9 @@ def memory(
     return RankMemory(f"host-{machine}", wanted, tuple(domains), CORES)
 
 
-def test_half_of_what_is_available() -> None:
+def test_a_share_of_what_is_available() -> None:
     budget = plan_host_memory([memory(100)])
-    assert budget.host_nbytes == 70 * GIB
+    assert budget.host_nbytes == 80 * GIB
     assert budget.reason == "80% of the 100.00 GiB that this machine has available"
     assert budget.local_ranks == (1,)
     assert budget.cores == (16,)
