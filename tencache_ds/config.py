@@ -196,6 +196,10 @@ class TenCacheConfig(DeepSpeedConfigModel):
     chunk_size: Size = Field(32 * 2**20, ge=2**16, le=2**30)
     """Bytes of optimizer state (master weight and moments together) that are read, updated and written as one."""
 
+    overlap_step: bool = True
+    """The optimizer step goes on while the next forward pass runs, which waits for each weight by itself. Only where
+    weights are in host memory and Adam updates them; the numbers are the same."""
+
     nvme_paths: list[str] = Field(default_factory=list)
     """Additional folders on other NVMe drives, besides ``nvme_path``. Both weights and optimizer state are spread over
     all of them in proportion to the bandwidth measured during training."""

@@ -159,6 +159,11 @@ class GpuHomes:
 
     # Between two steps
 
+    @property
+    def settled(self) -> bool:
+        """Whether steps are no longer measured."""
+        return self._planned
+
     def step_done(self, record: StepRecord, update_seconds: float) -> None:
         """An optimizer step is over.
 

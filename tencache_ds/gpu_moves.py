@@ -156,6 +156,7 @@ class GpuMoves:
 
     def bring_weights(self, shards: Sequence[Shard], agree: Agree) -> bool:
         """All of them on all ranks, or none on any: those from NVMe leave the order in which collectives are made."""
+        self._state.before()
         found: dict[int, torch.Tensor] = {}
         try:
             for shard in shards:
@@ -187,6 +188,7 @@ class GpuMoves:
     def free_unused_host_memory(self) -> int:
         """Frees the host memory of weights and gradients that are in GPU memory, as far as possible; returns how much.
         It is kept until something else needs it, because what has to leave GPU memory is out faster then."""
+        self._state.before()
         self._memory.synchronize()
         nbytes = self._gradients.unused_host_nbytes
         self._gradients.free_unused()
@@ -194,6 +196,7 @@ class GpuMoves:
 
     def bring_back(self, nbytes: int) -> int:
         """Of what had to leave, and of what never was there, as much as fits; returns how much that was."""
+        self._state.before()
         before = self.nbytes
         try:
             for key, size in list(self._out.items()):
@@ -241,6 +244,7 @@ class GpuMoves:
         Raises:
             MemoryLimitError: it has nowhere to go.
         """
+        self._state.before()
         before, counts = self.state_nbytes, self.counts()
         states = [[chunk.nbytes for chunk in self._tier.chunks(index)] for index in range(len(counts))]
         left = chunks_to_release(states, counts, nbytes)
@@ -283,6 +287,7 @@ class GpuMoves:
         Raises:
             MemoryLimitError, StorageError: a weight, or the state that has to make place for it, has nowhere to go.
         """
+        self._state.before()
         leaving = [key for key in self._there if self._weights.belongs_to_host(key)]
         self._make_host_memory(self._weights.host_nbytes_of(leaving))
         self._memory.synchronize()

@@ -43,6 +43,7 @@ from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
 from tencache_ds.profiling.host_memory import available_nbytes, memory_nbytes
 from tencache_ds.state_moves import StateMoves
 from tencache_ds.surroundings import Surroundings
+from tencache_ds.tiers.background_update import BackgroundUpdate
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.sub_group import Kinds, SubGroupSpec
@@ -87,6 +88,8 @@ class Session:
         self._pools: list[BufferPool] = []
         self._chunk_pool: BufferPool | None = None
         self._fused_adam: FusedAdam | None = None
+        self.background: BackgroundUpdate | None = None
+        """The optimizer step that goes on while training does."""
         self._staging_arena: HostArena | None = None
         self._late_arena: HostArena | None = None
         self._keeps_memory = False
@@ -322,7 +325,10 @@ class Session:
     # Reporting
 
     def stats(self) -> Stats:
-        """Snapshot of the counters and of the memory held now."""
+        """Snapshot of the counters and of the memory held now, when the optimizer step is over."""
+        if self.background is not None:
+            with contextlib.suppress(TenCacheError):  # the next step raises it
+                self.background.finish()
         arenas = [arena for arena in (self._gradient_arena, self._staging_arena, self._late_arena) if arena is not None]
         pools = [pool.stats() for pool in self._pools if pool is not self._gpu_staging.pool]
         weights = [engine.weights for engine in self._engines]
@@ -430,6 +436,8 @@ class Session:
                     stack.callback(self.optimizer_state.close)
                 if self._fused_adam is not None:
                     stack.callback(self._fused_adam.close)
+                if self.background is not None:
+                    stack.callback(self.background.close)
 
     def _close_pool(self, pool: BufferPool) -> None:
         """Closes a pool. If buffers do not return in time, the transfer that holds them is more informative than the

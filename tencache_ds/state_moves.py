@@ -48,6 +48,8 @@ class StateMoves:
         self.accounts = accounts
         self.open_store = open_store
         self._moved = moved
+        self.before: Callable[[], None] = lambda: None
+        """Called before anything moves: nobody else may be using it."""
         self.free_unused: Callable[[], int] = lambda: 0
         """Frees host memory that nothing is in, and returns how much: that of weights and gradients in GPU memory,
         which is kept so that they can return quickly."""
@@ -64,6 +66,7 @@ class StateMoves:
             MemoryLimitError: not enough memory.
             SpaceError, StorageError: not enough space on NVMe, or a transfer failed.
         """
+        self.before()
         before = self.tier.resident_nbytes
         try:
             self.tier.relocate(places)

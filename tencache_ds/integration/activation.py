@@ -38,6 +38,7 @@ def activate() -> None:
         return
     from tencache_ds.integration.checkpoint import hook_loading
     from tencache_ds.integration.checkpoint_saving import hook_saving
+    from tencache_ds.integration.chunked_step import wait_for_updates
     from tencache_ds.integration.cpu_adam_op import loaded_when_needed
     from tencache_ds.integration.param_swapper import ParamSwapper, swapper_factory
     from tencache_ds.integration.rank_checks import agree_on_options
@@ -62,6 +63,15 @@ def activate() -> None:
             return partition_param(self, param, *args, has_been_updated=has_been_updated, **kwargs)
 
     partition_parameters.Init._partition_param = _partition_param
+
+    ensure_availability = partition_parameters.Init._ensure_availability_of_partitioned_params
+
+    @functools.wraps(ensure_availability)
+    def _ensure_availability_of_partitioned_params(self: Any, params: Any) -> None:
+        wait_for_updates(params)
+        ensure_availability(self, params)
+
+    partition_parameters.Init._ensure_availability_of_partitioned_params = _ensure_availability_of_partitioned_params
 
     validate = partition_parameters.Init._validate_remote_device
 

@@ -61,6 +61,7 @@ class CheckpointMixin:
     """Whether ``state_dict()`` stands in for stored state with :class:`DeferredTensor`, while a checkpoint is saved."""
 
     def checkpoint_event_prologue(self) -> None:
+        self._finish_step()
         super().checkpoint_event_prologue()
         self._get_param_coordinator().hide_unused()
 
@@ -69,6 +70,7 @@ class CheckpointMixin:
     def _rigid_state_dict(self) -> dict[str, Any]:
         if self._state is None:
             return super()._rigid_state_dict()
+        self._finish_step()
         saved = super()._rigid_state_dict()
         packed = saved[OPTIMIZER_STATE_DICT]
         states = {key: dict(value) for key, value in packed["state"].items()}
@@ -103,6 +105,7 @@ class CheckpointMixin:
 
     def scan_state(self, visit: Callable[[Chunk, Mapping[str, torch.Tensor]], None]) -> None:
         """Shows each chunk of the optimizer state once, see :meth:`OptimizerStateTier.scan`."""
+        self._finish_step()
         if self._state is not None:
             self._state.scan(visit)
 
@@ -149,6 +152,7 @@ class CheckpointMixin:
         if self._keeps_stock_memory:
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
             return
+        self._finish_step()
         masters = state_dict[FP32_FLAT_GROUPS]
         self._check_same_shape(masters)
         self.loss_scaler = state_dict[LOSS_SCALER]
@@ -165,6 +169,7 @@ class CheckpointMixin:
         if self._keeps_stock_memory:
             super()._restore_from_bit16_weights()
             return
+        self._finish_step()
         self._drop_staged_weights()
         for index in range(len(self.fp16_groups)):
             self._copy_weights_to_master(index)
@@ -174,6 +179,7 @@ class CheckpointMixin:
         if self._keeps_stock_memory:
             super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
             return
+        self._finish_step()
         path = os.path.join(checkpoint_dir, "zero", "optimizer_state.pt")
         if not os.path.isfile(path):
             raise FileNotFoundError(f"{path} is missing: {checkpoint_dir} is not a universal checkpoint")
@@ -220,6 +226,7 @@ class CheckpointMixin:
 
     def _replace_master(self, index: int, master: torch.Tensor, *, with_state: bool) -> None:
         """Puts loaded master weights (and the states the optimizer holds for them) into the tier, then the weights."""
+        self._finish_step()
         self._drop_staged_weights()
         if self._state is None:
             self.fp32_partitioned_groups_flat[index].data.copy_(master)

@@ -59,30 +59,35 @@ class SubGroupUpdater:
         limit, scratch = ArithmeticCores(cores, tier.streamed), Scratch()
         kernels: list[UpdateKernel] = [UnfusedUpdate(self._op, limit, scratch)]
         in_place = None
+        self.one_pass = fused is not None
+        """Whether chunks of fp32 state are updated on threads of the update's own, and nothing else of the process."""
         if fused is not None:
             kernels.insert(0, FusedUpdate(fused))
             if device is not None:
                 in_place = DeviceUpdate(device, fused.width, tier, gradients, writer)
-        self._by_chunks = ChunkedUpdate(tier, gradients, writer, kernels, in_place)
+        self.by_chunks = ChunkedUpdate(tier, gradients, writer, kernels, in_place)
+        """Adam on chunks, with the arithmetic of DeepSpeed's CPU Adam on the whole sub-group. Chunks begin at multiples
+        of every vector width, so the result is the same bit for bit."""
         self._as_whole = WholeUpdate(tier, gradients, writer, limit, scratch)
 
-    def update_by_chunks(self, sub_group: int, group: dict[str, Any], start: int, scale: Any) -> None:
-        """Adam on each chunk, with the arithmetic of DeepSpeed's CPU Adam on the whole sub-group.
-
-        Chunks begin at multiples of every vector width, so the result is the same bit for bit.
+    def begin_step(self, sub_group: int, group: dict[str, Any], start: int, scale: Any) -> SubGroupStep:
+        """Counts a step of a sub-group that is updated by chunks, and captures all that it depends on.
 
         Args:
             sub_group: which one.
             group: its hyper-parameters (an entry of ``optimizer.param_groups``).
             start: first element of the sub-group in the gradient buffer.
             scale: factor applied to gradients: a float or a 0-dim tensor.
+
+        Returns:
+            The step, for :attr:`by_chunks`.
         """
         number = int(self._states.begin_step(sub_group))
         scalars = self._scalars(group, self._powers_at(number, group), float(scale))
-        self._by_chunks.run(SubGroupStep(sub_group, start, number, scale, group, scalars))
         # Of its parameter groups none has a parameter now, so this changes nothing, but torch sees that a step was
         # taken: LR schedulers ask for it, profilers show it.
         self._optimizer.step()
+        return SubGroupStep(sub_group, start, number, scale, group, scalars)
 
     def update_as_whole(self, sub_group: int, start: int, scale: Any, step: Callable[[], None]) -> None:
         """Any optimizer, through its own ``step()``, with the sub-group's whole state in host memory for as long.

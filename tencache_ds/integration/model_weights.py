@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.observability.counters import Counters, Link
@@ -91,6 +92,23 @@ class ModelWeights:
     def holds_buffers(self, sub_group: int) -> bool:
         """See :meth:`WeightWriter.holds_buffers`."""
         return self._flats[sub_group] is None and any(_is_stored(param) for param in self._groups[sub_group])
+
+    def keys_of(self, chunk: Chunk) -> list[int]:
+        """The weights that a chunk has elements of."""
+        params = self._groups[chunk.sub_group]
+        return [params[overlap.segment].ds_id for overlap in self._overlaps(chunk)]
+
+    def in_use(self) -> frozenset[int]:
+        """The weights whose new values are visible without a gather, or that are not in host memory: persistent ones,
+        and those that are gathered now."""
+        return frozenset(
+            param.ds_id
+            for param in itertools.chain.from_iterable(self._groups)
+            if param.ds_persist
+            or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE
+            or _is_stored(param)
+            or get_accelerator().on_accelerator(param.ds_tensor) != get_accelerator().is_synchronized_device()
+        )
 
     def write(self, sub_group: int, master: torch.Tensor) -> None:
         """Rounds all master weights of a sub-group (1-D, on any device) into its shards."""

@@ -146,7 +146,7 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "param", "buffer", "has_been_updated", "free_data"),
         "provides the write buffer of an updated weight",
     ),
-    Seam(_PARAMETERS, "Init._ensure_availability_of_partitioned_params", ("self", "params"), "reads weights on demand"),
+    Seam(_PARAMETERS, "Init._ensure_availability_of_partitioned_params", ("self", "params"), "waits for updates"),
     Seam(_PARAMETERS, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None, "tracks weights held by GatheredParameters"),
     Seam(f"{_RUNTIME}.zero.parameter_offload", "PartitionedParameterCoordinator", None, "replaces the coordinator"),
     Seam(

@@ -27,6 +27,7 @@ from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater
+from tencache_ds.integration.chunked_step import ChunkedStep
 from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.device_weights import DeviceWeights
 from tencache_ds.integration.engine_building import session_for
@@ -78,6 +79,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._combined_scale: Any = 1.0
         self._weights_changing = False
         self._by_chunks = False
+        self._chunked_step: ChunkedStep | None = None
         self._update_seconds = 0.0
         self._warned_of_watched_step = False
         offload = kwargs.get("offload_optimizer_config")
@@ -204,6 +206,16 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             open_store=engine.open_optimizer_store,
             moved=self._optimizer_states.show,
         )
+        self._chunked_step = ChunkedStep(
+            self.fp16_groups,
+            engine,
+            self._state,
+            self._gradients,
+            self._model_weights,
+            self._updater.by_chunks,
+            overlap=self._tencache_options.overlap_step and self._updater.one_pass,
+        )
+        moves.before = self._chunked_step.finish
         self._host_homes = engine.watch_host_memory(moves)
         if self._device is not None:
             self._gpu_homes = self._build_gpu_homes(self._device[0], moves)
@@ -295,6 +307,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         addition."""
         if self._gradients is None:
             return super().partition_grads(params_to_release, grad_partitions)
+        self._chunked_step.wait_for_gradients(params_to_release)
         buffers = []
         for param, partition in zip(params_to_release, grad_partitions, strict=False):
             real = param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel
@@ -401,13 +414,13 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             return
         if self._begin_weight_change():
             self._by_chunks = self._may_update_by_chunks()
-            if self._by_chunks:
-                self._state.begin_update()
+            if self._by_chunks:  # a step that is measured is over when it returns
+                self._chunked_step.begin(alone=self._gpu_homes is not None and not self._gpu_homes.settled)
         start = self._sub_group_starts[sub_group_id]
         t_start_s = time.perf_counter()
         if self._by_chunks:
             group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
-            self._updater.update_by_chunks(sub_group_id, group, start, self._combined_scale)
+            self._chunked_step.update(self._updater.begin_step(sub_group_id, group, start, self._combined_scale))
         else:
             stock_step = super()._optimizer_step
             self._updater.update_as_whole(sub_group_id, start, self._combined_scale, lambda: stock_step(sub_group_id))
@@ -498,6 +511,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             stack.callback(super().destroy)
             if self._gpu_homes is not None:
                 stack.callback(self._gpu_homes.close)
+            if self._chunked_step is not None:
+                stack.callback(self._chunked_step.close)
             stack.callback(finish_gathers, module, session.keep_memory if session is not None else lambda: None)
 
     def _weights_stay(self) -> bool:
@@ -506,7 +521,29 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             return True
         return not deepspeed_engine.is_gradient_accumulation_boundary()
 
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's."""
+        self._finish_step()
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._finish_step()
+        self.optimizer.state = value
+
+    def _finish_step(self) -> None:
+        """Returns when the last step is over, wherever it goes on."""
+        if self._chunked_step is not None:
+            self._chunked_step.finish()
+
     def _require_engine(self) -> Session:
+        """The session, with the last step over.
+
+        Raises:
+            TenCacheError: it was destroyed, or the step failed.
+        """
+        self._finish_step()
         if self.tencache is None or self.tencache.closed:
             raise TenCacheError(
                 "this DeepSpeed engine and its optimizer state were destroyed; the model's weights still exist: "

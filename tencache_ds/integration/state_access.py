@@ -125,5 +125,6 @@ class StateAccessMixin:
             )
 
     def _await_gradients(self) -> None:
+        self._finish_step()
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()

@@ -43,6 +43,9 @@ class Stall(enum.StrEnum):
     WRITE_BACK = "write_back"
     """Writes in flight had to end (checkpoint, shutdown)."""
 
+    UPDATE = "update"
+    """A weight was needed before an update in the background had come to it."""
+
 
 class Access(enum.StrEnum):
     """The place of a weight when training requested it."""
@@ -174,6 +177,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._here = threading.local()
         self._tally = _Tally()
         self._at_last_step = _Tally()
         self._steps = 0
@@ -198,7 +202,11 @@ class Counters:
 
     @contextmanager
     def stall(self, cause: Stall) -> Iterator[None]:
-        """Times a wait of the calling thread; shows in torch's profiler as ``tencache::wait::<cause>``."""
+        """Times a wait of the calling thread, which is the training's; shows in torch's profiler as
+        ``tencache::wait::<cause>``."""
+        if getattr(self._here, "in_background", False):
+            yield
+            return
         t_start_ns = time.perf_counter_ns()
         try:
             if torch._C._autograd._profiler_enabled():
@@ -209,6 +217,15 @@ class Counters:
         finally:
             with self._lock:
                 self._tally.stall_ns[cause.value] += time.perf_counter_ns() - t_start_ns
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Meanwhile the calling thread's waits hold up nothing, and are not counted."""
+        self._here.in_background = True
+        try:
+            yield
+        finally:
+            self._here.in_background = False
 
     def add(self, others: Counters) -> None:
         """Adds the counts of others, which are finished, to the current step."""

@@ -8,7 +8,7 @@ memory are updated there (:mod:`tencache_ds.tiers.device_update`); all other rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -133,6 +133,10 @@ class OptimizerStateTier:
         """Starts a pass over the stored chunks (of some sub-groups), ascending, and reads the first ones ahead."""
         groups = self._groups if sub_groups is None else [self._groups[index] for index in sub_groups]
         self._stored.begin(chunk for group in groups for chunk in group.chunks)
+
+    def begin_pass(self, chunks: Iterable[Chunk]) -> None:
+        """Starts a pass over chunks in another order, and reads the first ones ahead."""
+        self._stored.begin(chunks)
 
     def take(self, chunk: Chunk) -> ChunkInUse:
         """A chunk's state in host memory, read ahead in the order of the pass or read now.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -112,7 +112,7 @@ class _Begun:
 
 
 class ChunkedUpdate:
-    """Streams the chunks of a sub-group over kernels. Used by the training thread.
+    """Streams the chunks of a sub-group over kernels. Used by one thread at a time.
 
     Args:
         tier: where master weights and moments live.
@@ -136,39 +136,51 @@ class ChunkedUpdate:
         self._kernels = tuple(kernels)
         self._in_place = in_place
 
-    def run(self, step: SubGroupStep) -> None:
-        """Updates a sub-group; writes to NVMe may be under way afterwards.
+    def start_in_place(self, step: SubGroupStep) -> frozenset[int]:
+        """Begins to update the chunks of a sub-group that stay where they are, outside host memory; returns their
+        indices."""
+        return frozenset() if self._in_place is None else self._in_place.start(step)
+
+    def run(
+        self, step: SubGroupStep, chunks: Iterable[Chunk], finished: Callable[[Chunk], None] = lambda chunk: None
+    ) -> None:
+        """Updates chunks of a sub-group; writes to NVMe may be under way afterwards.
+
+        Args:
+            step: of the sub-group.
+            chunks: in the order of the pass over the tier that has begun.
+            finished: called for each when its weights have their values.
 
         Raises:
             StorageError: a read failed, or an earlier write.
             TenCacheError: no kernel takes a chunk.
         """
-        done = frozenset[int]() if self._in_place is None else self._in_place.start(step)
         # Chunks on NVMe, and weights on NVMe, hold staging buffers: two of them at a time could wait for each other.
         without_buffers = 0 if self._writer.holds_buffers(step.sub_group) else JOBS_AHEAD
         begun: deque[_Begun] = deque()
         try:
-            for chunk in self._tier.chunks(step.sub_group):
-                if chunk.index in done:
-                    continue
+            for chunk in chunks:
                 used = self._tier.take(chunk)
                 try:
                     while len(begun) > (0 if used.staged else without_buffers):
-                        self._finish(begun.popleft())
-                    job = self._start(used, step, begun)
+                        self._finish(begun.popleft(), finished)
+                    job = self._start(used, step, begun, finished)
                 except BaseException:
                     self._tier.drop(used)
                     raise
                 if job is None:
                     self._tier.put(used)
+                    finished(chunk)
                 else:
                     begun.append(_Begun(used, job))
-            self._finish_all(begun)
+            self._finish_all(begun, finished)
         except BaseException:
             self._abandon(begun)
             raise
 
-    def _start(self, used: ChunkInUse, step: SubGroupStep, begun: deque[_Begun]) -> UpdateJob | None:
+    def _start(
+        self, used: ChunkInUse, step: SubGroupStep, begun: deque[_Begun], finished: Callable[[Chunk], None]
+    ) -> UpdateJob | None:
         """Begins the update of a chunk behind those that were begun; None where it is done."""
         chunk = used.chunk
         gradient = self._gradients.view(step.start + chunk.start, chunk.numel)
@@ -180,7 +192,7 @@ class ChunkedUpdate:
             if not kernel.takes(used.views, gradient, weights):
                 continue
             if not kernel.asynchronous:
-                self._finish_all(begun)
+                self._finish_all(begun, finished)
             job = kernel.start(used.views, gradient, weights, step)
             if job is None:
                 self._writer.close(chunk)
@@ -188,11 +200,11 @@ class ChunkedUpdate:
         dtypes = {kind: view.dtype for kind, view in used.views.items()}
         raise TenCacheError(f"no kernel updates chunk {chunk.sub_group}.{chunk.index} with state of {dtypes}")
 
-    def _finish_all(self, begun: deque[_Begun]) -> None:
+    def _finish_all(self, begun: deque[_Begun], finished: Callable[[Chunk], None]) -> None:
         while begun:
-            self._finish(begun.popleft())
+            self._finish(begun.popleft(), finished)
 
-    def _finish(self, entry: _Begun) -> None:
+    def _finish(self, entry: _Begun, finished: Callable[[Chunk], None]) -> None:
         if not entry.job.wait(JOB_TIMEOUT_S):
             raise TenCacheError(
                 f"the update of chunk {entry.used.chunk.sub_group}.{entry.used.chunk.index} was not done after "
@@ -201,6 +213,7 @@ class ChunkedUpdate:
         entry.job.publish()
         self._writer.close(entry.used.chunk)
         self._tier.put(entry.used)
+        finished(entry.used.chunk)
 
     def _abandon(self, begun: deque[_Begun]) -> None:
         """After an error: the memory must not be released while a kernel still writes to it."""

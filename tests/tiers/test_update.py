@@ -77,7 +77,9 @@ class Bench:
 
     def update(self, *kernels, in_place=None) -> None:
         self.tier.begin_update()
-        ChunkedUpdate(self.tier, self.gradients, self.weights, kernels, in_place).run(step())
+        update = ChunkedUpdate(self.tier, self.gradients, self.weights, kernels, in_place)
+        done = update.start_in_place(step())
+        update.run(step(), [chunk for chunk in self.tier.chunks(0) if chunk.index not in done])
 
     def expected(self, *indices: int) -> torch.Tensor:
         """Master weights after an update by :class:`Kernel` of some chunks."""

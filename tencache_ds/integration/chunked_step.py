@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer step by chunks: those whose weights somebody may look at when it returns, and then the others, while the
+next forward pass runs.
+
+Nobody sees a partitioned weight before DeepSpeed gathers it, and every gather passes
+:func:`wait_for_updates`; its gradient is not overwritten before :meth:`ChunkedStep.wait_for_gradients`. Everything else
+that reads or changes weights, gradients or state calls :meth:`ChunkedStep.finish` first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tencache_ds.errors import TenCacheError
+from tencache_ds.integration.model_weights import ModelWeights
+from tencache_ds.planning.chunks import Chunk
+from tencache_ds.session import Session
+from tencache_ds.tiers.background_update import BackgroundUpdate
+from tencache_ds.tiers.fused_adam import TYPES
+from tencache_ds.tiers.gradients import GradientTier
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep
+from tencache_ds.tiers.update_gate import UpdateGate
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+_GATE_ATTRIBUTE = "tencache_update_gate"
+
+
+def wait_for_updates(params: Iterable[Any]) -> None:
+    """Returns when parameters that are about to be gathered have their new values.
+
+    Raises:
+        TenCacheError: their update failed.
+    """
+    by_gate: dict[UpdateGate, list[int]] = {}
+    for param in params:
+        gate = getattr(param, _GATE_ATTRIBUTE, None)
+        if gate is not None:
+            by_gate.setdefault(gate, []).append(param.ds_id)
+    for gate, keys in by_gate.items():
+        gate.wait_for(keys)
+
+
+class ChunkedStep:
+    """The optimizer steps of one DeepSpeed engine, as far as they are by chunks. Used by the training thread.
+
+    Args:
+        groups: the parameters of each sub-group.
+        session: counts, and ends the step that is under way when it is closed.
+        state: the optimizer's state.
+        gradients: the accumulated gradients.
+        weights: the model's weights.
+        update: of chunks.
+        overlap: whether a step may go on when it has returned.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Any]],
+        session: Session,
+        state: OptimizerStateTier,
+        gradients: GradientTier,
+        weights: ModelWeights,
+        update: ChunkedUpdate,
+        *,
+        overlap: bool,
+    ) -> None:
+        self._groups = groups
+        self._state = state
+        self._gradients = gradients
+        self._weights = weights
+        self._update = update
+        self._background: BackgroundUpdate | None = None
+        self._later: Sequence[Sequence[Chunk]] = [() for _ in groups]  # of each sub-group, in this step
+        self._work: list[tuple[SubGroupStep, Sequence[Chunk]]] = []
+        self._may_wait: tuple[Any, Sequence[Sequence[Chunk]]] | None = None
+        self._gate: UpdateGate | None = None
+        if overlap:
+            self._gate = UpdateGate(session.counters)
+            self._background = BackgroundUpdate(update, self._gate, weights.keys_of, session.counters)
+            session.background = self._background
+            for param in itertools.chain.from_iterable(groups):
+                setattr(param, _GATE_ATTRIBUTE, self._gate)
+
+    # A step
+
+    def begin(self, *, alone: bool) -> None:
+        """A step begins: starts the pass over the state.
+
+        Args:
+            alone: nothing of it may be under way when it returns.
+        """
+        chunks = [self._state.chunks(index) for index in range(len(self._groups))]
+        # A gradient that was replaced is not in the buffer any more when the next backward pass begins.
+        overlaps = self._background is not None and not alone and not self._gradients.any_replaced
+        self._later = self._chunks_that_may_wait(chunks) if overlaps else [() for _ in chunks]
+        if not any(self._later):
+            self._state.begin_update()
+            return
+        later = set(itertools.chain.from_iterable(self._later))
+        now = [chunk for chunk in itertools.chain.from_iterable(chunks) if chunk not in later]
+        self._state.begin_pass([*now, *itertools.chain.from_iterable(self._later)])
+
+    def update(self, step: SubGroupStep) -> None:
+        """Updates a sub-group; after the last one, what may wait goes on in the background.
+
+        Raises:
+            StorageError: a read failed, or an earlier write.
+        """
+        later = self._later[step.sub_group]
+        elsewhere = self._update.start_in_place(step) | {chunk.index for chunk in later}
+        chunks = self._state.chunks(step.sub_group)
+        self._update.run(step, [chunk for chunk in chunks if chunk.index not in elsewhere])
+        if later:
+            self._work.append((step, later))
+        if self._background is not None and self._work and step.sub_group == len(self._groups) - 1:
+            work, self._work = self._work, []
+            self._background.begin(work)
+
+    def finish(self) -> None:
+        """Returns when nothing is under way. Any thread may call it.
+
+        Raises:
+            StorageError: a read failed, or an earlier write.
+            TenCacheError: the update failed.
+        """
+        if self._background is not None:
+            self._background.finish()
+
+    def wait_for_gradients(self, params: Iterable[Any]) -> None:
+        """Returns when the gradients of the last step are not needed any more; any thread.
+
+        Raises:
+            TenCacheError: the update failed.
+        """
+        if self._gate is not None:
+            self._gate.wait_for(param.ds_id for param in params)
+
+    def close(self) -> None:
+        """Ends with what is under way; nobody waits for this engine's steps any more. Idempotent."""
+        for param in itertools.chain.from_iterable(self._groups):
+            param.__dict__.pop(_GATE_ATTRIBUTE, None)
+        if self._background is None:
+            return
+        try:
+            self._background.finish()
+        except TenCacheError:
+            logger.exception("the last optimizer step did not end")
+        self._background.close()
+
+    # Mechanics
+
+    def _chunks_that_may_wait(self, chunks: Sequence[Sequence[Chunk]]) -> Sequence[Sequence[Chunk]]:
+        """Of each sub-group the chunks of fp32 Adam in host memory or on NVMe whose weights are in host memory, and
+        gathered before anybody sees them."""
+        in_use = self._weights.in_use()
+        key = (in_use, self._state.version)
+        if self._may_wait is None or self._may_wait[0] != key:
+            found = []
+            for index, group in enumerate(chunks):
+                dtypes = {self._state.dtype(index, kind) for kind in self._state.kinds(index)}
+                fits = dtypes == {torch.float32} and {param.dtype for param in self._groups[index]} <= TYPES.keys()
+                found.append([chunk for chunk in group if fits and self._is_out_of_sight(chunk, in_use)])
+            self._may_wait = key, found
+        return self._may_wait[1]
+
+    def _is_out_of_sight(self, chunk: Chunk, in_use: frozenset[int]) -> bool:
+        return not self._state.on_device(chunk) and in_use.isdisjoint(self._weights.keys_of(chunk))

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer step that goes on while the next forward pass runs.
+
+The gradient norm is known, and so is everything else that the step depends on; what is left is arithmetic and
+transfers. They follow the order in which the forward pass needs the weights, and each weight is awaited by its own
+users at an :class:`~tencache_ds.tiers.update_gate.UpdateGate`. The numbers are those of a step that ends first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from tencache_ds.observability.counters import Counters
+from tencache_ds.planning.chunks import Chunk
+from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep
+from tencache_ds.tiers.update_gate import UpdateGate
+
+Work = Sequence[tuple[SubGroupStep, Sequence[Chunk]]]
+"""Chunks of sub-groups, in the order in which they are updated."""
+
+
+class BackgroundUpdate:
+    """Runs one update at a time on a thread of its own. Used by the training thread, but for :meth:`finish`.
+
+    Args:
+        update: of chunks, whose tiers nobody else uses while it runs.
+        gate: opened weight by weight.
+        keys_of: the weights (keys) that a chunk has elements of.
+        counters: waits of the update are not those of the training.
+    """
+
+    def __init__(
+        self, update: ChunkedUpdate, gate: UpdateGate, keys_of: Callable[[Chunk], Sequence[int]], counters: Counters
+    ) -> None:
+        self._update = update
+        self._gate = gate
+        self._keys_of = keys_of
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._running: Future[None] | None = None
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tencache-update")
+
+    @property
+    def running(self) -> bool:
+        """Whether an update was begun whose end nobody has waited for."""
+        return self._running is not None
+
+    def begin(self, work: Work) -> None:
+        """Starts an update; the one before must be finished."""
+        self.finish()
+        self._gate.close(self._keys_of(chunk) for _, chunks in work for chunk in chunks)
+        self._running = self._executor.submit(self._run, work)
+
+    def finish(self) -> None:
+        """Returns when nothing is under way. Any thread may call it, also without an update.
+
+        Raises:
+            StorageError: a read failed, or an earlier write.
+            TenCacheError: the update failed.
+        """
+        running = self._running
+        if running is None:
+            return
+        try:
+            running.result()
+        finally:
+            with self._lock:
+                if self._running is running:
+                    self._running = None
+
+    def close(self) -> None:
+        """Ends the thread, after the update that it is at. Idempotent."""
+        self._executor.shutdown(wait=True)
+        self._running = None
+
+    def _run(self, work: Work) -> None:
+        try:
+            with torch.no_grad(), self._counters.in_background():
+                for step, chunks in work:
+                    self._update.run(step, chunks, self._finished)
+        except BaseException as error:
+            self._gate.failed(error)
+            raise
+
+    def _finished(self, chunk: Chunk) -> None:
+        self._gate.updated(self._keys_of(chunk))

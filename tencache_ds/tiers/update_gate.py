@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who needs a weight while an update is under way waits here for its new value, and for nothing else.
+
+A weight's gradient is read by the same chunks, so the same gate keeps the next backward pass from overwriting it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+
+from tencache_ds.errors import TenCacheError
+from tencache_ds.observability.counters import Counters, Stall
+
+TIMEOUT_S = 3600.0
+"""An update of a chunk takes milliseconds; where a weight takes this long, nothing else gets on either."""
+
+
+class UpdateGate:
+    """Opened by the thread that updates, awaited by any other.
+
+    Args:
+        counters: where waits are counted.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._changed = threading.Condition()
+        self._chunks_left: Counter[int] = Counter()  # of each weight that is not up to date
+        self._error: BaseException | None = None
+
+    def close(self, chunks: Iterable[Iterable[int]]) -> None:
+        """An update is about to begin.
+
+        Args:
+            chunks: of each chunk the weights (keys) that it has elements of.
+        """
+        with self._changed:
+            self._error = None
+            self._chunks_left = Counter(key for keys in chunks for key in keys)
+
+    def updated(self, keys: Iterable[int]) -> None:
+        """A chunk with elements of these weights has its new values, and its gradient is not needed any more."""
+        with self._changed:
+            opened = False
+            for key in keys:
+                self._chunks_left[key] -= 1
+                if not self._chunks_left[key]:
+                    del self._chunks_left[key]
+                    opened = True
+            if opened:
+                self._changed.notify_all()
+
+    def failed(self, error: BaseException) -> None:
+        """The update ended early: who waits for one of the weights that are left gets the error."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def wait_for(self, keys: Iterable[int]) -> None:
+        """Returns when weights have their new values; at once if no update is under way.
+
+        Raises:
+            TenCacheError: the update failed; the cause is its error.
+        """
+        if not self._chunks_left:
+            return
+        with self._changed:
+            wanted = [key for key in keys if key in self._chunks_left]
+            if not wanted:
+                return
+            with self._counters.stall(Stall.UPDATE):
+                ended = self._changed.wait_for(
+                    lambda: self._error is not None or not any(key in self._chunks_left for key in wanted), TIMEOUT_S
+                )
+            if self._error is not None:
+                raise TenCacheError(f"the optimizer step did not end: {self._error}") from self._error
+            if not ended:
+                raise TenCacheError(f"the optimizer step did not get to a weight within {TIMEOUT_S:.0f} s")

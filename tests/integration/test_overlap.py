@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer steps that go on while the next forward pass runs: the same numbers, bit for bit, as stock CPU offload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)
+
+PROGRAM = "overlap_cases.py"
+RAM = {"offload_param": "cpu", "offload_optimizer": "cpu"}
+
+TRAINING: dict[str, dict[str, Any]] = {
+    name: {"model": name, "weights": True, "steps": 8}
+    for name in ("mlp", "random_skip", "unused", "tied", "external", "moe_leaf", "llama_reentrant", "gpt2")
+} | {
+    "ram": {"model": "llama", "weights": True, "steps": 8} | RAM,
+    "persistent": {"model": "llama", "weights": True, "steps": 8, "persistence": 1000},
+    "state_on_nvme": {"model": "llama", "weights": True, "steps": 8, "tencache": {"host_memory": "9MiB"}},
+    "weights_on_device": {"model": "llama", "offload_param": "none", "steps": 6},
+    "lora": {"model": "llama", "lora": True, "weights": True, "steps": 8},
+    "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1, "steps": 8},
+    "accumulation_random_skip": {"model": "random_skip", "accumulation": 2, "steps": 8} | RAM,
+    "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2, "steps": 8},
+    "two_groups_scheduler": {"model": "gpt2", "optimizer": "two_groups", "scheduler": True, "steps": 8},
+}
+ALONE: dict[str, dict[str, Any]] = {
+    "weights_on_nvme": {"model": "llama", "steps": 6, "tencache": {"host_memory": 0}},
+    "off": {"model": "llama", "steps": 6, "tencache": {"overlap_step": False}},
+    "another_optimizer": {"model": "mlp", "optimizer": "lion", "steps": 6},
+}
+"""Every step is over when it returns."""
+
+SCENARIOS = (
+    "read_state",
+    "write_full_state",
+    "write_local_state",
+    "step_hooks",
+    "gather_before_and_between",
+    "forward_inside_gathered",
+    "gather_everything",
+    "evaluate_between",
+    "two_engines",
+    "destroy_one_of_two",
+    "train_destroy_train",
+    "actor_and_critic",
+    "two_heads_of_a_frozen_backbone",
+    "parts_of_two_zero_inits",
+    "accumulation_unmanaged",
+)
+ON_TWO_RANKS = ("mlp", "random_skip", "tied", "ram", "persistent", "state_on_nvme", "accumulation_clipping")
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "ram": {"model": "mlp"} | RAM,
+    "nvme": {"model": "mlp", "trained_before_loading": True},
+}
+
+
+def both(cases: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any], str]]:
+    return [(name, case, engine) for name, case in cases.items() for engine in ("stock", "tencache")]
+
+
+def checkpoints() -> list[tuple[str, dict[str, Any], str]]:
+    cases = []
+    for name, case in CHECKPOINTS.items():
+        for engine in ("stock", "tencache"):
+            cases.append((f"save_{name}", case | {"action": "save", "checkpoint": f"{name}-{engine}"}, engine))
+        for saver, loader in (("stock", "stock"), ("tencache", "stock"), ("tencache", "tencache")):
+            case_here = case | {"action": "load", "checkpoint": f"{name}-{saver}"}
+            cases.append((f"load_{name}_of_{saver}", case_here, loader))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def one_rank(harness: Any) -> Any:
+    scenarios = {name: {"scenario": name} for name in SCENARIOS}
+    cases = both(TRAINING | ALONE | scenarios)
+    return harness.run([*cases, *checkpoints()], program=PROGRAM, timeout_s=380)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(harness: Any) -> Any:
+    return harness.run(both({name: TRAINING[name] for name in ON_TWO_RANKS}), ranks=2, program=PROGRAM, timeout_s=380)
+
+
+def assert_same(outcome: Any, name: str) -> None:
+    for rank in outcome.ranks:
+        stock, ours = (outcome.result(name, engine, rank) for engine in ("stock", "tencache"))
+        assert ours["losses"] == stock["losses"]
+        assert len(set(stock["losses"])) > 1, "the case does not train"
+        assert ours.get("weights") == stock.get("weights")
+
+
+@pytest.mark.parametrize("name", [*TRAINING, *ALONE])
+def test_one_rank(one_rank: Any, name: str) -> None:
+    assert_same(one_rank, name)
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_two_ranks(two_ranks: Any, name: str) -> None:
+    assert_same(two_ranks, name)
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINING if name != "weights_on_device"])
+def test_steps_went_on_in_the_background_and_were_waited_for(one_rank: Any, name: str) -> None:
+    result = one_rank.result(name, "tencache")
+    assert result["in_background"] >= 8
+    assert result["waited_s"] > 0
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_steps_are_over_when_somebody_could_look(one_rank: Any, name: str) -> None:
+    assert one_rank.result(name, "tencache")["in_background"] == 0
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_what_scripts_do_besides_training(one_rank: Any, name: str) -> None:
+    assert one_rank.result(name, "tencache")["result"] == one_rank.result(name, "stock")["result"]
+    if name != "step_hooks":
+        assert one_rank.result(name, "tencache")["in_background"] > 0
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints_have_the_finished_step(one_rank: Any, name: str) -> None:
+    expected = one_rank.result(f"load_{name}_of_stock", "stock")["result"]
+    for engine in ("stock", "tencache"):
+        assert one_rank.result(f"load_{name}_of_tencache", engine)["result"] == expected
+    assert one_rank.result(f"save_{name}", "tencache")["in_background"] > 0
