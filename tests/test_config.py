@@ -84,6 +84,7 @@ def test_defaults():
     assert options.verify == Verify.sampled
     assert options.gds == Gds.auto
     assert options.gds_memory is None
+    assert options.overlap_step is True
     assert options.poison_buffers is False
 
 
@@ -93,6 +94,7 @@ def test_every_option_takes_effect():
         "gpu_memory": "8GiB",
         "staging_memory": "1 GB",
         "chunk_size": "1MiB",
+        "overlap_step": False,
         "nvme_paths": ["/b", "/c"],
         "io_backend": "posix",
         "io_lanes": 3,
@@ -108,6 +110,7 @@ def test_every_option_takes_effect():
     options = options_from(json.loads(json.dumps(given)))
     assert options.host_memory == 2**32
     assert options.gpu_memory == 2**33
+    assert options.overlap_step is False
     assert options.staging_memory == 10**9
     assert options.chunk_size == 2**20
     assert options.nvme_paths == ["/b", "/c"]

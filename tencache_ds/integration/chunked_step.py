@@ -18,6 +18,7 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.model_weights import ModelWeights
+from tencache_ds.integration.watched_states import WatchedStates
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.session import Session
 from tencache_ds.tiers.background_update import BackgroundUpdate
@@ -51,6 +52,7 @@ class ChunkedStep:
     """The optimizer steps of one DeepSpeed engine, as far as they are by chunks. Used by the training thread.
 
     Args:
+        optimizer: the torch optimizer that DeepSpeed wraps.
         groups: the parameters of each sub-group.
         session: counts, and ends the step that is under way when it is closed.
         state: the optimizer's state.
@@ -62,6 +64,7 @@ class ChunkedStep:
 
     def __init__(
         self,
+        optimizer: Any,
         groups: Sequence[Sequence[Any]],
         session: Session,
         state: OptimizerStateTier,
@@ -71,6 +74,7 @@ class ChunkedStep:
         *,
         overlap: bool,
     ) -> None:
+        self._optimizer = optimizer
         self._groups = groups
         self._state = state
         self._gradients = gradients
@@ -121,6 +125,8 @@ class ChunkedStep:
             self._work.append((step, later))
         if self._background is not None and self._work and step.sub_group == len(self._groups) - 1:
             work, self._work = self._work, []
+            if not isinstance(self._optimizer.state, WatchedStates):  # loading a state dict replaces it
+                self._optimizer.state = WatchedStates(self._optimizer.state, self.finish)
             self._background.begin(work)
 
     def finish(self) -> None:
@@ -153,6 +159,8 @@ class ChunkedStep:
         except TenCacheError:
             logger.exception("the last optimizer step did not end")
         self._background.close()
+        if isinstance(self._optimizer.state, WatchedStates):
+            self._optimizer.state = self._optimizer.state.plain()
 
     # Mechanics
 

@@ -207,6 +207,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             moved=self._optimizer_states.show,
         )
         self._chunked_step = ChunkedStep(
+            self.optimizer,
             self.fp16_groups,
             engine,
             self._state,
@@ -520,17 +521,6 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if deepspeed_engine is None or not deepspeed_engine.module.training:
             return True
         return not deepspeed_engine.is_gradient_accumulation_boundary()
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's."""
-        self._finish_step()
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self._finish_step()
-        self.optimizer.state = value
 
     def _finish_step(self) -> None:
         """Returns when the last step is over, wherever it goes on."""

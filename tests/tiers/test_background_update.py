@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An update in the background: who waits for what, and what an error does."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tencache_ds.errors import StorageError, TenCacheError
+from tencache_ds.io import Operation
+from tencache_ds.observability.counters import Counters, Stall
+from tencache_ds.tiers.background_update import BackgroundUpdate
+from tencache_ds.tiers.update import ChunkedUpdate
+from tencache_ds.tiers.update_gate import UpdateGate
+from tests.tiers.test_update import N_CHUNKS, RESIDENT, STORED, Bench, Job, Kernel, check, step
+
+pytestmark = pytest.mark.timeout(60)
+
+WEIGHT_OF_CHUNK = (0, 0, 1, 1, 2, 2, 2)
+"""Weights that no chunk shares."""
+
+
+def keys_of(chunk) -> tuple[int, ...]:
+    return (WEIGHT_OF_CHUNK[chunk.index],)
+
+
+class HeldKernel(Kernel):
+    """Its first chunks are updated, the others when a test says so; ``entered`` when it comes to the first of them."""
+
+    def __init__(self, n_at_once: int) -> None:
+        super().__init__()
+        self.entered, self.may_go_on = threading.Event(), threading.Event()
+        self.n_at_once = n_at_once
+
+    def start(self, state, gradient, weights, step):
+        if len(self.numbers) == self.n_at_once:
+            self.entered.set()
+            assert self.may_go_on.wait(30)
+        return super().start(state, gradient, weights, step)
+
+
+class Background:
+    def __init__(self, folder, places, kernel: Kernel) -> None:
+        self.bench, self.kernel, self.counters = Bench(folder, places), kernel, Counters()
+        self.gate = UpdateGate(self.counters)
+        update = ChunkedUpdate(self.bench.tier, self.bench.gradients, self.bench.weights, [kernel])
+        self.update = BackgroundUpdate(update, self.gate, keys_of, self.counters)
+
+    def begin(self) -> None:
+        chunks = self.bench.tier.chunks(0)
+        self.bench.tier.begin_pass(chunks)
+        self.update.begin([(step(), chunks)])
+
+    def close(self) -> None:
+        self.update.close()
+        self.bench.close()
+
+
+@pytest.mark.parametrize("places", [STORED, RESIDENT])
+def test_a_weight_is_there_when_its_own_chunks_are(tmp_path, places):
+    background = Background(tmp_path, places, HeldKernel(5))
+    background.begin()
+    assert background.update.running
+    assert background.kernel.entered.wait(30)
+    background.gate.wait_for([0])
+    background.gate.wait_for([77])  # a weight of another model
+    waited = []
+    thread = threading.Thread(target=lambda: (background.gate.wait_for([0, 2]), waited.append(True)))
+    thread.start()
+    time.sleep(0.05)
+    assert not waited
+    background.kernel.may_go_on.set()
+    thread.join(30)
+    assert waited
+    background.update.finish()
+    background.update.finish()
+    assert not background.update.running
+    background.gate.wait_for([0, 1, 2])
+    check(background.bench, *range(N_CHUNKS))
+    assert background.counters.total().stall_seconds[Stall.UPDATE.value] >= 0.04
+    background.close()
+
+
+def test_one_step_ends_before_the_next_begins(tmp_path):
+    background = Background(tmp_path, RESIDENT, HeldKernel(2))
+    background.begin()
+    assert background.kernel.entered.wait(30)
+    threading.Timer(0.05, background.kernel.may_go_on.set).start()
+    background.begin()
+    assert len(background.kernel.numbers) >= N_CHUNKS
+    background.update.finish()
+    assert len(background.kernel.numbers) == 2 * N_CHUNKS
+    background.close()
+
+
+def test_waits_of_the_update_are_not_those_of_the_training(tmp_path):
+    background = Background(tmp_path, STORED, Kernel())
+    background.begin()
+    background.update.finish()
+    background.bench.tier.drain()
+    assert background.bench.storage.counters is not background.counters
+    with background.counters.in_background(), background.counters.stall(Stall.BUFFER):
+        time.sleep(0.01)
+    assert background.counters.total().stall_seconds[Stall.BUFFER.value] == 0
+    with background.counters.stall(Stall.BUFFER):
+        time.sleep(0.01)
+    assert background.counters.total().stall_seconds[Stall.BUFFER.value] >= 0.01
+    background.close()
+
+
+def test_who_waits_for_an_update_that_fails_gets_its_error(tmp_path):
+    background = Background(tmp_path, STORED, HeldKernel(1))
+    background.begin()
+    assert background.kernel.entered.wait(30)
+    background.bench.storage.backend.fails = lambda operation, tag: operation is Operation.READ
+    threading.Timer(0.05, background.kernel.may_go_on.set).start()
+    background.gate.wait_for([7])
+    with pytest.raises(TenCacheError, match="the optimizer step did not end"):
+        background.gate.wait_for([2])
+    with pytest.raises(StorageError):
+        background.update.finish()
+    background.update.finish()  # it was told
+    background.bench.storage.backend.fails = lambda operation, tag: False
+    background.bench.tier.begin_pass(())
+    background.close()
+
+
+def test_closing_waits_for_what_is_under_way_and_is_idempotent(tmp_path):
+    background = Background(tmp_path, RESIDENT, HeldKernel(3))
+    background.begin()
+    assert background.kernel.entered.wait(30)
+    threading.Timer(0.05, background.kernel.may_go_on.set).start()
+    background.update.close()
+    background.update.close()
+    check(background.bench, *range(N_CHUNKS))
+    background.bench.close()
+
+
+def test_a_job_that_hangs_is_an_error_for_those_who_wait(tmp_path, monkeypatch):
+    kernel = Kernel()
+    kernel.hangs = True
+    monkeypatch.setattr(Job, "wait", lambda self, timeout_s: False)
+    background = Background(tmp_path, RESIDENT, kernel)
+    background.begin()
+    with pytest.raises(TenCacheError, match="no CPU time"):
+        background.gate.wait_for([0])
+    with pytest.raises(TenCacheError, match="no CPU time"):
+        background.update.finish()
+    background.close()
