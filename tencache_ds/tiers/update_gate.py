@@ -62,7 +62,8 @@ class UpdateGate:
         """Returns when weights have their new values; at once if no update is under way.
 
         Raises:
-            TenCacheError: the update failed; the cause is its error.
+            StorageError: the update failed on NVMe.
+            TenCacheError: it failed for another reason.
         """
         if not self._chunks_left:
             return
@@ -74,6 +75,8 @@ class UpdateGate:
                 ended = self._changed.wait_for(
                     lambda: self._error is not None or not any(key in self._chunks_left for key in wanted), TIMEOUT_S
                 )
+            if isinstance(self._error, TenCacheError):
+                raise self._error
             if self._error is not None:
                 raise TenCacheError(f"the optimizer step did not end: {self._error}") from self._error
             if not ended:

@@ -117,13 +117,24 @@ def test_who_waits_for_an_update_that_fails_gets_its_error(tmp_path):
     background.bench.storage.backend.fails = lambda operation, tag: operation is Operation.READ
     threading.Timer(0.05, background.kernel.may_go_on.set).start()
     background.gate.wait_for([7])
-    with pytest.raises(TenCacheError, match="the optimizer step did not end"):
+    with pytest.raises(StorageError):
         background.gate.wait_for([2])
     with pytest.raises(StorageError):
         background.update.finish()
     background.update.finish()  # it was told
     background.bench.storage.backend.fails = lambda operation, tag: False
     background.bench.tier.begin_pass(())
+    background.close()
+
+
+def test_any_other_error_is_the_cause_of_one_of_ours(tmp_path):
+    kernel = Kernel(fails_at=1)
+    background = Background(tmp_path, RESIDENT, kernel)
+    background.begin()
+    with pytest.raises(TenCacheError, match="the optimizer step did not end: the kernel failed"):
+        background.gate.wait_for([2])
+    with pytest.raises(RuntimeError, match="the kernel failed"):
+        background.update.finish()
     background.close()
 
 
