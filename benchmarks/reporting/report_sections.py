@@ -201,13 +201,13 @@ def _profile(profiles: list[DeviceProfile]) -> list[str]:
 def tencache_totals(benchmark: Benchmark, name: str) -> dict[str, Any] | None:
     """TenCache's own counts of a configuration, summed over its runs.
 
-    Keys: ``step``, ``accesses``, ``stall_seconds``, ``events``; the names within are those of
+    Keys: ``step``, ``background_seconds``, ``accesses``, ``stall_seconds``, ``events``; the names within are those of
     ``tencache_ds.observability.counters``. None when no run recorded any.
     """
     totals = [run.tencache_stats["total"] for run in benchmark.runs_of(name) if run.tencache_stats]
     if not totals:
         return None
-    summed: dict[str, Any] = {"step": sum(total["step"] for total in totals)}
+    summed: dict[str, Any] = {key: sum(total.get(key, 0) for total in totals) for key in ("step", "background_seconds")}
     for kind in ("accesses", "stall_seconds", "events"):
         names = dict.fromkeys(key for total in totals for key in total.get(kind, {}))
         summed[kind] = {key: sum(total.get(kind, {}).get(key, 0) for total in totals) for key in names}
@@ -269,10 +269,12 @@ def accesses(benchmark: Benchmark) -> str:
                 number(n_accesses / steps if steps else None),
                 *(percent(counts.get(kind, 0) / n_accesses if n_accesses else None, 1) for kind in kinds),
                 *(number(total["stall_seconds"].get(cause, 0.0) / steps if steps else None) for cause in causes),
+                number(total["background_seconds"] / steps if steps else None),
             ]
         )
     header = ("configuration", "accesses per step", *(plain(kind) for kind in kinds),
-              *(f"{cause.replace('_', ' ')} wait, s/step" for cause in causes))  # fmt: skip
+              *(f"{cause.replace('_', ' ')} wait, s/step" for cause in causes),
+              "update beside the training, s/step")  # fmt: skip
     rare = [
         f"{label}: {joined([f'{count} x {event}' for event, count in total['events'].items() if count])}"
         for label, total in totals.items()
@@ -283,7 +285,8 @@ def accesses(benchmark: Benchmark) -> str:
         "Counted on rank 0, once for each use of a weight, over all steps since the engine was "
         "built, warm-up included. Resident: in host memory for good. Prefetched: read ahead, and there in time. Late: "
         "read ahead, but the read still ran. Demand: not asked for before, so the training waited for the whole read. "
-        "Waits are those of training threads; waits of several threads at the same time add up.",
+        "Waits are those of training threads; waits of several threads at the same time add up. Of the update beside "
+        "the training, the part that it did not hide is the update wait.",
     ]
     return "\n\n".join([*parts, *([f"Rare events: {'; '.join(rare)}."] if rare else [])])
 

@@ -83,11 +83,14 @@ class StepRecord:
     Attributes:
         step: number of the step, from 1.
         seconds: from the end of the previous step to the end of this one.
-        update_seconds: the part spent in the optimizer step.
+        update_seconds: the part spent in the optimizer step before it returned.
         nbytes: bytes per link.
         stall_seconds: waits of training threads by cause.
         accesses: weight accesses by where the weight was.
         events: rare events.
+        background_seconds: of the optimizer step after it returned: that of this step, as far as it is over, and of the
+            one before. The training waited for ``stall_seconds["update"]`` of them; the rest was hidden.
+        background_stall_seconds: the part of them in which that update waited itself, by cause.
     """
 
     step: int
@@ -97,6 +100,8 @@ class StepRecord:
     stall_seconds: dict[str, float]
     accesses: dict[str, int]
     events: dict[str, int]
+    background_seconds: float = 0.0
+    background_stall_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +160,11 @@ class _Tally:
     stall_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys((stall.value for stall in Stall), 0))
     accesses: dict[str, int] = field(default_factory=lambda: dict.fromkeys((access.value for access in Access), 0))
     events: dict[str, int] = field(default_factory=lambda: dict.fromkeys((event.value for event in Event), 0))
+    background_stall_ns: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys((stall.value for stall in Stall), 0)
+    )
     update_ns: int = 0
+    background_ns: int = 0
 
     def add(self, other: _Tally) -> None:
         for mine, theirs in (
@@ -163,13 +172,17 @@ class _Tally:
             (self.stall_ns, other.stall_ns),
             (self.accesses, other.accesses),
             (self.events, other.events),
+            (self.background_stall_ns, other.background_stall_ns),
         ):
             for key, value in theirs.items():
                 mine[key] += value
         self.update_ns += other.update_ns
+        self.background_ns += other.background_ns
 
     def copy(self) -> _Tally:
-        return _Tally(dict(self.nbytes), dict(self.stall_ns), dict(self.accesses), dict(self.events), self.update_ns)
+        tally = _Tally()
+        tally.add(self)
+        return tally
 
 
 class Counters:
@@ -202,11 +215,7 @@ class Counters:
 
     @contextmanager
     def stall(self, cause: Stall) -> Iterator[None]:
-        """Times a wait of the calling thread, which is the training's; shows in torch's profiler as
-        ``tencache::wait::<cause>``."""
-        if getattr(self._here, "in_background", False):
-            yield
-            return
+        """Times a wait of the calling thread; shows in torch's profiler as ``tencache::wait::<cause>``."""
         t_start_ns = time.perf_counter_ns()
         try:
             if torch._C._autograd._profiler_enabled():
@@ -215,17 +224,22 @@ class Counters:
             else:
                 yield
         finally:
+            hidden = getattr(self._here, "in_background", False)
             with self._lock:
-                self._tally.stall_ns[cause.value] += time.perf_counter_ns() - t_start_ns
+                stall_ns = self._tally.background_stall_ns if hidden else self._tally.stall_ns
+                stall_ns[cause.value] += time.perf_counter_ns() - t_start_ns
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
-        """Meanwhile the calling thread's waits hold up nothing, and are not counted."""
+        """Times an update on the calling thread that goes on beside the training; its waits are counted apart."""
         self._here.in_background = True
+        t_start_ns = time.perf_counter_ns()
         try:
             yield
         finally:
             self._here.in_background = False
+            with self._lock:
+                self._tally.background_ns += time.perf_counter_ns() - t_start_ns
 
     def add(self, others: Counters) -> None:
         """Adds the counts of others, which are finished, to the current step."""
@@ -264,6 +278,10 @@ def _record(step: int, elapsed_ns: int, now: _Tally, before: _Tally) -> StepReco
         stall_seconds={key: (value - before.stall_ns[key]) / 1e9 for key, value in now.stall_ns.items()},
         accesses={key: value - before.accesses[key] for key, value in now.accesses.items()},
         events={key: value - before.events[key] for key, value in now.events.items()},
+        background_seconds=(now.background_ns - before.background_ns) / 1e9,
+        background_stall_seconds={
+            key: (value - before.background_stall_ns[key]) / 1e9 for key, value in now.background_stall_ns.items()
+        },
     )
 
 
@@ -272,6 +290,7 @@ def monitor_events(record: StepRecord, samples: int) -> list[tuple[str, float, i
     events: list[tuple[str, float, int]] = [
         ("TenCache/step/seconds", record.seconds, samples),
         ("TenCache/step/update_seconds", record.update_seconds, samples),
+        ("TenCache/step/background_seconds", record.background_seconds, samples),
     ]
     events += [(f"TenCache/bytes/{link}", float(nbytes), samples) for link, nbytes in record.nbytes.items()]
     events += [(f"TenCache/stall/{cause}", seconds, samples) for cause, seconds in record.stall_seconds.items()]

@@ -138,6 +138,7 @@ def counters(
         "step": steps,
         "seconds": 100.0,
         "update_seconds": 60.0,
+        "background_seconds": 3.0,
         "nbytes": {"nvme_read": 0, "nvme_write": 0, "h2d": 0, "d2h": 0},
         "stall_seconds": {"weight_read": weight_read_s, "optimizer_read": 10.0, "buffer": 0.0, "write_back": 0.0},
         "accesses": dict(zip(("resident", "prefetched", "late", "demand"), accesses, strict=True)),

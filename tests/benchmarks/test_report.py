@@ -163,7 +163,7 @@ def test_cells_of_the_other_tables():
     ]  # fmt: skip
     assert cells(section(page, "Bytes per step"), "stock")[5:] == ["-"] * 5
     assert cells(section(page, "TenCache: weights and waits"), "TenCache") == [
-        "TenCache (defaults)", "100", "60.0 %", "30.0 %", "6.0 %", "4.0 %", "0.200", "1.00", "0.00", "0.00",
+        "TenCache (defaults)", "100", "60.0 %", "30.0 %", "6.0 %", "4.0 %", "0.200", "1.00", "0.00", "0.00", "0.300",
     ]  # fmt: skip
     assert cells(section(page, "Energy and endurance"), "TenCache") == [
         "TenCache (defaults)", "1,000", "-", "12.0", "12.0", "104", "9.65",

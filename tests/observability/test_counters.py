@@ -160,7 +160,7 @@ def test_monitor_events_carry_every_figure():
     record = counters.step_done(2_000_000_000)
     events = monitor_events(record, 640)
     values = {tag: value for tag, value, _ in events}
-    assert len(values) == len(events) == 2 + len(Link) + len(Stall) + len(Access)
+    assert len(values) == len(events) == 3 + len(Link) + len(Stall) + len(Access)
     assert all(samples == 640 and isinstance(value, float) for _, value, samples in events)
     assert values["TenCache/bytes/nvme_write"] == 11.0
     assert values["TenCache/weights/late"] == 1.0

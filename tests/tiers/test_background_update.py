@@ -101,9 +101,14 @@ def test_waits_of_the_update_are_not_those_of_the_training(tmp_path):
     background.update.finish()
     background.bench.tier.drain()
     assert background.bench.storage.counters is not background.counters
+    before = background.counters.total().background_seconds
+    assert before > 0
     with background.counters.in_background(), background.counters.stall(Stall.BUFFER):
         time.sleep(0.01)
-    assert background.counters.total().stall_seconds[Stall.BUFFER.value] == 0
+    total = background.counters.total()
+    assert total.stall_seconds[Stall.BUFFER.value] == 0
+    assert total.background_stall_seconds[Stall.BUFFER.value] >= 0.01
+    assert total.background_seconds - before >= 0.01
     with background.counters.stall(Stall.BUFFER):
         time.sleep(0.01)
     assert background.counters.total().stall_seconds[Stall.BUFFER.value] >= 0.01
