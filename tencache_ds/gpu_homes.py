@@ -116,6 +116,7 @@ class GpuHomes:
         shards: the weights that may be there, in the same order on every rank.
         moves: carries out what is decided.
         host_left_nbytes: what of this rank's host memory nothing has taken.
+        hidden_share: the share of the update outside GPU memory that goes on beside the next forward pass.
         agree: among all ranks.
         record_fetches: from now on fetches of weights are told to this recorder, or to none.
         say: tells the user, on one rank; with the predicted seconds of a step, where they are known.
@@ -132,6 +133,7 @@ class GpuHomes:
         moves: GpuMoves,
         *,
         host_left_nbytes: Callable[[], int],
+        hidden_share: Callable[[], float],
         agree: Agree,
         record_fetches: Callable[[FetchRecorder | None], None],
         say: Callable[[str, float | None], None],
@@ -144,12 +146,15 @@ class GpuHomes:
         self._shards = shards
         self._moves = moves
         self._host_left_nbytes = host_left_nbytes
+        self._hidden_share = hidden_share
         self._agree = agree
         self._record_fetches = record_fetches
         self._say = say
         self._watch = MemoryWatch()
         self._recorder: FetchRecorder | None = None
         self._n_steps = 0
+        self._t_forward_s = 0.0
+        self._forward_seconds: float | None = None  # of the first pass of this step
         self._planned = False
         self._lock = threading.Lock()
         self._t_looked_s = 0.0
@@ -175,6 +180,7 @@ class GpuHomes:
             self._plan(record, update_seconds)
         else:
             self._adapt()
+        self._forward_seconds = None
         self._watch.step_done(self._memory.usage())
 
     def _adapt(self) -> None:
@@ -240,13 +246,19 @@ class GpuHomes:
         if self._recorder is not None:
             more = plan_gpu(costs.weights, chunks, least_nbytes + MORE_NBYTES, costs.rates, least=sum(there)).seconds
             now = sum(weight.seconds for weight in costs.weights) + costs.rates.seconds(*self._outside(chunks, there))
-            predicted = max(record.seconds - now + plan.seconds, 0.0)
+            predicted = max(record.seconds - now + plan.seconds - self._hidden_seconds(plan, costs), 0.0)
             reason += (
                 f"; a step should take {predicted:.2f} s instead of {record.seconds:.2f} s, with {gib(MORE_NBYTES)} "
                 f"more {max(predicted - plan.seconds + more, 0.0):.2f} s"
             )
         self._recorder = None
         self._report(reason, predicted, time.perf_counter() - t_start_s)
+
+    def _hidden_seconds(self, plan: GpuPlan, costs: _Costs) -> float:
+        """Of the update, what the next forward pass hides from then on: the recorded step was over when it returned."""
+        waits = sum(weight.seconds for weight, there in zip(costs.weights, plan.weights, strict=True) if not there)
+        update = max(plan.seconds - waits, 0.0)
+        return min(self._hidden_share() * update, self._forward_seconds or 0.0)
 
     def _budget(self, usage: GpuUsage) -> tuple[GpuBudget, int]:
         """This rank's, and the smallest of all ranks; with what is there already."""
@@ -333,7 +345,13 @@ class GpuHomes:
 
     def begin_pass(self) -> None:
         """A forward pass begins."""
+        self._t_forward_s = time.perf_counter()
         self._watch.begin_pass(self._memory.usage())
+
+    def begin_backward(self) -> None:
+        """A backward pass begins."""
+        if self._forward_seconds is None:
+            self._forward_seconds = time.perf_counter() - self._t_forward_s
 
     def relieve(self) -> None:
         """Called between modules: takes optimizer state out of GPU memory where training is about to need it. Cheap,

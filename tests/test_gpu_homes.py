@@ -108,6 +108,8 @@ class Life:
     """A training of three weights in two sub-groups, whose steps take two seconds."""
 
     update_seconds = 1e-9
+    hidden_share = 0.0
+    forward_seconds = 0.0
 
     def __init__(self, folder: Path, units: float, **options: object) -> None:
         self.memory = Memory(units)
@@ -142,6 +144,7 @@ class Life:
             self.weights.shards,
             self.moves,
             host_left_nbytes=lambda: self.accounts.host_left_nbytes,
+            hidden_share=lambda: self.hidden_share,
             agree=lambda topic, value, decide: decide([value]),
             record_fetches=self.record_fetches,
             say=self.say,
@@ -172,6 +175,8 @@ class Life:
             self.look()
             seen.append(self.chunks())
         self.memory.use(6 * tokens)
+        self.homes._t_forward_s -= self.forward_seconds
+        self.homes.begin_backward()
         for layer in reversed(range(5)):
             self.memory.use(layer * tokens)
             self.look()
@@ -301,6 +306,20 @@ def test_an_update_that_takes_long_comes_before_weights(life):
     assert begin(training) == 5
     assert training.predicted == [pytest.approx(2.0 - 1.0 * 5 / 6, abs=0.1)]
     assert "a step should take" in training.said[-1]
+
+
+def test_what_the_next_forward_pass_hides_of_the_update_is_predicted(life):
+    training = life(18)
+    training.update_seconds, training.hidden_share, training.forward_seconds = 1.2, 0.5, 10.0
+    assert begin(training) == 5
+    assert training.predicted == [pytest.approx(2.0 - 1.2 + 0.2 - 0.5 * 0.2, abs=0.05)]
+
+
+def test_a_short_forward_pass_hides_no_more_than_itself(life):
+    training = life(18)
+    training.update_seconds, training.hidden_share, training.forward_seconds = 1.2, 0.5, 0.03
+    begin(training)
+    assert training.predicted == [pytest.approx(2.0 - 1.2 + 0.2 - 0.03, abs=0.05)]
 
 
 def test_memory_that_is_found_only_by_flushing_is_given_back(life):

@@ -39,7 +39,17 @@ class StateKey:
 
 
 def hook_loading(engine_class: Any) -> None:
-    """Lets frozen weights in the weight tier be loaded; engines without TenCache's optimizer stay as they are."""
+    """Lets frozen weights in the weight tier be loaded, also after a step that failed; engines without TenCache's
+    optimizer stay as they are."""
+    stock_load = engine_class.load_checkpoint
+
+    @functools.wraps(stock_load)
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.optimizer, CheckpointMixin):
+            self.optimizer.abandon_step()
+        return stock_load(self, *args, **kwargs)
+
+    engine_class.load_checkpoint = load_checkpoint
     stock = engine_class.load_module_state_dict
 
     @functools.wraps(stock)

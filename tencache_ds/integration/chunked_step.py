@@ -100,7 +100,8 @@ class ChunkedStep:
         Args:
             alone: nothing of it may be under way when it returns.
         """
-        chunks = [self._state.chunks(index) for index in range(len(self._groups))]
+        self._work = []
+        chunks = self._all_chunks()
         # A gradient that was replaced is not in the buffer any more when the next backward pass begins.
         overlaps = self._background is not None and not alone and not self._gradients.any_replaced
         self._later = self._chunks_that_may_wait(chunks) if overlaps else [() for _ in chunks]
@@ -139,6 +140,11 @@ class ChunkedStep:
         if self._background is not None:
             self._background.finish()
 
+    def abandon(self) -> None:
+        """A checkpoint is about to be loaded: a step that failed does not matter any more."""
+        if self._background is not None:
+            self._background.abandon()
+
     def wait_for_gradients(self, params: Iterable[Any]) -> None:
         """Returns when the gradients of the last step are not needed any more; any thread.
 
@@ -162,7 +168,19 @@ class ChunkedStep:
         if isinstance(self._optimizer.state, WatchedStates):
             self._optimizer.state = self._optimizer.state.plain()
 
+    def hidden_share(self) -> float:
+        """The share of the update outside device memory that goes on beside the next forward pass."""
+        if self._background is None:
+            return 0.0
+        chunks = self._all_chunks()
+        later = sum(chunk.numel for group in self._chunks_that_may_wait(chunks) for chunk in group)
+        total = sum(chunk.numel for group in chunks for chunk in group if not self._state.on_device(chunk))
+        return later / total if total else 0.0
+
     # Mechanics
+
+    def _all_chunks(self) -> list[tuple[Chunk, ...]]:
+        return [self._state.chunks(index) for index in range(len(self._groups))]
 
     def _chunks_that_may_wait(self, chunks: Sequence[Sequence[Chunk]]) -> Sequence[Sequence[Chunk]]:
         """Of each sub-group the chunks of fp32 Adam in host memory or on NVMe whose weights are in host memory, and

@@ -50,6 +50,9 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         """Whether the weights are the same in the next pass: false on the last micro-step before an optimizer step."""
         self.before_pass: Callable[[], None] = lambda: None
         """Called at the start of each forward pass."""
+        self.before_backward: Callable[[], None] = lambda: None
+        """Called at the start of each backward pass."""
+        self._tencache_forward = False
         self.between_modules: Callable[[], None] = lambda: None
         """Called after each fetch, on the thread that computes."""
         self.fetch_recorder: FetchRecorder | None = None
@@ -58,6 +61,9 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     @torch.no_grad()
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
         """DeepSpeed's fetch, between committing completed reads and reading further ahead."""
+        if self._tencache_forward and not forward:
+            self._tencache_forward = False
+            self.before_backward()
         recorder = self.fetch_recorder if current_submodule.training else None
         awaited = {} if recorder is None else _awaited(current_submodule)
         if recorder is not None:
@@ -83,6 +89,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     def reset_step(self) -> None:
         """The start of a forward pass."""
         super().reset_step()
+        self._tencache_forward = True
         self.before_pass()
         with self._tencache_lock:
             self.hide_unused()

@@ -93,6 +93,19 @@ SEAMS: tuple[Seam, ...] = (
     *(
         Seam(f"{_RUNTIME}.engine", f"DeepSpeedEngine.{name}", ("self", *parameters), purpose)
         for name, parameters, purpose in (
+            (
+                "load_checkpoint",
+                (
+                    "load_dir",
+                    "tag",
+                    "load_module_strict",
+                    "load_optimizer_states",
+                    "load_lr_scheduler_states",
+                    "load_module_only",
+                    "custom_load_fn",
+                ),
+                "forgets a step that failed",
+            ),
             ("_save_checkpoint", ("save_dir", "tag", "client_state", "exclude_frozen_parameters"), "keeps its errors"),
             (
                 "_save_moe_checkpoint",

@@ -101,6 +101,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         coordinator.weights_stay = self._weights_stay
         if self._gpu_homes is not None:
             coordinator.before_pass = self._gpu_homes.begin_pass
+            coordinator.before_backward = self._gpu_homes.begin_backward
             coordinator.between_modules = self._gpu_homes.relieve
 
     # Building
@@ -277,6 +278,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             weights.shards,
             moves,
             host_left_nbytes=lambda: engine.host_left_nbytes,
+            hidden_share=self._chunked_step.hidden_share,
             agree=agreed,
             record_fetches=self._record_fetches,
             say=say,
@@ -526,6 +528,11 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         """Returns when the last step is over, wherever it goes on."""
         if self._chunked_step is not None:
             self._chunked_step.finish()
+
+    def abandon_step(self) -> None:
+        """A checkpoint is about to be loaded."""
+        if self._chunked_step is not None:
+            self._chunked_step.abandon()
 
     def _require_engine(self) -> Session:
         """The session, with the last step over.

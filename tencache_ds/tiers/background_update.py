@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep
-from tencache_ds.tiers.update_gate import UpdateGate
+from tencache_ds.tiers.update_gate import UpdateGate, raise_failure
 
 Work = Sequence[tuple[SubGroupStep, Sequence[Chunk]]]
 """Chunks of sub-groups, in the order in which they are updated."""
@@ -42,6 +42,7 @@ class BackgroundUpdate:
         self._counters = counters
         self._lock = threading.Lock()
         self._running: Future[None] | None = None
+        self._failure: BaseException | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tencache-update")
 
     @property
@@ -60,17 +61,25 @@ class BackgroundUpdate:
 
         Raises:
             StorageError: a read failed, or an earlier write.
-            TenCacheError: the update failed.
+            TenCacheError: the update failed. Each call raises it, until :meth:`abandon`: some weights have their new
+                values, others have not.
         """
         running = self._running
-        if running is None:
-            return
-        try:
-            running.result()
-        finally:
+        if running is not None:
+            failure = running.exception()
             with self._lock:
                 if self._running is running:
-                    self._running = None
+                    self._running, self._failure = None, failure
+        if self._failure is not None:
+            raise_failure(self._failure)
+
+    def abandon(self) -> None:
+        """Weights and state are about to be replaced: a failed update does not matter any more."""
+        running = self._running
+        if running is not None:
+            wait([running])
+        self._running = self._failure = None
+        self._gate.close(())
 
     def close(self) -> None:
         """Ends the thread, after the update that it is at. Idempotent."""

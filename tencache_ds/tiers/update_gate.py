@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from typing import NoReturn
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.counters import Counters, Stall
@@ -75,9 +76,14 @@ class UpdateGate:
                 ended = self._changed.wait_for(
                     lambda: self._error is not None or not any(key in self._chunks_left for key in wanted), TIMEOUT_S
                 )
-            if isinstance(self._error, TenCacheError):
-                raise self._error
             if self._error is not None:
-                raise TenCacheError(f"the optimizer step did not end: {self._error}") from self._error
+                raise_failure(self._error)
             if not ended:
                 raise TenCacheError(f"the optimizer step did not get to a weight within {TIMEOUT_S:.0f} s")
+
+
+def raise_failure(error: BaseException) -> NoReturn:
+    """Raises an update's error in a thread that needs its result."""
+    if isinstance(error, TenCacheError):
+        raise error
+    raise TenCacheError(f"the optimizer step did not end: {error}") from error
