@@ -174,6 +174,15 @@ class Verify(StrEnum):
     """A hash (XXH3) of every byte instead: finds a flipped bit as well, for a pass over memory per write and read."""
 
 
+class Log(StrEnum):
+    """What is said on rank 0 when all is well; warnings are always shown."""
+
+    normal = "normal"
+    """A line when an engine is built, one when the placement changes, and a summary at the end."""
+
+    quiet = "quiet"
+
+
 class TenCacheConfig(DeepSpeedConfigModel):
     """The ``"tencache"`` section. Omitted or null means automatic, for the section and for each option."""
 
@@ -226,6 +235,9 @@ class TenCacheConfig(DeepSpeedConfigModel):
     gds_memory: Size | None = None
     """GPU memory per rank that weights are read into with ``gds``. Automatic: up to 768 MiB, more if the largest weight
     needs it."""
+
+    log: Log = Log.normal
+    """Messages on rank 0 when all is well."""
 
     poison_buffers: bool = False
     """For debugging: fills every returned staging buffer with a pattern, so that a use after return shows."""

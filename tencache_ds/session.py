@@ -17,7 +17,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
@@ -88,6 +88,8 @@ class Session:
         self._pools: list[BufferPool] = []
         self._chunk_pool: BufferPool | None = None
         self._fused_adam: FusedAdam | None = None
+        self.before_close: Callable[[Stats], None] | None = None
+        """Called with the final figures."""
         self.background: BackgroundUpdate | None = None
         """The optimizer step that goes on while training does."""
         self._staging_arena: HostArena | None = None
@@ -416,6 +418,8 @@ class Session:
                 return
             self._closed = True
             with contextlib.ExitStack() as stack:  # every step runs, even if an earlier one raises
+                if self.before_close is not None:
+                    stack.callback(self.before_close, self.stats())
                 if self._owns:
                     stack.callback(self._engines[0].close)
                 stack.callback(self._engines[0].reserve_host_memory, -self._reserved_nbytes)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.config import Gds, IoBackend, Share, TenCacheConfig, Verify, options_from, parse_size
+from tencache_ds.config import Gds, IoBackend, Log, Share, TenCacheConfig, Verify, options_from, parse_size
 from tencache_ds.errors import ConfigError
 
 UNITS = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4} | {
@@ -103,6 +103,7 @@ def test_every_option_takes_effect():
         "verify": "off",
         "gds": "on",
         "gds_memory": "512MiB",
+        "log": "quiet",
         "poison_buffers": True,
         "allow_faults": True,
     }
@@ -111,6 +112,7 @@ def test_every_option_takes_effect():
     assert options.host_memory == 2**32
     assert options.gpu_memory == 2**33
     assert options.overlap_step is False
+    assert options.log == Log.quiet
     assert options.staging_memory == 10**9
     assert options.chunk_size == 2**20
     assert options.nvme_paths == ["/b", "/c"]

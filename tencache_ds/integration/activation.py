@@ -121,12 +121,14 @@ def _announce(session: Session, reason: str, seconds: float) -> None:
     import deepspeed
 
     import tencache_ds
-    from tencache_ds.integration.announcing import announce
+    from tencache_ds.integration.announcing import announce, announce_summary_at_end
 
     announce(
         f"TenCache {tencache_ds.__version__} is active with DeepSpeed {deepspeed.__version__}"
-        f"{f', because {reason}' if reason else ''}: per rank {session.describe()}; built in {seconds:.1f} s"
+        f"{f', because {reason}' if reason else ''}: per rank {session.describe()}; built in {seconds:.1f} s",
+        session.options,
     )
+    announce_summary_at_end(session)
 
 
 @contextlib.contextmanager

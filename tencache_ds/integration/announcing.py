@@ -3,13 +3,51 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import weakref
 
 from deepspeed import comm as dist
 from deepspeed.utils import logger as deepspeed_logger
 
+from tencache_ds.config import Log, TenCacheConfig
+from tencache_ds.observability.counters import Stats
+from tencache_ds.observability.summary import summary
+from tencache_ds.session import Session
 
-def announce(message: str) -> None:
-    """Says it on rank 0."""
-    if dist.get_rank() == 0:
-        (deepspeed_logger.info if deepspeed_logger.isEnabledFor(logging.INFO) else print)(message)
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+"""Those whose summary is still to be shown."""
+
+_pid = os.getpid()
+
+
+def announce(message: str, options: TenCacheConfig) -> None:
+    """Says it on rank 0, unless the user wants it quiet."""
+    if options.log == Log.normal and dist.get_rank() == 0:
+        _say(message)
+
+
+def announce_summary_at_end(session: Session) -> None:
+    """Says on rank 0 what the run was like: when the engine is destroyed, or else when the process ends."""
+    if session.options.log == Log.normal and session.surroundings.rank == 0:
+        session.before_close = _say_summary
+        _open_sessions.add(session)
+
+
+@atexit.register
+def _say_what_is_left() -> None:
+    if os.getpid() != _pid:
+        return
+    for session in list(_open_sessions):
+        if not session.closed:
+            _say_summary(session.stats())
+
+
+def _say_summary(stats: Stats) -> None:
+    for line in summary(stats):
+        _say(f"TenCache: {line}")
+
+
+def _say(message: str) -> None:
+    (deepspeed_logger.info if deepspeed_logger.isEnabledFor(logging.INFO) else print)(message)

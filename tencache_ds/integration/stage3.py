@@ -267,7 +267,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
 
         def say(placement: str, predicted_seconds: float | None) -> None:
             engine.note_placement(placement, predicted_seconds)
-            announce(f"TenCache: {placement}")
+            announce(f"TenCache: {placement}", self._tencache_options)
 
         return GpuHomes(
             self._tencache_options,

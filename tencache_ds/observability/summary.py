@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run was like, in a few lines: pure text from :class:`~tencache_ds.observability.counters.Stats`."""
+
+from __future__ import annotations
+
+from tencache_ds.layout import gib
+from tencache_ds.observability.counters import Stall, Stats
+
+_WAITS = {
+    Stall.WEIGHT_READ: "reads of weights",
+    Stall.OPTIMIZER_READ: "reads of optimizer state",
+    Stall.BUFFER: "staging buffers",
+    Stall.WRITE_BACK: "writes",
+}
+
+WORTH_SAYING = 0.05
+"""Share of the time spent waiting for NVMe from which more memory or another drive is recommended."""
+
+
+def summary(stats: Stats) -> list[str]:
+    """The lines for the end of a run; none if it took no optimizer step."""
+    total = stats.total
+    if not total.step:
+        return []
+    waits = {name: total.stall_seconds.get(cause.value, 0.0) for cause, name in _WAITS.items()}
+    waited = sum(waits.values())
+    share = waited / total.seconds if total.seconds else 0.0
+    last = "" if stats.last_step is None else f", the last one {stats.last_step.seconds:.2f} s"
+    lines = [f"{total.step} optimizer steps in {_duration(total.seconds)} since the engine was built{last}"]
+    causes = ", ".join(f"{seconds:.1f} s for {name}" for name, seconds in waits.items() if seconds >= 0.05)
+    lines.append(f"waited for NVMe for {waited:.1f} s ({share:.1%} of the time){f': {causes}' if causes else ''}")
+    if total.background_seconds:
+        waited_for_update = total.stall_seconds.get(Stall.UPDATE.value, 0.0)
+        hidden = max(total.background_seconds - waited_for_update, 0.0)
+        lines.append(f"{hidden:.1f} s of the optimizer steps were hidden behind forward passes")
+    read, written = total.nbytes.get("nvme_read", 0), total.nbytes.get("nvme_write", 0)
+    lines.append(
+        f"NVMe: {gib(read)} read, {gib(written)} written, per step {gib(read // total.step)} and "
+        f"{gib(written // total.step)}"
+    )
+    lines.append(
+        f"at the end: in GPU memory {gib(stats.gpu_weight_nbytes + stats.gpu_gradient_nbytes + stats.gpu_state_nbytes)}"
+        f", in RAM {gib(stats.resident_weight_nbytes + stats.resident_state_nbytes)} of weights and state, on NVMe "
+        f"{gib(stats.stored_nbytes)}"
+    )
+    if share >= WORTH_SAYING:
+        lines.append(
+            "more RAM or GPU memory, another drive (tencache.nvme_paths) or a larger batch would shorten these waits; "
+            "`tencache plan` estimates by how much"
+        )
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The summary at the end of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tencache_ds.observability.counters import Counters, Stall, Stats, StepRecord
+from tencache_ds.observability.summary import summary
+
+GIB = 2**30
+
+EMPTY = Counters().total()
+
+
+def record(step: int, seconds: float, **figures: object) -> StepRecord:
+    return dataclasses.replace(EMPTY, step=step, seconds=seconds, **figures)
+
+
+def test_a_run_without_a_step_has_none():
+    assert summary(Stats(total=EMPTY, last_step=None)) == []
+
+
+def test_a_run_that_waits_for_nvme_is_told_what_helps():
+    total = record(
+        200,
+        400.0,
+        nbytes={"nvme_read": 300 * GIB, "nvme_write": 100 * GIB, "h2d": 0, "d2h": 0},
+        stall_seconds={Stall.OPTIMIZER_READ: 40.0, Stall.BUFFER: 4.0, Stall.WRITE_BACK: 0.01, Stall.UPDATE: 5.0},
+        background_seconds=65.0,
+    )
+    stats = Stats(
+        total, record(200, 1.98), gpu_state_nbytes=GIB, gpu_weight_nbytes=GIB, resident_state_nbytes=3 * GIB,
+        stored_nbytes=7 * GIB,
+    )  # fmt: skip
+    assert summary(stats) == [
+        "200 optimizer steps in 6.7 min since the engine was built, the last one 1.98 s",
+        "waited for NVMe for 44.0 s (11.0% of the time): 40.0 s for reads of optimizer state, 4.0 s for staging "
+        "buffers",
+        "60.0 s of the optimizer steps were hidden behind forward passes",
+        "NVMe: 300.00 GiB read, 100.00 GiB written, per step 1.50 GiB and 0.50 GiB",
+        "at the end: in GPU memory 2.00 GiB, in RAM 3.00 GiB of weights and state, on NVMe 7.00 GiB",
+        "more RAM or GPU memory, another drive (tencache.nvme_paths) or a larger batch would shorten these waits; "
+        "`tencache plan` estimates by how much",
+    ]
+
+
+def test_a_run_that_waits_for_nothing_needs_no_advice():
+    lines = summary(Stats(record(3, 9000.0), record(3, 1.0)))
+    assert len(lines) == 4
+    assert "in 2.5 h since" in lines[0]
+    assert lines[1] == "waited for NVMe for 0.0 s (0.0% of the time)"
+    assert not any("hidden" in line or "drive" in line for line in lines)
