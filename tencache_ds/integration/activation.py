@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tencache_ds.integration.config_checks import REASON_ATTRIBUTE, options_of
+from tencache_ds.integration.config_checks import REASON_ATTRIBUTE, UNUSED_ATTRIBUTE, options_of
 
 if TYPE_CHECKING:
     from tencache_ds.session import Session
@@ -109,25 +109,30 @@ def activate() -> None:
             if not hasattr(configured, "tencache"):
                 _complete_without_optimizer(configured, self._config, options)
         if hasattr(configured, "tencache"):  # a model of which nothing is offloaded has no engine to speak of
-            _announce(configured.tencache, getattr(self._config, REASON_ATTRIBUTE), time.perf_counter() - t_start_s)
+            _announce(configured.tencache, self._config, time.perf_counter() - t_start_s)
         return configured
 
     setattr(_configure_zero_optimizer, _HOOKED, True)
     engine_module.DeepSpeedEngine._configure_zero_optimizer = _configure_zero_optimizer
 
 
-def _announce(session: Session, reason: str, seconds: float) -> None:
-    """The one line that says what is active, why if the config does not ask for it, and what lives where."""
+def _announce(session: Session, ds_config: Any, seconds: float) -> None:
+    """The one line that says what is active, why if the config does not ask for it, and what lives where; and one with
+    the keys of the config that mean nothing now."""
     import deepspeed
 
     import tencache_ds
     from tencache_ds.integration.announcing import announce, announce_summary_at_end
 
+    reason = getattr(ds_config, REASON_ATTRIBUTE)
     announce(
         f"TenCache {tencache_ds.__version__} is active with DeepSpeed {deepspeed.__version__}"
         f"{f', because {reason}' if reason else ''}: per rank {session.describe()}; built in {seconds:.1f} s",
         session.options,
     )
+    unused = getattr(ds_config, UNUSED_ATTRIBUTE)
+    if unused:
+        announce(f"TenCache does not use {', '.join(unused)}: buffers follow the model", session.options)
     announce_summary_at_end(session)
 
 

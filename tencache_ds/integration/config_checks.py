@@ -23,6 +23,9 @@ CONFIG_ATTRIBUTE = "tencache"
 REASON_ATTRIBUTE = "tencache_reason"
 """Attribute of the same config: why it runs with TenCache, for the log; empty when the config itself asks for it."""
 
+UNUSED_ATTRIBUTE = "tencache_unused"
+"""Attribute of the same config: its keys that mean nothing to TenCache."""
+
 _ON_THE_GPU = "its kernel runs on the GPU, while the optimizer state is offloaded"
 _NO_MUON = "Muon needs whole gradients on the device"
 _REFUSED_OPTIMIZERS = {
@@ -36,6 +39,14 @@ _REFUSED_OPTIMIZERS = {
     "sparseadam": ("it takes sparse gradients, which ZeRO-3 does not produce", "AdamW"),
 }
 """By lower-case name, as spelled in a config or by a class: the reason, and the alternative."""
+
+
+_UNUSED = {
+    f"{ZERO_KEY}.offload_param": ("buffer_count", "buffer_size", "max_in_cpu"),
+    f"{ZERO_KEY}.offload_optimizer": ("buffer_count", "pipeline_read", "pipeline_write", "pipeline", "fast_init"),
+    AIO: ("intra_op_parallelism", "use_gds"),
+}
+"""By section; docs/configuration.md lists them."""
 
 
 def options_of(ds_config: Any) -> TenCacheConfig | None:
@@ -66,6 +77,18 @@ def check_sections(param_dict: Mapping[str, Any]) -> tuple[str, ...]:
             f'"{ZERO_KEY}": {{"stage": 3, "offload_param": …, "offload_optimizer": …}}.'
         )
     return check_aio_section(param_dict.get(AIO))
+
+
+def unused_keys(param_dict: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of a config that set up DeepSpeed's own offload engine and mean nothing to TenCache, dotted."""
+    found = []
+    for section, names in _UNUSED.items():
+        values: Any = param_dict
+        for part in section.split("."):
+            values = values.get(part) if isinstance(values, Mapping) else None
+        if isinstance(values, Mapping):
+            found += [f"{section}.{name}" for name in names if name in values]
+    return tuple(found)
 
 
 def check_config(ds_config: Any, param_dict: Mapping[str, Any]) -> TenCacheConfig:

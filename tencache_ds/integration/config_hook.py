@@ -51,13 +51,16 @@ def hook_config_module(module: ModuleType) -> None:
             from tencache_ds.integration.config_checks import (
                 CONFIG_ATTRIBUTE,
                 REASON_ATTRIBUTE,
+                UNUSED_ATTRIBUTE,
                 check_config,
                 check_sections,
+                unused_keys,
             )
 
             say_loudly(check_sections(param_dict), rank)
             original(self, param_dict)
             setattr(self, CONFIG_ATTRIBUTE, check_config(self, param_dict))
+            setattr(self, UNUSED_ATTRIBUTE, unused_keys(param_dict))
             activate()
         except Exception as error:
             if choice.by_environment:  # the messages speak of a key that this config does not have

@@ -20,7 +20,10 @@ log, destroys = sys.argv[1], sys.argv[2] == "destroy"
 config = {
     "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "offload_engine": "tencache",
     "tencache": {"log": log}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+    "zero_optimization": {
+        "stage": 3, "offload_param": {"device": "cpu", "buffer_size": 1e6},
+        "offload_optimizer": {"device": "cpu", "pipeline_read": True},
+    },
 }
 with deepspeed.zero.Init(config_dict_or_path=config):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
@@ -51,6 +54,8 @@ def run(folder: Path, *arguments: str) -> str:
 def test_a_line_at_the_start_and_a_summary_at_the_end(tmp_path: Path, end: str) -> None:
     printed = run(tmp_path, "normal", end)
     assert printed.count("is active with DeepSpeed") == 1
+    unused = "zero_optimization.offload_param.buffer_size, zero_optimization.offload_optimizer.pipeline_read"
+    assert printed.count(f"TenCache does not use {unused}") == 1
     assert printed.count("TenCache: 3 optimizer steps in") == 1
     assert printed.count("TenCache: NVMe: 0.00 GiB read") == 1
     after = printed.index("TenCache: 3 optimizer steps") > printed.index("the script ended")
