@@ -195,6 +195,18 @@ class _OneTensor:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class _OneGradient:
+    """The memory of all gradients."""
+
+    gradient: torch.Tensor
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.gradient
+
+    def give_back(self, tensor: torch.Tensor) -> None: ...
+
+
 class _Fused:
     """TenCache's update of one resident sub-group; writes the 16-bit weights to ``weights``."""
 
@@ -211,7 +223,8 @@ class _Fused:
             timeout_s=1.0,
         )
         self._state.write(0, {MASTER: master})
-        self._gradients = GradientTier(gradient, [GradientSegment(0, 0, numel)], counters)
+        segment = GradientSegment(0, 0, numel)
+        self._gradients = GradientTier([[segment]], gradient.dtype, _OneGradient(gradient), counters)
         self._writer = _OneTensor(weights)
         self._powers = BetaPowers(self._optimizer.defaults["betas"])
         self._step = 0
@@ -237,7 +250,7 @@ class _Fused:
             bias_correction=True,
             scale=_SCALE,
         )
-        self._update.run(SubGroupStep(0, 0, self._step, _SCALE, group, scalars))
+        self._update.run(SubGroupStep(0, 0, self._step, _SCALE, group, scalars), self._state.chunks(0))
 
     def close(self) -> None:
         if self._adam is not None:

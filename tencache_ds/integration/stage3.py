@@ -81,6 +81,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._by_chunks = False
         self._chunked_step: ChunkedStep | None = None
         self._update_seconds = 0.0
+        self._unreported_at: int | None = None  # samples at the last step, if its figures are still to be written
         self._warned_of_watched_step = False
         offload = kwargs.get("offload_optimizer_config")
         try:
@@ -353,6 +354,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
     def step(self, closure: Any = None) -> None:
         """DeepSpeed's step; the update itself is streamed chunk by chunk in :meth:`_optimizer_step`."""
         engine = self._require_engine()
+        self._write_figures()
         engine.check()
         t_start_ns = time.perf_counter_ns()
         self._update_seconds = 0.0
@@ -375,7 +377,18 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         coordinator.read_ahead(updated=True)
         deepspeed_engine = self._deepspeed_engine()
         if deepspeed_engine is not None and deepspeed_engine.monitor.enabled and dist.get_rank() == 0:
-            deepspeed_engine.monitor.write_events(monitor_events(record, deepspeed_engine.global_samples))
+            self._unreported_at = deepspeed_engine.global_samples
+        if engine.background is None or not engine.background.running:
+            self._write_figures()
+
+    def _write_figures(self) -> None:
+        """Gives the last step's figures to DeepSpeed's monitor, once that step is over."""
+        samples, self._unreported_at = self._unreported_at, None
+        deepspeed_engine = self._deepspeed_engine()
+        if samples is not None and deepspeed_engine is not None and self.tencache is not None:
+            record = self.tencache.counters.last_step
+            if record is not None:
+                deepspeed_engine.monitor.write_events(monitor_events(record, samples))
 
     def _complete_norms(self) -> None:
         """Norms of gradients that came in an earlier micro-step only; DeepSpeed would forget such gradients."""
@@ -514,6 +527,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             stack.callback(super().destroy)
             if self._gpu_homes is not None:
                 stack.callback(self._gpu_homes.close)
+            stack.callback(self._write_figures)
             if self._chunked_step is not None:
                 stack.callback(self._chunked_step.close)
             stack.callback(finish_gathers, module, session.keep_memory if session is not None else lambda: None)

@@ -88,8 +88,8 @@ class StepRecord:
         stall_seconds: waits of training threads by cause.
         accesses: weight accesses by where the weight was.
         events: rare events.
-        background_seconds: of the optimizer step after it returned: that of this step, as far as it is over, and of the
-            one before. The training waited for ``stall_seconds["update"]`` of them; the rest was hidden.
+        background_seconds: of the optimizer step after it returned. The training waits for a part of them in its next
+            step (``stall_seconds["update"]``); the rest is hidden. Bytes and events of that part are this step's.
         background_stall_seconds: the part of them in which that update waited itself, by cause.
     """
 
@@ -193,6 +193,8 @@ class Counters:
         self._here = threading.local()
         self._tally = _Tally()
         self._at_last_step = _Tally()
+        self._at_step_before = _Tally()
+        self._beside: _Tally | None = None  # of the thread in :meth:`in_background`
         self._steps = 0
         self._t_start_ns = time.perf_counter_ns()
         self._t_last_step_ns = self._t_start_ns
@@ -201,17 +203,17 @@ class Counters:
     def moved(self, link: Link, nbytes: int) -> None:
         """Counts ``nbytes`` moved over ``link``."""
         with self._lock:
-            self._tally.nbytes[link.value] += nbytes
+            self._current().nbytes[link.value] += nbytes
 
     def accessed(self, access: Access) -> None:
         """Counts one access to a weight."""
         with self._lock:
-            self._tally.accesses[access.value] += 1
+            self._current().accesses[access.value] += 1
 
     def happened(self, event: Event, times: int = 1) -> None:
         """Counts a rare event."""
         with self._lock:
-            self._tally.events[event.value] += times
+            self._current().events[event.value] += times
 
     @contextmanager
     def stall(self, cause: Stall) -> Iterator[None]:
@@ -224,14 +226,19 @@ class Counters:
             else:
                 yield
         finally:
-            hidden = getattr(self._here, "in_background", False)
             with self._lock:
-                stall_ns = self._tally.background_stall_ns if hidden else self._tally.stall_ns
-                stall_ns[cause.value] += time.perf_counter_ns() - t_start_ns
+                self._current().stall_ns[cause.value] += time.perf_counter_ns() - t_start_ns
 
     @contextmanager
-    def in_background(self) -> Iterator[None]:
-        """Times an update on the calling thread that goes on beside the training; its waits are counted apart."""
+    def in_background(self, n_steps: int) -> Iterator[None]:
+        """Counts for an update on the calling thread that goes on beside the training; one at a time. All of it belongs
+        to the step that it is part of, although that may be over before.
+
+        Args:
+            n_steps: :attr:`n_steps` when it was begun, so without its own.
+        """
+        with self._lock:
+            self._beside = beside = _Tally()
         self._here.in_background = True
         t_start_ns = time.perf_counter_ns()
         try:
@@ -239,7 +246,24 @@ class Counters:
         finally:
             self._here.in_background = False
             with self._lock:
-                self._tally.background_ns += time.perf_counter_ns() - t_start_ns
+                self._beside = None
+                beside.background_ns = time.perf_counter_ns() - t_start_ns
+                beside.background_stall_ns, beside.stall_ns = beside.stall_ns, _Tally().stall_ns
+                self._tally.add(beside)
+                if self._steps > n_steps and self._last_step is not None:
+                    self._at_last_step.add(beside)
+                    elapsed_ns = round(self._last_step.seconds * 1e9)
+                    self._last_step = _record(self._steps, elapsed_ns, self._at_last_step, self._at_step_before)
+
+    def _current(self) -> _Tally:
+        """Where the calling thread counts."""
+        beside = self._beside
+        return self._tally if beside is None or not getattr(self._here, "in_background", False) else beside
+
+    @property
+    def n_steps(self) -> int:
+        """Steps that are over."""
+        return self._steps
 
     def add(self, others: Counters) -> None:
         """Adds the counts of others, which are finished, to the current step."""
@@ -253,7 +277,7 @@ class Counters:
             self._steps += 1
             self._tally.update_ns += update_ns
             record = _record(self._steps, now_ns - self._t_last_step_ns, self._tally, self._at_last_step)
-            self._at_last_step = self._tally.copy()
+            self._at_step_before, self._at_last_step = self._at_last_step, self._tally.copy()
             self._t_last_step_ns = now_ns
             self._last_step = record
         return record
@@ -265,7 +289,7 @@ class Counters:
 
     @property
     def last_step(self) -> StepRecord | None:
-        """Record of the last optimizer step."""
+        """Record of the last optimizer step; what of it goes on in the background is added when it is over."""
         return self._last_step
 
 

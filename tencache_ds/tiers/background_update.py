@@ -54,7 +54,7 @@ class BackgroundUpdate:
         """Starts an update; the one before must be finished."""
         self.finish()
         self._gate.close(self._keys_of(chunk) for _, chunks in work for chunk in chunks)
-        self._running = self._executor.submit(self._run, work)
+        self._running = self._executor.submit(self._run, work, self._counters.n_steps)
 
     def finish(self) -> None:
         """Returns when nothing is under way. Any thread may call it, also without an update.
@@ -86,9 +86,9 @@ class BackgroundUpdate:
         self._executor.shutdown(wait=True)
         self._running = None
 
-    def _run(self, work: Work) -> None:
+    def _run(self, work: Work, n_steps: int) -> None:
         try:
-            with torch.no_grad(), self._counters.in_background():
+            with torch.no_grad(), self._counters.in_background(n_steps):
                 for step, chunks in work:
                     self._update.run(step, chunks, self._finished)
         except BaseException as error:

@@ -645,8 +645,9 @@ def life_of_an_engine(
         interrupt_forward(s)
     seen["during"] = there()
     seen["updates_on"] = process_settings()["update threads"]
+    s.engine.optimizer.tencache.stats()  # waits for the last step
     views = [param.ds_tensor.data for param in s.engine.module.parameters()]
-    views.append(s.engine.optimizer.grad_partitions_flat_buffer[:100])
+    views.append(s.engine.optimizer._gradients.segment(s.params()[0][1].ds_id))
     values = [view.clone() for view in views]
     session = s.engine.optimizer.tencache
     seen["memory"] = [session._staging_arena.nbytes_in_use, session._gradient_arena.nbytes_in_use]

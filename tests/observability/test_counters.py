@@ -167,3 +167,52 @@ def test_monitor_events_carry_every_figure():
     assert values["TenCache/step/update_seconds"] == 2.0
     assert values["TenCache/step/seconds"] == record.seconds
     assert all(tag.startswith("TenCache/") for tag in values)
+
+
+def counted(counters: Counters, n_steps: int, nbytes: int, during=lambda: None) -> None:
+    """An update beside the training that reads."""
+
+    def update() -> None:
+        with counters.in_background(n_steps):
+            counters.moved(Link.NVME_READ, nbytes)
+            with counters.stall(Stall.OPTIMIZER_READ):
+                time.sleep(0.002)
+            during()
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("returned_before", [True, False])
+def test_an_update_beside_the_training_counts_for_its_own_step(returned_before):
+    counters = Counters()
+    for number in range(3):
+        counters.moved(Link.NVME_READ, 1)
+        with counters.stall(Stall.BUFFER):
+            time.sleep(0.001)
+        if returned_before:
+            counters.step_done(10**9)
+            counted(counters, number, 100, lambda: counters.moved(Link.H2D, 7))
+        else:
+            counted(counters, number, 100, lambda: counters.moved(Link.H2D, 7))
+            counters.step_done(10**9)
+        record = counters.last_step
+        assert record.nbytes == {"h2d": 7, "d2h": 0, "nvme_read": 101, "nvme_write": 0}
+        assert record.update_seconds == 1.0
+        assert record.background_seconds >= record.background_stall_seconds[Stall.OPTIMIZER_READ] >= 0.002
+        assert record.stall_seconds[Stall.OPTIMIZER_READ] == 0
+        assert record.stall_seconds[Stall.BUFFER] >= 0.001
+    total = counters.total()
+    assert total.nbytes["nvme_read"] == 303
+    assert total.background_stall_seconds[Stall.OPTIMIZER_READ] >= 0.006
+
+
+def test_what_the_training_counts_meanwhile_is_the_next_steps():
+    counters = Counters()
+    counters.step_done(0)
+    counted(counters, 0, 100, lambda: None)
+    moved = threading.Thread(target=counters.moved, args=(Link.D2H, 5))
+    counted(counters, 0, 0, lambda: (moved.start(), moved.join()))
+    assert counters.last_step.nbytes["d2h"] == 0
+    assert counters.step_done(0).nbytes["d2h"] == 5

@@ -103,7 +103,7 @@ def test_waits_of_the_update_are_not_those_of_the_training(tmp_path):
     assert background.bench.storage.counters is not background.counters
     before = background.counters.total().background_seconds
     assert before > 0
-    with background.counters.in_background(), background.counters.stall(Stall.BUFFER):
+    with background.counters.in_background(0), background.counters.stall(Stall.BUFFER):
         time.sleep(0.01)
     total = background.counters.total()
     assert total.stall_seconds[Stall.BUFFER.value] == 0
