@@ -20,17 +20,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from tencache_ds.errors import ConfigError, TenCacheError
-from tencache_ds.gpu_homes import GpuHomes, initial_gpu_nbytes, open_device
-from tencache_ds.gpu_moves import GpuMoves
+from tencache_ds.gpu_homes import GpuHomes, initial_gpu_nbytes
 from tencache_ds.host_homes import HostHomes
-from tencache_ds.integration.agreement import agreed
-from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater
 from tencache_ds.integration.chunked_step import ChunkedStep
 from tencache_ds.integration.config_checks import refuse_optimizer
-from tencache_ds.integration.device_weights import DeviceWeights
 from tencache_ds.integration.engine_building import session_for
+from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu
 from tencache_ds.integration.letting_go import finish_gathers, let_go
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
 from tencache_ds.integration.optimizer_states import OptimizerStates
@@ -49,7 +46,6 @@ from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.session import Session
 from tencache_ds.state_moves import StateMoves
 from tencache_ds.tiers.device_adam import DeviceAdam
-from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
 from tencache_ds.tiers.sub_group import Kinds
@@ -181,7 +177,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             return
         engine = self._require_engine()
         fused = engine.fused_adam() if updates_by_chunks(self.optimizer) else None
-        self._device = self._open_device(fused)
+        self._device = open_gpu(self.optimizer, engine, fused)
         self._create_fp32_partitions()
         self._create_next_swappable_fp32_groups()
         self.initialize_optimizer_states()
@@ -221,7 +217,18 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         moves.before = self._chunked_step.finish
         self._host_homes = engine.watch_host_memory(moves)
         if self._device is not None:
-            self._gpu_homes = self._build_gpu_homes(self._device[0], moves)
+            self._gpu_homes = build_gpu_homes(
+                engine,
+                self._device[0],
+                moves,
+                self._gradients,
+                self._model_weights,
+                self.module,
+                self.fp16_groups,
+                moved_gradient=getattr(self, _GRAD_PARTITIONS).__setitem__,
+                hidden_share=self._chunked_step.hidden_share,
+                record_fetches=self._record_fetches,
+            )
         starts = itertools.accumulate((int(n) for n in self.fp16_partitioned_groups_flat_numel), initial=0)
         self._sub_group_starts = list(starts)
 
@@ -239,51 +246,6 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         setattr(self, _GRAD_PARTITIONS, {key: gradients.segment(key) for key in keys})
         self.grad_partitions_flat_buffer = torch.empty(0, dtype=dtype)  # DeepSpeed asks where it is
         return gradients
-
-    def _open_device(self, fused: FusedAdam | None) -> tuple[DeviceMemory, DeviceAdam] | None:
-        """GPU memory for weights, gradients and state, where the updates of all ranks know how to use it."""
-        if not updates_by_chunks(self.optimizer) or self._tencache_options.gpu_memory == 0:
-            return None
-        opened = None
-        if fused is not None:
-            try:
-                opened = open_device(self._require_engine().surroundings.on_cuda, fused)
-            except ConfigError as error:
-                logger.warning("GPU memory is not used: %s", error)
-        # Later they decide together what goes there: one that cannot would be waited for.
-        return opened if agreed("whether GPU memory is used", opened is not None, all) else None
-
-    def _build_gpu_homes(self, memory: DeviceMemory, state: StateMoves) -> GpuHomes:
-        engine = self._require_engine()
-        weights = DeviceWeights(list(self.module.parameters()), self._model_weights)
-        moves = GpuMoves(
-            memory,
-            state,
-            self._gradients,
-            [[(param.ds_id, param.partition_numel()) for param in group] for group in self.fp16_groups],
-            weights,
-            engine,
-            moved_gradient=getattr(self, _GRAD_PARTITIONS).__setitem__,
-        )
-
-        def say(placement: str, predicted_seconds: float | None) -> None:
-            engine.note_placement(placement, predicted_seconds)
-            announce(f"TenCache: {placement}", self._tencache_options)
-
-        return GpuHomes(
-            self._tencache_options,
-            memory,
-            self._state,
-            self._gradients.dtype.itemsize,
-            len(self.fp16_groups),
-            weights.shards,
-            moves,
-            host_left_nbytes=lambda: engine.host_left_nbytes,
-            hidden_share=self._chunked_step.hidden_share,
-            agree=agreed,
-            record_fetches=self._record_fetches,
-            say=say,
-        )
 
     def _record_fetches(self, recorder: FetchRecorder | None) -> None:
         self._get_param_coordinator().fetch_recorder = recorder

@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 
 from tencache_ds import session
 from tencache_ds.errors import MemoryLimitError
-from tencache_ds.integration import stage3
+from tencache_ds.integration import gpu_building
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.tiers.device_adam import Launch, Run
@@ -92,7 +92,7 @@ class TeamAdam:
 
 
 def use_ordinary_memory() -> None:
-    stage3.open_device = lambda on_cuda, fused: (OrdinaryMemory(), TeamAdam(fused))
+    gpu_building.open_device = lambda on_cuda, fused: (OrdinaryMemory(), TeamAdam(fused))
 
 
 class RandomMoves:

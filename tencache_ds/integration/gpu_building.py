@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds what keeps weights, gradients and optimizer state of one DeepSpeed engine in GPU memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tencache_ds.errors import ConfigError
+from tencache_ds.gpu_homes import GpuHomes, open_device
+from tencache_ds.gpu_moves import GpuMoves
+from tencache_ds.integration.agreement import agreed
+from tencache_ds.integration.announcing import announce
+from tencache_ds.integration.device_weights import DeviceWeights
+from tencache_ds.integration.model_weights import ModelWeights
+from tencache_ds.integration.optimizers import updates_by_chunks
+from tencache_ds.memory.device_memory import DeviceMemory
+from tencache_ds.profiling.fetch_waits import FetchRecorder
+from tencache_ds.session import Session
+from tencache_ds.state_moves import StateMoves
+from tencache_ds.tiers.device_adam import DeviceAdam
+from tencache_ds.tiers.fused_adam import FusedAdam
+from tencache_ds.tiers.gradients import GradientTier
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+
+def open_gpu(optimizer: Any, session: Session, fused: FusedAdam | None) -> tuple[DeviceMemory, DeviceAdam] | None:
+    """GPU memory for weights, gradients and state, where the updates of all ranks know how to use it.
+
+    Args:
+        optimizer: the torch optimizer that DeepSpeed wraps.
+        session: of the engine.
+        fused: Adam in one pass on the host, if there is one.
+    """
+    if not updates_by_chunks(optimizer) or session.options.gpu_memory == 0:
+        return None
+    opened = None
+    if fused is not None:
+        try:
+            opened = open_device(session.surroundings.on_cuda, fused)
+        except ConfigError as error:
+            logger.warning("GPU memory is not used: %s", error)
+    # Later they decide together what goes there: one that cannot would be waited for.
+    return opened if agreed("whether GPU memory is used", opened is not None, all) else None
+
+
+def build_gpu_homes(
+    session: Session,
+    memory: DeviceMemory,
+    state: StateMoves,
+    gradients: GradientTier,
+    model_weights: ModelWeights,
+    module: torch.nn.Module,
+    groups: Sequence[Sequence[Any]],
+    *,
+    moved_gradient: Callable[[int, torch.Tensor], None],
+    hidden_share: Callable[[], float],
+    record_fetches: Callable[[FetchRecorder | None], None],
+) -> GpuHomes:
+    """Decides what of an engine lives in GPU memory, and moves it.
+
+    Args:
+        session: of the engine.
+        memory: of the compute device.
+        state: moves the optimizer's state.
+        gradients: the accumulated gradients.
+        model_weights: where the optimizer writes the weights.
+        module: the model.
+        groups: the parameters of each sub-group.
+        moved_gradient: see :class:`GpuMoves`.
+        hidden_share: see :class:`GpuHomes`.
+        record_fetches: see :class:`GpuHomes`.
+    """
+    weights = DeviceWeights(list(module.parameters()), model_weights)
+    moves = GpuMoves(
+        memory,
+        state,
+        gradients,
+        [[(param.ds_id, param.partition_numel()) for param in group] for group in groups],
+        weights,
+        session,
+        moved_gradient=moved_gradient,
+    )
+
+    def say(placement: str, predicted_seconds: float | None) -> None:
+        session.note_placement(placement, predicted_seconds)
+        announce(f"TenCache: {placement}", session.options)
+
+    return GpuHomes(
+        session.options,
+        memory,
+        state.tier,
+        gradients.dtype.itemsize,
+        len(groups),
+        weights.shards,
+        moves,
+        host_left_nbytes=lambda: session.host_left_nbytes,
+        hidden_share=hidden_share,
+        agree=agreed,
+        record_fetches=record_fetches,
+        say=say,
+    )
