@@ -210,8 +210,13 @@ class ChunkedUpdate:
                 f"the update of chunk {entry.used.chunk.sub_group}.{entry.used.chunk.index} was not done after "
                 f"{JOB_TIMEOUT_S:.0f} s: the optimizer threads get no CPU time"
             )
-        entry.job.publish()
-        self._writer.close(entry.used.chunk)
+        try:
+            entry.job.publish()
+            self._writer.close(entry.used.chunk)
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                self._tier.put(entry.used)
+            raise
         self._tier.put(entry.used)
         finished(entry.used.chunk)
 

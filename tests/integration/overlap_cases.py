@@ -5,15 +5,21 @@ for a weight, a gradient or the state gets a wrong one.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import checkpoint_cases
+import torch
 import training
 import user_api_cases
 
+from tencache_ds.errors import TenCacheError
+from tencache_ds.integration.model_weights import ModelWeights
 from tencache_ds.observability.counters import Stall
+from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.update import ChunkedUpdate
 
 DELAY_S, DELAYED = 0.003, 7
@@ -42,8 +48,42 @@ def slow_finish(self: ChunkedUpdate, *args: Any) -> None:
     plain_finish(self, *args)
 
 
+def recover(case: dict[str, Any], folder: str) -> dict[str, Any]:
+    """A step that fails in the background; then the last checkpoint is loaded into the same engine."""
+    engine = training.build(case, "tencache", os.path.join(folder, "nvme"))
+    close = ModelWeights.close
+
+    def train(steps: int) -> list[str]:
+        return training.train(engine, steps, torch.Generator().manual_seed(1), oracle=False)
+
+    def fail(self: ModelWeights, chunk: Chunk) -> None:
+        close(self, chunk)
+        if len(in_background) > 20:
+            raise RuntimeError("made up")
+
+    train(2)
+    engine.save_checkpoint(folder, tag="recover")
+    result: dict[str, Any] = {"losses": train(3), "errors": []}
+    engine.load_checkpoint(folder, tag="recover")
+    in_background.clear()
+    ModelWeights.close = fail
+    uses: list[Callable[[], Any]] = [lambda: train(3), engine.step, lambda: engine.save_checkpoint(folder, tag="wrong")]
+    for use in uses:
+        try:
+            use()
+        except TenCacheError as error:
+            result["errors"].append(str(error))
+    ModelWeights.close = close
+    engine.load_checkpoint(folder, tag="recover")
+    result["again"] = train(3)
+    engine.destroy()
+    return result
+
+
 def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:
     in_background.clear()
+    if "recovers" in case:
+        return recover(case, folder)
     if "scenario" in case:
         result = user_api_cases.run(case, engine, folder, rank)
     elif "action" in case:

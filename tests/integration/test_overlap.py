@@ -51,6 +51,12 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 
 
+RECOVERS: dict[str, dict[str, Any]] = {
+    "recovers_ram": {"model": "llama", "recovers": True} | RAM,
+    "recovers_nvme": {"model": "llama", "recovers": True, "tencache": {"host_memory": "9MiB"}},
+}
+
+
 def both(cases: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any], str]]:
     return [(name, case, engine) for name, case in cases.items() for engine in ("stock", "tencache")]
 
@@ -70,7 +76,8 @@ def checkpoints() -> list[tuple[str, dict[str, Any], str]]:
 def one_rank(harness: Any) -> Any:
     scenarios = {name: {"scenario": name} for name in SCENARIOS}
     cases = both(TRAINING | ALONE | scenarios)
-    return harness.run([*cases, *checkpoints()], program=PROGRAM, timeout_s=380)
+    recovers = [(name, RECOVERS[name], "tencache") for name in RECOVERS]
+    return harness.run([*cases, *checkpoints(), *recovers], program=PROGRAM, timeout_s=380)
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +128,11 @@ def test_checkpoints_have_the_finished_step(one_rank: Any, name: str) -> None:
     for engine in ("stock", "tencache"):
         assert one_rank.result(f"load_{name}_of_tencache", engine)["result"] == expected
     assert one_rank.result(f"save_{name}", "tencache")["in_background"] > 0
+
+
+@pytest.mark.parametrize("name", RECOVERS)
+def test_a_step_that_failed_is_in_the_way_until_a_checkpoint_is_loaded(one_rank: Any, name: str) -> None:
+    result = one_rank.result(name, "tencache")
+    assert result["errors"] == ["the optimizer step did not end: made up"] * 3
+    assert result["again"] == result["losses"]
+    assert len(set(result["losses"])) == 3

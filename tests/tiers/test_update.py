@@ -373,3 +373,20 @@ def test_published_weights_are_rounded_masters(resident):
     publish(resident.weights, chunk, resident.master[:4096])
     assert torch.equal(resident.weights.values[4096:8192], resident.master[:4096].bfloat16())
     assert resident.weights.closed == [1]
+
+
+def test_a_weight_that_cannot_be_written_leaves_no_buffer_behind(stored):
+    close = stored.weights.close
+
+    def failing(chunk) -> None:
+        close(chunk)
+        if chunk.index == 2:
+            raise StorageError("write", "weights", 0, 1, "no space")
+
+    stored.weights.close = failing
+    with pytest.raises(StorageError, match="no space"):
+        stored.update(Kernel())
+    stored.tier.begin_pass(())  # what was read ahead goes back
+    stored.tier.drain()
+    stored.storage.pool.assert_idle()
+    assert stored.weights.closed == [0, 1, 2]
