@@ -154,6 +154,14 @@ def least_memory(nvme: str) -> dict[str, int]:
     return {"staging_memory": found}
 
 
+def forget_what_was_read_ahead(engine: Any) -> None:
+    """How much is read ahead at the end of a step depends on how soon writes return their buffers."""
+    from tencache_ds.integration.model_weights import in_tier
+
+    for param in filter(in_tier, engine.module.parameters()):
+        param.nvme_swapper.engine.weights.forget(param.ds_id)
+
+
 def say_the_step(engine: Any, step: int) -> None:
     """For the log of a process that may not live to tell more."""
     print(f"step {engine.global_steps} done", flush=True)
@@ -173,6 +181,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     result: dict[str, Any] = {"losses": training.train(engine, STEPS_BEFORE, generator, oracle=False)}
     if engine_name == "tencache":  # so that every rank meets the fault at the same point
         training.drain(engine)
+        forget_what_was_read_ahead(engine)
     deepspeed.comm.barrier()
     circumstance = Circumstance(case, engine_name, engine, folder, rank)
     Path(folder, f"{case['act']}-began").write_text(str(time.time()))  # before this process may lose its permissions
