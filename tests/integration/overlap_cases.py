@@ -6,6 +6,7 @@ for a weight, a gradient or the state gets a wrong one.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ DELAY_S, DELAYED = 0.003, 7
 plain_config = training.config_for
 plain_finish = ChunkedUpdate._finish
 in_background: list[int] = []
+dies_at = 0
 
 
 def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
@@ -45,7 +47,36 @@ def slow_finish(self: ChunkedUpdate, *args: Any) -> None:
         in_background.append(1)
         if len(in_background) % DELAYED == 0:
             time.sleep(DELAY_S)
+        if len(in_background) == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
     plain_finish(self, *args)
+
+
+def be_killed(case: dict[str, Any], folder: str) -> None:
+    """A job that gets SIGKILL in the middle of an update, in the second step after its checkpoint."""
+    global dies_at
+    engine = training.build(case, "tencache", os.path.join(folder, "nvme"))
+    generator = torch.Generator().manual_seed(1000)
+    training.train(engine, case["before"], generator, oracle=False)
+    engine.save_checkpoint(os.path.join(folder, "checkpoints", case["checkpoint"]), tag="save0")
+    dies_at = len(in_background) * (2 * case["before"] + 3) // (2 * case["before"])
+    training.train(engine, case["after"], generator, oracle=False)
+    raise RuntimeError("the process lives")
+
+
+def evaluate_and_save(folder: str) -> Callable[[Any, int], None]:
+    """For between the steps of a long run: every step is still going on when it is called."""
+
+    def hook(engine: Any, step: int) -> None:
+        if step % 10 == 4:
+            engine.eval()
+            with torch.no_grad():
+                engine(*(t.to(engine.device) for t in engine.module.batch(torch.Generator().manual_seed(step))))
+            engine.train()
+        if step % 20 == 17:
+            engine.save_checkpoint(os.path.join(folder, "checkpoints", "long"), tag=f"step{step}")
+
+    return hook
 
 
 def recover(case: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -84,12 +115,14 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
     in_background.clear()
     if "recovers" in case:
         return recover(case, folder)
+    if case.get("action") == "be_killed":
+        be_killed(case, folder)
     if "scenario" in case:
         result = user_api_cases.run(case, engine, folder, rank)
     elif "action" in case:
         result = checkpoint_cases.run(case, engine, folder, rank)
     else:
-        result = training.run_case(case, engine, folder, rank)
+        result = training.run_case(case, engine, folder, rank, evaluate_and_save(folder) if case.get("long") else None)
         if engine == "tencache":
             result["in_background"] = len(in_background)
             result["waited_s"] = result["stats"]["total"]["stall_seconds"][Stall.UPDATE]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -26,6 +27,11 @@ TRAINING: dict[str, dict[str, Any]] = {
     "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2, "steps": 6},
     "two_groups_scheduler": {"model": "gpt2", "optimizer": "two_groups", "scheduler": True, "steps": 6},
 }
+EVERYTHING = {"model": "random_skip", "accumulation": 2, "clipping": 0.1, "scheduler": True, "persistence": 600}
+LONG: dict[str, dict[str, Any]] = {
+    "long": EVERYTHING | {"weights": True, "steps": 50, "long": True, "tencache": {"host_memory": "9MiB"}},
+}
+"""Evaluation and checkpoints between steps, a part of the state on NVMe."""
 ALONE: dict[str, dict[str, Any]] = {
     "weights_on_nvme": {"model": "llama", "steps": 6, "tencache": {"host_memory": 0}},
     "off": {"model": "llama", "steps": 6, "tencache": {"overlap_step": False}},
@@ -44,6 +50,7 @@ SCENARIOS = (
     "train_destroy_train",
     "accumulation_unmanaged",
 )
+KILLED = {"model": "llama", "before": 3, "after": 4, "tencache": {"host_memory": "9MiB"}}
 ON_TWO_RANKS = ("random_skip", "tied", "ram", "state_on_nvme", "accumulation_clipping")
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "ram": {"model": "mlp"} | RAM,
@@ -73,16 +80,33 @@ def checkpoints() -> list[tuple[str, dict[str, Any], str]]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(harness: Any) -> Any:
+def folder(harness: Any) -> Any:
+    return harness.folder()
+
+
+@pytest.fixture(scope="module")
+def one_rank(harness: Any, folder: Any) -> Any:
     scenarios = {name: {"scenario": name} for name in SCENARIOS}
-    cases = both(TRAINING | ALONE | scenarios)
+    cases = both(TRAINING | LONG | ALONE | scenarios)
     recovers = [(name, RECOVERS[name], "tencache") for name in RECOVERS]
-    return harness.run([*cases, *checkpoints(), *recovers], program=PROGRAM, timeout_s=380)
+    never_stopped = ("never_stopped", KILLED | {"action": "save", "checkpoint": "never_stopped"}, "stock")
+    killed = ("killed", KILLED | {"action": "be_killed", "checkpoint": "killed"}, "tencache")
+    return harness.run(
+        [*cases, *checkpoints(), *recovers, never_stopped, killed], program=PROGRAM, folder=folder, timeout_s=380
+    )
+
+
+@pytest.fixture(scope="module")
+def resumed(harness: Any, one_rank: Any, folder: Any) -> Any:
+    assert one_rank.finished.code == -signal.SIGKILL
+    case = KILLED | {"action": "load", "checkpoint": "killed"}
+    return harness.run([("resumed", case, "tencache")], program=PROGRAM, folder=folder)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
-    return harness.run(both({name: TRAINING[name] for name in ON_TWO_RANKS}), ranks=2, program=PROGRAM, timeout_s=380)
+    cases = {name: TRAINING[name] for name in ON_TWO_RANKS} | LONG
+    return harness.run(both(cases), ranks=2, program=PROGRAM, timeout_s=380)
 
 
 def assert_same(outcome: Any, name: str) -> None:
@@ -93,12 +117,12 @@ def assert_same(outcome: Any, name: str) -> None:
         assert ours.get("weights") == stock.get("weights")
 
 
-@pytest.mark.parametrize("name", [*TRAINING, *ALONE])
+@pytest.mark.parametrize("name", [*TRAINING, *LONG, *ALONE])
 def test_one_rank(one_rank: Any, name: str) -> None:
     assert_same(one_rank, name)
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize("name", [*ON_TWO_RANKS, *LONG])
 def test_two_ranks(two_ranks: Any, name: str) -> None:
     assert_same(two_ranks, name)
 
@@ -128,6 +152,13 @@ def test_checkpoints_have_the_finished_step(one_rank: Any, name: str) -> None:
     for engine in ("stock", "tencache"):
         assert one_rank.result(f"load_{name}_of_tencache", engine)["result"] == expected
     assert one_rank.result(f"save_{name}", "tencache")["in_background"] > 0
+
+
+def test_a_job_that_is_killed_in_the_middle_of_a_step_resumes(one_rank: Any, resumed: Any) -> None:
+    expected = one_rank.result("never_stopped", "stock")["result"]
+    found = resumed.result("resumed", "tencache")["result"]
+    assert found["losses"] == expected["losses"]
+    assert found["final_weights"] == expected["final_weights"]
 
 
 @pytest.mark.parametrize("name", RECOVERS)
