@@ -19,6 +19,8 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
+import torch
+
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import SpaceError, TenCacheError
@@ -99,6 +101,8 @@ class Session:
         self._gradient_arena = HostArena(None, locking, inherited=True)
         self.gradient_memory = HostTensors(self._gradient_arena, "gradients", self.count_host)
         """Host memory of gradients, registered for fast copies on a GPU."""
+        # DeepSpeed pins these weights whatever "pin_memory" says.
+        self._weight_arena = HostArena(None, Locking.CUDA if surroundings.on_cuda else Locking.NONE, inherited=True)
         self._gpu_staging = GpuStaging(
             options,
             surroundings.on_cuda,
@@ -161,6 +165,18 @@ class Session:
             logger.info("%s of optimizer state fit nowhere but in GPU memory", gib(sum(by_place[Place.GPU])))
         specs = [SubGroupSpec(numel, kinds, places) for numel, places in zip(numels, homes, strict=True)]
         return specs, by_place[Place.NVME]
+
+    def weight_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory for weights that DeepSpeed keeps in RAM: exact, where torch pins a power of two.
+
+        Returns:
+            A 1-D tensor, uninitialized; on a GPU registered for fast copies until :meth:`close`.
+
+        Raises:
+            MemoryLimitError, LockedMemoryError: there is no such memory.
+        """
+        nbytes = numel * dtype.itemsize
+        return self._weight_arena.allocate(max(nbytes, 1), "weights")[:nbytes].view(dtype)
 
     def _state_capacity(self, gradient_nbytes: int, gpu_nbytes: int) -> StateCapacity:
         ranks, paths = self.surroundings.local_ranks, self.surroundings.optimizer_paths
@@ -331,7 +347,8 @@ class Session:
         if self.background is not None:
             with contextlib.suppress(TenCacheError):  # the next step raises it
                 self.background.finish()
-        arenas = [arena for arena in (self._gradient_arena, self._staging_arena, self._late_arena) if arena is not None]
+        arenas = [self._weight_arena, self._gradient_arena]
+        arenas += [arena for arena in (self._staging_arena, self._late_arena) if arena is not None]
         pools = [pool.stats() for pool in self._pools if pool is not self._gpu_staging.pool]
         weights = [engine.weights for engine in self._engines]
         stores = self._stores
@@ -424,6 +441,9 @@ class Session:
                     stack.callback(self._engines[0].close)
                 stack.callback(self._engines[0].reserve_host_memory, -self._reserved_nbytes)
                 stack.callback(self._gradient_arena.disown)
+                stack.callback(self._weight_arena.disown)
+                if self.surroundings.on_cuda:
+                    stack.callback(torch.cuda.synchronize)  # copies from this memory may be under way
                 for arena in (self._staging_arena, self._late_arena):
                     if arena is not None:
                         stack.callback(arena.close)

@@ -212,7 +212,7 @@ SEAMS: tuple[Seam, ...] = (
         Seam(_STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{name}", ("self", *parameters), purpose)
         for name, parameters, purpose in (
             ("_configure_offloading", ("offload_optimizer_config", "offload_param_config"), "takes over NVMe offload"),
-            ("_create_param_groups_fp16_flat_cpu_memory", (), "keeps weights in the weight tier"),
+            ("_create_param_groups_fp16_flat_cpu_memory", (), "keeps weights in memory of their exact size"),
             ("_create_fp32_partitions", (), "puts master weights into the optimizer tier"),
             ("initialize_optimizer_states", (), "avoids a pass over the state"),
             ("create_reduce_and_remove_grad_hooks", (), "installs hooks without reading the weights"),

@@ -19,7 +19,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from tencache_ds.errors import ConfigError, TenCacheError
+from tencache_ds.errors import ConfigError, MemoryLimitError, TenCacheError
 from tencache_ds.gpu_homes import GpuHomes, initial_gpu_nbytes
 from tencache_ds.host_homes import HostHomes
 from tencache_ds.integration.checkpoint import CheckpointMixin
@@ -41,6 +41,7 @@ from tencache_ds.integration.param_swapper import ParamSwapper, engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.memory.device_memory import DeviceMemory
+from tencache_ds.memory.pinned_cache import empty_pinned_cache
 from tencache_ds.observability.counters import monitor_events
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.session import Session
@@ -116,16 +117,24 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         agree_on_homes(self.tencache.all(), self.parameter_offload.module)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
-        if not self.params_in_nvme_and_cpu:
+        groups = self.trainable_param_groups
+        if self.params_in_nvme_and_cpu:
+            # The weight tier decides which weights stay in host memory: no sub-group gets a flat buffer of DeepSpeed's.
+            self.param_groups_fp16_flat_cpu_memory = [torch.empty(0, dtype=self.dtype) for _ in groups]
+            return
+        numels = [sum(param.partition_numel() for param in group["params"]) for group in groups]
+        try:
+            memory = [self._require_engine().weight_memory(numel, self.dtype) for numel in numels]
+        except MemoryLimitError as error:
+            logger.warning("weights in host memory are pinned by torch, which takes up to twice their size: %s", error)
             super()._create_param_groups_fp16_flat_cpu_memory()
             return
-        # The weight tier decides which weights stay in host memory: no sub-group gets a flat buffer of DeepSpeed's.
-        empty = torch.empty(0, dtype=self.dtype)
-        self.param_groups_fp16_flat_cpu_memory = [empty for _ in self.trainable_param_groups]
+        self.param_groups_fp16_flat_cpu_memory = memory
 
     def _create_fp32_partitions(self) -> None:
         engine = self._require_engine()
         self._require_claims()
+        empty_pinned_cache()  # of the shards that were moved into flat buffers
         for part in engine.claimed:
             part.weights.set_trainable(param.ds_id for group in self.fp16_groups for param in group)
         self._model_weights = ModelWeights(

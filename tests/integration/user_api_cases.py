@@ -511,8 +511,9 @@ def io_threads() -> list[str]:
 def train_destroy_train(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     """``destroy()`` ends an engine, not its model: it can be read, changed, and given to DeepSpeed again."""
     seen = {}
-    for place, options in (("NVMe", {}), ("RAM", {"host_memory": 2**30})):
-        s = Scenario(engine_name, folder, rank, tencache=options)
+    in_ram = {"tencache": {"host_memory": 2**30}}
+    for place, options in (("NVMe", {}), ("RAM", in_ram), ("RAM without NVMe", {"offload_param": "cpu"})):
+        s = Scenario(engine_name, folder, rank, **options)
         s.train()
         s.engine.destroy()
         s.engine.destroy()
@@ -520,12 +521,12 @@ def train_destroy_train(engine_name: str, folder: str, rank: int) -> dict[str, A
         with deepspeed.zero.GatheredParameters([s.engine.module.layers[1].weight], modifier_rank=0):
             if rank == 0:
                 s.engine.module.layers[1].weight.data.mul_(0.5)
-        s.initialize_again(tencache=options, sub_group_size=100_000)
+        s.initialize_again(**options, sub_group_size=100_000)
         s.train()
         s.engine(*s.batch())  # ends between forward and backward, weights in use
         s.engine.destroy()
         s.read_model("after the second")
-        s.initialize_again(tencache=options, offload_optimizer="cpu")
+        s.initialize_again(**options, offload_optimizer="cpu")
         s.train()
         seen[place] = s.end()
         s.read_model("after the third")
