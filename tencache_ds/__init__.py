@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from tencache_ds import _autoload
 
 if TYPE_CHECKING:
+    import os
+
     from tencache_ds.observability.counters import Stats
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "stats"]
+__all__ = ["__version__", "stats", "trace"]
 
 
 def stats(engine: Any) -> Stats:
@@ -34,6 +36,26 @@ def stats(engine: Any) -> Stats:
     from tencache_ds.integration.activation import engine_of
 
     return engine_of(engine).stats()
+
+
+def trace(engine: Any, path: str | os.PathLike[str], steps: int = 2) -> None:
+    """Records whole optimizer steps of this rank into a file that Perfetto (https://ui.perfetto.dev) opens and
+    ``tencache trace --summary`` summarizes. Returns at once; the file is written when the steps are over. From outside,
+    and for all ranks of a host in one file: ``tencache trace``.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first.
+        path: the file; ``{rank}`` in it is replaced by this process's rank. An existing file is replaced.
+        steps: how many, beginning when the step under way is over.
+
+    Raises:
+        TenCacheError: another trace of this process is being recorded.
+        ValueError: this DeepSpeed engine does not run with TenCache, there is no such folder, or no step is asked for.
+    """
+    from tencache_ds.integration.activation import engine_of
+    from tencache_ds.integration.observing import trace_to_file
+
+    trace_to_file(engine_of(engine), path, steps)
 
 
 _autoload.install()

@@ -35,6 +35,7 @@ from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.host_tensors import HostTensors
 from tencache_ds.memory.pool import BufferPool, PoolTimeout
+from tencache_ds.observability import tracing
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
 from tencache_ds.planning.budget import AUTO_CHUNK_SLOTS, StagingPlan, plan_staging
@@ -347,13 +348,18 @@ class Session:
         if self.background is not None:
             with contextlib.suppress(TenCacheError):  # the next step raises it
                 self.background.finish()
+        return self.look()
+
+    def look(self) -> Stats:
+        """:meth:`stats` without waiting for anything: what an optimizer step in the background does until its end is
+        not in the counters yet. Any thread."""
         arenas = [self._weight_arena, self._gradient_arena]
         arenas += [arena for arena in (self._staging_arena, self._late_arena) if arena is not None]
         pools = [pool.stats() for pool in self._pools if pool is not self._gpu_staging.pool]
         weights = [engine.weights for engine in self._engines]
         stores = self._stores
         paths = summed(path.stats() for nvme in self._all_nvme for path in nvme.paths)
-        stored_nbytes = sum(tier.homes.allocated_nbytes for tier in weights)
+        stored_weight_nbytes = stored_nbytes = sum(tier.homes.allocated_nbytes for tier in weights)
         if self._optimizer_store is not None:
             stored_nbytes += self._optimizer_store.nbytes_allocated
         pinned_weights_nbytes = sum(engine.pinned_nbytes for engine in self._engines)
@@ -368,8 +374,10 @@ class Session:
             gpu_staging_nbytes=self._gpu_staging.nbytes,
             pool_waits=sum(pool.n_waits for pool in pools),
             stored_nbytes=stored_nbytes,
+            stored_weight_nbytes=stored_weight_nbytes,
             resident_weight_nbytes=sum(tier.homes.resident_nbytes for tier in weights),
             resident_state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.resident_nbytes,
+            host_gradient_nbytes=self._gradient_arena.nbytes_in_use,
             gpu_weight_nbytes=self._gpu_weight_nbytes,
             gpu_gradient_nbytes=self._gpu_gradient_nbytes,
             gpu_state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.device_nbytes,
@@ -407,7 +415,9 @@ class Session:
         measured bandwidth."""
         for nvme in self._all_nvme:
             nvme.reweigh()
-        return self.counters.step_done(update_ns)
+        record = self.counters.step_done(update_ns)
+        tracing.boundary(self.counters, record)
+        return record
 
     def check(self) -> None:
         """Raises the error of an earlier asynchronous write, if one failed. Cheap: called every step."""
@@ -434,6 +444,7 @@ class Session:
             if self._closed:
                 return
             self._closed = True
+            tracing.engine_closed(self.counters)
             with contextlib.ExitStack() as stack:  # every step runs, even if an earlier one raises
                 if self.before_close is not None:
                     stack.callback(self.before_close, self.stats())

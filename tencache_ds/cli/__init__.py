@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from tencache_ds import __version__
-from tencache_ds.cli import bench, doctor, plan, tune
+from tencache_ds.cli import bench, doctor, plan, trace, tune, watch
 
 __all__ = ["main"]
 
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_command(commands)
     tune.add_command(commands)
     plan.add_command(commands)
+    watch.add_command(commands)
+    trace.add_command(commands)
     bench.add_command(commands)
     arguments = parser.parse_args(words)
     return int(arguments.run(arguments))

@@ -40,6 +40,7 @@ def activate() -> None:
     from tencache_ds.integration.checkpoint_saving import hook_saving
     from tencache_ds.integration.chunked_step import wait_for_updates
     from tencache_ds.integration.cpu_adam_op import loaded_when_needed
+    from tencache_ds.integration.observing import observatory
     from tencache_ds.integration.param_swapper import ParamSwapper, swapper_factory
     from tencache_ds.integration.rank_checks import agree_on_options
     from tencache_ds.integration.seams import verify_seams, warn_of_version
@@ -109,6 +110,7 @@ def activate() -> None:
             if not hasattr(configured, "tencache"):
                 _complete_without_optimizer(configured, self._config, options)
         if hasattr(configured, "tencache"):  # a model of which nothing is offloaded has no engine to speak of
+            observatory.add(configured.tencache, self.module)
             _announce(configured.tencache, self._config, time.perf_counter() - t_start_s)
         return configured
 

@@ -21,7 +21,9 @@ from deepspeed.utils import z3_leaf_module
 
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.param_swapper import ParamSwapper
+from tencache_ds.observability import spans
 from tencache_ds.observability.counters import Event
+from tencache_ds.observability.spans import Category, span
 from tencache_ds.planning.lookahead import CommitWindow, Walk
 from tencache_ds.profiling.access_trace import AccessTrace
 from tencache_ds.profiling.fetch_waits import FetchRecorder
@@ -61,6 +63,10 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     @torch.no_grad()
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
         """DeepSpeed's fetch, between committing completed reads and reading further ahead."""
+        with span(Category.FETCH, "fetch", f"module id {getattr(current_submodule, 'ds_id', '?')}"):
+            self._fetch(current_submodule, forward)
+
+    def _fetch(self, current_submodule: Any, forward: bool) -> None:
         if self._tencache_forward and not forward:
             self._tencache_forward = False
             self.before_backward()
@@ -88,6 +94,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
 
     def reset_step(self) -> None:
         """The start of a forward pass."""
+        spans.phase("forward")
         super().reset_step()
         self._tencache_forward = True
         self.before_pass()

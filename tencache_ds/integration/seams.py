@@ -224,6 +224,8 @@ SEAMS: tuple[Seam, ...] = (
             ("_partitioned_params_swap_out", ("i",), "writes weights back through the weight tier"),
             ("has_overflow", ("partition_gradients",), "checks gradients without a copy of them"),
             ("step", ("closure",), "brackets the update"),
+            ("backward_prologue", (), "marks the start of a backward pass in traces"),
+            ("backward_epilogue", (), "marks its end"),
             ("_get_fp32_grad_state_partition", ("param", "release_swap_buffers"), "reads gradients"),
             ("set_fp32_grad_for_param", ("value", "param"), "replaces gradients"),
             ("set_local_grad_for_param", ("value", "param"), "replaces gradients"),

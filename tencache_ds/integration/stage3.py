@@ -42,7 +42,9 @@ from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.pinned_cache import empty_pinned_cache
+from tencache_ds.observability import spans
 from tencache_ds.observability.counters import monitor_events
+from tencache_ds.observability.spans import Category, span
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.session import Session
 from tencache_ds.state_moves import StateMoves
@@ -320,10 +322,27 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._model_parallel_all_reduce(tensor=overflow, op=dist.ReduceOp.MAX)
         return bool(overflow[0].item())
 
+    def backward_prologue(self) -> None:
+        """The start of a backward pass."""
+        spans.phase("backward")
+        super().backward_prologue()
+
+    def backward_epilogue(self) -> None:
+        """Its end."""
+        super().backward_epilogue()
+        spans.phase(None)
+
     # The step
 
     def step(self, closure: Any = None) -> None:
         """DeepSpeed's step; the update itself is streamed chunk by chunk in :meth:`_optimizer_step`."""
+        spans.phase("optimizer step")
+        try:
+            self._step(closure)
+        finally:
+            spans.phase(None)
+
+    def _step(self, closure: Any) -> None:
         engine = self._require_engine()
         self._write_figures()
         engine.check()
@@ -339,6 +358,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if self._gradients is not None:
             self._gradients.end_step()
         record = engine.step_done(time.perf_counter_ns() - t_start_ns)
+        spans.phase("optimizer step")  # of a trace that has begun with this step's end
         coordinator = self._get_param_coordinator()
         if self._gpu_homes is not None:
             self._gpu_homes.step_done(record, self._update_seconds)
@@ -405,12 +425,14 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
                 self._chunked_step.begin(alone=self._gpu_homes is not None and not self._gpu_homes.settled)
         start = self._sub_group_starts[sub_group_id]
         t_start_s = time.perf_counter()
-        if self._by_chunks:
-            group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
-            self._chunked_step.update(self._updater.begin_step(sub_group_id, group, start, self._combined_scale))
-        else:
-            stock_step = super()._optimizer_step
-            self._updater.update_as_whole(sub_group_id, start, self._combined_scale, lambda: stock_step(sub_group_id))
+        stock_step = super()._optimizer_step
+        with span(Category.UPDATE, "update::sub_group", f"sub-group {sub_group_id}"):
+            if self._by_chunks:
+                group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
+                self._chunked_step.update(self._updater.begin_step(sub_group_id, group, start, self._combined_scale))
+            else:
+                scale = self._combined_scale
+                self._updater.update_as_whole(sub_group_id, start, scale, lambda: stock_step(sub_group_id))
         self._update_seconds += time.perf_counter() - t_start_s
 
     def _may_update_by_chunks(self) -> bool:

@@ -32,6 +32,7 @@ from tencache_ds.io.scratch import openable
 from tencache_ds.io.space import SpaceFiles
 from tencache_ds.io.stripes import Placement, StripedSpace
 from tencache_ds.layout import round_up
+from tencache_ds.observability import spans
 
 
 class ExtentStore:
@@ -377,6 +378,9 @@ class ExtentStore:
             work.extend(self._end(state, request, error))
 
     def _on_done(self, state: ExtentQueue, request: Request, inner: Ticket) -> None:
+        recorder = spans.recorder()
+        if recorder is not None:
+            _record(recorder, request, inner)
         if request.operation is Operation.WRITE and request.witness is not None:
             request.witness.when_taken(partial(self._on_taken, state, request, inner.error))
         else:
@@ -447,6 +451,29 @@ class ExtentStore:
         if not verify_read(self._witnesses, request.witness, extent, fd, request.buffer):
             with self._lock:
                 self.n_healed_reads += 1
+
+
+def _record(recorder: spans.Recorder, request: Request, inner: Ticket) -> None:
+    """Adds a request to a trace, with the time for which it had to wait for others of its extent."""
+    operation = inner.operation.value
+    arguments = {
+        "path": inner.path,
+        "offset": inner.offset,
+        "priority": request.priority.name.lower(),
+        "waited_for_extent_us": (inner.t_submit_ns - request.ticket.t_submit_ns) // 1000,
+    }
+    if inner.error is not None:
+        arguments["error"] = str(inner.error)
+    recorder.add(
+        spans.Category.NVME,
+        f"tencache::nvme::{operation}",
+        f"NVMe {operation}",
+        inner.t_submit_ns,
+        inner.t_done_ns,
+        inner.tag,
+        inner.nbytes,
+        arguments,
+    )
 
 
 def _file_names(path: str, n_files: int) -> list[str]:

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
 from tencache_ds.observability.paths import PathStats
+from tencache_ds.observability.spans import Category, span
 
 
 class Link(enum.StrEnum):
@@ -119,8 +118,10 @@ class Stats:
         gpu_staging_nbytes: GPU memory that weights are read into with GPUDirect Storage; 0 without it.
         pool_waits: leases that had to wait for a buffer.
         stored_nbytes: bytes of scratch storage allocated on NVMe.
+        stored_weight_nbytes: the part of them that is for weights.
         resident_weight_nbytes: weights kept in host memory.
         resident_state_nbytes: optimizer state kept in host memory.
+        host_gradient_nbytes: host memory of gradients.
         gpu_weight_nbytes: weights kept in GPU memory.
         gpu_gradient_nbytes: gradients accumulated in GPU memory.
         gpu_state_nbytes: optimizer state kept, and updated, in GPU memory.
@@ -141,8 +142,10 @@ class Stats:
     gpu_staging_nbytes: int = 0
     pool_waits: int = 0
     stored_nbytes: int = 0
+    stored_weight_nbytes: int = 0
     resident_weight_nbytes: int = 0
     resident_state_nbytes: int = 0
+    host_gradient_nbytes: int = 0
     gpu_weight_nbytes: int = 0
     gpu_gradient_nbytes: int = 0
     gpu_state_nbytes: int = 0
@@ -216,14 +219,17 @@ class Counters:
             self._current().events[event.value] += times
 
     @contextmanager
-    def stall(self, cause: Stall) -> Iterator[None]:
-        """Times a wait of the calling thread; shows in torch's profiler as ``tencache::wait::<cause>``."""
+    def stall(self, cause: Stall, what: str = "", nbytes: int = 0) -> Iterator[None]:
+        """Times a wait of the calling thread; shows in traces as ``tencache::wait::<cause>``.
+
+        Args:
+            cause: of the wait.
+            what: the weight or chunk waited for, for traces.
+            nbytes: its bytes.
+        """
         t_start_ns = time.perf_counter_ns()
         try:
-            if torch._C._autograd._profiler_enabled():
-                with torch.profiler.record_function(f"tencache::wait::{cause.value}"):
-                    yield
-            else:
+            with span(Category.STALL, f"wait::{cause.value}", what, nbytes):
                 yield
         finally:
             with self._lock:
@@ -264,6 +270,11 @@ class Counters:
     def n_steps(self) -> int:
         """Steps that are over."""
         return self._steps
+
+    @property
+    def seconds_in_step(self) -> float:
+        """Since the end of the last step."""
+        return (time.perf_counter_ns() - self._t_last_step_ns) / 1e9
 
     def add(self, others: Counters) -> None:
         """Adds the counts of others, which are finished, to the current step."""

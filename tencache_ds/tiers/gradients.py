@@ -18,6 +18,7 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.counters import Counters, Link
+from tencache_ds.observability.spans import Category, span
 
 
 class GradientState(enum.Enum):
@@ -213,6 +214,10 @@ class GradientTier:
             itself.
         """
         target = self.segment(key)[: partition.numel()]
+        with span(Category.COPY, "copy::gradient", f"weight id {key}", target.nbytes):
+            return self._accumulate(key, target, partition, first)
+
+    def _accumulate(self, key: int, target: torch.Tensor, partition: torch.Tensor, first: bool) -> torch.Tensor:
         if key not in self._on_device:
             self._counters.moved(Link.D2H, target.nbytes)
         fresh = first or self._states[key] is not GradientState.LIVE

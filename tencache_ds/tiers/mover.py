@@ -72,7 +72,7 @@ class Mover:
             return lease
         limit_s = self.timeout_s if patience_s is None else min(patience_s, self.timeout_s)
         try:
-            with self.counters.stall(Stall.BUFFER):
+            with self.counters.stall(Stall.BUFFER, owner, nbytes):
                 return pool.lease(nbytes, owner, purpose, urgent=True, timeout_s=limit_s)
         except PoolTimeout:
             self.raise_overdue()
@@ -109,7 +109,7 @@ class Mover:
             if ticket.done:
                 ticket.wait(0)
             else:
-                with self.counters.stall(cause):
+                with self.counters.stall(cause, ticket.tag, ticket.nbytes):
                     ticket.wait(self.timeout_s)
         except BaseException:
             if buffer is not None:

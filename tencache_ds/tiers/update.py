@@ -8,6 +8,7 @@ kernel updates one, the next is awaited.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from tencache_ds.errors import StorageError, TenCacheError
+from tencache_ds.observability import spans
+from tencache_ds.observability.spans import Category, span
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.gradients import GradientTier
@@ -109,6 +112,7 @@ class _Begun:
 
     used: ChunkInUse
     job: UpdateJob
+    t_begin_ns: int
 
 
 class ChunkedUpdate:
@@ -135,11 +139,15 @@ class ChunkedUpdate:
         self._writer = writer
         self._kernels = tuple(kernels)
         self._in_place = in_place
+        self._t_last_end_ns = 0  # of a chunk's update; kernels take one chunk after another
 
     def start_in_place(self, step: SubGroupStep) -> frozenset[int]:
         """Begins to update the chunks of a sub-group that stay where they are, outside host memory; returns their
         indices."""
-        return frozenset() if self._in_place is None else self._in_place.start(step)
+        if self._in_place is None:
+            return frozenset()
+        with span(Category.UPDATE, "update::in_place", f"sub-group {step.sub_group}"):
+            return self._in_place.start(step)
 
     def run(
         self, step: SubGroupStep, chunks: Iterable[Chunk], finished: Callable[[Chunk], None] = lambda chunk: None
@@ -172,7 +180,7 @@ class ChunkedUpdate:
                     self._tier.put(used)
                     finished(chunk)
                 else:
-                    begun.append(_Begun(used, job))
+                    begun.append(_Begun(used, job, time.perf_counter_ns()))
             self._finish_all(begun, finished)
         except BaseException:
             self._abandon(begun)
@@ -193,7 +201,8 @@ class ChunkedUpdate:
                 continue
             if not kernel.asynchronous:
                 self._finish_all(begun, finished)
-            job = kernel.start(used.views, gradient, weights, step)
+            with span(Category.UPDATE, "update::start", name_of(chunk), chunk.nbytes):
+                job = kernel.start(used.views, gradient, weights, step)
             if job is None:
                 self._writer.close(chunk)
             return job
@@ -205,13 +214,18 @@ class ChunkedUpdate:
             self._finish(begun.popleft(), finished)
 
     def _finish(self, entry: _Begun, finished: Callable[[Chunk], None]) -> None:
-        if not entry.job.wait(JOB_TIMEOUT_S):
+        chunk = entry.used.chunk
+        with span(Category.UPDATE, "update::wait", name_of(chunk), chunk.nbytes):
+            ended = entry.job.wait(JOB_TIMEOUT_S)
+        self._record(chunk, entry.t_begin_ns)
+        if not ended:
             raise TenCacheError(
                 f"the update of chunk {entry.used.chunk.sub_group}.{entry.used.chunk.index} was not done after "
                 f"{JOB_TIMEOUT_S:.0f} s: the optimizer threads get no CPU time"
             )
         try:
-            entry.job.publish()
+            with span(Category.COPY, "copy::weights", name_of(chunk)):
+                entry.job.publish()
             self._writer.close(entry.used.chunk)
         except BaseException:
             with contextlib.suppress(StorageError):
@@ -220,12 +234,27 @@ class ChunkedUpdate:
         self._tier.put(entry.used)
         finished(entry.used.chunk)
 
+    def _record(self, chunk: Chunk, t_begin_ns: int) -> None:
+        """Adds a chunk's update to a trace, from when the one before was over to when this one's end was noticed."""
+        recorder, now_ns = spans.recorder(), time.perf_counter_ns()
+        if recorder is not None:
+            t_start_ns = max(t_begin_ns, self._t_last_end_ns)
+            recorder.add(
+                Category.UPDATE, "tencache::update::chunk", "update", t_start_ns, now_ns, name_of(chunk), chunk.nbytes
+            )
+        self._t_last_end_ns = now_ns
+
     def _abandon(self, begun: deque[_Begun]) -> None:
         """After an error: the memory must not be released while a kernel still writes to it."""
         for entry in begun:
             entry.job.wait(JOB_TIMEOUT_S)
             with contextlib.suppress(StorageError):
                 self._tier.put(entry.used)
+
+
+def name_of(chunk: Chunk) -> str:
+    """A chunk as messages and traces call it."""
+    return f"optimizer chunk {chunk.sub_group}.{chunk.index}"
 
 
 def publish(writer: WeightWriter, chunk: Chunk, master: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from tencache_ds.errors import TenCacheError
@@ -16,6 +16,8 @@ from tencache_ds.observability.counters import Counters, Stall
 
 TIMEOUT_S = 3600.0
 """An update of a chunk takes milliseconds; where a weight takes this long, nothing else gets on either."""
+
+_NAMED = 2
 
 
 class UpdateGate:
@@ -72,7 +74,7 @@ class UpdateGate:
             wanted = [key for key in keys if key in self._chunks_left]
             if not wanted:
                 return
-            with self._counters.stall(Stall.UPDATE):
+            with self._counters.stall(Stall.UPDATE, _named(wanted)):
                 ended = self._changed.wait_for(
                     lambda: self._error is not None or not any(key in self._chunks_left for key in wanted), TIMEOUT_S
                 )
@@ -80,6 +82,12 @@ class UpdateGate:
                 raise_failure(self._error)
             if not ended:
                 raise TenCacheError(f"the optimizer step did not get to a weight within {TIMEOUT_S:.0f} s")
+
+
+def _named(keys: Sequence[int]) -> str:
+    """Weights, for traces; of many the first few."""
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    return ", ".join(f"weight id {key}" for key in keys[:_NAMED]) + more
 
 
 def raise_failure(error: BaseException) -> NoReturn:

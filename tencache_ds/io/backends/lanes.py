@@ -30,6 +30,7 @@ from tencache_ds.io.backends.shutdown import keep_for_the_device, stop_at_exit
 from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import start_threads
+from tencache_ds.observability.spans import Category, span
 
 Transfer = Callable[[int, Operation, str, int, torch.Tensor, str], None]
 """``transfer(lane, operation, path, offset, piece, tag)``: moves one piece, blocking, and raises what went wrong."""
@@ -237,9 +238,10 @@ class LanePool:
         error: BaseException | None = None
         self.counters.transfer_started(ticket.operation)
         try:
-            self._transfer(
-                lane, ticket.operation, ticket.path, ticket.offset + start, request.buffer[start:stop], ticket.tag
-            )
+            with span(Category.LANE, f"lane::{ticket.operation.value}", ticket.tag, stop - start):
+                self._transfer(
+                    lane, ticket.operation, ticket.path, ticket.offset + start, request.buffer[start:stop], ticket.tag
+                )
         except BaseException as raised:  # handed to the ticket: its waiter raises it
             error = raised
         self.counters.transfer_ended(ticket.operation, 0 if error is not None else stop - start)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which running job a command is for. Imports neither torch nor DeepSpeed."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tencache_ds.errors import TenCacheError
+from tencache_ds.observability.channel_client import Job, jobs, select
+
+_NONE_FOUND = (
+    "no training with TenCache was found on this host for this user. A job is found once its engine is built, by the "
+    "user who started it, and inside the container that it runs in"
+)
+
+
+def add_job_argument(parser: argparse.ArgumentParser) -> None:
+    """The positional argument that names a job."""
+    parser.add_argument(
+        "job",
+        nargs="?",
+        metavar="PID|RUN_ID",
+        help="a process of the job, or its run id; may be left out if only one job is running",
+    )
+
+
+def find_job(wanted: str | None, console: Console) -> Job:
+    """The job that is meant. If there are several, they are listed first.
+
+    Raises:
+        TenCacheError: there is none, or not exactly one.
+    """
+    found, silent = jobs()
+    job = select(found, wanted)
+    if job is not None:
+        return job
+    if found:
+        console.print(table_of(found))
+    problems = "".join(f"\n  {error}" for error in silent)
+    if wanted is not None:
+        raise TenCacheError(f"no job {wanted} was found on this host{problems}")
+    if found:
+        raise TenCacheError(f"{len(found)} jobs are running: name one of them by its run id or a pid")
+    raise TenCacheError(f"{_NONE_FOUND}{problems}")
+
+
+def ranks_here(job: Job) -> str:
+    """Which ranks of a job are meant, and whether there are more on other hosts."""
+    ranks = [process.rank for process in job.processes]
+    consecutive = ranks == list(range(ranks[0], ranks[-1] + 1))
+    text = (
+        str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
+    )
+    here = f"rank{'s' if len(ranks) > 1 else ''} {text} of {job.world_size}"
+    return here if len(ranks) == job.world_size else f"{here} (the others are on other hosts, or did not answer)"
+
+
+def table_of(found: list[Job]) -> Table:
+    """A line for each job."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("run id", "pids", "ranks", "step", "program"):
+        table.add_column(title)
+    for job in found:
+        first = job.processes[0].snapshot
+        pids = ", ".join(str(process.pid) for process in job.processes)
+        steps = str(max(engine["steps"] for engine in first["engines"]))
+        table.add_row(escape(job.run_id), pids, ranks_here(job), steps, escape(first["program"]))
+    return table

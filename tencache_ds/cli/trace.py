@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tencache trace``: records steps of a running job into a file for Perfetto, and summarizes them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tencache_ds.cli.arguments import at_least_one, open_console
+from tencache_ds.cli.jobs import add_job_argument, find_job, ranks_here
+from tencache_ds.cli.trace_view import render
+from tencache_ds.cli.watch_view import latest_engine
+from tencache_ds.errors import ConfigError, TenCacheError
+from tencache_ds.observability.channel_client import Answer, Job, Process, snapshot_of
+from tencache_ds.observability.recording import RankRecording
+from tencache_ds.observability.trace_file import read_trace, write_trace
+from tencache_ds.observability.trace_summary import summarize
+
+MARGIN_S = 0.5
+"""The ranks are told one after another at which step to begin: it must not come before all of them know."""
+
+ATTEMPTS = 5
+
+SILENCE_S = 600.0
+"""A step that takes longer than this, with nothing to be heard from the process, is taken for a hang."""
+
+
+class _LateError(Exception):
+    """A rank had passed the step at which the recording was to begin."""
+
+
+def add_command(commands: Any) -> None:
+    """Registers ``trace`` with what :meth:`argparse.ArgumentParser.add_subparsers` returned."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "trace",
+        help="record steps of a running job for Perfetto, and summarize where their time goes",
+        description="Records whole optimizer steps of all ranks on this host, without restarting them, into one file "
+        "for https://ui.perfetto.dev (or chrome://tracing), and prints where their time goes.",
+    )
+    add_job_argument(parser)
+    parser.add_argument("--steps", type=at_least_one, default=2, metavar="N", help="whole steps to record (default: 2)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="where to write the trace (default: tencache-RUN_ID-stepN.json)"
+    )
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="summarize this trace; record nothing")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Records and summarizes; returns 1 if that is not possible, else 0."""
+    console = open_console()
+    try:
+        if arguments.summary is not None:
+            console.print(render(summarize(read_trace(arguments.summary))))
+            return 0
+        _check_output(arguments.output)
+        job = find_job(arguments.job, console)
+        console.print(f"recording {arguments.steps} steps of {ranks_here(job)} of run {job.run_id} ...")
+        recordings = record(job, arguments.steps)
+        output = arguments.output or Path(f"tencache-{job.run_id}-step{recordings[0].steps[0]['step']}.json")
+        contents = write_trace(output, recordings)
+        console.print(render(summarize(contents)))
+        _say_where(output, console)
+    except (TenCacheError, OSError) as error:
+        print(f"tencache trace: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("tencache trace: stopped; nothing was written", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _say_where(output: Path, console: Console) -> None:
+    size = output.stat().st_size / 2**20
+    console.print(f"written to {output} ({size:.1f} MiB): open it at https://ui.perfetto.dev", soft_wrap=True)
+
+
+def _check_output(output: Path | None) -> None:
+    """Before anything is recorded.
+
+    Raises:
+        ConfigError: the file could not be written.
+    """
+    folder = Path.cwd() if output is None else output.absolute().parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder} is not a writable folder: name another one with --output")
+    if output is not None and output.is_dir():
+        raise ConfigError(f"--output {output} is a folder: name a file")
+
+
+def record(job: Job, steps: int) -> list[RankRecording]:
+    """Records steps of all ranks of a job on this host, the same steps on each.
+
+    Raises:
+        TenCacheError: a rank ended, refused or did not answer.
+    """
+    margin_s = MARGIN_S
+    for _ in range(ATTEMPTS):
+        try:
+            return _record_once(job, steps, margin_s)
+        except _LateError:
+            margin_s *= 2  # the steps have become shorter, or the host is busy
+            time.sleep(2 * MARGIN_S)  # until the ranks that were ready have noticed
+    raise TenCacheError(f"the ranks could not be made to begin at the same step in {ATTEMPTS} attempts: try again")
+
+
+def _record_once(job: Job, steps: int, margin_s: float) -> list[RankRecording]:
+    ranks = [(process, _latest(process)) for process in job.processes]
+    last_seconds = [engine["stats"]["last_step"]["seconds"] for _, engine in ranks if engine["stats"]["last_step"]]
+    quickest_s = max(min(last_seconds, default=margin_s), 1e-4)
+    after_step = max(engine["steps"] for _, engine in ranks) + max(1, math.ceil(margin_s / quickest_s))
+    limit_s = SILENCE_S + 4 * max(last_seconds, default=0.0) * (steps + 2)
+    with contextlib.ExitStack() as stack:
+        executor = stack.enter_context(ThreadPoolExecutor(len(ranks)))
+        parts: list[Future[RankRecording]] = []
+        for process, engine in ranks:
+            request = {"command": "trace", "engine": engine["number"], "after_step": after_step, "steps": steps}
+            answer = process.endpoint.ask(request, limit_s)
+            stack.callback(answer.close)  # before the executor waits for its threads
+            first = answer.next()
+            if first is None:
+                raise TenCacheError(f"rank {process.rank} has ended")
+            if "late" in first:
+                raise _LateError
+            # All at the same time: a rank whose recording nobody reads would have to keep it.
+            parts.append(executor.submit(_receive, process.rank, answer))
+        recordings = [part.result() for part in parts]
+    if len({tuple(step["step"] for step in recording.steps) for recording in recordings}) > 1:
+        raise _LateError
+    return recordings
+
+
+def _latest(process: Process) -> dict[str, Any]:
+    """The engine of a process that takes steps, as it is now."""
+    now = snapshot_of(process.endpoint)
+    if now is None or not now.snapshot["engines"]:
+        raise TenCacheError(f"rank {process.rank} has ended")
+    return latest_engine(now)
+
+
+def _receive(rank: int, answer: Answer) -> RankRecording:
+    try:
+        return RankRecording.from_lines(answer)
+    except ValueError as error:
+        raise TenCacheError(f"rank {rank} ended before the steps were over") from error

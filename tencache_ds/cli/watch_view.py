@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture that ``tencache watch`` shows: a column per rank, from the ranks' snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from tencache_ds.cli.finding import format_nbytes
+from tencache_ds.cli.jobs import ranks_here
+from tencache_ds.observability.binding import binding, shares
+from tencache_ds.observability.channel_client import Job, Process
+
+LINKS = {"nvme_read": "NVMe read", "nvme_write": "NVMe write", "h2d": "host to device", "d2h": "device to host"}
+STALLS = {
+    "weight_read": "weight_read",
+    "optimizer_read": "optimizer_read",
+    "buffer": "buffer",
+    "write_back": "write_back",
+    "update": "update",
+}
+ACCESSES = ("resident", "prefetched", "late", "demand")
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """One engine of one rank.
+
+    Attributes:
+        engine: its figures.
+        before: seconds since earlier figures, and those; None at first.
+    """
+
+    engine: dict[str, Any]
+    before: tuple[float, dict[str, Any]] | None
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """All figures."""
+        return dict(self.engine["stats"])
+
+    @property
+    def last(self) -> dict[str, Any] | None:
+        """The last step's."""
+        found = self.stats["last_step"]
+        return None if found is None else dict(found)
+
+    def rate(self, link: str) -> float | None:
+        """Bytes per second over a link since the earlier figures, or in the last step."""
+        if self.before is not None and self.before[0] > 0:
+            seconds, engine = self.before
+            moved = self.stats["total"]["nbytes"][link] - engine["stats"]["total"]["nbytes"][link]
+            return float(max(moved, 0) / seconds)
+        return None if not self.last or not self.last["seconds"] else self.last["nbytes"][link] / self.last["seconds"]
+
+
+def render(job: Job, before: tuple[float, Job] | None) -> RenderableType:
+    """A job as a table.
+
+    Args:
+        job: its latest figures.
+        before: seconds since earlier figures and those, for rates; without them rates are those of the last step.
+    """
+    columns = [_column(process, before) for process in job.processes]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("")
+    for process in job.processes:
+        table.add_column(f"rank {process.rank}", justify="right")
+
+    def row(name: str, value: Callable[[_Column], str]) -> None:
+        table.add_row(name, *(value(column) for column in columns))
+
+    def section(name: str) -> None:
+        table.add_row(Text(name, style="bold cyan"))
+
+    _steps(row)
+    for title, parts in (
+        ("GPU memory", (("weights", _gpu_weights), ("gradients", _gpu_gradients), ("optimizer state", _gpu_state))),
+        (
+            "RAM",
+            (
+                ("weights", _ram_weights),
+                ("gradients", _ram_gradients),
+                ("optimizer state", _ram_state),
+                ("staging", _ram_staging),
+            ),
+        ),
+        ("NVMe", (("weights", _nvme_weights), ("optimizer state", _nvme_state))),
+    ):
+        if any(part(column) for _, part in parts for column in columns):
+            section(title)
+            for name, part in parts:
+                row(f"  {name}", lambda column, part=part: _size(part(column)))  # type: ignore[misc]
+    section("Links, per second" if before is not None else "Links, per second of the last step")
+    for link, name in LINKS.items():
+        row(f"  {name}", lambda column, link=link: _rate(column.rate(link)))  # type: ignore[misc]
+    section("Weights, last step")
+    for access in ACCESSES:
+        row(f"  {access}", lambda column, access=access: _count(column, access))  # type: ignore[misc]
+    section("Stalls, share of the last step")
+    for stall, name in STALLS.items():
+        row(f"  {name}", lambda column, stall=stall: _stall(column, stall))  # type: ignore[misc]
+    section("Last step spent on")
+    for resource in ("compute", "NVMe", "update"):
+        row(f"  {resource}", lambda column, resource=resource: _share(column, resource))  # type: ignore[misc]
+    row("  bound by", _binding)
+    first = job.processes[0].snapshot
+    title = f"[bold]TenCache[/bold] run {escape(job.run_id)}, {ranks_here(job)} on {escape(first['host'])}"
+    lines: list[RenderableType] = [Text.from_markup(title), table]
+    placement = columns[0].stats["placement"]
+    if placement:
+        lines.append(Text(f"placement: {placement}"))
+    lines += [Text(error, style="yellow") for error in job.silent]
+    return Group(*lines)
+
+
+def _column(process: Process, before: tuple[float, Job] | None) -> _Column:
+    engine = latest_engine(process)
+    if before is not None:
+        seconds, job = before
+        for other in job.processes:
+            for each in other.snapshot["engines"]:
+                if other.pid == process.pid and each["number"] == engine["number"]:
+                    return _Column(engine, (seconds, each))
+    return _Column(engine, None)
+
+
+def latest_engine(process: Process) -> dict[str, Any]:
+    """Of several engines in a process, the one that takes steps."""
+    return min(process.snapshot["engines"], key=lambda engine: (engine["steps"] == 0, engine["seconds_in_step"]))
+
+
+def _steps(row: Callable[[str, Callable[[_Column], str]], None]) -> None:
+    row("steps", lambda column: str(column.engine["steps"]))
+    row("last step", lambda column: _seconds(None if column.last is None else column.last["seconds"]))
+    row("  predicted", lambda column: _seconds(column.stats["predicted_seconds"]))
+    row("  optimizer step", lambda column: _seconds(None if column.last is None else column.last["update_seconds"]))
+    row("since then", lambda column: _seconds(column.engine["seconds_in_step"]))
+
+
+def _gpu_weights(column: _Column) -> int:
+    return int(column.stats["gpu_weight_nbytes"] + column.stats["gpu_staging_nbytes"])
+
+
+def _gpu_gradients(column: _Column) -> int:
+    return int(column.stats["gpu_gradient_nbytes"])
+
+
+def _gpu_state(column: _Column) -> int:
+    return int(column.stats["gpu_state_nbytes"])
+
+
+def _ram_weights(column: _Column) -> int:
+    return int(column.stats["resident_weight_nbytes"])
+
+
+def _ram_gradients(column: _Column) -> int:
+    return int(column.stats["host_gradient_nbytes"])
+
+
+def _ram_state(column: _Column) -> int:
+    return int(column.stats["resident_state_nbytes"])
+
+
+def _ram_staging(column: _Column) -> int:
+    return int(column.stats["staging_nbytes"])
+
+
+def _nvme_weights(column: _Column) -> int:
+    return int(column.stats["stored_weight_nbytes"])
+
+
+def _nvme_state(column: _Column) -> int:
+    return int(column.stats["stored_nbytes"] - column.stats["stored_weight_nbytes"])
+
+
+def _size(nbytes: int) -> str:
+    return format_nbytes(nbytes) if nbytes else "-"
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "-" if not bytes_per_s else f"{format_nbytes(bytes_per_s)}/s"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _count(column: _Column, access: str) -> str:
+    if column.last is None:
+        return "-"
+    accesses = column.last["accesses"]
+    total = sum(accesses.values())
+    return f"{accesses[access]} ({accesses[access] / total:.0%})" if accesses[access] else "-"
+
+
+def _stall(column: _Column, cause: str) -> str:
+    if column.last is None or not column.last["stall_seconds"].get(cause):
+        return "-"
+    return _part(column.last["stall_seconds"][cause], column.last["seconds"])
+
+
+def _share(column: _Column, resource: str) -> str:
+    return "-" if column.last is None else _part(shares(column.last)[resource], column.last["seconds"])
+
+
+def _part(seconds: float, whole: float) -> str:
+    return f"{_seconds(seconds)} ({seconds / whole:.1%})" if whole else "-"
+
+
+def _binding(column: _Column) -> str:
+    return "-" if column.last is None else binding(column.last)[0]

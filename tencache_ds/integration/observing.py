@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this process tells about itself while it trains: to ``tencache watch``, ``tencache trace`` and
+:func:`tencache_ds.trace`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import re
+import secrets
+import socket
+import sys
+import threading
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from tencache_ds.errors import TenCacheError
+from tencache_ds.integration.agreement import agreed
+from tencache_ds.observability import tracing
+from tencache_ds.observability.channel import Channel, Client
+from tencache_ds.observability.recording import RankRecording
+from tencache_ds.observability.trace_file import write_trace
+from tencache_ds.observability.tracing import StepTrace
+from tencache_ds.session import Session
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+POLL_S = 0.25
+"""How often it is looked whether the one who wants a trace is still there."""
+
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    session: weakref.ref[Session]
+    module: weakref.ref[Any]
+
+
+class Observatory:
+    """The engines of this process, as others see them; there is one per process. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._engines: dict[int, _Observed] = {}
+        self._numbers = itertools.count()
+        self._channel: Channel | None = None
+        self._tried = False
+        self.run_id = ""
+        """The same for all ranks of the job, and for no other job; "" before the first engine."""
+
+    def add(self, session: Session, module: Any) -> None:
+        """Makes an engine visible. Every rank of the job calls it, on the training thread.
+
+        Raises:
+            AgreementError: not all of them do.
+        """
+        if os.getpid() != self._pid:  # a forked child that trains by itself
+            self._reset()
+        if not self.run_id:
+            self.run_id = agreed("the identifier of the run", _new_run_id(), lambda ids: ids[0])
+        with self._lock:
+            self._engines[next(self._numbers)] = _Observed(weakref.ref(session), weakref.ref(module))
+            if self._tried:
+                return
+            self._tried = True
+            try:
+                self._channel = Channel(self._answer)
+            except OSError as error:
+                logger.debug("`tencache watch` and `tencache trace` cannot reach this process: %s", error)
+
+    def _open(self) -> dict[int, tuple[Session, Any]]:
+        """The engines that have not been destroyed, by number."""
+        with self._lock:
+            found = {number: (each.session(), each.module()) for number, each in self._engines.items()}
+            alive = {number: (s, module) for number, (s, module) in found.items() if s is not None and not s.closed}
+            self._engines = {number: self._engines[number] for number in alive}
+        return alive
+
+    # Answers
+
+    def _answer(self, request: dict[str, Any], client: Client) -> None:
+        command = request.get("command")
+        if command == "snapshot":
+            client.send(self.snapshot())
+        elif command == "trace":
+            self._trace(request, client)
+        else:
+            raise TenCacheError(f"there is no command {command!r} in this version of tencache_ds")
+
+    def snapshot(self) -> dict[str, Any]:
+        """The process and the figures of its engines, as JSON has it."""
+        return {
+            "pid": os.getpid(),
+            "rank": dist.get_rank(),
+            "world_size": dist.get_world_size(),
+            "host": socket.gethostname(),
+            "run_id": self.run_id,
+            "program": sys.argv[0] if sys.argv else "",
+            "device": get_accelerator().current_device_name(),
+            "engines": [
+                {
+                    "number": number,
+                    "steps": session.counters.n_steps,
+                    "seconds_in_step": session.counters.seconds_in_step,
+                    "stats": asdict(_figures(session)),
+                }
+                for number, (session, _) in self._open().items()
+            ],
+        }
+
+    def _trace(self, request: dict[str, Any], client: Client) -> None:
+        session, module = self._open().get(int(request["engine"]), (None, None))
+        if session is None:
+            raise TenCacheError(f"engine {request['engine']} was destroyed")
+        after_step, n_steps = int(request["after_step"]), int(request["steps"])
+        if session.counters.n_steps >= after_step:
+            client.send({"late": session.counters.n_steps})
+            return
+        trace = StepTrace(session.counters, after_step, n_steps)
+        tracing.begin(trace)
+        try:
+            client.send({"armed": session.counters.n_steps})
+            while not trace.over.wait(POLL_S):
+                if client.gone():
+                    return
+            if trace.failure:
+                raise TenCacheError(trace.failure)
+            for line in self.recording(trace, module).lines():
+                client.send(line)
+        finally:
+            tracing.end(trace, "nobody waits for it any more")
+
+    def recording(self, trace: StepTrace, module: Any) -> RankRecording:
+        """A trace that is over, as plain values."""
+        return RankRecording(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            run_id=self.run_id,
+            training_thread=trace.training_thread,
+            steps=[asdict(step) for step in trace.steps],
+            threads={str(thread): name for thread, name in trace.threads.items()},
+            weights=_named(module, "named_parameters"),
+            modules=_named(module, "named_modules"),
+            n_dropped=trace.n_dropped,
+            spans=list(trace.spans),
+        )
+
+    def module_of(self, session: Session) -> Any:
+        """The model of an engine; None if it is gone."""
+        return next((module for other, module in self._open().values() if other is session), None)
+
+
+observatory = Observatory()
+
+
+def trace_to_file(session: Session, path: str | os.PathLike[str], steps: int) -> StepTrace:
+    """See :func:`tencache_ds.trace`."""
+    file = Path(os.fspath(path).replace("{rank}", str(dist.get_rank())))
+    if not os.access(file.absolute().parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{file} cannot be written: name a file in an existing folder that is writable for this user")
+
+    def finish(trace: StepTrace) -> None:
+        if trace.failure:
+            logger.warning("no trace was written to %s: %s", file, trace.failure)
+            return
+        # Not a daemon: a process that ends waits for its file.
+        threading.Thread(target=write, args=(trace,), name="tencache-trace").start()
+
+    def write(trace: StepTrace) -> None:
+        try:
+            write_trace(file, [observatory.recording(trace, observatory.module_of(session))])
+        except OSError as error:
+            logger.warning("the trace could not be written to %s: %s", file, error)
+
+    trace = StepTrace(session.counters, session.counters.n_steps, steps, finish)
+    tracing.begin(trace)
+    return trace
+
+
+def _figures(session: Session) -> Any:
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(RuntimeError):  # weights or chunks came or went meanwhile
+            return session.look()
+    return session.look()
+
+
+def _named(module: Any, names: str) -> dict[str, str]:
+    """Names of a model's parameters or modules by DeepSpeed's identifiers."""
+    found: dict[str, str] = {}
+    if module is not None:
+        with contextlib.suppress(RuntimeError):  # the model is being changed
+            for name, each in getattr(module, names)():
+                if hasattr(each, "ds_id"):
+                    found.setdefault(str(each.ds_id), name or type(each).__name__)
+    return found
+
+
+def _new_run_id() -> str:
+    """An identifier that is easy to type, after the launcher's if there is one."""
+    given = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or ""
+    given = re.sub(r"[^A-Za-z0-9_.]", "", given)[:24]
+    own = secrets.token_hex(2)
+    return f"{given}-{own}" if given and given != "none" else f"run-{own}"

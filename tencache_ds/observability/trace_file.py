@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces as files in Chrome's trace-event format, which Perfetto and chrome://tracing open: a process per rank, a track
+per thread, and as many tracks per resource as it had spans at a time. Imports neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tencache_ds.errors import ConfigError
+from tencache_ds.observability.recording import RankRecording, asdict_without_spans
+
+FORMAT = 1
+"""Version of what is under ``otherData.tencache``."""
+
+_WEIGHT = re.compile(r"weight id (\d+)")
+_MODULE = re.compile(r"module id (\d+)")
+_STEPS, _PHASES, _FIRST_THREAD, _FIRST_RESOURCE = 0, 1, 10, 1000  # track numbers, in the order in which they are shown
+
+
+def trace_events(recordings: Sequence[RankRecording]) -> dict[str, Any]:
+    """The contents of a trace file.
+
+    Args:
+        recordings: of the ranks; on one host, whose clock they share.
+    """
+    t_zero_ns = min(recording.steps[0]["t_start_ns"] for recording in recordings)
+    events: list[dict[str, Any]] = []
+    ranks = []
+    for recording in sorted(recordings, key=lambda each: each.rank):
+        training_tracks = _add_rank(events, recording, t_zero_ns)
+        ranks.append(_header(recording) | {"training_tracks": training_tracks})
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"tencache": {"format": FORMAT, "t_zero_ns": t_zero_ns, "ranks": ranks}},
+    }
+
+
+def write_trace(path: Path, recordings: Sequence[RankRecording]) -> dict[str, Any]:
+    """Writes a trace file, all of it or nothing, and returns its contents.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    contents = trace_events(recordings)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "w") as file:
+            json.dump(contents, file, separators=(",", ":"))
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return contents
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """The contents of a trace file that TenCache has written.
+
+    Raises:
+        ConfigError: it is something else.
+        OSError: it cannot be read.
+    """
+    try:
+        contents = json.loads(path.read_bytes())
+        if contents["otherData"]["tencache"]["format"] == FORMAT:
+            return dict(contents)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ConfigError(f"{path} is not a trace of this version of `tencache trace`: record it again")
+
+
+def _header(recording: RankRecording) -> dict[str, Any]:
+    header = asdict_without_spans(recording)
+    for name in ("weights", "modules", "threads", "training_thread"):
+        del header[name]
+    return header
+
+
+def _add_rank(events: list[dict[str, Any]], recording: RankRecording, t_zero_ns: int) -> list[int]:
+    """Adds a rank's events; returns the tracks of threads that compute."""
+    rank = recording.rank
+    _name_track(events, "process", rank, 0, f"rank {rank} on {recording.host} (pid {recording.pid})", rank)
+    _name_track(events, "thread", rank, _STEPS, "steps", _STEPS)
+    _name_track(events, "thread", rank, _PHASES, "phases", _PHASES)
+    training = []
+    tracks: dict[Any, int] = {"phases": _PHASES}
+    threads = sorted(recording.threads.items(), key=lambda item: (int(item[0]) != recording.training_thread, item[1]))
+    for number, (thread, name) in enumerate(threads, _FIRST_THREAD):
+        is_training = int(thread) == recording.training_thread
+        if is_training or not name:
+            training.append(number)
+        tracks[int(thread)] = number
+        title = "training thread" if is_training else name or "thread of autograd"
+        _name_track(events, "thread", rank, number, title, number)
+    for step in recording.steps:
+        args = {"seconds": step["record"]["seconds"], "update_seconds": step["record"]["update_seconds"]}
+        events.append(
+            _complete(
+                f"step {step['step']}", "step", rank, _STEPS, step["t_start_ns"], step["t_end_ns"], t_zero_ns, args
+            )
+        )
+    resources: dict[str, list[Sequence[Any]]] = {}
+    for span in recording.spans:
+        track = tracks.get(span[2])
+        if track is None:
+            resources.setdefault(str(span[2]), []).append(span)
+        else:
+            events.append(_event(span, recording, rank, track, t_zero_ns))
+    first = _FIRST_RESOURCE
+    for resource in sorted(resources):
+        rows = _rows(resources[resource])
+        n_rows = max(rows, default=0) + 1
+        for row in range(n_rows):
+            title = resource if n_rows == 1 else f"{resource} {row + 1}"
+            _name_track(events, "thread", rank, first + row, title, first + row)
+        for span, row in zip(resources[resource], rows, strict=True):
+            events.append(_event(span, recording, rank, first + row, t_zero_ns))
+        first += n_rows
+    return training
+
+
+def _event(span: Sequence[Any], recording: RankRecording, rank: int, track: int, t_zero_ns: int) -> dict[str, Any]:
+    category, name, _, t_start_ns, t_end_ns, what, nbytes, arguments = span
+    args: dict[str, Any] = dict(arguments or {})
+    if what:
+        args["what"] = _with_names(what, recording)
+    if nbytes:
+        args["bytes"] = nbytes
+    return _complete(name, category, rank, track, t_start_ns, t_end_ns, t_zero_ns, args)
+
+
+def _complete(
+    name: str,
+    category: str,
+    rank: int,
+    track: int,
+    t_start_ns: int,
+    t_end_ns: int,
+    t_zero_ns: int,
+    args: dict[str, Any],
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": rank,
+        "tid": track,
+        "ts": (t_start_ns - t_zero_ns) / 1000,
+        "dur": (t_end_ns - t_start_ns) / 1000,
+        "args": args,
+    }
+
+
+def _name_track(events: list[dict[str, Any]], kind: str, rank: int, track: int, name: str, order: int) -> None:
+    for event, args in ((f"{kind}_name", {"name": name}), (f"{kind}_sort_index", {"sort_index": order})):
+        events.append({"ph": "M", "name": event, "pid": rank, "tid": track, "args": args})
+
+
+def _with_names(what: str, recording: RankRecording) -> str:
+    """With the model's names of weights and modules in place of, or after, their identifiers."""
+    what = _MODULE.sub(lambda found: recording.modules.get(found[1], found[0]), what)
+    return _WEIGHT.sub(
+        lambda found: f"{recording.weights[found[1]]}" if found[1] in recording.weights else found[0], what
+    )
+
+
+def _rows(spans: Iterable[Sequence[Any]]) -> list[int]:
+    """For each span a row, as few as possible, so that no two spans of a row overlap."""
+    spans = list(spans)
+    rows = [0] * len(spans)
+    busy: list[tuple[int, int]] = []  # end and number of rows that have one
+    free: list[int] = []
+    n_rows = 0
+    for index in sorted(range(len(spans)), key=lambda i: (spans[i][3], spans[i][4])):
+        while busy and busy[0][0] <= spans[index][3]:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            row = heapq.heappop(free)
+        else:
+            row, n_rows = n_rows, n_rows + 1
+        rows[index] = row
+        heapq.heappush(busy, (spans[index][4], row))
+    return rows
