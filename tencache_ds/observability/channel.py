@@ -119,9 +119,10 @@ class Channel:
                     return
                 threading.Event().wait(0.1)  # out of descriptors for a moment
                 continue
-            if not self._slots.acquire(blocking=False):
-                connection.close()
-                continue
+            while not self._slots.acquire(timeout=0.2):  # the next ones wait in the kernel's queue
+                if self._closed:
+                    connection.close()
+                    return
             try:
                 threading.Thread(
                     target=self._serve, args=(connection,), name="tencache-channel-client", daemon=True
