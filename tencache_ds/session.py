@@ -93,6 +93,8 @@ class Session:
         self._fused_adam: FusedAdam | None = None
         self.before_close: Callable[[Stats], None] | None = None
         """Called with the final figures."""
+        self.after_close: Callable[[], None] = lambda: None
+        """Called when everything is released, or as much of it as could be."""
         self.background: BackgroundUpdate | None = None
         """The optimizer step that goes on while training does."""
         self._staging_arena: HostArena | None = None
@@ -446,6 +448,7 @@ class Session:
             self._closed = True
             tracing.engine_closed(self.counters)
             with contextlib.ExitStack() as stack:  # every step runs, even if an earlier one raises
+                stack.callback(self.after_close)
                 if self.before_close is not None:
                     stack.callback(self.before_close, self.stats())
                 if self._owns:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -56,8 +57,7 @@ class Observatory:
         self._pid = os.getpid()
         self._engines: dict[int, _Observed] = {}
         self._numbers = itertools.count()
-        self._channel: Channel | None = None
-        self._tried = False
+        self._channel: Channel | None = None  # while there is an engine
         self.run_id = ""
         """The same for all ranks of the job, and for no other job; "" before the first engine."""
 
@@ -72,22 +72,30 @@ class Observatory:
         if not self.run_id:
             self.run_id = agreed("the identifier of the run", _new_run_id(), lambda ids: ids[0])
         with self._lock:
-            self._engines[next(self._numbers)] = _Observed(weakref.ref(session), weakref.ref(module))
-            if self._tried:
-                return
-            self._tried = True
-            try:
-                self._channel = Channel(self._answer)
-            except OSError as error:
-                logger.debug("`tencache watch` and `tencache trace` cannot reach this process: %s", error)
+            number = next(self._numbers)
+            self._engines[number] = _Observed(weakref.ref(session), weakref.ref(module))
+            session.after_close = functools.partial(self._remove, number)
+            if self._channel is None:
+                try:
+                    self._channel = Channel(self._answer)
+                except (OSError, RuntimeError) as error:  # no folder, or no thread
+                    logger.debug("`tencache watch` and `tencache trace` cannot reach this process: %s", error)
+
+    def _remove(self, number: int) -> None:
+        """An engine was destroyed; with the last one nobody answers any more."""
+        with self._lock:
+            self._engines.pop(number, None)
+            channel = self._channel if not self._engines else None
+            if channel is not None:
+                self._channel = None
+        if channel is not None:
+            channel.close()
 
     def _open(self) -> dict[int, tuple[Session, Any]]:
         """The engines that have not been destroyed, by number."""
         with self._lock:
             found = {number: (each.session(), each.module()) for number, each in self._engines.items()}
-            alive = {number: (s, module) for number, (s, module) in found.items() if s is not None and not s.closed}
-            self._engines = {number: self._engines[number] for number in alive}
-        return alive
+        return {number: (s, module) for number, (s, module) in found.items() if s is not None and not s.closed}
 
     # Answers
 
@@ -178,12 +186,13 @@ def trace_to_file(session: Session, path: str | os.PathLike[str], steps: int) ->
         if trace.failure:
             logger.warning("no trace was written to %s: %s", file, trace.failure)
             return
-        # Not a daemon: a process that ends waits for its file.
-        threading.Thread(target=write, args=(trace,), name="tencache-trace").start()
+        # Not a daemon: a process that ends waits for its file. The module, for its names, is there as long.
+        module = observatory.module_of(session)
+        threading.Thread(target=write, args=(trace, module), name="tencache-trace").start()
 
-    def write(trace: StepTrace) -> None:
+    def write(trace: StepTrace, module: Any) -> None:
         try:
-            write_trace(file, [observatory.recording(trace, observatory.module_of(session))])
+            write_trace(file, [observatory.recording(trace, module)])
         except OSError as error:
             logger.warning("the trace could not be written to %s: %s", file, error)
 

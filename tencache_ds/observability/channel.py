@@ -73,6 +73,7 @@ class Channel:
 
     Raises:
         OSError: no folder can hold the socket.
+        RuntimeError: there is no thread to be had.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -83,7 +84,12 @@ class Channel:
         self._listener, self._folder = _listen(self._name)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tencache-channel", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._closed = True
+            self._listener.close()
+            raise
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._leave_to_parent)
 

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tencache_ds.io import BACKENDS
+from tencache_ds.observability.trace_summary import summarize
+from tests.observability.test_trace_file import assert_nested, check_format
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -66,13 +70,13 @@ def cases(names: tuple[str, ...]) -> list[tuple[str, dict[str, Any], str]]:
 @pytest.fixture(scope="module")
 def one_rank(harness: Any) -> Any:
     ours = [(name, {"scenario": name}, "tencache") for name in OURS]
-    return harness.run([*ours, *cases(COMPARED)], program=PROGRAM, timeout_s=200)
+    return harness.run([*ours, *cases((*COMPARED, "observed"))], program=PROGRAM, timeout_s=200)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
     ours = ("read_ahead_across_steps", {"scenario": "read_ahead_across_steps"}, "tencache")
-    return harness.run([*cases(COMPARED_ON_TWO_RANKS), ours], ranks=2, program=PROGRAM, timeout_s=200)
+    return harness.run([*cases((*COMPARED_ON_TWO_RANKS, "observed")), ours], ranks=2, program=PROGRAM, timeout_s=200)
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -183,3 +187,55 @@ def test_monitor_gets_every_figure_of_a_step(one_rank: Any) -> None:
     files = one_rank.result("stats_and_monitor", "tencache")["csv"]
     for name in ("step_seconds", "bytes_nvme_read", "bytes_nvme_write", "stall_weight_read", "weights_prefetched"):
         assert f"TenCache_{name}.csv" in files
+
+
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_a_running_job_is_traced_and_watched(ranks: str, request: pytest.FixtureRequest) -> None:
+    outcome = request.getfixturevalue(ranks)
+    for rank in outcome.ranks:
+        ours, stock = (outcome.result("observed", engine, rank)["losses"] for engine in ("tencache", "stock"))
+        assert ours == stock[: len(ours)], "a trace has changed the training"
+    seen = outcome.result("observed", "tencache")
+    assert seen["status"] == [0, 0], (seen["trace printed"], seen["watch printed"])
+    n_ranks = len(outcome.ranks)
+    title = "rank 0 of 1" if n_ranks == 1 else "ranks 0-1 of 2"
+    assert f"recording 2 steps of {title}" in seen["trace printed"]
+    assert title in seen["watch printed"]
+    assert "bound by" in seen["watch printed"]
+    contents = json.loads(Path(seen["trace"]).read_text())
+    for track in check_format(contents).values():
+        assert_nested(track)
+    summaries = summarize(contents)
+    assert [each.rank for each in summaries] == list(outcome.ranks)
+    headers = contents["otherData"]["tencache"]["ranks"]
+    assert len({tuple(step["step"] for step in header["steps"]) for header in headers}) == 1
+    for each, header in zip(summaries, headers, strict=True):
+        assert each.n_steps == 2
+        assert each.n_dropped == 0
+        measured = sum(step["record"]["seconds"] for step in header["steps"]) / 2
+        assert each.step_seconds == pytest.approx(measured, rel=0.02)
+        assert sum(each.seconds.values()) == pytest.approx(each.step_seconds)
+        moved = {use.link: use.nbytes for use in each.links}
+        for link, key in (("NVMe read", "nvme_read"), ("NVMe write", "nvme_write")):
+            counted = sum(step["record"]["nbytes"][key] for step in header["steps"]) / 2
+            assert moved[link] == pytest.approx(counted, rel=0.25), "requests of other steps are cut off at the ends"
+        names = {(e["cat"], e["name"]) for e in contents["traceEvents"] if e["pid"] == each.rank and e["ph"] == "X"}
+        assert names >= {
+            ("phase", "forward"), ("phase", "backward"), ("phase", "optimizer step"), ("fetch", "tencache::fetch"),
+            ("update", "tencache::update::chunk"), ("nvme", "tencache::nvme::read"),
+            ("copy", "tencache::copy::gradient"),
+        }  # fmt: skip
+    whats = {event["args"].get("what", "") for event in contents["traceEvents"] if event["ph"] == "X"}
+    assert any(what.startswith("layers.0.weight") for what in whats), "weights are not shown by their names"
+
+
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_a_trace_from_python(ranks: str, request: pytest.FixtureRequest) -> None:
+    outcome = request.getfixturevalue(ranks)
+    for rank in outcome.ranks:
+        seen = outcome.result("observed", "tencache", rank)
+        (summary,) = summarize(json.loads(Path(seen["own trace"]).read_text()))
+        assert (summary.rank, summary.n_steps) == (rank, 1)
+        assert seen["error for two traces"].startswith("TenCacheError: another trace")
+        assert "/no/such/folder/b.json cannot be written" in seen["error for no folder"]
+        assert seen["channel threads"] == [["tencache-channel"], []], "nothing answers once the engine is destroyed"

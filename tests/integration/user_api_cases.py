@@ -11,6 +11,7 @@ import gc
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -811,6 +812,67 @@ def background_checkpoint(engine_name: str, folder: str, rank: int) -> dict[str,
     return seen
 
 
+TRACED_STEPS, MOST_STEPS = 2, 60
+
+
+def observed(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """The job is traced and watched from outside while it trains, and traced again from Python."""
+    s = Scenario(engine_name, folder, rank)
+    if engine_name == "stock":
+        s.train(MOST_STEPS)
+        return s.end()
+    import tencache_ds
+
+    s.train(2)
+    world_size = deepspeed.comm.get_world_size()
+    command = [sys.executable, "-m", "tencache_ds.cli"]
+    trace_file = os.path.join(folder, f"observed_{world_size}.json")
+    tracing = watching = None
+    if rank == 0:
+        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        pid, steps = str(os.getpid()), str(TRACED_STEPS)
+        watching = subprocess.Popen([*command, "watch", "--once", pid], env=environment, **pipes)
+        tracing = subprocess.Popen(
+            [*command, "trace", pid, "--steps", steps, "--output", trace_file], env=environment, **pipes
+        )
+        s.seen["trace printed"] = tracing.stdout.readline()  # the rest is quick: the command has found the job
+    over = torch.zeros(1)
+    while not over.item() and len(s.seen["losses"]) < MOST_STEPS:
+        s.train(1)
+        time.sleep(0.1)  # so that the command does not have to plan many steps ahead
+        over.fill_(tracing is not None and tracing.poll() is not None)
+        deepspeed.comm.broadcast(over, 0)
+    s.seen["own trace"] = os.path.join(folder, f"own_{world_size}_{{rank}}.json")
+    tencache_ds.trace(s.engine, s.seen["own trace"], steps=1)
+    s.seen["error for two traces"] = raised(lambda: tencache_ds.trace(s.engine, "b.json"))
+    s.seen["error for no folder"] = raised(lambda: tencache_ds.trace(s.engine, "/no/such/folder/b.json"))
+    s.train(2)
+    s.seen["own trace"] = s.seen["own trace"].replace("{rank}", str(rank))
+    wait_until(lambda: os.path.exists(s.seen["own trace"]))
+    if tracing is not None and watching is not None:
+        s.seen["trace printed"] += tracing.communicate(timeout=60)[0]
+        s.seen["watch printed"] = watching.communicate(timeout=60)[0]
+        s.seen["status"] = [tracing.returncode, watching.returncode]
+        s.seen["trace"] = trace_file
+    threads = [channel_threads()]
+    s.end()
+    s.seen["channel threads"] = [*threads, channel_threads()]
+    return s.seen
+
+
+def channel_threads() -> list[str]:
+    return [name for name in io_threads() if name.startswith("tencache-channel")]
+
+
+def raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
     function.__name__: function
     for function in (
@@ -841,6 +903,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         dropped_model,
         stats_and_monitor,
         read_ahead_across_steps,
+        observed,
     )
 }
 
