@@ -28,8 +28,10 @@ from tencache_ds.observability.trace_summary import summarize
 HERE = Path(__file__).parent
 SHOWN_ROWS = 4
 COLOURS = {
-    "phase": "#BBBBBB",
     "step": "#DDDDDD",
+    "forward": "#009E73",
+    "backward": "#F0E442",
+    "optimizer step": "#999999",
     "stall": "#D55E00",
     "fetch": "#56B4E9",
     "copy": "#CC79A7",
@@ -127,12 +129,16 @@ def save_timeline(contents: dict[str, Any], path: Path) -> None:
         if event["pid"] == 0 and event["name"] == "thread_name":
             names[event["tid"]] = event["args"]["name"]
         elif event["pid"] == 0 and event["ph"] == "X":
-            bars.setdefault(event["tid"], []).append((event["ts"] / 1000, event["dur"] / 1000, event["cat"]))
+            category = event["name"] if event["cat"] == "phase" else event["cat"]
+            bars.setdefault(event["tid"], []).append((event["ts"] / 1000, event["dur"] / 1000, category))
     tracks = [track for track in sorted(bars) if names[track] not in left_out(names)]
     figure, axes = pyplot.subplots(figsize=(11, 0.32 * len(tracks) + 1.2), layout="constrained")
     for row, track in enumerate(tracks):
         for start, length, category in sorted(bars[track], key=lambda bar: -bar[1]):  # short ones lie on top
             axes.broken_barh([(start, length)], (row - 0.4, 0.8), color=COLOURS[category], linewidth=0)
+        if names[track] in ("steps", "phases"):
+            for start, length, _ in bars[track]:
+                axes.vlines([start, start + length], row - 0.4, row + 0.4, color="white", linewidth=1)
     axes.set_yticks(range(len(tracks)), [names[track] for track in tracks], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
