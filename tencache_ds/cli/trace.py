@@ -64,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         _check_output(arguments.output)
         job = find_job(arguments.job, console)
-        console.print(f"recording {arguments.steps} steps of {ranks_here(job)} of run {job.run_id} ...")
+        console.print(
+            f"recording {arguments.steps} steps of {ranks_here(job)} of run {job.run_id} (Ctrl-C stops it) ..."
+        )
         recordings = record(job, arguments.steps)
         output = arguments.output or Path(f"tencache-{job.run_id}-step{recordings[0].steps[0]['step']}.json")
         contents = write_trace(output, recordings)

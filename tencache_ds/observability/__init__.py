@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters, spans and per-step records. Holds values only: nothing here moves a byte or decides anything."""
+"""Counters, spans, per-step records and traces, and the channel on which others ask for them. Nothing here moves a
+weight or decides anything.
+"""

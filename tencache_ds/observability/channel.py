@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.channel_folder import address, folders, opened, remove, remove_stale
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -153,6 +154,8 @@ class Channel:
                     self._answer(request, client)
                 except OSError:
                     raise
+                except TenCacheError as error:
+                    client.send({"error": str(error)})
                 except Exception as error:  # the client is told; the training is not concerned
                     client.send({"error": f"{type(error).__name__}: {error}"})
         except OSError as error:

@@ -38,6 +38,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def answer(request: dict[str, Any], client: Client) -> None:
     if request["command"] == "fail":
         raise ValueError("made up")
+    if request["command"] == "refuse":
+        raise TenCacheError("not now")
     if request["command"] == "wait":
         while not client.gone():
             time.sleep(0.01)
@@ -72,6 +74,8 @@ def test_a_question_is_answered_and_only_its_user_may_ask(channel: Channel, fold
 def test_an_error_of_the_answer_reaches_the_one_who_asked(channel: Channel):
     with pytest.raises(TenCacheError, match="ValueError: made up"):
         ask("fail")
+    with pytest.raises(TenCacheError, match=r"process \d+: not now"):
+        ask("refuse")
     assert len(ask("count")) == 3
 
 
