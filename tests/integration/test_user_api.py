@@ -70,13 +70,13 @@ def cases(names: tuple[str, ...]) -> list[tuple[str, dict[str, Any], str]]:
 @pytest.fixture(scope="module")
 def one_rank(harness: Any) -> Any:
     ours = [(name, {"scenario": name}, "tencache") for name in OURS]
-    return harness.run([*ours, *cases((*COMPARED, "observed"))], program=PROGRAM, timeout_s=200)
+    return harness.run([*ours, *cases((*COMPARED, "observed"))], program=PROGRAM, timeout_s=270)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
     ours = ("read_ahead_across_steps", {"scenario": "read_ahead_across_steps"}, "tencache")
-    return harness.run([*cases((*COMPARED_ON_TWO_RANKS, "observed")), ours], ranks=2, program=PROGRAM, timeout_s=200)
+    return harness.run([*cases((*COMPARED_ON_TWO_RANKS, "observed")), ours], ranks=2, program=PROGRAM, timeout_s=270)
 
 
 @pytest.mark.parametrize("name", COMPARED)

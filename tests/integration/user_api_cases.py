@@ -812,7 +812,7 @@ def background_checkpoint(engine_name: str, folder: str, rank: int) -> dict[str,
     return seen
 
 
-TRACED_STEPS, MOST_STEPS = 2, 60
+TRACED_STEPS, MOST_STEPS = 2, 40
 
 
 def observed(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
