@@ -14,7 +14,7 @@ from tencache_ds.config import Gds, TenCacheConfig, Verify
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.io import GdsBackend, RoutedBackend, StorageBackend
 from tencache_ds.io.backends.gds_trial import obstacle, try_gds
-from tencache_ds.layout import round_up
+from tencache_ds.layout import gib, round_up
 from tencache_ds.memory.arena import Locking
 from tencache_ds.memory.device_arena import DeviceArena
 from tencache_ds.memory.pool import BufferPool
@@ -108,7 +108,7 @@ class GpuStaging:
             return ""
         if not self.choice.use:
             return f"no GPUDirect Storage ({self.choice.reason})"
-        return f"weights read by GPUDirect Storage into {self.nbytes / 2**30:.2f} GiB on the GPU ({self.choice.reason})"
+        return f"weights read by GPUDirect Storage into {gib(self.nbytes)} on the GPU ({self.choice.reason})"
 
     def close(self) -> None:
         """Closes the backends and frees the memory, after the pool was closed by its owner. Idempotent."""

@@ -13,5 +13,8 @@ def round_up(nbytes: int, multiple: int = PAGE_NBYTES) -> int:
 
 
 def gib(nbytes: int) -> str:
-    """Bytes, formatted in GiB."""
-    return f"{nbytes / 2**30:.2f} GiB"
+    """Bytes, formatted in GiB; in MiB or KiB where two decimals would leave one digit or none."""
+    for unit, shift in (("GiB", 30), ("MiB", 20)):
+        if not nbytes or abs(nbytes) >= 2**shift / 10:
+            return f"{nbytes / 2**shift:.2f} {unit}"
+    return f"{nbytes / 2**10:.2f} KiB"

@@ -394,10 +394,14 @@ class Session:
     def describe(self) -> str:
         """One line: the places of everything and the way it moves."""
         stats = self.stats()
-        parts = [f"weights in RAM {gib(stats.resident_weight_nbytes)}"]
+        state_nbytes = 0 if self._optimizer_store is None else self._optimizer_store.nbytes_allocated
+        weights = _by_place(
+            gpu=stats.gpu_weight_nbytes, ram=stats.resident_weight_nbytes, nvme=stats.stored_nbytes - state_nbytes
+        )
+        parts = [f"weights {weights}"]
         if self.optimizer_state is not None:
-            parts.append(f"optimizer state in RAM {gib(stats.resident_state_nbytes)}")
-        parts.append(f"on NVMe {gib(stats.stored_nbytes)}")
+            state = _by_place(gpu=stats.gpu_state_nbytes, ram=stats.resident_state_nbytes, nvme=state_nbytes)
+            parts.append(f"optimizer state {state}")
         parts.append(f"staging {gib(stats.staging_nbytes)}")
         parts.append(f"pinned {gib(stats.pinned_nbytes)}")
         if self._gpu_staging.choice is not None:
@@ -420,6 +424,10 @@ class Session:
         record = self.counters.step_done(update_ns)
         tracing.boundary(self.counters, record)
         return record
+
+    def pass_done(self) -> None:
+        """Closes a forward pass of an engine without optimizer, whose steps they are."""
+        self.counters.step_done(0)
 
     def check(self) -> None:
         """Raises the error of an earlier asynchronous write, if one failed. Cheap: called every step."""
@@ -512,3 +520,9 @@ def _free_together(paths: Sequence[str]) -> int:
 
 def _together(paths: Sequence[str]) -> str:
     return f" on {len(paths)} paths together" if len(paths) > 1 else ""
+
+
+def _by_place(*, gpu: int, ram: int, nvme: int) -> str:
+    """Bytes in each place; empty places are left out."""
+    places = {"in GPU memory": gpu, "in RAM": ram, "on NVMe": nvme}
+    return ", ".join(f"{gib(nbytes)} {place}" for place, nbytes in places.items() if nbytes) or "kept by DeepSpeed"

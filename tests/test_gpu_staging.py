@@ -72,7 +72,7 @@ def test_every_path_reads_into_the_pool(bench, tmp_path):
     staging = bench.build()
     assert bench.folders == ["first", "second"]
     assert staging.nbytes == 10 * P
-    assert "weights read by GPUDirect Storage into 0.00 GiB on the GPU (asked for, 4.00 GB/s" in staging.describe()
+    assert "weights read by GPUDirect Storage into 40.00 KiB on the GPU (asked for, 4.00 GB/s" in staging.describe()
     lease = staging.pool.lease(3 * P, "w", "test")
     for index, route in enumerate(bench.routes):
         path = tmp_path / str(index)

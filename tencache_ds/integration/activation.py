@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from tencache_ds.integration.config_checks import REASON_ATTRIBUTE, UNUSED_ATTRIBUTE, options_of
 
 if TYPE_CHECKING:
+    from tencache_ds.config import TenCacheConfig
     from tencache_ds.session import Session
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
 _HOOKED = "__tencache_hook__"
+_NOTHING_TO_DO = "it has no optimizer, and none of its weights may go to NVMe, so DeepSpeed itself keeps them in memory"
 
 
 def activate() -> None:
@@ -109,9 +111,11 @@ def activate() -> None:
                 configured = configure(self, optimizer)
             if not hasattr(configured, "tencache"):
                 _complete_without_optimizer(configured, self._config, options)
-        if hasattr(configured, "tencache"):  # a model of which nothing is offloaded has no engine to speak of
+        if hasattr(configured, "tencache"):
             observatory.add(configured.tencache, self.module)
             _announce(configured.tencache, self._config, time.perf_counter() - t_start_s)
+        else:
+            _announce_nothing_to_do(options)
         return configured
 
     setattr(_configure_zero_optimizer, _HOOKED, True)
@@ -135,7 +139,15 @@ def _announce(session: Session, ds_config: Any, seconds: float) -> None:
     unused = getattr(ds_config, UNUSED_ATTRIBUTE)
     if unused:
         announce(f"TenCache does not use {', '.join(unused)}: buffers follow the model", session.options)
-    announce_summary_at_end(session)
+    if session.optimizer_state is not None:
+        announce_summary_at_end(session)
+
+
+def _announce_nothing_to_do(options: TenCacheConfig) -> None:
+    import tencache_ds
+    from tencache_ds.integration.announcing import announce
+
+    announce(f"TenCache {tencache_ds.__version__} is not in use for this engine: {_NOTHING_TO_DO}", options)
 
 
 @contextlib.contextmanager
@@ -205,6 +217,7 @@ def _complete_without_optimizer(offload: Any, ds_config: Any, options: Any) -> N
         offload.destroy()
         raise
     offload.tencache = session
+    counted = offload.module.register_forward_hook(lambda *_: session.pass_done())
     stock_destroy = offload.destroy
 
     def destroy() -> None:
@@ -214,6 +227,7 @@ def _complete_without_optimizer(offload: Any, ds_config: Any, options: Any) -> N
             stack.callback(let_go, offload.module)
             stack.callback(session.close)
             stack.callback(stock_destroy)
+            stack.callback(counted.remove)
             stack.callback(finish_gathers, offload.module, session.keep_memory)
 
     offload.destroy = destroy
@@ -227,6 +241,8 @@ def engine_of(deepspeed_engine: Any) -> Session:
     """
     found = getattr(getattr(deepspeed_engine, "optimizer", None), "tencache", None)
     if found is None:
+        if options_of(getattr(deepspeed_engine, "_config", None)) is not None:
+            raise ValueError(f"TenCache has no statistics of this DeepSpeed engine: {_NOTHING_TO_DO}")
         raise ValueError(
             'this DeepSpeed engine does not run with TenCache: its config has no "offload_engine": "tencache"'
         )

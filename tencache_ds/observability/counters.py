@@ -110,7 +110,8 @@ class Stats:
     Attributes:
         total: everything since the weights were made or their last engine ended, as one record (``step`` is the number
             of steps done).
-        last_step: the last optimizer step, or None before the first.
+        last_step: the last optimizer step, or None before the first; in an engine without optimizer the last forward
+            pass.
         pinned_nbytes: pinned (locked or registered) host memory held now.
         pinned_peak_nbytes: most pinned host memory held at any time.
         staging_nbytes: size of the staging pool, and the most of it leased at one time.
