@@ -16,6 +16,7 @@ from tencache_ds.spelling import closest
 logger = logging.getLogger("DeepSpeed.tencache")
 
 _ASK = f'"{ENGINE_KEY}": "{ENGINE_NAME}"'
+_said: set[str] = set()
 _OLD_OFFLOAD_KEYS = ("cpu_offload", "cpu_offload_param")
 """Deprecated keys that DeepSpeed still turns into the sections ``offload_optimizer`` and ``offload_param``."""
 
@@ -107,9 +108,12 @@ def take_engine_choice(
 
 
 def say_loudly(notices: Iterable[str], rank: int) -> None:
-    """Puts notices into the log of rank 0, as warnings: DeepSpeed shows those unless it is told not to."""
+    """Puts notices into the log of rank 0, as warnings: DeepSpeed shows those unless it is told not to. Each once in a
+    process: a config is parsed for ``zero.Init``, for the engine, and by other libraries too.
+    """
     for notice in notices:
-        if rank == 0:
+        if rank == 0 and notice not in _said:
+            _said.add(notice)
             logger.warning(notice)
 
 

@@ -7,6 +7,7 @@ import os
 import re
 
 from tencache_ds.errors import ConfigError
+from tencache_ds.keys import ZERO_KEY
 
 LONGEST_PATH_NBYTES = 4096
 OUR_NAMES_NBYTES = 256
@@ -28,7 +29,9 @@ def check_nvme_path(key: str, path: object) -> None:
         ConfigError: names the key, the path and the remedy.
     """
     if path is None or (isinstance(path, str) and path.lower() in _NO_PATHS):
-        raise ConfigError(f'"{key}" is missing: with "device": "nvme" it must name a folder on the NVMe drive.')
+        raise ConfigError(
+            f'"{key}" is missing: with "device": "nvme" it must name a folder on the NVMe drive.{_hint(key, path)}'
+        )
     folder = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(folder, str):
         raise ConfigError(f'"{key}" cannot be {path!r}: it must name a folder on the NVMe drive.')
@@ -43,6 +46,20 @@ def check_nvme_path(key: str, path: object) -> None:
         raise ConfigError(
             f'"{key}" is {folder!r}, which is not writable for this user. Name a folder you may write to.'
         )
+
+
+def _hint(key: str, path: object) -> str:
+    """Where the path may have been lost."""
+    if isinstance(path, str) and path.lower() == "auto":
+        return ' "auto" is filled in by nobody here.'
+    section = key.removeprefix(f"{ZERO_KEY}.").removesuffix(".nvme_path")
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true" or "." in section:
+        return ""
+    return (
+        f" accelerate's launcher does not pass --{section}_nvme_path on, nor {section}_nvme_path from the file of "
+        f'"accelerate config": set ACCELERATE_DEEPSPEED_{section.upper()}_NVME_PATH in the environment, or name a '
+        "DeepSpeed config file (deepspeed_config_file)."
+    )
 
 
 def _check_text(key: str, folder: str) -> None:
