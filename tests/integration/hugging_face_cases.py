@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users of transformers, accelerate and PEFT do with DeepSpeed: one scenario per case, run like ``training.py``.
+"""What users of transformers and PEFT do with DeepSpeed: one scenario per case of
+``hugging_face_program.py``.
 
 The scripts are those a user writes; with "tencache" the config has weights and optimizer state on NVMe and the line
 that asks for it. A scenario returns everything a user would see; ``test_hugging_face.py`` compares it between the
@@ -10,15 +11,13 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import accelerate
 import deepspeed
 import peft
 import torch
@@ -147,8 +146,8 @@ def tensor_digests(state: dict[str, torch.Tensor] | None) -> dict[str, Any]:
 # Trainer
 
 
-class RecordingTrainer(transformers.Trainer):
-    """Keeps the exact loss of each micro-step, which the log rounds."""
+class Recording:
+    """A trainer that keeps the exact loss of each micro-step, which the log rounds."""
 
     def __init__(self, case: Case, **options: Any) -> None:
         super().__init__(**options)
@@ -160,7 +159,13 @@ class RecordingTrainer(transformers.Trainer):
         return loss
 
 
-def arguments(case: Case, zero: dict[str, Any] | None = None, **options: Any) -> Any:
+class RecordingTrainer(Recording, transformers.Trainer):
+    pass
+
+
+def arguments(
+    case: Case, zero: dict[str, Any] | None = None, kind: Any = transformers.TrainingArguments, **options: Any
+) -> Any:
     settings = {
         "output_dir": str(case.folder), "deepspeed": with_optimizer(case.config(**zero or {})), "bf16": True,
         "max_steps": 4,
@@ -171,7 +176,7 @@ def arguments(case: Case, zero: dict[str, Any] | None = None, **options: Any) ->
     } | options  # fmt: skip
     # It asks for a GPU with bf16, which DeepSpeed's CPU accelerator can do without.
     with mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True):
-        return transformers.TrainingArguments(**settings)
+        return kind(**settings)
 
 
 def trainer_for(case: Case, **options: Any) -> RecordingTrainer:
@@ -235,7 +240,31 @@ def trainer_only_predicts(case: Case) -> None:
     predicted = trainer.predict(EVALUATION)
     case.check_engine(trainer.deepspeed)
     case.seen["prediction"] = value_of(torch.from_numpy(predicted.predictions))
+    if case.engine == "tencache":
+        import tencache_ds
+
+        stats = tencache_ds.stats(trainer.deepspeed)
+        case.seen["facts"] = {
+            "passes": stats.total.step, "read_nbytes": stats.last_step.nbytes["nvme_read"],
+            "line": trainer.deepspeed.optimizer.tencache.describe(),
+        }  # fmt: skip
     case.seen["weights"] = training.digests(trainer.model_wrapped.module)
+    trainer.accelerator.free_memory()
+
+
+def trainer_predicts_from_memory(case: Case) -> None:
+    """Without training and without NVMe: there is nothing for TenCache to do."""
+    config = case.config()
+    config["zero_optimization"] |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    trainer = trainer_for(case, deepspeed=with_optimizer(config))
+    case.seen["prediction"] = value_of(torch.from_numpy(trainer.predict(EVALUATION).predictions))
+    if case.engine == "tencache":
+        import tencache_ds
+
+        try:
+            tencache_ds.stats(trainer.deepspeed)
+        except ValueError as error:
+            case.seen["facts"] = {"error": str(error)}
     trainer.accelerator.free_memory()
 
 
@@ -280,111 +309,6 @@ def from_pretrained_and_generate(case: Case) -> None:
         case.seen[f"generated {step}"] = made.tolist()
     case.seen["weights"] = training.digests(engine.module)
     engine.destroy()
-
-
-# accelerate
-
-
-def prepared(case: Case, accelerator: Any, *, dummy: bool = False) -> tuple[Any, Any, Any]:
-    """Model, optimizer and data, as a script prepares them."""
-    torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_pretrained(case.model_folder(), dtype=torch.bfloat16)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = (accelerate.utils.DummyOptim if dummy else torch.optim.AdamW)(trained, lr=1e-2, weight_decay=0.01)
-    loader = torch.utils.data.DataLoader(TRAIN, batch_size=2, num_workers=1)
-    return accelerator.prepare(model, optimizer, loader)
-
-
-def train(case: Case, accelerator: Any, model: Any, optimizer: Any, batches: Iterator[Any], steps: int) -> None:
-    model.train()
-    for _ in range(steps):
-        with accelerator.accumulate(model):
-            loss = model(**next(batches), use_cache=False).loss
-            case.seen["losses"].append(float(loss.detach()).hex())
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def accelerate_saves_and_loads(case: Case) -> None:
-    """With a dict as config: back to a saved state, and on from there."""
-    config = case.config() | {"gradient_accumulation_steps": 2}
-    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16")
-    model, optimizer, loader = prepared(case, accelerator)
-    case.check_engine(model)
-    batches = iter(loader)
-    train(case, accelerator, model, optimizer, batches, 4)
-    accelerator.save_state(str(case.folder / "state"))
-    at_save = training.digests(model.module)
-    kept = [next(batches) for _ in range(4)]
-    train(case, accelerator, model, optimizer, iter(kept), 4)
-    case.seen["weights"] = training.digests(model.module)
-    case.seen["state dict"] = tensor_digests(accelerator.get_state_dict(model))
-    accelerator.unwrap_model(model).save_pretrained(
-        case.folder / "saved", is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
-    )
-    case.seen["saved"] = file_digests(case.folder / "saved") if case.rank == 0 else {}
-    accelerator.load_state(str(case.folder / "state"))
-    assert training.digests(model.module) == at_save
-    if case.engine == "stock":
-        training.count_steps(model)
-    train(case, accelerator, model, optimizer, iter(kept), 4)
-    assert case.seen["losses"][-4:] == case.seen["losses"][-8:-4]
-    case.seen["weights again"] = training.digests(model.module)
-    accelerator.free_memory()
-
-
-def accelerate_config_file(case: Case) -> None:
-    """With a file as config and the optimizer in it; then everything is freed and trained again."""
-    path = case.folder / f"ds_config_{case.rank}.json"
-    config = case.config(**SMALL_WEIGHTS_TOO)
-    path.write_text(json.dumps(config | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}))
-    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=str(path))
-    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16")
-    for _ in range(2):
-        model, optimizer, loader = prepared(case, accelerator, dummy=True)
-        case.check_engine(model)
-        train(case, accelerator, model, optimizer, iter(loader), 3)
-        case.seen["weights"] = training.digests(model.module)
-        model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
-    assert case.seen["losses"][:3] == case.seen["losses"][3:]
-
-
-def accelerate_two_plugins(case: Case) -> None:
-    """A student that is trained and a teacher that only runs forward, both partitioned."""
-    configs = {
-        "student": case.config(),
-        "teacher": case.config(**SMALL_WEIGHTS_TOO) | {"train_micro_batch_size_per_gpu": 2},
-    }
-    plugins = {name: accelerate.DeepSpeedPlugin(hf_ds_config=config) for name, config in configs.items()}
-    accelerator = accelerate.Accelerator(deepspeed_plugins=plugins, mixed_precision="bf16")
-    accelerator.state.select_deepspeed_plugin("student")
-    student, optimizer, loader = prepared(case, accelerator)
-    accelerator.state.select_deepspeed_plugin("teacher")
-    teacher_accelerator = accelerate.Accelerator()
-    torch.manual_seed(8)
-    teacher = transformers.AutoModelForCausalLM.from_pretrained(case.model_folder(), dtype=torch.bfloat16)
-    teacher = teacher_accelerator.prepare(teacher)
-    teacher.eval()
-    for engine in (student, teacher):
-        case.check_engine(engine)
-    batches = iter(loader)
-    for _ in range(3):
-        batch = next(batches)
-        with torch.no_grad():
-            wanted = teacher(**batch, use_cache=False).logits.float()
-        logits = student(**batch, use_cache=False).logits.float()
-        # The two begin as one model: the targets are shifted, so that there is something to learn.
-        loss = torch.nn.functional.mse_loss(logits, wanted.roll(1, dims=-1))
-        case.seen["losses"].append(float(loss.detach()).hex())
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    case.seen["weights"] = training.digests(student.module)
-    case.seen["teacher"] = training.digests(teacher.module)
-    accelerator.free_memory()
-    teacher_accelerator.free_memory()
 
 
 # PEFT
@@ -437,32 +361,27 @@ SCENARIOS: dict[str, Callable[[Case], None]] = {
     function.__name__: function
     for function in (
         trainer_trains, trainer_resumes, trainer_resumes_from_stock, trainer_takes_the_best_model,
-        trainer_only_predicts, trainer_trains_twice,
-        from_pretrained_and_generate, accelerate_saves_and_loads, accelerate_config_file, accelerate_two_plugins,
-        lora_trains_and_merges,
+        trainer_only_predicts, trainer_predicts_from_memory, trainer_trains_twice,
+        from_pretrained_and_generate, lora_trains_and_merges,
     )
 }  # fmt: skip
 
 
-def begin_anew() -> None:
+def forget() -> None:
     """Makes accelerate and transformers forget what they keep for the life of a process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     unset_hf_deepspeed_config()
     gc.collect()
+
+
+def begin_anew() -> None:
+    """As at the start of a process that accelerate's launcher has made for DeepSpeed."""
+    forget()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as accelerate's launcher sets it
-    # Without a backend accelerate would take each rank on the CPU for a job of its own.
+    join_ranks()
+
+
+def join_ranks() -> None:
+    """Without a backend accelerate would take each rank on the CPU for a job of its own."""
     PartialState(backend=None if torch.cuda.is_available() else "gloo")
-
-
-def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:
-    name = case["scenario"]
-    scenario = Case(engine, folder, rank, name)
-    with mock.patch.dict(os.environ):
-        begin_anew()
-        SCENARIOS[name](scenario)
-    return scenario.seen
-
-
-if __name__ == "__main__":
-    training.main(run)
