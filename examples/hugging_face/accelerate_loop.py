@@ -4,8 +4,8 @@
     accelerate launch --use_deepspeed --deepspeed_config_file examples/hugging_face/ds_config.json \
         examples/hugging_face/accelerate_loop.py --model gpt2 --text train.txt --output out
 
-TenCache is asked for by one line of the config: "offload_engine": "tencache". Without a config file, with options of
-accelerate's launcher alone, set TENCACHE_ENABLE=1 instead.
+TenCache is asked for by one line of the config: "offload_engine": "tencache". With options of accelerate's launcher
+alone, set TENCACHE_ENABLE=1 instead.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
 
+    set_seed(1)
     accelerator = Accelerator()  # before the model is loaded, so that its weights are partitioned as they are read
     model = AutoModelForCausalLM.from_pretrained(arguments.model)
     tokens = torch.tensor(AutoTokenizer.from_pretrained(arguments.model)(Path(arguments.text).read_text())["input_ids"])
