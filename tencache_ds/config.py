@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options a user may write under ``"tencache"`` in ``ds_config.json``, with every default explained.
+"""The options of the ``"tencache"`` section of ``ds_config.json``, with every default explained.
 
 Existing DeepSpeed options are not repeated here: ``offload_*.nvme_path``, ``offload_*.pin_memory`` and the ``aio``
 section mean the same as for ZeRO-Infinity.
@@ -67,7 +67,7 @@ def parse_size(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share of the memory that there is.
+    """A share of the available memory.
 
     Attributes:
         fraction: from 0 to 1.
@@ -95,7 +95,7 @@ def parse_host_share(value: object) -> int | Share:
     """Bytes as :func:`parse_host_memory` has them, or a share.
 
     Raises:
-        ValueError: neither, or too few bytes to be meant.
+        ValueError: neither, or too few bytes to be intended.
     """
     found = parse_size_or_share(value)
     return found if isinstance(found, Share) else parse_host_memory(found)
@@ -105,7 +105,7 @@ def parse_host_memory(value: object) -> int:
     """A size that is 0, or large enough to hold a weight.
 
     Raises:
-        ValueError: not a size, or too few bytes to be meant.
+        ValueError: not a size, or too few bytes to be intended.
     """
     nbytes = parse_size(value)
     if 0 < nbytes < LEAST_HOST_MEMORY_NBYTES:
@@ -133,117 +133,151 @@ HostMemory = Annotated[int | Share, PlainValidator(parse_host_share)]
 
 
 class IoBackend(StrEnum):
-    """Which mechanism moves bytes between host memory and NVMe."""
+    """The mechanism that moves bytes between host memory and NVMe."""
 
     auto = "auto"
-    """``native`` where it builds; else ``aio`` where DeepSpeed's op builds and takes our buffers as they are; else
-    ``posix``. The reason is logged."""
+    """``native`` where it builds; else ``aio`` where that builds and accepts the pinned buffers unchanged; else
+    ``posix``. The activation log gives the reason."""
 
     native = "native"
-    """TenCache's own op on libaio: native lanes, every result checked, urgent reads before background traffic."""
+    """TenCache's own op on libaio, compiled at its first use. Every result is checked, and urgent reads take priority
+    over background traffic."""
 
     aio = "aio"
     """Lanes of DeepSpeed's ``aio_handle`` (libaio)."""
 
     posix = "posix"
-    """``preadv``/``pwritev`` with O_DIRECT where the file system allows it; needs no libaio."""
+    """``preadv`` and ``pwritev``, with O_DIRECT where the file system allows it; needs no libaio."""
 
 
 class Gds(StrEnum):
     """Whether weights are read from NVMe straight into GPU memory (GPUDirect Storage, through KvikIO)."""
 
     auto = "auto"
-    """Where a round trip at the start was right and faster than pinned host memory. The reason is logged."""
+    """Where the bytes of a trial at startup are correct and GDS is faster than pinned memory (in KvikIO's compatibility
+    mode, 1.25 times as fast). The activation log has the decision, the reason and both rates."""
 
     on = "on"
-    """Wherever a round trip is right, in KvikIO's compatibility mode too."""
+    """Wherever the bytes are correct: in compatibility mode too, with a warning. An error where it cannot work."""
 
     off = "off"
-    """Never; KvikIO is not imported."""
+    """Never: no trial is made, and KvikIO is not imported."""
 
 
 class Verify(StrEnum):
     """How data read back from NVMe is compared with the data written."""
 
-    off = "off"
     sampled = "sampled"
-    """One word of every 4 KiB page is remembered at each write and compared at the next read: finds every lost, torn or
-    misplaced write."""
+    """At every write one word of each 4 KiB page is recorded, at a different position each time, and compared at the
+    next read. A lost, torn or misdirected write is detected before its data is used."""
 
     full = "full"
-    """A hash (XXH3) of every byte instead: finds a flipped bit as well, for a pass over memory per write and read."""
+    """Hashes every byte instead (XXH3) and also detects a flipped bit. Costs a pass over memory at each write, in
+    separate threads while the device transfers the bytes, and at each read, before they are used."""
+
+    off = "off"
+    """No check."""
 
 
 class Log(StrEnum):
-    """What is said on rank 0 when all is well; warnings are always shown."""
+    """What is printed on rank 0 when all is well; warnings are always shown."""
 
     normal = "normal"
-    """A line when an engine is built, one when the placement changes, and a summary at the end."""
+    """One line when an engine is built, one when the placement changes, and a summary of a few lines when the engine is
+    destroyed or the process ends: steps, waits for NVMe by cause, bytes read and written, what lived where."""
 
     quiet = "quiet"
+    """Warnings only."""
 
 
 class TenCacheConfig(DeepSpeedConfigModel):
-    """The ``"tencache"`` section. Omitted or null means automatic, for the section and for each option."""
+    """The ``"tencache"`` section. Omitted or null means automatic, for the section and for each option.
+
+    The docstrings of the fields and of their values are the reference in docs/configuration.md, in Markdown:
+    ``python docs/generate.py`` writes them there.
+    """
 
     host_memory: HostMemory | None = None
-    """Host memory per rank for weights, gradients and optimizer state, in this order; the rest goes to NVMe, but for
-    gradients, which are never on NVMe. ``staging_memory`` comes on top. Automatic: 80 % of the memory
-    available when the model is built, divided by the ranks on the host; "60%" is another share of it. 0 sends
-    everything but gradients to NVMe; else at least 64 KiB."""
+    """RAM per rank that replaces NVMe: for weights, in the order in which the model defines them, then for gradients,
+    which are never on NVMe, then for optimizer state. The rest goes to NVMe
+    ([how it works](how_it_works.md#placement)). ``0`` sends everything but gradients there; otherwise it is at least 64
+    KiB. ``staging_memory`` is additional.
+
+    Automatic: 80 % of the memory available when the model is built, divided by the ranks that share it; ``"60%"``
+    selects a different share. The memory available is the smallest headroom among the machine and each control group
+    around the process (a container's, a pod's, a SLURM job's; v1 and v2). The smallest value of any rank applies to all
+    ranks. If memory runs out later, [state is moved to NVMe](how_it_works.md#when-host-memory-runs-out)."""
 
     gpu_memory: SizeOrShare | None = None
-    """GPU memory per rank for weights, gradients and optimizer state. The items that save most seconds of a step move
-    there after the first or the third step, and state there is updated in place. Automatic: the memory that this step
-    left free, minus the amount that its activations and gradients took; it is released when a later step needs it.
-    "60%" is a share of the GPU memory that this process may use. 0 uses none."""
+    """GPU memory per rank for weights, gradients and optimizer state: everything after the first step if it fits;
+    otherwise, after the third step, the items that save the most time per byte. State in GPU memory is updated in
+    place. Memory that a later step needs is released, and reclaimed when it is free again
+    ([how it works](how_it_works.md#idle-gpu-memory)). For optimizers whose state is updated chunk by chunk
+    ([below](#optimizers)), with fp32 states.
+
+    Automatic: the memory left free by the first optimizer step, minus the amount that its activations and gradients
+    took (1 GiB at least). A size, or a share of the GPU memory this process may use (``"60%"``), is an upper limit;
+    ``0`` uses none."""
 
     staging_memory: Size | None = None
-    """Pinned host memory per rank through which everything on its way from or to NVMe passes. Automatic: 12 optimizer
-    chunks and up to 768 MiB of weights, more if the largest weight needs it."""
+    """Pinned memory per rank that stages all transfers from and to NVMe. Allocated once, with exactly this size; it
+    never grows. A value that is too small is refused, and the error gives the minimum.
+
+    Automatic: 12 chunks, plus weights up to 768 MiB (more if the largest weights need it)."""
 
     chunk_size: Size = Field(32 * 2**20, ge=2**16, le=2**30)
-    """Bytes of optimizer state (master weight and moments together) that are read, updated and written as one."""
+    """The unit in which optimizer state (master weight and moments together) is read, updated and written, independent
+    of ``sub_group_size``."""
 
     overlap_step: bool = True
-    """The optimizer step goes on while the next forward pass runs, which waits for each weight by itself. Only where
-    weights are in host memory and Adam updates them; the numbers are the same."""
+    """Continues the optimizer step during the next forward pass, which waits for each weight individually; for Adam and
+    AdamW, with weights in RAM. Same results. ``false``: the step ends before ``step()`` returns
+    ([how it works](how_it_works.md#a-step))."""
 
     nvme_paths: list[str] = Field(default_factory=list)
-    """Additional folders on other NVMe drives, besides ``nvme_path``. Both weights and optimizer state are spread over
-    all of them in proportion to the bandwidth measured during training."""
+    """Additional folders, on other drives than ``nvme_path``: ``["/nvme1", "/nvme2"]``. Weights and optimizer state are
+    spread over ``nvme_path`` and these in proportion to the bandwidth measured during training
+    ([several drives](several_drives.md)). Where ``offload_param`` and ``offload_optimizer`` name different
+    ``nvme_path``s, each kind keeps its own and both use the additional ones. Several folders on the same file system
+    are accepted with a warning, since they gain nothing."""
 
     io_backend: IoBackend = IoBackend.auto
-    """Mechanism for NVMe I/O; automatic picks one and logs why."""
+    """The mechanism that moves bytes between host memory and NVMe."""
 
     io_lanes: int = Field(8, ge=1, le=64)
-    """Requests moved at the same time per NVMe path. 4 to 8 reach the limit of the devices measured."""
+    """Concurrent I/O threads per NVMe path."""
 
     io_request_size: Size = Field(8 * 2**20, ge=2**12, le=2**30, multiple_of=2**12)
-    """Larger transfers are cut into requests of this size, which several lanes move at the same time. A multiple of 4
-    KiB, as direct I/O needs."""
+    """Larger transfers are split into requests of this size, which are distributed over the lanes; a multiple of 4 KiB,
+    at most ``1GiB``. ``native`` splits at ``aio.block_size`` if that is smaller."""
 
     io_timeout_s: float = Field(600.0, ge=1, le=86400)
-    """A wait for one transfer or one buffer that takes longer than this stops the run with an error that names it."""
+    """Seconds, at least 1. If a single transfer or buffer takes longer, the run stops with an error that names it. See
+    [when storage fails](failures.md)."""
 
     verify: Verify = Verify.sampled
-    """Comparison of bytes read with bytes written."""
+    """How data read back from NVMe is compared with the data written."""
 
     gds: Gds = Gds.auto
-    """Reading of weights from NVMe into GPU memory without the host, with the extra ``gds-cu12`` or ``gds-cu13``."""
+    """Whether weights are read from NVMe straight into GPU memory: GPUDirect Storage, through KvikIO
+    (``pip install 'tencache-ds[gds-cu13]'``, or ``gds-cu12``). At startup a file of 64 MiB is written to each path and
+    read both ways ([how it works](how_it_works.md#weights-straight-into-gpu-memory))."""
 
     gds_memory: Size | None = None
-    """GPU memory per rank that weights are read into with ``gds``. Automatic: up to 768 MiB, more if the largest weight
-    needs it."""
+    """GPU memory per rank that ``gds`` reads into. Allocated once, with exactly this size. A value that is too small is
+    refused, and the error gives the minimum.
+
+    Automatic: up to 768 MiB of weights (more if the largest weights need it)."""
 
     log: Log = Log.normal
-    """Messages on rank 0 when all is well."""
+    """What is printed on rank 0 when all is well."""
 
     poison_buffers: bool = False
-    """For debugging: fills every returned staging buffer with a pattern, so that a use after return shows."""
+    """For debugging: returned staging buffers are filled with a pattern, so that a use after return shows."""
 
     allow_faults: bool = False
-    """For drills: without it, a run with ``TENCACHE_FAULTS`` in its environment is refused."""
+    """For [tests](failures.md#injecting-failures): allows the environment variable ``TENCACHE_FAULTS`` to inject
+    faults. Without it, a run with that variable is refused."""
 
     @field_validator("io_lanes", "io_timeout_s", mode="before")
     @classmethod

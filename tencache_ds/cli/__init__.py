@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tencache_ds import __version__
 from tencache_ds.cli import bench, doctor, plan, trace, tune, watch
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["bench"]:  # has many arguments from a package that only it imports
         return bench.run(words[1:])
+    arguments = make_parser().parse_args(words)
+    return int(arguments.run(arguments))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands but ``bench``, which has its own (:func:`tencache_ds.cli.bench.make_parser`)."""
     parser = argparse.ArgumentParser(prog="tencache", description="Tools for the TenCache offload engine.")
     parser.add_argument("--version", action="version", version=f"tencache {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
@@ -37,5 +43,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     watch.add_command(commands)
     trace.add_command(commands)
     bench.add_command(commands)
-    arguments = parser.parse_args(words)
-    return int(arguments.run(arguments))
+    return parser

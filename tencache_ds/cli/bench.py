@@ -14,6 +14,19 @@ def add_command(commands: Any) -> None:
     commands.add_parser("bench", help="compare with stock DeepSpeed on this machine", add_help=False)
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of ``tencache bench``.
+
+    Raises:
+        ModuleNotFoundError: a package of the extra ``bench`` is missing.
+    """
+    from tencache_ds.benchmarks import command
+
+    parser = argparse.ArgumentParser(prog="tencache bench")
+    command.add_arguments(parser)
+    return parser
+
+
 def run(words: Sequence[str]) -> int:
     """Runs the benchmark that ``words`` describe and returns the exit status."""
     try:
@@ -21,6 +34,4 @@ def run(words: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         print(f"error: {error.name} is missing: pip install 'tencache-ds[bench]'", file=sys.stderr)
         return 1
-    parser = argparse.ArgumentParser(prog="tencache bench")
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(words), words)
+    return command.run(make_parser().parse_args(words), words)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/images/architecture.svg, the figure in how_it_works.md: ``python docs/architecture_figure.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+FIGURE = Path(__file__).parent / "images" / "architecture.svg"
+WIDTH, HEIGHT = 860, 500
+STYLE = (
+    "text{font-family:sans-serif;font-size:13px;fill:#1f2933;text-anchor:middle}.small{font-size:11px;fill:#52606d}"
+    ".title{font-weight:bold}.arrow{stroke:#52606d;stroke-width:1.5;fill:none;marker-end:url(#head)}"
+    ".both{marker-start:url(#head)}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle with a title and lines of small text; lengths in pixels."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+    title: str
+    lines: tuple[str, ...] = ()
+    fill: str = "#ffffff"
+
+    def svg(self) -> str:
+        middle = self.x + self.width / 2
+        parts = [
+            f'<rect x="{self.x}" y="{self.y}" width="{self.width}" height="{self.height}" rx="6" fill="{self.fill}" '
+            'stroke="#7b8794"/>',
+            f'<text class="title" x="{middle:g}" y="{self.y + 21}">{escape(self.title)}</text>',
+        ]
+        for number, line in enumerate(self.lines):
+            parts.append(f'<text class="small" x="{middle:g}" y="{self.y + 39 + 15 * number}">{escape(line)}</text>')
+        return "\n".join(parts)
+
+
+DEEPSPEED, POLICY, MECHANISM, PLACE = "#e6f0fa", "#fdf3d8", "#e7f5e9", "#f0e9f7"
+BOXES = (
+    Box(20, 20, 820, 62, "DeepSpeed ZeRO-3, unmodified", ("engine, coordinator, optimizer, checkpoints",), DEEPSPEED),
+    Box(20, 112, 820, 50, "integration", ("the only package that depends on DeepSpeed's internals",), DEEPSPEED),
+    Box(20, 192, 190, 96, "profiling", ("recorded order of accesses", "step profile", "hardware probe"), POLICY),
+    Box(20, 316, 190, 164, "planning", (
+        "pure functions:", "chunks, size classes", "budgets, placement", "look-ahead", "shares of NVMe paths",
+        "bound and forecast",
+    ), POLICY),
+    Box(250, 192, 590, 96, "tiers", (
+        "weights: read ahead, gathered, written back", "gradients: accumulated next to the state they update",
+        "optimizer state: a stream of chunks through the update kernels",
+    ), MECHANISM),
+    Box(250, 316, 280, 56, "memory", ("arenas, size-class pools, leases",), MECHANISM),
+    Box(560, 316, 280, 56, "io", ("extent store, lanes, fingerprints",), MECHANISM),
+    Box(250, 420, 130, 60, "GPU memory", ("left free by training",), PLACE),
+    Box(400, 420, 130, 60, "RAM", ("host_memory",), PLACE),
+    Box(560, 420, 280, 60, "NVMe", ("nvme_path, nvme_paths",), PLACE),
+)  # fmt: skip
+ARROWS = (
+    ("arrow both", "M430 82V112"),
+    ("arrow both", "M545 162V192"),
+    ("arrow", "M115 162V192"),
+    ("arrow", "M115 288V316"),
+    ("arrow", "M210 345H230V240H250"),
+    ("arrow both", "M390 288V316"),
+    ("arrow both", "M700 288V316"),
+    ("arrow both", "M530 344H560"),
+    ("arrow both", "M315 372V420"),
+    ("arrow both", "M465 372V420"),
+    ("arrow both", "M700 372V420"),
+)
+LABELS = ((190, 181, "what was used, and when"), (172, 305, "recorded step"))
+
+
+def svg() -> str:
+    """The figure."""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
+        "<title>DeepSpeed calls the integration; profiling feeds planning; planning gives a placement to the "
+        "tiers, which move data between GPU memory, RAM and NVMe through memory and io.</title>",
+        f"<style>{STYLE}</style>",
+        '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
+        'orient="auto-start-reverse"><path d="M0 0L10 5L0 10z" fill="#52606d"/></marker></defs>',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+        *(f'<path class="{kind}" d="{path}"/>' for kind, path in ARROWS),
+        *(box.svg() for box in BOXES),
+        *(f'<text class="small" x="{x}" y="{y}">{escape(text)}</text>' for x, y, text in LABELS),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    FIGURE.parent.mkdir(exist_ok=True)
+    FIGURE.write_text(svg())
