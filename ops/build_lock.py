@@ -14,15 +14,24 @@ import fcntl
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 from tencache_ds.profiling.control_groups import machine_identity
 
 logger = logging.getLogger("DeepSpeed.tencache.ops")
 
-PATIENCE_S = 20.0
+PATIENCE_S = 10.0
 """Loading an op that is built takes a second or two."""
+
+POLL_S = 1.0
+"""Between two looks at what is being compiled."""
+
+_NAME_FLAG = "-DTORCH_EXTENSION_NAME="
+_SOURCE_SUFFIXES = (".cpp", ".cc", ".c", ".cu")
 
 
 def extension_root() -> Path:
@@ -103,18 +112,43 @@ def remove_left_behind(op_name: str = "*") -> None:
             lock.unlink(missing_ok=True)
 
 
+def files_being_compiled() -> set[tuple[str, str]]:
+    """Op and source file of each compiler that this process has started and that is running."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ended
+            words = child.cmdline()
+            ops = [word.removeprefix(_NAME_FLAG) for word in words if word.startswith(_NAME_FLAG)]
+            found |= {(op, Path(word).name) for op in ops[:1] for word in words if word.endswith(_SOURCE_SUFFIXES)}
+    return found
+
+
 @contextlib.contextmanager
-def told_what_takes_so_long(op_name: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Around the loading of an op: logs the cause once if it has not ended after ``patience_s`` seconds."""
+def told_what_takes_so_long(op_name: str, patience_s: float = PATIENCE_S, poll_s: float = POLL_S) -> Iterator[None]:
+    """Around the loading of an op: logs each source file when its compilation begins, and the seconds at the end. If
+    instead another process holds the op's lock for ``patience_s`` seconds, logs that, once."""
+    over = threading.Event()
+    begun = time.monotonic()
+    told: set[tuple[str, str]] = set()
 
     def tell() -> None:
-        for lock in build_locks(op_name):
-            logger.warning("%s", explain(lock))
+        explained = False
+        while not over.wait(poll_s):
+            new = files_being_compiled() - told
+            told.update(new)
+            for op, file in sorted(new):
+                logger.warning("compiling the %s op, once: %s (%.0f s so far)", op, file, time.monotonic() - begun)
+            if not (told or explained) and time.monotonic() - begun >= patience_s:
+                explained = True
+                for lock in build_locks(op_name):
+                    logger.warning("%s", explain(lock))
 
-    timer = threading.Timer(patience_s, tell)
-    timer.daemon = True
-    timer.start()
+    teller = threading.Thread(target=tell, name="tencache-op-progress", daemon=True)
+    teller.start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
+        teller.join()
+        if told:
+            logger.warning("the %s op is compiled, after %.0f s", op_name, time.monotonic() - begun)

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common base of TenCache's own ops: the place of their sources, and no processor flags of DeepSpeed's."""
+"""Common base of TenCache's own ops: their sources, without DeepSpeed's processor flags, and their compilation at
+installation (``TENCACHE_BUILD_OPS=1``, see ``setup.py``)."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import re
 from pathlib import Path
-from typing import ClassVar
+from types import ModuleType
+from typing import Any, ClassVar
 
 _SOURCES = Path(__file__).parent / "csrc"
 
@@ -42,3 +47,39 @@ class OwnOp:
     def simd_width(self) -> str:
         """No flag, for the same reason."""
         return ""
+
+    def prebuilt_name(self) -> str:
+        """Name of the extension module compiled at installation, which works with this version of torch only."""
+        import torch
+
+        return f"tencache_ds.ops.prebuilt_torch_{re.sub(r'[^0-9a-zA-Z]', '_', torch.__version__)}.{self.NAME}"
+
+    def prebuilt(self) -> ModuleType | None:
+        """The op that was compiled at installation; None if there is none for this version of torch."""
+        name = self.prebuilt_name()
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and name.startswith(error.name):
+                return None
+            raise
+
+    def extension(self, root: Path) -> Any:
+        """The op as an extension module for setuptools, with sources relative to ``root``."""
+        from torch.utils.cpp_extension import CppExtension
+
+        return CppExtension(
+            name=self.prebuilt_name(),
+            sources=[os.path.relpath(source, root) for source in self.sources()],
+            include_dirs=self.include_paths(),
+            extra_compile_args={"cxx": [*self.cxx_args(), "-UC10_USE_GLOG"]},
+            extra_link_args=self.extra_ldflags(),
+        )
+
+    def cxx_args(self) -> list[str]:
+        """Flags of the compiler, from DeepSpeed's builder."""
+        return super().cxx_args()  # type: ignore[misc, no-any-return]
+
+    def extra_ldflags(self) -> list[str]:
+        """Flags of the linker, from DeepSpeed's builder."""
+        return super().extra_ldflags()  # type: ignore[misc, no-any-return]

@@ -32,11 +32,15 @@ class TenCacheAioBuilder(OwnOp, AsyncIOBuilder):
         return [argument for argument in super().cxx_args() if argument not in ("", "-O0")] + ["-O3"]
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """Builds the op if needed and imports it. Unlike async_io it needs no pin_memory op.
+        """Imports the op, from the installation if it was compiled there; otherwise builds it if needed. Unlike
+        async_io it needs no pin_memory op.
 
         Raises:
             RuntimeError: it cannot be built; DeepSpeed says why.
         """
+        prebuilt = self.prebuilt()
+        if prebuilt is not None:
+            return prebuilt
         with only_loader(self.NAME):
             return super(AsyncIOBuilder, self).load(verbose)
 

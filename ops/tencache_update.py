@@ -35,11 +35,14 @@ class TenCacheUpdateBuilder(OwnOp, CPUOpBuilder):
         return ["-pthread"]
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """Builds the op if needed and imports it.
+        """Imports the op, from the installation if it was compiled there; otherwise builds it if needed.
 
         Raises:
             RuntimeError: it cannot be built; DeepSpeed says why.
         """
+        prebuilt = self.prebuilt()
+        if prebuilt is not None:
+            return prebuilt
         with only_loader(self.NAME):
             return super().load(verbose)
 

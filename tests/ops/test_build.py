@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import tencache_ds.ops
 from tencache_ds.ops.build import build
 from tencache_ds.ops.tencache_aio import TenCacheAioBuilder
+from tencache_ds.ops.tencache_update import TenCacheUpdateBuilder
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the op
 
@@ -34,3 +38,16 @@ def test_the_native_op_is_optimised_and_asks_nothing_about_the_processor(monkeyp
     assert "-O3" in flags
     assert "-O0" not in flags
     assert not [flag for flag in flags if flag.startswith("-march") or not flag]
+
+
+def test_an_op_compiled_at_installation_is_used_with_its_version_of_torch_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / TenCacheAioBuilder().prebuilt_name().split(".")[-2]
+    folder.mkdir()
+    (folder / "tencache_aio.py").write_text("ORIGIN = 'installation'")
+    monkeypatch.setattr(tencache_ds.ops, "__path__", [*tencache_ds.ops.__path__, str(tmp_path)])
+    assert TenCacheAioBuilder().load().ORIGIN == "installation"
+    assert TenCacheUpdateBuilder().prebuilt() is None
+    monkeypatch.setattr("torch.__version__", "2.4.1+cu124")
+    assert TenCacheAioBuilder().prebuilt() is None

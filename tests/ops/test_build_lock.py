@@ -82,7 +82,7 @@ def test_a_wait_is_explained(root: Path, caplog: pytest.LogCaptureFixture) -> No
     handler = Told()
     build_lock.logger.addHandler(handler)
     try:
-        with build_lock.told_what_takes_so_long("tencache_aio", patience_s=0.2):
+        with build_lock.told_what_takes_so_long("tencache_aio", patience_s=0.2, poll_s=0.05):
             FileBaton(str(lock)).wait()  # indefinitely, if nobody says anything
     finally:
         build_lock.logger.removeHandler(handler)
@@ -176,6 +176,18 @@ def test_a_short_wait_is_not_worth_a_word(root: Path, caplog: pytest.LogCaptureF
     with build_lock.told_what_takes_so_long("tencache_aio", patience_s=30):
         pass
     assert not caplog.records
+
+
+def test_each_file_is_named_while_it_is_compiled(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    compiler = root / "compiler"
+    compiler.write_text("#!/bin/sh\nsleep 0.5\n")
+    compiler.chmod(0o755)
+    command = [str(compiler), "-DTORCH_EXTENSION_NAME=tencache_aio", "-c", "/sources/lane.cpp", "-o", "lane.o"]
+    with build_lock.told_what_takes_so_long("tencache_aio", poll_s=0.02):
+        subprocess.run(command, check=True)
+    begins, ends = [record.message for record in caplog.records]
+    assert begins.startswith("compiling the tencache_aio op, once: lane.cpp (")
+    assert ends.startswith("the tencache_aio op is compiled, after ")
 
 
 def test_doctor_finds_what_nobody_holds(held) -> None:
