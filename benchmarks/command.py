@@ -223,7 +223,7 @@ def _report(folder: Path, arguments: argparse.Namespace) -> Path:
 
 
 def _several(text: str) -> tuple[int, ...]:
-    """Different numbers with commas between them."""
+    """Distinct numbers from a comma-separated list."""
     try:
         return tuple(dict.fromkeys(at_least_one(word) for word in text.split(",")))
     except ValueError:

@@ -50,7 +50,7 @@ class Step(Record):
     """Parts of ``seconds``, summed over the micro-steps."""
 
     storage_wait_s: float
-    """Time the training thread stood in the storage layer: in a call of ``aio_handle`` or in a wait of TenCache's."""
+    """Time the training thread was blocked in the storage layer: in a call of ``aio_handle`` or a wait of TenCache."""
 
     nvme_read_nbytes: int
     nvme_write_nbytes: int
@@ -168,7 +168,7 @@ class Measurement(Record):
 
     @property
     def measured(self) -> list[Step]:
-        """The steps that count."""
+        """The measured steps."""
         return [step for step in self.steps[self.warmup_steps :] if not step.resumed]
 
     @property

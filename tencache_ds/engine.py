@@ -75,7 +75,7 @@ class _Shared:
 
 
 class Claimant(Protocol):
-    """Who stages an engine's weights and counts for them (a :class:`tencache_ds.session.Session`)."""
+    """The owner of the staging and the counters of an engine's weights (a :class:`tencache_ds.session.Session`)."""
 
     counters: Counters
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of one DeepSpeed engine lives in GPU memory: planned after a recorded step, given back when training needs the
+"""The data of one DeepSpeed engine in GPU memory: planned after a recorded step, released when training needs the
 memory, and taken again when it does not. Part of the composition root (:mod:`tencache_ds.session`).
 
 Where everything fits into what the first step left free, there is nothing to decide. Otherwise the third step is
@@ -56,7 +56,7 @@ HIDDEN_SHARE = 0.02
 """Of the time that a weight's copies take: what they cost even where the device never waits for them."""
 
 MORE_NBYTES = 8 * 2**30
-"""The user is told what so much more GPU memory would give."""
+"""The log estimates the gain from this much additional GPU memory."""
 
 
 def open_device(on_cuda: bool, fused: FusedAdam) -> tuple[DeviceMemory, DeviceAdam] | None:
@@ -98,7 +98,7 @@ def initial_gpu_nbytes(usage: GpuUsage, wanted: int | Share | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """What weights and updates add to a step."""
+    """The seconds that weights and updates add to a step."""
 
     weights: list[Weight]
     rates: UpdateRates
@@ -116,7 +116,7 @@ class GpuHomes:
         shards: the weights that may be there, in the same order on every rank.
         moves: carries out what is decided.
         host_left_nbytes: what of this rank's host memory nothing has taken.
-        hidden_share: the share of the update outside GPU memory that goes on beside the next forward pass.
+        hidden_share: the share of the update outside GPU memory that overlaps the next forward pass.
         agree: among all ranks.
         record_fetches: from now on fetches of weights are told to this recorder, or to none.
         say: tells the user, on one rank; with the predicted seconds of a step, where they are known.

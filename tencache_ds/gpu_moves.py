@@ -70,10 +70,10 @@ class MovableWeights(Protocol):
 
 
 class Accounts(HostAccounts, Protocol):
-    """Who keeps account of memory (a :class:`tencache_ds.session.Session`)."""
+    """The owner of the memory account (a :class:`tencache_ds.session.Session`)."""
 
     def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
-        """What weights and gradients take in GPU memory now."""
+        """Bytes of weights and gradients in GPU memory now."""
 
 
 class GpuMoves:
@@ -171,8 +171,8 @@ class GpuMoves:
         return True
 
     def bring_state(self, counts: Sequence[int]) -> None:
-        """State and gradients of so many first chunks of each sub-group; each rank for itself. An allocation that
-        fails ends it, with what is there. Host memory that becomes free takes state from NVMe."""
+        """Moves state and gradients of the first ``counts`` chunks of each sub-group; each rank decides alone. Ends at
+        an allocation that fails. Host memory that becomes free takes state from NVMe."""
         try:
             for index, (count, there) in enumerate(zip(counts, self.counts(), strict=True)):
                 if count and count >= there:
@@ -238,8 +238,8 @@ class GpuMoves:
     # Out of GPU memory
 
     def release_state(self, nbytes: int) -> int:
-        """At least so many bytes of state, from the end of the update; returns how many. Also within a pass, because
-        only the optimizer looks at state.
+        """Releases at least ``nbytes`` of state, from the end of the update; returns the number released. Also within a
+        pass, because only the optimizer uses state.
 
         Raises:
             MemoryLimitError: it has nowhere to go.

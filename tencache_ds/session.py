@@ -96,7 +96,7 @@ class Session:
         self.after_close: Callable[[], None] = lambda: None
         """Called when everything is released, or as much of it as could be."""
         self.background: BackgroundUpdate | None = None
-        """The optimizer step that goes on while training does."""
+        """The optimizer step that overlaps training."""
         self._staging_arena: HostArena | None = None
         self._late_arena: HostArena | None = None
         self._keeps_memory = False

@@ -13,7 +13,7 @@ from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
 
 class HostAccounts(Protocol):
-    """Who keeps account of host memory (a :class:`tencache_ds.session.Session`)."""
+    """The owner of the host memory account (a :class:`tencache_ds.session.Session`)."""
 
     @property
     def host_left_nbytes(self) -> int:
@@ -49,7 +49,7 @@ class StateMoves:
         self.open_store = open_store
         self._moved = moved
         self.before: Callable[[], None] = lambda: None
-        """Called before anything moves: nobody else may be using it."""
+        """Called before anything moves, to wait until it is not in use."""
         self.free_unused: Callable[[], int] = lambda: 0
         """Frees host memory that nothing is in, and returns how much: that of weights and gradients in GPU memory,
         which is kept so that they can return quickly."""

@@ -11,7 +11,7 @@ ruff format --check .
 mypy
 python .ci/build_ops.py
 
-# Quick rooms first, training last: a mistake in the planner should not wait for all the training to show. Of the rest
+# Quick packages first, training last: a mistake in the planner should not wait for all the training to show. Of the rest
 # the longest first, so that at the end no worker is left alone with minutes of work.
 ordered=()
 add() { # what exists and is not there yet

@@ -45,7 +45,7 @@ NUMEL = 128 << 20
 is negligible."""
 
 _NUMEL_PER_S = 4 << 20
-"""So many are updated per second of budget, until :data:`NUMEL` is reached."""
+"""Elements updated per second of budget, up to :data:`NUMEL`."""
 
 _PAUSE_S = 0.03
 """Before each run: OpenMP's threads spin for some milliseconds after their last region, on the cores of the next

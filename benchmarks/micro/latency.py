@@ -46,7 +46,7 @@ _PAUSE_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What every variant is measured with.
+    """The parameters common to all variants.
 
     Attributes:
         work: the background requests.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 MISSING = "-"
-"""What a cell says when there is no figure."""
+"""The text of a cell without a figure."""
 
 GIB = 2**30
 GB = 10**9
@@ -93,7 +93,7 @@ def percent(fraction: float | None, digits: int = 0) -> str:
     return MISSING if fraction is None else f"{100 * fraction:.{digits}f} %"
 
 
-def joined(words: Sequence[str]) -> str:
-    """Words as a list in a sentence: "a, b and c"; with semicolons where a word has a comma of its own."""
-    comma, last = ("; ", "; and ") if any("," in word for word in words) else (", ", " and ")
-    return last.join(filter(None, [comma.join(words[:-1]), words[-1]])) if words else ""
+def joined(items: Sequence[str]) -> str:
+    """Items as a list in a sentence: "a, b and c"; with semicolons where an item contains a comma."""
+    comma, last = ("; ", "; and ") if any("," in item for item in items) else (", ", " and ")
+    return last.join(filter(None, [comma.join(items[:-1]), items[-1]])) if items else ""

@@ -65,7 +65,7 @@ def training_peak(benchmark: Benchmark, name: str) -> Peak | None:
 
 
 def check_caps(benchmark: Benchmark, name: str) -> CapCheck | None:
-    """What a configuration was allowed, and its peak with the start counted in: a cap holds from the first byte.
+    """The cap of a configuration and its peak, including the start: a cap applies from the first byte.
 
     Runs that failed count too. The caps are those of the last run; None when nothing was run.
     """

@@ -79,7 +79,7 @@ def label_points(
     lines: Sequence[Sequence[tuple[float, float]]] = (),
     legend: Any = None,
 ) -> None:
-    """Names points so that no name lies on another, a point, a line, the legend or outside, as far as can be had.
+    """Names points so that no name lies on another, a point, a line, the legend or outside, as far as possible.
 
     Args:
         figure: on an Agg canvas, with its limits and scales set.

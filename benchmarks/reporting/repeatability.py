@@ -36,7 +36,7 @@ def repeated_ratios(first: Benchmark, second: Benchmark, baseline: str | None = 
 
 
 def repeat_sentence(first: Benchmark, second: Benchmark, baseline: str | None = None) -> str:
-    """How far the speeds of two measurements lie apart."""
+    """The difference in speed between two measurements."""
     repeated = repeated_ratios(first, second, baseline)
     if not repeated:
         return "**Nothing was measured twice**: the second measurement has no speed in common with the first."
@@ -78,7 +78,7 @@ def repeatability_section(first: Benchmark, second: Benchmark, baseline: str | N
 
 
 def _unlike(first: Benchmark, second: Benchmark) -> list[str]:
-    """What has to be the same for a repetition and is not. Rates vary from probe to probe and are left out."""
+    """Differences that make this no repetition. Rates vary from probe to probe and are left out."""
     pairs = {
         "workload": (first.workload, second.workload),
         "storage": (first.storage, second.storage),

@@ -30,7 +30,7 @@ def failures(benchmark: Benchmark) -> str:
     parts = []
     for run in benchmark.runs:
         if run.outcome is Outcome.failed:
-            # A fence of four: an error may quote Markdown of its own.
+            # A fence of four: an error may contain Markdown.
             tail = "\n".join(without_paths(run.error).strip().splitlines()[-30:]) or "no message"
             label = labels.get(run.configuration, plain(run.configuration))
             parts.append(f"{label}, round {run.round + 1}:\n\n````text\n{tail}\n````")
@@ -112,7 +112,7 @@ def _loss_scales(benchmark: Benchmark, labels: dict[str, str]) -> list[str]:
 
 
 def caps(benchmark: Benchmark) -> str:
-    """What each configuration was allowed to use, who saw to it, and whether it kept to it."""
+    """The caps of each configuration, how they were enforced, and whether they were exceeded."""
     rows = []
     for configuration in benchmark.configurations:
         check = check_caps(benchmark, configuration.name)

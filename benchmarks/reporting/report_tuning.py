@@ -10,7 +10,7 @@ from .markdown import MISSING, details, gist, number, plain, table, without_path
 
 
 def tuning_section(benchmark: Benchmark) -> str:
-    """What the search tried for each configuration, and what won. Each part opens with a click."""
+    """The trials of the search for each configuration, and the winner, in collapsible parts."""
     parts, untuned = [], []
     for configuration in benchmark.configurations:
         trials = [run for run in benchmark.tuning if run.configuration == configuration.name]

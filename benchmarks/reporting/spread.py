@@ -82,7 +82,7 @@ def is_ours(configuration: Configuration) -> bool:
 
 
 def measured_steps(benchmark: Benchmark, name: str) -> list[Step]:
-    """The steps that count, of all runs of a configuration that ended well."""
+    """The measured steps of all runs of a configuration that ended well."""
     return [step for run in benchmark.runs_of(name) for step in run.measured]
 
 

@@ -273,7 +273,7 @@ def _places(chosen: Forecast) -> Table:
 
 
 def _resource_names(device: str) -> dict[Resource, str]:
-    """What the output calls each resource; ``device`` is what it calls the one that trains."""
+    """The name of each resource in the output; ``device`` is that of the training device."""
     from tencache_ds.planning.bound import Resource
 
     return {

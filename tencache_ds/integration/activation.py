@@ -234,7 +234,7 @@ def _complete_without_optimizer(offload: Any, ds_config: Any, options: Any) -> N
 
 
 def engine_of(deepspeed_engine: Any) -> Session:
-    """What TenCache holds for a DeepSpeed engine.
+    """The TenCache session of a DeepSpeed engine.
 
     Raises:
         ValueError: it runs without TenCache.

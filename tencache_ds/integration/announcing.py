@@ -17,19 +17,19 @@ from tencache_ds.observability.summary import summary
 from tencache_ds.session import Session
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-"""Those whose summary is still to be shown."""
+"""Sessions whose summary has not been printed yet."""
 
 _pid = os.getpid()
 
 
 def announce(message: str, options: TenCacheConfig) -> None:
-    """Says it on rank 0, unless the user wants it quiet."""
+    """Prints the message on rank 0, unless ``log`` is ``quiet``."""
     if options.log == Log.normal and dist.get_rank() == 0:
         _say(message)
 
 
 def announce_summary_at_end(session: Session) -> None:
-    """Says on rank 0 what the run was like: when the engine is destroyed, or else when the process ends."""
+    """Prints a summary of the run on rank 0 when the engine is destroyed, or else when the process ends."""
     if session.options.log == Log.normal and session.surroundings.rank == 0:
         session.before_close = _say_summary
         _open_sessions.add(session)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer step by chunks: those whose weights somebody may look at when it returns, and then the others, while the
-next forward pass runs.
+"""An optimizer step by chunks: first those whose weights are visible when it returns, then the others, during the next
+forward pass.
 
-Nobody sees a partitioned weight before DeepSpeed gathers it, and every gather passes
+A partitioned weight is not visible before DeepSpeed gathers it, and every gather passes
 :func:`wait_for_updates`; its gradient is not overwritten before :meth:`ChunkedStep.wait_for_gradients`. Everything else
 that reads or changes weights, gradients or state calls :meth:`ChunkedStep.finish` first.
 """
@@ -59,7 +59,7 @@ class ChunkedStep:
         gradients: the accumulated gradients.
         weights: the model's weights.
         update: of chunks.
-        overlap: whether a step may go on when it has returned.
+        overlap: whether a step may continue after it has returned.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ChunkedStep:
         self._state.begin_pass([*now, *itertools.chain.from_iterable(self._later)])
 
     def update(self, step: SubGroupStep) -> None:
-        """Updates a sub-group; after the last one, what may wait goes on in the background.
+        """Updates a sub-group; after the last one, the chunks that may wait are updated in the background.
 
         Raises:
             StorageError: a read failed, or an earlier write.
@@ -155,7 +155,7 @@ class ChunkedStep:
             self._gate.wait_for(param.ds_id for param in params)
 
     def close(self) -> None:
-        """Ends with what is under way; nobody waits for this engine's steps any more. Idempotent."""
+        """Finishes the current step; after that, nothing waits for this engine's steps. Idempotent."""
         for param in itertools.chain.from_iterable(self._groups):
             param.__dict__.pop(_GATE_ATTRIBUTE, None)
         if self._background is None:
@@ -169,7 +169,7 @@ class ChunkedStep:
             self._optimizer.state = self._optimizer.state.plain()
 
     def hidden_share(self) -> float:
-        """The share of the update outside device memory that goes on beside the next forward pass."""
+        """The share of the update outside device memory that overlaps the next forward pass."""
         if self._background is None:
             return 0.0
         chunks = self._all_chunks()

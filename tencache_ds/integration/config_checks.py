@@ -181,7 +181,7 @@ def _refuse_combinations(ds_config: Any) -> None:
 
 
 def _check_faults(options: TenCacheConfig) -> None:
-    """A variable that was left over from a drill must not damage a run, nor be passed over by who wants a drill."""
+    """A variable left over from a test must not damage a run, nor be ignored where faults are intended."""
     if os.environ.get(FAULTS_VARIABLE) and not options.allow_faults:
         raise ConfigError(
             f"{FAULTS_VARIABLE} is set in the environment, which makes storage fail on purpose. To test failures, add "

@@ -23,7 +23,7 @@ _OLD_OFFLOAD_KEYS = ("cpu_offload", "cpu_offload_param")
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """What a config says about the engine.
+    """The choice of the engine in a config.
 
     Attributes:
         active: it asks for TenCache, or the environment does, and TenCache is not switched off.

@@ -532,7 +532,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         return not deepspeed_engine.is_gradient_accumulation_boundary()
 
     def _finish_step(self) -> None:
-        """Returns when the last step is over, wherever it goes on."""
+        """Waits for the end of the last step, wherever it runs."""
         if self._chunked_step is not None:
             self._chunked_step.finish()
 

@@ -24,8 +24,8 @@ POISON_BYTE = 0xCB
 
 
 def untouched_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A 1-D tensor of zeros in pages that nobody has touched yet, on huge pages where there are any. They go back with
-    the last tensor that looks at them; children made by ``fork`` get copies.
+    """A 1-D tensor of zeros in untouched pages, on huge pages where available. They are unmapped with the last
+    tensor that refers to them; children made by ``fork`` get copies.
 
     ``torch.zeros`` writes every byte, on one thread. Here the first writer makes the pages, on all of its threads.
     """

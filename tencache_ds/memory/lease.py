@@ -19,7 +19,7 @@ class LeaseError(TenCacheError, RuntimeError):
 
 
 class LeaseState(enum.Enum):
-    """Who may touch the slot."""
+    """The current user of the slot."""
 
     HELD = "held"
     """The owner reads and writes it."""

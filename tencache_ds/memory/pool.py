@@ -395,7 +395,7 @@ class BufferPool:
                 self._reap()
 
     def _holders(self, home: int) -> list[Holder]:
-        """Who has slots of the classes from ``home`` on, oldest first; locked."""
+        """Holders of slots of the classes from ``home`` on, oldest first; locked."""
         now_ns = time.monotonic_ns()
         return [
             Holder(

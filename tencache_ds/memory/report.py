@@ -12,7 +12,7 @@ from tencache_ds.memory.lease import LeaseState
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who has a slot: for messages and reports."""
+    """The holder of a slot, for messages and reports."""
 
     owner: str
     purpose: str

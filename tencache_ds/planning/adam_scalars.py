@@ -66,7 +66,7 @@ class BetaPowers:
 
 @dataclass(frozen=True, slots=True)
 class AdamScalars:
-    """What the kernel multiplies and adds, all single precision; the names are those of the op."""
+    """The scalars that the kernel uses, all single precision; the names are those of the op."""
 
     scale: float
     beta1: float

@@ -27,7 +27,7 @@ WEIGHT_NBYTES, GRADIENT_NBYTES, STATE_NBYTES = 2, 2, 12
 
 
 class Resource(StrEnum):
-    """What a step can be limited by."""
+    """The resources that can limit a step."""
 
     NVME = "nvme"
     """Scratch storage of a host, shared by its ranks."""
@@ -47,7 +47,7 @@ class Resource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What one optimizer step has to move and compute.
+    """The bytes and operations of one optimizer step.
 
     Raises:
         ValueError: a count is not positive, a share is outside [0, 1], or shares of one kind exceed 1 together.
@@ -212,7 +212,7 @@ def bound(demand: Demand, hardware: Hardware) -> Bound:
 
 
 def storage_seconds(read_nbytes: float, write_nbytes: float, rates: StorageRates) -> float:
-    """Shortest time in which storage reads and writes so many bytes, in any order and mixture.
+    """Shortest time in which storage reads and writes these amounts, in any order and mixture.
 
     Devices differ in what they do at once. A duplex one reads and writes side by side at its full rates: the longer of
     the two times counts. An additive one has one rate to divide: the times add up. The mixed rate, measured with equal

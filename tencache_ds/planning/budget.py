@@ -52,7 +52,7 @@ class StagingPlan:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What one rank knows of the host memory it may use.
+    """The host memory that one rank may use, as far as it knows.
 
     Attributes:
         host: name of its host, for messages.
@@ -73,7 +73,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class HostBudget:
-    """What all ranks of a job decide together about their host memory.
+    """The decision that all ranks of a job make together about their host memory.
 
     Attributes:
         host_nbytes: host memory of each rank for weights, gradients and optimizer state, the same on all.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training keeps where under budgets of host and GPU memory, and the shortest step that this allows.
+"""The placement of a training run under budgets of host and GPU memory, and the shortest step it allows.
 
 The same order as when it runs, here in bytes instead of weights and chunks. At the start weights, gradients in any
 case, then optimizer state go to host memory (:mod:`tencache_ds.planning.placement`), the rest to NVMe. After the
@@ -18,7 +18,7 @@ from tencache_ds.profiling.hardware import Hardware
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What is trained on one host.
+    """The model and the ranks on one host.
 
     Attributes:
         numel: parameters of the model.
@@ -57,7 +57,7 @@ class ByPlace:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a budget leads to.
+    """The placement and the bound that follow from a budget.
 
     Attributes:
         budget_nbytes: host memory of all ranks of the host.
@@ -119,7 +119,7 @@ def forecast(training: Training, budget_nbytes: int, hardware: Hardware, *, gpu_
 def _placed(
     training: Training, budget_nbytes: int, hardware: Hardware, gpu_budget_nbytes: int, on_gpu: int, updated: int
 ) -> Forecast:
-    """With so many bytes of weights in GPU memory, and state of so many parameters."""
+    """The forecast for a given number of bytes of weights and of parameters with their state in GPU memory."""
     numel, per_weight = training.numel, training.weight_nbytes
     weights = _split(numel * per_weight, budget_nbytes)
     gradient_nbytes = numel * training.gradient_nbytes

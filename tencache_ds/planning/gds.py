@@ -15,7 +15,7 @@ memory, but its copies wait for the GPU's work in progress, which the idle GPU o
 
 @dataclass(frozen=True, slots=True)
 class GdsTrial:
-    """What a round trip through GPU memory showed.
+    """The results of a round trip through GPU memory.
 
     Attributes:
         problem: why GDS cannot be used here, or "".
@@ -37,7 +37,7 @@ class GdsTrial:
 
 @dataclass(frozen=True, slots=True)
 class GdsChoice:
-    """What is done, and why.
+    """The decision, and its reason.
 
     Attributes:
         use: weights are read into GPU memory.
@@ -61,7 +61,7 @@ def combined(trials: Sequence[GdsTrial]) -> GdsTrial:
 
 
 def choose_gds(wanted: str, trial: GdsTrial) -> GdsChoice:
-    """What follows from a trial.
+    """The decision that follows from a trial.
 
     Args:
         wanted: ``"auto"`` or ``"on"``.

@@ -28,7 +28,7 @@ class GpuBudget:
 
 
 def gpu_budget(usage: GpuUsage, wanted_nbytes: int | None, there_nbytes: int = 0) -> GpuBudget:
-    """What of a GPU's memory may hold weights, gradients and optimizer state between two uses.
+    """The part of a GPU's memory that may hold weights, gradients and optimizer state between two uses.
 
     Args:
         usage: of the recorded step.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lives in GPU memory: whatever saves most seconds of a step per byte, by what was measured.
+"""The contents of GPU memory: the items that save most seconds of a step per byte, as measured.
 
 A weight that is in GPU memory saves what a step waits for its copies; most of that time may already be hidden behind
 arithmetic. A chunk of optimizer state saves its part of the host's update, which takes as long as the slower of two
@@ -31,13 +31,13 @@ ALLOCATION_NBYTES = 512
 Array = npt.NDArray[Any]
 
 _TRIED = 16
-"""So many of the most promising numbers of chunks are looked at closely."""
+"""Number of the most promising chunk counts that are evaluated exactly."""
 
 _GRID = 64
-"""Where there are more numbers of chunks than this, so many are compared first, then those next to the best."""
+"""With more chunk counts than this, a grid of this size is compared first, then the neighbours of the best."""
 
 _CORE = 12
-"""So many weights around the point where a greedy choice runs out of memory are chosen by trying every combination."""
+"""Number of weights around the point where a greedy choice runs out of memory whose combinations are all tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class StateChunk:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRates:
-    """What an update of state outside of GPU memory costs.
+    """The cost of an update of state outside GPU memory.
 
     Attributes:
         params_per_s: of this rank's cores.
@@ -87,8 +87,8 @@ class UpdateRates:
     host_nbytes: int = 0
 
     def seconds(self, numel: int, nbytes: int, freed_nbytes: int | Array = 0) -> Any:
-        """How long an update of so many parameters takes, whose state has so many bytes, when so much more host memory
-        is free; of each element, if that is an array."""
+        """Duration of the update of ``numel`` parameters with ``nbytes`` of state, when ``freed_nbytes`` more of host
+        memory are free; per element, if that is an array."""
         arithmetic = numel / self.params_per_s
         if self.nvme_bytes_per_s is None:
             return arithmetic
@@ -98,7 +98,7 @@ class UpdateRates:
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """What goes to GPU memory.
+    """The items that move to GPU memory.
 
     Attributes:
         weights: of each weight whether it does.
@@ -131,7 +131,7 @@ def plan_gpu(
         groups: the chunks of each sub-group that may go there, in the order of the update.
         budget_nbytes: for weights, state and gradients; not negative.
         rates: of updates elsewhere.
-        least: so many chunks are there and stay, whatever the budget and wherever their weights are.
+        least: number of chunks that are there and stay, whatever the budget and wherever their weights are.
     """
     chunks = [chunk for group in groups for chunk in group]
     per_byte = 0.0 if rates.nvme_bytes_per_s is None else 2 / rates.nvme_bytes_per_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far ahead of the training weights are read and handed over, and whose buffer is given up first.
+"""The distance at which weights are read and handed over ahead of their use, and the buffer to reclaim first.
 
 Pure bookkeeping on an :class:`~tencache_ds.profiling.access_trace.AccessTrace`: items are hashable values, nothing
 moves. What a look costs does not depend on how many items are in memory already: every place of the recorded order is
@@ -21,7 +21,7 @@ Item = TypeVar("Item", bound=Hashable)
 GROWTH_PER_FETCH = 2
 """By how many places, or by as many as the fetch itself takes if these are more, the distance at which weights are
 handed over grows with each fetch after a start: the first ones wait for what they need themselves, not for a whole
-bucket that nobody could read ahead."""
+bucket that could not be read ahead."""
 
 
 class Walk(Generic[Item]):
@@ -132,7 +132,7 @@ class Reach(Generic[Item]):
 
 
 class CommitWindow(Generic[Item]):
-    """How far ahead of their use weights are handed to DeepSpeed, which gathers them.
+    """The distance ahead of their use at which weights are handed to DeepSpeed, which gathers them.
 
     A function of the recorded order and of figures that all ranks agree on: it is the same on each of them, whatever
     their disks do. It ends with the prefetch bucket or with half of what can be read ahead, whichever is nearer, so

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much GPU memory a pass is going to take, told from how much it has taken so far.
+"""Predicts the GPU memory that a pass will take from the amount taken so far.
 
 A pass takes memory layer by layer, in proportion to its tokens. Where a third of the layers have taken twice what they
 took in the recorded pass, the rest will as well, and the peak comes where it came then: mostly between the last layer
-and the loss, where nobody looks.
+and the loss, where nothing is measured.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MemoryCurve:
         return max(self._peak_nbytes - highest, 0)
 
     def more_nbytes(self, place: int, nbytes: int) -> int:
-        """How much more a pass will take at its peak, if it goes on as it began.
+        """The additional bytes that a pass will take at its peak, if it continues as it began.
 
         Args:
             place: how many places it has passed before this one.

@@ -64,7 +64,7 @@ class MemoryWatch:
         return self._to_record > 0
 
     def record(self, usage: GpuUsage) -> None:
-        """What the pass has taken at the next place."""
+        """The bytes that the pass has taken at the next place."""
         self._curve.record(usage.allocated_nbytes - self._base_nbytes)
 
     def short_nbytes(self, usage: GpuUsage, place: int | None) -> int:
@@ -131,5 +131,5 @@ class MemoryWatch:
         self._lowest_nbytes, self._lowest_at_start_nbytes = None, sys.maxsize
 
     def _wanted_nbytes(self, more_nbytes: int) -> int:
-        """What has to be available where a pass is going to take so much more."""
+        """The bytes that must be available where a pass will take this much more."""
         return int((1 + LOST_SHARE) * more_nbytes + SPARE_SHARE * self.headroom_nbytes)

@@ -42,7 +42,7 @@ def place_state(nbytes: Sequence[int], host_nbytes: int) -> tuple[Place, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StateCapacity:
-    """What there is for optimizer state, in bytes.
+    """The memory available for optimizer state, in bytes.
 
     Attributes:
         host_nbytes: host memory.

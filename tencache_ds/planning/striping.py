@@ -14,7 +14,7 @@ START_GAIN = 1.15
 """A pass has to become that much faster before extents begin to change their path: rates are never quite steady."""
 
 STOP_GAIN = 1.05
-"""Once they do, they go on until no more than this is left to be gained."""
+"""Once they do, they continue until no more than this can be gained."""
 
 PART_PER_STEP = 0.5
 """Part of what is in the wrong place that moves in one step: a rate measured in one odd step does little harm."""

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item", bound=Hashable)
 
 RESYNC_WINDOW = 256
-"""How far ahead an unexpected item is looked for before the whole cycle is searched."""
+"""The distance searched ahead for an unexpected item before the whole cycle is searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +157,11 @@ class AccessTrace(Generic[Item]):
 
     def _find(self, item: Item) -> int | None:
         order, start = self._order, self._position
-        near = range(start, min(start + RESYNC_WINDOW, len(order)))
-        for index in near:
+        window = range(start, min(start + RESYNC_WINDOW, len(order)))
+        for index in window:
             if order[index] == item:
                 return index
-        for index in (*range(near.stop, len(order)), *range(0, start)):
+        for index in (*range(window.stop, len(order)), *range(0, start)):
             if order[index] == item:
                 return index
         return None

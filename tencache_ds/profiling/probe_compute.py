@@ -41,7 +41,7 @@ SCALED_BELOW_S = 0.5
 
 @contextlib.contextmanager
 def openmp_threads(threads: int | None) -> Iterator[None]:
-    """Within the block OpenMP (torch's, and that of DeepSpeed's operators) uses so many threads, unless it is None."""
+    """Within the block OpenMP (of torch and of DeepSpeed's operators) uses ``threads`` threads, unless it is None."""
     if threads is None:
         yield
         return

@@ -29,7 +29,7 @@ class Priority(enum.IntEnum):
     URGENT = 0
     """A compute thread is waiting for this request."""
     BACKGROUND = 1
-    """Nobody is waiting yet: read-ahead and write-back."""
+    """Nothing waits for it yet: read-ahead and write-back."""
 
 
 class StorageTimeoutError(StorageError, TimeoutError):
