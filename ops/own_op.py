@@ -78,8 +78,8 @@ class OwnOp:
 
     def cxx_args(self) -> list[str]:
         """Flags of the compiler, from DeepSpeed's builder."""
-        return super().cxx_args()  # type: ignore[misc, no-any-return]
+        return super().cxx_args()  # type: ignore[misc]
 
     def extra_ldflags(self) -> list[str]:
         """Flags of the linker, from DeepSpeed's builder."""
-        return super().extra_ldflags()  # type: ignore[misc, no-any-return]
+        return super().extra_ldflags()  # type: ignore[misc]
