@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tencache_ds.ops.tencache_update import load_tencache_update
 from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, adam_scalars
@@ -56,6 +59,8 @@ class State:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     weight: torch.Tensor
+    remainder: torch.Tensor | None = None
+    """Of split master weights: then ``master`` and ``exp_avg_sq`` are those of the last :meth:`join`."""
 
     @classmethod
     def of(cls, master: torch.Tensor, weight_dtype: torch.dtype) -> State:
@@ -68,6 +73,28 @@ class State:
         arrays = (self.master, self.exp_avg, self.exp_avg_sq, gradient, self.weight)
         addresses = [0 if array is None else array.data_ptr() + start * array.element_size() for array in arrays]
         return (*addresses, end - start)
+
+    def split_run(self, gradient: torch.Tensor, start: int, end: int) -> tuple[int, ...]:
+        """The same, with the remainder in the place of the master weights."""
+        return (self.remainder.data_ptr() + 2 * start, *self.run(gradient, start, end)[1:])
+
+    def master_run(self) -> tuple[int, ...]:
+        """Addresses for splitting and joining."""
+        arrays = (self.master, self.remainder, self.weight, self.exp_avg_sq)
+        return (*(array.data_ptr() for array in arrays), self.master.numel())
+
+    def split(self, team: Any, variant: str = "") -> State:
+        """Splits the master weights, and wipes them out."""
+        self.remainder = torch.empty(self.master.numel(), dtype=torch.int16)
+        assert team.splits_exactly([self.master_run()], variant)
+        assert team.split([self.master_run()], variant).wait(60)
+        self.master.fill_(7)
+        return self
+
+    def join(self, team: Any, variant: str = "") -> State:
+        """The whole master weights again."""
+        assert team.join([self.master_run()], variant).wait(60)
+        return self
 
     def differing(self, other: State) -> int:
         """Elements whose bits differ; NaNs of any payload are equal."""
@@ -123,12 +150,20 @@ def repeated(setting: Setting, step: int, generator: torch.Generator) -> torch.T
 
 
 def differences(
-    op: Any, team: Any, stock: Any, setting: Setting, runs: Any = None, draw: Callable[..., torch.Tensor] = gradients_of
+    op: Any,
+    team: Any,
+    stock: Any,
+    setting: Setting,
+    runs: Any = None,
+    draw: Callable[..., torch.Tensor] = gradients_of,
+    split: bool = False,
 ) -> int:
     """Elements in which the op and DeepSpeed's sequence of passes differ after some steps."""
     generator = torch.Generator().manual_seed(setting.numel)
     master = torch.randn(setting.numel, generator=generator)
     expected, found = State.of(master, setting.weight_dtype), State.of(master, setting.weight_dtype)
+    if split:
+        found.split(team)
     powers = BetaPowers(setting.betas)
     stock.create_adam(STOCK_ID, setting.lr, *setting.betas, setting.eps, setting.weight_decay, setting.decoupled, False)
     width = op.adam_variant()[1]
@@ -144,14 +179,17 @@ def differences(
         expected.weight.copy_(expected.master)
         pieces = [(0, setting.numel)] if runs is None else runs
         job = team.adam(
-            [found.run(gradient, *piece) for piece in pieces],
+            [(found.split_run if split else found.run)(gradient, *piece) for piece in pieces],
             DTYPES[setting.gradient_dtype],
             DTYPES[setting.weight_dtype],
             setting.numel % width,
             scalars_of(op, setting, step, powers),
+            split=split,
         )
         assert job.wait(60)
     stock.destroy_adam(STOCK_ID)
+    if split:
+        found.join(team)
     return found.differing(expected)
 
 
@@ -191,6 +229,91 @@ def test_every_hyper_parameter_equals_deepspeed(op: Any, team: Any, stock: Any, 
 def test_a_hundred_steps(op: Any, team: Any, stock: Any) -> None:
     setting = Setting(MANY, weight_decay=0.01, scale=1 / 3, steps=100)
     assert differences(op, team, stock, setting, draw=repeated) == 0
+
+
+@pytest.mark.parametrize("numel", [1, 15, 17, 1023, 1029, 100_003])
+@pytest.mark.parametrize("gradient_dtype", DTYPES)
+def test_split_master_weights_equal_deepspeed(
+    op: Any, team: Any, stock: Any, numel: int, gradient_dtype: torch.dtype
+) -> None:
+    setting = Setting(numel, gradient_dtype, weight_decay=0.1, scale=0.3, steps=12)
+    assert differences(op, team, stock, setting, split=True) == 0
+    cuts = [0, numel // 3, numel // 2, numel]
+    setting = dataclasses.replace(setting, decoupled=False)
+    assert differences(op, team, stock, setting, runs=list(zip(cuts, cuts[1:], strict=False)), split=True) == 0
+
+
+SPECIAL_HIGHS = (0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3FFF, 0x7EFF, 0x7F7E, 0x7F7F, 0x7F80)
+
+
+@settings(max_examples=20, deadline=None)
+@given(highs=st.lists(st.integers(0, 0x7F7F) | st.sampled_from(SPECIAL_HIGHS), min_size=1, max_size=8))
+@pytest.mark.parametrize("variant", ["avx512", "avx2", "neon"])
+def test_split_and_joined_every_lower_half_is_as_before(op: Any, variant: str, highs: list[int]) -> None:
+    """All remainders, ties and carries among them: a number near each end is rounded into the next weight."""
+    if variant not in variants(op):
+        return
+    team = op.Team(1)
+    lows = torch.arange(2**16, dtype=torch.int64)
+    halves = [(sign | high) << 16 | lows for high in highs for sign in (0, 0x8000)]
+    bits = torch.cat(halves)
+    numbers = bits[(bits & 0x7FFFFFFF) <= 0x7F800000]  # NaNs have a test of their own
+    master = numbers.to(torch.uint32).view(torch.float32)
+    state = State.of(master, torch.bfloat16)
+    state.exp_avg_sq = torch.rand(master.numel()) * 1e-20
+    before = dataclasses.replace(state, master=master.clone(), exp_avg_sq=state.exp_avg_sq.clone())
+    assert state.split(team, variant).join(team, variant).differing(before) == 0
+    team.close()
+
+
+@pytest.mark.parametrize("exp_avg_sq", [0x7FC00000, 0xFFC00000, 0x3F800000, 0xBF800000])
+def test_split_and_joined_a_nan_keeps_its_bits(op: Any, team: Any, exp_avg_sq: int) -> None:
+    """Those that arithmetic makes: with a lower half of zeros, as from bfloat16 and on x86, or of ones, as on GPUs."""
+    kept = [
+        sign | 0x7F800000 | upper << 16 | lower for sign in (0, 2**31) for upper in range(128) for lower in (0, 0xFFFF)
+    ]
+    bits = torch.tensor([nan for nan in kept if nan & 0x7FFFFF], dtype=torch.uint32)
+    squares = torch.full(bits.shape, exp_avg_sq, dtype=torch.uint32)
+    weight = torch.full(bits.shape, -1, dtype=torch.int16).view(torch.bfloat16)
+    zeros = torch.zeros(bits.shape)
+    state = State(bits.clone().view(torch.float32), zeros, squares.clone().view(torch.float32), weight)
+    state.split(team).join(team)
+    assert torch.equal(state.master.view(torch.uint32), bits)
+    assert torch.equal(state.exp_avg_sq.view(torch.uint32), squares)
+
+
+@pytest.mark.parametrize(
+    ("master", "exp_avg_sq", "weight"),
+    [
+        (0x3F800000, 0, 0x3F81),  # the weight is another number
+        (0x3F808000, 0, 0x3F81),  # a tie goes to the even one
+        (0x7FC00000, 0, 0x7FC0),  # the weight of a NaN is that of DeepSpeed's copy
+        (0x7FC01234, 0, 0xFFFF),  # a payload that is not kept
+        (0x3F800000, 0x80000000, 0x3F80),  # the sign of -0
+        (0x3F800000, 0xBF800000, 0x3F80),
+    ],
+)
+def test_what_would_be_lost_is_noticed(op: Any, team: Any, master: int, exp_avg_sq: int, weight: int) -> None:
+    numbers = [torch.full((40_000,), 1.0) for _ in range(2)]
+    state = State(numbers[0], torch.zeros(40_000), numbers[1], torch.ones(40_000, dtype=torch.bfloat16))
+    state.remainder = torch.zeros(40_000, dtype=torch.int16)
+    assert team.splits_exactly([state.master_run()])
+    state.master.view(torch.uint32)[39_999] = master
+    state.exp_avg_sq.view(torch.uint32)[39_999] = exp_avg_sq
+    state.weight.view(torch.uint16)[39_999] = weight
+    assert not team.splits_exactly([state.master_run()])
+
+
+def variants(op: Any) -> list[str]:
+    """The instruction sets of this processor and build."""
+    found = []
+    team = op.Team(1)
+    for name in ("avx512", "avx2", "neon"):
+        with contextlib.suppress(ValueError):
+            team.split([], name)
+            found.append(name)
+    team.close()
+    return found
 
 
 def test_where_runs_are_cut_changes_no_bit(op: Any, team: Any, stock: Any) -> None:

@@ -54,13 +54,26 @@ struct AdamScalars {
 
 // A run of elements whose addresses are contiguous in every array.
 struct AdamRun {
-    float* master;
+    float* master;             // null: split, see split_master.inc; then the weight is bfloat16 and holds the old value
+    std::uint16_t* remainder;  // of split master weights
     float* exp_avg;
     float* exp_avg_sq;
     const void* gradient;      // null: all zeros
     void* weight;              // null: no rounded weight needed
     std::size_t numel;
     std::size_t n_tail;        // number of elements at the end that are a sub-group's scalar tail
+};
+
+// The bits of a float, as an integer.
+using FloatBits = std::uint32_t __attribute__((may_alias));
+
+// A run of master weights that become split, or have been.
+struct MasterRun {
+    FloatBits* master;
+    std::uint16_t* remainder;
+    const std::uint16_t* weight;  // bits of bfloat16
+    FloatBits* exp_avg_sq;
+    std::size_t numel;
 };
 
 struct AdamTypes {
@@ -72,6 +85,10 @@ using AdamKernel = void (*)(const AdamScalars&, const AdamTypes&, const AdamRun&
 
 struct AdamVariant {
     AdamKernel kernel;         // null where this processor has no vectors that DeepSpeed would use
+    AdamKernel split_kernel;   // the same on split master weights
+    void (*split)(MasterRun);
+    bool (*splits_exactly)(MasterRun);  // whether nothing would be lost; changes nothing
+    void (*join)(MasterRun);
     const char* name;
     std::size_t width;         // elements per vector; the remainder is the scalar tail of DeepSpeed's op
 };

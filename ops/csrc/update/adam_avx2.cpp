@@ -55,11 +55,13 @@ struct Vector {
 };
 
 #include "adam_kernel.inc"
+#include "split_master.inc"
 
 }  // namespace
 
 extern const AdamVariant adam_avx2;
-const AdamVariant adam_avx2{adam_sweep, "avx2", Vector::WIDTH};
+const AdamVariant adam_avx2{
+    adam_sweep, split_adam_sweep, split_master, splits_exactly, join_master, "avx2", Vector::WIDTH};
 
 }  // namespace tencache
 

@@ -54,11 +54,13 @@ struct Vector {
 };
 
 #include "adam_kernel.inc"
+#include "split_master.inc"
 
 }  // namespace
 
 extern const AdamVariant adam_avx512;
-const AdamVariant adam_avx512{adam_sweep, "avx512", Vector::WIDTH};
+const AdamVariant adam_avx512{
+    adam_sweep, split_adam_sweep, split_master, splits_exactly, join_master, "avx512", Vector::WIDTH};
 
 }  // namespace tencache
 

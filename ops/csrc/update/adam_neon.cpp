@@ -56,11 +56,13 @@ struct Vector {
 };
 
 #include "adam_kernel.inc"
+#include "split_master.inc"
 
 }  // namespace
 
 extern const AdamVariant adam_neon;
-const AdamVariant adam_neon{adam_sweep, "neon", Vector::WIDTH};
+const AdamVariant adam_neon{
+    adam_sweep, split_adam_sweep, split_master, splits_exactly, join_master, "neon", Vector::WIDTH};
 
 }  // namespace tencache
 

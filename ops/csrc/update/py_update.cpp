@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -27,6 +28,7 @@ using tencache::AdamTypes;
 using tencache::AdamVariant;
 using tencache::ElementType;
 using tencache::Job;
+using tencache::MasterRun;
 using tencache::Team;
 
 // 28 bytes an element: a block is about 1 MiB of traffic, 0.1 to 0.3 ms of one core.
@@ -41,12 +43,15 @@ ElementType element_type(const std::string& name)
     throw py::value_error("element type '" + name + "' is not float32, bfloat16 or float16");
 }
 
-// master, exp_avg, exp_avg_sq, gradient (0: zeros), weight (0: not wanted), numel
+// master or remainder, exp_avg, exp_avg_sq, gradient (0: zeros), weight (0: not wanted), numel
 using RunTuple =
     std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::size_t>;
 
-std::vector<AdamRun> cut_blocks(const std::vector<RunTuple>& runs, const AdamTypes& types, std::size_t n_tail)
+std::vector<AdamRun> cut_blocks(const std::vector<RunTuple>& runs, const AdamTypes& types, std::size_t n_tail, bool split)
 {
+    if (split && types.weight != ElementType::bfloat16) {
+        throw py::value_error("split master weights are those of bfloat16 weights");
+    }
     std::size_t numel = 0;
     for (const RunTuple& run : runs) { numel += std::get<5>(run); }
     if (n_tail > numel) { throw py::value_error("the tail is longer than all runs together"); }
@@ -56,12 +61,14 @@ std::vector<AdamRun> cut_blocks(const std::vector<RunTuple>& runs, const AdamTyp
     for (const RunTuple& run : runs) {
         const auto [master, exp_avg, exp_avg_sq, gradient, weight, run_numel] = run;
         if (master == 0 || exp_avg == 0 || exp_avg_sq == 0) { throw py::value_error("a run has no address"); }
+        if (split && weight == 0) { throw py::value_error("a run of split master weights has no weights"); }
         for (std::size_t start = 0; start < run_numel; start += BLOCK_NUMEL) {
             const std::size_t length = std::min(BLOCK_NUMEL, run_numel - start);
             const std::size_t end = position + start + length;
             const std::size_t tail = end > body_end ? std::min(length, end - body_end) : 0;
             blocks.push_back(AdamRun{
-                reinterpret_cast<float*>(master) + start,
+                split ? nullptr : reinterpret_cast<float*>(master) + start,
+                split ? reinterpret_cast<std::uint16_t*>(master) + start : nullptr,
                 reinterpret_cast<float*>(exp_avg) + start,
                 reinterpret_cast<float*>(exp_avg_sq) + start,
                 gradient == 0 ? nullptr
@@ -72,6 +79,30 @@ std::vector<AdamRun> cut_blocks(const std::vector<RunTuple>& runs, const AdamTyp
             });
         }
         position += run_numel;
+    }
+    return blocks;
+}
+
+// master, remainder, weight, exp_avg_sq, numel
+using MasterTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::size_t>;
+
+std::vector<MasterRun> cut_blocks(const std::vector<MasterTuple>& runs)
+{
+    std::vector<MasterRun> blocks;
+    for (const MasterTuple& run : runs) {
+        const auto [master, remainder, weight, exp_avg_sq, run_numel] = run;
+        if (master == 0 || remainder == 0 || weight == 0 || exp_avg_sq == 0) {
+            throw py::value_error("a run has no address");
+        }
+        for (std::size_t start = 0; start < run_numel; start += BLOCK_NUMEL) {
+            blocks.push_back(MasterRun{
+                reinterpret_cast<tencache::FloatBits*>(master) + start,
+                reinterpret_cast<std::uint16_t*>(remainder) + start,
+                reinterpret_cast<const std::uint16_t*>(weight) + start,
+                reinterpret_cast<tencache::FloatBits*>(exp_avg_sq) + start,
+                std::min(BLOCK_NUMEL, run_numel - start),
+            });
+        }
     }
     return blocks;
 }
@@ -113,19 +144,38 @@ public:
                const std::string& weight_type,
                std::size_t n_tail,
                const AdamScalars& scalars,
+               bool split,
                const std::string& variant_name)
     {
-        const AdamVariant variant =
-            variant_name.empty() ? tencache::adam_variant() : tencache::adam_variant(variant_name.c_str());
-        if (variant.kernel == nullptr) { throw py::value_error("this processor has no vectors for the fused update"); }
+        const AdamVariant variant = variant_of(variant_name);
         const AdamTypes types{element_type(gradient_type), element_type(weight_type)};
-        auto blocks = std::make_shared<std::vector<AdamRun>>(cut_blocks(runs, types, n_tail));
+        auto blocks = std::make_shared<std::vector<AdamRun>>(cut_blocks(runs, types, n_tail, split));
         auto job = std::make_shared<Job>();
         job->n_blocks = blocks->size();
-        job->run = [blocks, scalars, types, kernel = variant.kernel](std::size_t index) {
-            kernel(scalars, types, (*blocks)[index]);
-        };
+        const auto kernel = split ? variant.split_kernel : variant.kernel;
+        job->run = [blocks, scalars, types, kernel](std::size_t index) { kernel(scalars, types, (*blocks)[index]); };
         return submit(job);
+    }
+
+    PyJob split(const std::vector<MasterTuple>& runs, const std::string& variant_name)
+    {
+        return over(runs, variant_of(variant_name).split);
+    }
+
+    PyJob join(const std::vector<MasterTuple>& runs, const std::string& variant_name)
+    {
+        return over(runs, variant_of(variant_name).join);
+    }
+
+    bool splits_exactly(const std::vector<MasterTuple>& runs, const std::string& variant_name)
+    {
+        auto exact = std::make_shared<std::atomic<bool>>(true);
+        auto check = [exact, exactly = variant_of(variant_name).splits_exactly](const MasterRun& run) {
+            if (*exact && !exactly(run)) { *exact = false; }
+        };
+        PyJob job = over(runs, check);
+        while (!job.wait(60.0)) {}
+        return *exact;
     }
 
     PyJob copy(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes)
@@ -161,6 +211,23 @@ public:
     }
 
 private:
+    static AdamVariant variant_of(const std::string& name)
+    {
+        const AdamVariant variant = name.empty() ? tencache::adam_variant() : tencache::adam_variant(name.c_str());
+        if (variant.kernel == nullptr) { throw py::value_error("this processor has no vectors for the fused update"); }
+        return variant;
+    }
+
+    template <class Function>
+    PyJob over(const std::vector<MasterTuple>& runs, Function function)
+    {
+        auto blocks = std::make_shared<std::vector<MasterRun>>(cut_blocks(runs));
+        auto job = std::make_shared<Job>();
+        job->n_blocks = blocks->size();
+        job->run = [blocks, function](std::size_t index) { function((*blocks)[index]); };
+        return submit(job);
+    }
+
     PyJob submit(const std::shared_ptr<Job>& job)
     {
         team_->submit(job);
@@ -219,7 +286,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("weight_type"),
              py::arg("n_tail"),
              py::arg("scalars"),
+             py::arg("split") = false,
              py::arg("variant") = "")
+        .def("split", &PyTeam::split, py::arg("runs"), py::arg("variant") = "")
+        .def("join", &PyTeam::join, py::arg("runs"), py::arg("variant") = "")
+        .def("splits_exactly", &PyTeam::splits_exactly, py::arg("runs"), py::arg("variant") = "")
         .def("copy", &PyTeam::copy, py::arg("target"), py::arg("source"), py::arg("nbytes"))
         .def("fill_zero", &PyTeam::fill_zero, py::arg("address"), py::arg("nbytes"))
         .def("close", &PyTeam::close);
