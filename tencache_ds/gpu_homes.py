@@ -32,8 +32,9 @@ from tencache_ds.planning.gpu_policy import GpuPlan, StateChunk, UpdateRates, We
 from tencache_ds.planning.memory_watch import MemoryWatch
 from tencache_ds.profiling.fetch_waits import CudaStreamClock, FetchRecorder, HostClock
 from tencache_ds.tiers.device_adam import DeviceAdam, TritonAdam
-from tencache_ds.tiers.fused_adam import EXP_AVG, EXP_AVG_SQ, FusedAdam
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.fused_adam import FusedAdam
+from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

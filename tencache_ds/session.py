@@ -49,6 +49,7 @@ from tencache_ds.surroundings import Surroundings
 from tencache_ds.tiers.background_update import BackgroundUpdate
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.split_master import SplitMasters
 from tencache_ds.tiers.sub_group import Kinds, SubGroupSpec
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -231,7 +232,11 @@ class Session:
             )
 
     def build_optimizer_state(
-        self, specs: Sequence[SubGroupSpec], needed_nbytes: int, device: DeviceMemory | None = None
+        self,
+        specs: Sequence[SubGroupSpec],
+        needed_nbytes: int,
+        device: DeviceMemory | None = None,
+        masters: SplitMasters | None = None,
     ) -> OptimizerStateTier:
         """Builds the optimizer tier and reserves its NVMe space.
 
@@ -239,6 +244,7 @@ class Session:
             specs: the sub-groups.
             needed_nbytes: bytes that will be stored on NVMe, for the check before anything is allocated.
             device: where device memory comes from, for chunks that live there.
+            masters: splits master weights on NVMe; None where they are always whole.
 
         Raises:
             MemoryLimitError: not enough device memory.
@@ -256,6 +262,7 @@ class Session:
             chunk_nbytes=self.options.chunk_size,
             timeout_s=self.options.io_timeout_s,
             device=device,
+            masters=masters,
         )
         return self.optimizer_state
 

@@ -27,7 +27,8 @@ from tencache_ds.tiers.cpu_share import CpuShare
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.fused_update import FusedUpdate
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.kinds import MASTER
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.sub_group import SubGroupSpec
 from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep
 

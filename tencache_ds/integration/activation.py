@@ -46,6 +46,7 @@ def activate() -> None:
     from tencache_ds.integration.param_swapper import ParamSwapper, swapper_factory
     from tencache_ds.integration.rank_checks import agree_on_options
     from tencache_ds.integration.seams import verify_seams, warn_of_version
+    from tencache_ds.integration.shared_weights import gathered, overwriting, released
 
     verify_seams()
     warn_of_version(deepspeed.__version__, dist.get_rank() if dist.is_initialized() else 0)
@@ -60,12 +61,36 @@ def activate() -> None:
 
     @functools.wraps(partition_param)
     def _partition_param(self: Any, param: Any, *args: Any, has_been_updated: bool = False, **kwargs: Any) -> Any:
-        if not (has_been_updated and isinstance(param.nvme_swapper, ParamSwapper)):
+        if not has_been_updated:
             return partition_param(self, param, *args, has_been_updated=has_been_updated, **kwargs)
-        with param.nvme_swapper.overwriting(param):
+        managed = isinstance(param.nvme_swapper, ParamSwapper)
+        with (
+            overwriting(param),
+            param.nvme_swapper.overwriting(param) if managed else contextlib.nullcontext(),
+        ):
             return partition_param(self, param, *args, has_been_updated=has_been_updated, **kwargs)
 
     partition_parameters.Init._partition_param = _partition_param
+
+    enter, leave = partition_parameters.GatheredParameters.__enter__, partition_parameters.GatheredParameters.__exit__
+
+    @functools.wraps(enter)
+    def __enter__(self: Any) -> Any:
+        result = enter(self)
+        if self.enabled:
+            gathered(self.params)
+        return result
+
+    @functools.wraps(leave)
+    def __exit__(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            if self.enabled:
+                released(self.params)
+
+    partition_parameters.GatheredParameters.__enter__ = __enter__
+    partition_parameters.GatheredParameters.__exit__ = __exit__
 
     ensure_availability = partition_parameters.Init._ensure_availability_of_partitioned_params
 

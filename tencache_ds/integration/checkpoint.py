@@ -26,7 +26,7 @@ from tencache_ds.errors import CheckpointError, TenCacheError
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.io.torch_archive import DeferredTensor
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.tiers.optimizer_state import MASTER
+from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.update import publish
 
 

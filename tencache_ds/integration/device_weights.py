@@ -42,6 +42,7 @@ class DeviceWeights:
 
     def to_device(self, key: int, memory: torch.Tensor) -> None:
         """See :meth:`MovableWeights.to_device`."""
+        self._model_weights.leaving(key)
         param = self._params[key]
         shard = memory.view(param.ds_tensor.dtype)
         if in_tier(param):

@@ -6,7 +6,7 @@ flat buffers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,10 +46,46 @@ class ModelWeights:
         self._flats = list(flats)
         self._partitions = partitions
         self._counters = counters
+        self.leaving: Callable[[int], None] = lambda key: None
+        """Called with a weight that is about to leave host memory."""
         self._found_segments: dict[int, tuple[list[int], list[int]]] = {}
         self._found_overlaps: dict[Chunk, list[Overlap]] = {}
 
         self._sub_group_of = {param.ds_id: index for index, group in enumerate(groups) for param in group}
+
+    def bfloat16_in_host_memory(
+        self, chunk: Chunk, instead: Mapping[int, torch.Tensor]
+    ) -> list[tuple[int, torch.Tensor]] | None:
+        """``(first element in the chunk, values)`` of the weights that a chunk has elements of, ascending: the memory
+        that :meth:`open` gives. None unless all of them are bfloat16 in host memory, and cover the chunk.
+
+        Args:
+            chunk: which one.
+            instead: shards that are shown in the place of a weight's own.
+        """
+        found, position = [], 0
+        for overlap in self._overlaps(chunk):
+            param = self._groups[chunk.sub_group][overlap.segment]
+            shard = self.shard_in_host_memory(param)
+            if shard is None or shard.dtype is not torch.bfloat16 or overlap.in_chunk != position:
+                return None
+            shard = instead.get(param.ds_id, shard)
+            found.append((position, shard[overlap.in_segment : overlap.in_segment + overlap.numel]))
+            position += overlap.numel
+        return found if position == chunk.numel else None
+
+    def shard_in_host_memory(self, param: Any) -> torch.Tensor | None:
+        """A weight's shard, if the optimizer updates it and it is in host memory between two uses."""
+        if param.ds_id not in self._sub_group_of:
+            return None
+        if in_tier(param):
+            shard: torch.Tensor | None = param.nvme_swapper.engine.weights.homes.in_host_memory(param.ds_id)
+            return shard
+        return param.ds_tensor.data if param.ds_tensor.device.type == "cpu" else None
+
+    def sub_group_of(self, key: int) -> int | None:
+        """The sub-group of a weight; None of one that the optimizer does not update."""
+        return self._sub_group_of.get(key)
 
     def part_from_flat(self, param: Any) -> None:
         """A parameter's shard no longer lies in its sub-group's flat tensor: from now on each is found separately."""

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.kinds import MASTER
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
 
 class OptimizerStates:

@@ -161,6 +161,8 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(_PARAMETERS, "Init._ensure_availability_of_partitioned_params", ("self", "params"), "waits for updates"),
     Seam(_PARAMETERS, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None, "tracks weights held by GatheredParameters"),
+    Seam(_PARAMETERS, "GatheredParameters.__enter__", ("self",), "keeps the values of weights that may be changed"),
+    Seam(_PARAMETERS, "GatheredParameters.__exit__", ("self", "exc"), "notices weights that were changed"),
     Seam(f"{_RUNTIME}.zero.parameter_offload", "PartitionedParameterCoordinator", None, "replaces the coordinator"),
     Seam(
         _COORDINATOR,

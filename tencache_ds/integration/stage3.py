@@ -39,6 +39,7 @@ from tencache_ds.integration.optimizers import (
 )
 from tencache_ds.integration.param_swapper import ParamSwapper, engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
+from tencache_ds.integration.shared_weights import SharedWeights
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.pinned_cache import empty_pinned_cache
@@ -49,8 +50,11 @@ from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.session import Session
 from tencache_ds.state_moves import StateMoves
 from tencache_ds.tiers.device_adam import DeviceAdam
+from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.kinds import MASTER
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.split_master import SplitMasters
 from tencache_ds.tiers.sub_group import Kinds
 
 _GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
@@ -74,6 +78,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._host_homes: HostHomes | None = None
         self._device: tuple[DeviceMemory, DeviceAdam] | None = None
         self._model_weights: ModelWeights | None = None
+        self._fused: FusedAdam | None = None
+        self._shared_weights: SharedWeights | None = None
         self._optimizer_on_nvme = False
         self._combined_scale: Any = 1.0
         self._weights_changing = False
@@ -92,6 +98,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             super().__init__(module, init_optimizer, *args, **kwargs)
         except BaseException:
             # The weights stay their model's, which may get another engine with another config.
+            if self._shared_weights is not None:
+                self._shared_weights.close()
             if self.tencache is not None:
                 self.tencache.close()
             if hasattr(self, "parameter_offload"):
@@ -162,7 +170,13 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         engine.check_optimizer_space(sum(chunk_nbytes))
         dist.barrier()  # no rank takes space before every rank has looked
         memory = None if self._device is None else self._device[0]
-        self._state = engine.build_optimizer_state(specs, sum(chunk_nbytes), memory)
+        masters = None
+        if self._fused is not None and self._optimizer_on_nvme and self._tencache_options.split_master:
+            self._shared_weights = SharedWeights(self.fp16_groups, self._model_weights, self._finish_step)
+            masters = SplitMasters(self._fused, self._shared_weights)
+        self._state = engine.build_optimizer_state(specs, sum(chunk_nbytes), memory, masters)
+        if self._shared_weights is not None:
+            self._shared_weights.state = self._state
         engine.build_staging(chunk_nbytes)
         self.subgroup_to_device = dict.fromkeys(range(len(specs)), "cpu")
         for index, ids in enumerate(self.fp16_partitioned_groups_flat_id):
@@ -187,7 +201,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             super()._setup_for_real_optimizer()
             return
         engine = self._require_engine()
-        fused = engine.fused_adam() if updates_by_chunks(self.optimizer) else None
+        self._fused = fused = engine.fused_adam() if updates_by_chunks(self.optimizer) else None
         self._device = open_gpu(self.optimizer, engine, fused)
         self._create_fp32_partitions()
         self._create_next_swappable_fp32_groups()
@@ -521,6 +535,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             if self._gpu_homes is not None:
                 stack.callback(self._gpu_homes.close)
             stack.callback(self._write_figures)
+            if self._shared_weights is not None:
+                stack.callback(self._shared_weights.close)
             if self._chunked_step is not None:
                 stack.callback(self._chunked_step.close)
             stack.callback(finish_gathers, module, session.keep_memory if session is not None else lambda: None)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from tencache_ds.tiers.optimizer_state import MASTER
+from tencache_ds.tiers.kinds import MASTER
 
 
 class StateAccessMixin:

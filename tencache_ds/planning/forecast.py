@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tencache_ds.planning.bound import GRADIENT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES, Bound, Demand, bound
+from tencache_ds.planning.bound import GRADIENT_NBYTES, SPLIT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES, Bound, Demand, bound
 from tencache_ds.profiling.hardware import Hardware
 
 
@@ -29,6 +29,7 @@ class Training:
         weight_nbytes: bytes of a weight as forward uses it.
         gradient_nbytes: bytes of an accumulated gradient.
         state_nbytes: bytes of master weight and moments of a parameter.
+        split_nbytes: of these, what is not moved from and to NVMe while the weight is in host memory.
     """
 
     numel: int
@@ -39,6 +40,7 @@ class Training:
     weight_nbytes: int = WEIGHT_NBYTES
     gradient_nbytes: int = GRADIENT_NBYTES
     state_nbytes: int = STATE_NBYTES
+    split_nbytes: int = SPLIT_NBYTES
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +130,7 @@ def _placed(
     weights = ByPlace(weights.host_nbytes, max(0, weights.nvme_nbytes - on_gpu), on_gpu)
     gradients = ByPlace(gradient_nbytes, 0, updated * training.gradient_nbytes)
     state = ByPlace(state.host_nbytes, state.nvme_nbytes, updated * training.state_nbytes)
+    shared = max(0, weights.host_nbytes - on_gpu) / (numel * per_weight)  # spread over the step, as state on NVMe is
     demand = Demand(
         numel=numel,
         tokens_per_step=training.tokens_per_step,
@@ -139,7 +142,7 @@ def _placed(
         optimizer_gpu=updated / numel,
         weight_nbytes=per_weight,
         gradient_nbytes=training.gradient_nbytes,
-        optimizer_state_nbytes_per_param=training.state_nbytes,
+        optimizer_state_nbytes_per_param=training.state_nbytes - shared * training.split_nbytes,
         activation_recompute=training.activation_recompute,
     )
     return Forecast(budget_nbytes, gpu_budget_nbytes, weights, gradients, state, demand, bound(demand, hardware))

@@ -15,9 +15,10 @@ import torch
 
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.device_adam import DeviceAdam, Launch, Run
-from tencache_ds.tiers.fused_adam import EXP_AVG, EXP_AVG_SQ, TYPES
+from tencache_ds.tiers.fused_adam import TYPES
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.update import Pieces, SubGroupStep
 from tencache_ds.tiers.weight_writer import WeightWriter
 

@@ -16,9 +16,9 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.planning.adam_scalars import AdamScalars
-from tencache_ds.tiers.optimizer_state import MASTER
+from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
+from tencache_ds.tiers.split_master import Pieces
 
-EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """Dtypes of gradients and weights that the op knows."""
 
@@ -70,8 +70,13 @@ class FusedAdam:
 
     @staticmethod
     def takes(state: Mapping[str, torch.Tensor], gradient: torch.Tensor, weights: Iterable[torch.Tensor]) -> bool:
-        """Whether a chunk's state is single precision, and gradient and weights are of one dtype each that fits."""
+        """Whether a chunk's state is single precision, and gradient and weights are of one dtype each that fits. Master
+        weights that are split go with bfloat16 weights in host memory."""
+        weights = list(weights)
         dtypes = {weight.dtype for weight in weights}
+        if REMAINDER in state:
+            here = all(weight.device.type == "cpu" for weight in weights)
+            return here and gradient.dtype in TYPES and dtypes == {torch.bfloat16}
         kinds_fit = all(state[kind].dtype is torch.float32 for kind in (MASTER, EXP_AVG, EXP_AVG_SQ))
         return kinds_fit and gradient.dtype in TYPES and len(dtypes) == 1 and dtypes <= TYPES.keys()
 
@@ -85,7 +90,8 @@ class FusedAdam:
         """Begins the update of one chunk that it :meth:`takes`; returns before it is done.
 
         Args:
-            state: master weights and moments, fp32, 1-D, of one length; updated in place.
+            state: master weights and moments, fp32, 1-D, of one length; updated in place. Or, in the place of master
+                weights, their remainders: then ``weights`` cover all elements and hold the old values.
             gradient: 1-D of that length, in host memory.
             weights: ``(first element, tensor)`` of the weights that the chunk's elements belong to, 1-D in host memory,
                 ascending; they get the rounded master weights. Elements that none covers are rounded nowhere.
@@ -94,7 +100,8 @@ class FusedAdam:
         Returns:
             A job that must end before any of the tensors is used or released.
         """
-        arrays = (*(state[kind] for kind in (MASTER, EXP_AVG, EXP_AVG_SQ)), gradient)
+        split = REMAINDER in state
+        arrays = (*(state[kind] for kind in (REMAINDER if split else MASTER, EXP_AVG, EXP_AVG_SQ)), gradient)
         numel, position, runs = gradient.numel(), 0, []
         for start, weight in weights:
             if start > position:
@@ -107,7 +114,25 @@ class FusedAdam:
         # All other chunks are multiples of every vector's width.
         n_tail = numel % self._width
         types = TYPES[gradient.dtype], TYPES[weights[0][1].dtype]
-        job: Job = self._team.adam(runs, *types, n_tail, self._op.AdamScalars(**dataclasses.asdict(scalars)))
+        job: Job = self._team.adam(runs, *types, n_tail, self._op.AdamScalars(**dataclasses.asdict(scalars)), split)
+        return job
+
+    # Split master weights: SplitArithmetic
+
+    def splits_exactly(
+        self, master: torch.Tensor, remainder: torch.Tensor, exp_avg_sq: torch.Tensor, weights: Pieces
+    ) -> bool:
+        """See :meth:`SplitArithmetic.splits_exactly`."""
+        return bool(self._team.splits_exactly(_master_runs(master, remainder, exp_avg_sq, weights)))
+
+    def split(self, master: torch.Tensor, remainder: torch.Tensor, exp_avg_sq: torch.Tensor, weights: Pieces) -> Job:
+        """See :meth:`SplitArithmetic.split`."""
+        job: Job = self._team.split(_master_runs(master, remainder, exp_avg_sq, weights))
+        return job
+
+    def join(self, master: torch.Tensor, remainder: torch.Tensor, exp_avg_sq: torch.Tensor, weights: Pieces) -> Job:
+        """See :meth:`SplitArithmetic.join`."""
+        job: Job = self._team.join(_master_runs(master, remainder, exp_avg_sq, weights))
         return job
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Job:
@@ -123,3 +148,18 @@ class FusedAdam:
 def _run(arrays: Sequence[torch.Tensor], start: int, numel: int, weight: torch.Tensor | None) -> tuple[int, ...]:
     addresses = (array.data_ptr() + start * array.element_size() for array in arrays)
     return (*addresses, 0 if weight is None else weight.data_ptr(), numel)
+
+
+def _master_runs(
+    master: torch.Tensor, remainder: torch.Tensor, exp_avg_sq: torch.Tensor, weights: Pieces
+) -> list[tuple[int, ...]]:
+    return [
+        (
+            master.data_ptr() + start * 4,
+            remainder.data_ptr() + start * 2,
+            weight.data_ptr(),
+            exp_avg_sq.data_ptr() + start * 4,
+            weight.numel(),
+        )
+        for start, weight in weights
+    ]

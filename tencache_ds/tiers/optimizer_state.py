@@ -24,12 +24,12 @@ from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.chunks import Chunk, cut_sub_group
 from tencache_ds.planning.placement import place_state
+from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.relocation import StateRelocation
+from tencache_ds.tiers.split_master import SplitMasters, split_layout
 from tencache_ds.tiers.stored_chunks import StoredChunks
 from tencache_ds.tiers.sub_group import ChunkInUse, SubGroup, SubGroupSpec
-
-MASTER = "master"
 
 
 class OptimizerStateTier:
@@ -45,6 +45,7 @@ class OptimizerStateTier:
         chunk_nbytes: int,
         timeout_s: float,
         device: DeviceMemory | None = None,
+        masters: SplitMasters | None = None,
     ) -> None:
         """
         Args:
@@ -55,6 +56,7 @@ class OptimizerStateTier:
             chunk_nbytes: wanted bytes per chunk.
             timeout_s: longest wait for one transfer or buffer.
             device: the compute device's memory; None where no chunk may live there.
+            masters: splits master weights on NVMe; None where they are always whole.
 
         Raises:
             SpaceError: the store has no room for the state.
@@ -68,7 +70,7 @@ class OptimizerStateTier:
         # Not for children: a data loader's workers would have every chunk copied that is updated while they live.
         self._memory = HostArena(None, Locking.NONE)
         self._groups: list[SubGroup] = []
-        self._stored = StoredChunks(self._groups, self._mover, pool)
+        self._stored = StoredChunks(self._groups, self._mover, pool, masters)
         self._relocation = StateRelocation(self._memory, self._stored, device)
         self._groups += [self._make(index, spec) for index, spec in enumerate(specs)]
 
@@ -138,11 +140,16 @@ class OptimizerStateTier:
         """Starts a pass over chunks in another order, and reads the first ones ahead."""
         self._stored.begin(chunks)
 
-    def take(self, chunk: Chunk) -> ChunkInUse:
+    def take(self, chunk: Chunk, *, split: bool = False) -> ChunkInUse:
         """A chunk's state in host memory, read ahead in the order of the pass or read now.
+
+        Args:
+            chunk: which one.
+            split: its master weights may be split, for an update that writes to the weights.
 
         Raises:
             StorageError: the read failed.
+            TenCacheError: the master weights were split over weights that were changed since.
         """
         group = self._groups[chunk.sub_group]
         if chunk.index not in group.extents:
@@ -154,14 +161,15 @@ class OptimizerStateTier:
                 write_back = partial(memory.write, group.device[chunk.index], copy)
                 return ChunkInUse(chunk, group.views_of(chunk, copy), _write_back=write_back)
             return ChunkInUse(chunk, group.resident_views(chunk))
-        lease = self._stored.take(chunk)
-        return ChunkInUse(chunk, group.views_of(chunk, lease.buffer), lease)
+        lease, is_split = self._stored.take(chunk, split=split)
+        layout = split_layout(chunk) if is_split else chunk
+        return ChunkInUse(chunk, group.views_of(layout, lease.buffer), split=is_split, _lease=lease)
 
     def put(self, used: ChunkInUse, *, changed: bool = True) -> None:
         """Ends the use of a chunk; a changed one goes to NVMe without waiting."""
         lease = used.end(changed=changed)
         if lease is not None:
-            self._stored.put(used.chunk, lease, changed=changed)
+            self._stored.put(used.chunk, lease, changed=changed, is_split=used.split)
 
     def drop(self, used: ChunkInUse) -> None:
         """Ends the use of a chunk after an error: its copy on NVMe, or in device memory, stays unchanged."""
@@ -328,9 +336,22 @@ class OptimizerStateTier:
                 view.zero_()
             return used
         lease = self._stored.blank(chunk)
-        return ChunkInUse(chunk, group.views_of(chunk, lease.buffer), lease)
+        return ChunkInUse(chunk, group.views_of(chunk, lease.buffer), _lease=lease)
 
     # Places
+
+    def join(self, chunks: Iterable[Chunk]) -> None:
+        """Has master weights stored whole where they are split: their weights are about to change, or to leave host
+        memory. Between two passes.
+
+        Raises:
+            SpaceError: there is no room for them.
+            StorageError: a read failed.
+        """
+        for chunk in chunks:
+            if self._stored.is_split(chunk):
+                lease, _ = self._stored.take(chunk)
+                self._stored.put(chunk, lease, changed=True, keep_whole=True)
 
     def relocate(self, places: Mapping[int, Sequence[Place]]) -> None:
         """Moves chunks between the places where they live. Between two passes.

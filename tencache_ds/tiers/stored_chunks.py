@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of optimizer state on NVMe, streamed through staging buffers in the order of a pass."""
+"""Chunks of optimizer state on NVMe, streamed through staging buffers in the order of a pass.
+
+Their master weights may be split there (:mod:`tencache_ds.tiers.split_master`); only who asks for it sees them so.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from tencache_ds.memory.pool import BufferPool, Lease
 from tencache_ds.observability.counters import Stall
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.mover import Mover
+from tencache_ds.tiers.split_master import SplitMasters, split_layout
 from tencache_ds.tiers.sub_group import SubGroup
 
 
@@ -33,12 +37,20 @@ class StoredChunks:
         groups: all sub-groups; kept up to date by the tier.
         mover: moves the bytes.
         pool: the pool of chunk buffers.
+        masters: splits master weights; None where they are always whole.
     """
 
-    def __init__(self, groups: Sequence[SubGroup], mover: Mover, pool: Callable[[], BufferPool]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[SubGroup],
+        mover: Mover,
+        pool: Callable[[], BufferPool],
+        masters: SplitMasters | None = None,
+    ) -> None:
         self._groups = groups
         self._mover = mover
         self._pool = pool
+        self._masters = masters
         self._ahead: deque[_Ahead] = deque()
         self._queue: deque[Chunk] = deque()
 
@@ -78,11 +90,19 @@ class StoredChunks:
 
     # One chunk
 
-    def take(self, chunk: Chunk) -> Lease:
+    def take(self, chunk: Chunk, *, split: bool = False) -> tuple[Lease, bool]:
         """A buffer with a chunk's bytes, read ahead in the order of the pass or read now.
+
+        Args:
+            chunk: which one.
+            split: its master weights may be split, for an update that writes to the weights.
+
+        Returns:
+            The buffer, and whether they are.
 
         Raises:
             StorageError: the read failed.
+            TenCacheError: the master weights were split over weights that were changed since.
         """
         if self._ahead and self._ahead[0].chunk is chunk:
             entry = self._ahead.popleft()
@@ -90,8 +110,13 @@ class StoredChunks:
             self._skip_to(chunk)
             entry = self._start_read(chunk, self._lease(chunk), Priority.URGENT)
         self._mover.wait(entry.ticket, Stall.OPTIMIZER_READ, entry.lease)
+        try:
+            is_split = self._ready(chunk, entry.lease.buffer, split=split)
+        except BaseException:
+            entry.lease.release()
+            raise
         self.read_ahead()
-        return entry.lease
+        return entry.lease, is_split
 
     def blank(self, chunk: Chunk) -> Lease:
         """A zeroed buffer for a chunk whose bytes are of no interest."""
@@ -102,23 +127,39 @@ class StoredChunks:
         lease.buffer[: chunk.nbytes].zero_()
         return lease
 
-    def put(self, chunk: Chunk, lease: Lease, *, changed: bool) -> None:
-        """Ends the use of a buffer; a changed chunk is written without waiting."""
+    def put(
+        self, chunk: Chunk, lease: Lease, *, changed: bool, is_split: bool = False, keep_whole: bool = False
+    ) -> None:
+        """Ends the use of a buffer; a changed chunk is written without waiting.
+
+        Args:
+            chunk: which one.
+            lease: the buffer.
+            changed: whether its bytes are others than those stored.
+            is_split: whether its master weights are split in the buffer.
+            keep_whole: they are not to be.
+        """
         if changed:
-            self._write_back(chunk, lease)
+            self._write_back(chunk, lease, is_split=is_split, keep_whole=keep_whole)
         else:
             lease.release()
         self.read_ahead()
 
+    def is_split(self, chunk: Chunk) -> bool:
+        """Whether a chunk's master weights are stored split."""
+        return chunk.index in self._groups[chunk.sub_group].split
+
     @contextmanager
     def reading(self, chunk: Chunk) -> Iterator[torch.Tensor]:
-        """The bytes of a chunk, waited for, in a staging buffer until the block ends.
+        """The bytes of a chunk, waited for, in a staging buffer until the block ends; its master weights are whole.
 
         Raises:
             StorageError: the read failed.
+            TenCacheError: the master weights were split over weights that were changed since.
         """
         extent = self._groups[chunk.sub_group].extents[chunk.index]
         with self._mover.reading(extent, self._lease(chunk)) as buffer:
+            self._ready(chunk, buffer, split=False)
             yield buffer[: chunk.nbytes]
 
     # Places
@@ -130,8 +171,8 @@ class StoredChunks:
             SpaceError: not enough space.
             TenCacheError: there is no store.
         """
-        name = f"optimizer chunk {chunk.sub_group}.{chunk.index}"
-        group.extents[chunk.index] = self._require_store(chunk).allocate(chunk.nbytes, name)
+        splits = self._masters is not None and self._masters.weights_of(chunk, dict(group.spec.kinds)) is not None
+        self._allocate(group, chunk, split_layout(chunk).nbytes if splits else chunk.nbytes)
 
     def store(self, group: SubGroup, chunk: Chunk, source: torch.Tensor) -> None:
         """Gives a chunk a place here and writes its bytes, which is waited for; without it after an error.
@@ -145,12 +186,12 @@ class StoredChunks:
         lease = self._lease(chunk)
         try:
             lease.buffer[: chunk.nbytes].copy_(source)
-            self.allocate(group, chunk)
+            self._allocate(group, chunk, chunk.nbytes)
         except BaseException:
             lease.release()
             raise
         try:
-            self._write_back(chunk, lease).wait(self._mover.timeout_s)
+            self._write_back(chunk, lease, is_split=False, keep_whole=False).wait(self._mover.timeout_s)
         except BaseException:
             self.forget(group, chunk)
             raise
@@ -158,6 +199,7 @@ class StoredChunks:
     def forget(self, group: SubGroup, chunk: Chunk) -> None:
         """Gives up a chunk's place here, if it has one."""
         extent = group.extents.pop(chunk.index, None)
+        group.split.pop(chunk.index, None)
         if extent is not None:
             self._require_store(chunk).free(extent)
 
@@ -192,14 +234,49 @@ class StoredChunks:
         extent = self._groups[chunk.sub_group].extents[chunk.index]
         return _Ahead(chunk, lease, self._mover.read(extent, lease, priority))
 
-    def _write_back(self, chunk: Chunk, lease: Lease) -> Ticket:
-        extents = self._groups[chunk.sub_group].extents
+    def _allocate(self, group: SubGroup, chunk: Chunk, nbytes: int) -> None:
+        name = f"optimizer chunk {chunk.sub_group}.{chunk.index}"
+        group.extents[chunk.index] = self._require_store(chunk).allocate(nbytes, name)
+
+    def _ready(self, chunk: Chunk, buffer: torch.Tensor, *, split: bool) -> bool:
+        """Makes of a chunk that was read what its user expects; whether its master weights are split then."""
+        digest = self._groups[chunk.sub_group].split.get(chunk.index)
+        if digest is None or self._masters is None:
+            return False
+        weights = self._masters.check(chunk, digest)
+        if split and self._masters.in_place(chunk):
+            return True
+        self._masters.join(chunk, buffer, weights)
+        return False
+
+    def _write_back(self, chunk: Chunk, lease: Lease, *, is_split: bool, keep_whole: bool) -> Ticket:
+        group = self._groups[chunk.sub_group]
         try:
-            extent = extents[chunk.index] = self._mover.relocate(extents[chunk.index])
+            digest = self._digest(chunk, lease.buffer, is_split=is_split, keep_whole=keep_whole)
+            nbytes = chunk.nbytes if digest is None else split_layout(chunk).nbytes
+            old = group.extents[chunk.index]
+            if old.nbytes == nbytes:
+                group.extents[chunk.index] = self._mover.relocate(old)
+            else:
+                self._allocate(group, chunk, nbytes)
+                self._require_store(chunk).free(old)
         except BaseException:
             lease.release()
             raise
-        return self._mover.write_back(extent, lease)
+        if digest is None:
+            group.split.pop(chunk.index, None)
+        else:
+            group.split[chunk.index] = digest
+        return self._mover.write_back(group.extents[chunk.index], lease)
+
+    def _digest(self, chunk: Chunk, buffer: torch.Tensor, *, is_split: bool, keep_whole: bool) -> int | None:
+        """The hash of the weights that a chunk is split over in the buffer from now on; None where it stays whole."""
+        if self._masters is None or keep_whole:
+            return None
+        weights = self._masters.weights_of(chunk, dict(self._groups[chunk.sub_group].spec.kinds))
+        if weights is None or not (is_split or self._masters.split(chunk, buffer, weights)):
+            return None
+        return self._masters.digest(weights)
 
 
 def _owner(chunk: Chunk) -> str:

@@ -12,6 +12,8 @@ from tencache_ds.io import Extent
 from tencache_ds.items import Place
 from tencache_ds.memory.pool import Lease
 from tencache_ds.planning.chunks import Chunk
+from tencache_ds.tiers.kinds import REMAINDER
+from tencache_ds.tiers.split_master import REMAINDER_DTYPE
 
 Kinds = tuple[tuple[str, torch.dtype], ...]
 """``(kind, dtype)`` of each state that is kept per element."""
@@ -45,6 +47,7 @@ class SubGroup:
         spec: the states kept.
         chunks: in ascending order.
         extents: where chunks that live on NVMe are, by their index.
+        split: of those whose master weights are split, the hash of the weights that they are split over.
         resident: bytes of chunks that live in host memory, by their index, laid out as in an extent; none of a whole
             sub-group.
         device: the same of chunks that live in device memory.
@@ -54,6 +57,7 @@ class SubGroup:
     spec: SubGroupSpec
     chunks: tuple[Chunk, ...]
     extents: dict[int, Extent] = field(default_factory=dict)
+    split: dict[int, int] = field(default_factory=dict)
     resident: dict[int, torch.Tensor] = field(default_factory=dict)
     device: dict[int, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -93,9 +97,11 @@ class SubGroup:
         return self.views_of(chunk, self.resident[chunk.index])
 
     def views_of(self, chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A 1-D tensor per kind in a buffer (uint8) that holds a chunk as its extent does."""
+        """A 1-D tensor per kind in a buffer (uint8) that holds a chunk as its pieces say."""
         return {
-            piece.kind: buffer[piece.offset : piece.offset + piece.nbytes].view(self.dtype(piece.kind))
+            piece.kind: buffer[piece.offset : piece.offset + piece.nbytes].view(
+                REMAINDER_DTYPE if piece.kind == REMAINDER else self.dtype(piece.kind)
+            )
             for piece in chunk.pieces
         }
 
@@ -107,10 +113,12 @@ class ChunkInUse:
     Attributes:
         chunk: which one.
         views: 1-D tensor per kind of state, ``chunk.numel`` elements each.
+        split: whether the remainders of its master weights are there instead of these.
     """
 
     chunk: Chunk
     views: dict[str, torch.Tensor]
+    split: bool = False
     _lease: Lease | None = None
     _write_back: Callable[[], None] | None = None  # of a copy of device memory
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from tencache_ds.tiers.cpu_share import ArithmeticCores
-from tencache_ds.tiers.fused_adam import EXP_AVG, EXP_AVG_SQ
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.update import Pieces, SubGroupStep, publish, round_into
 from tencache_ds.tiers.weight_writer import WeightWriter
 

@@ -168,7 +168,7 @@ class ChunkedUpdate:
         begun: deque[_Begun] = deque()
         try:
             for chunk in chunks:
-                used = self._tier.take(chunk)
+                used = self._tier.take(chunk, split=True)
                 try:
                     while len(begun) > (0 if used.staged else without_buffers):
                         self._finish(begun.popleft(), finished)

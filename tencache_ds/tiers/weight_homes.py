@@ -65,6 +65,11 @@ class WeightHomes:
         """Whether the weight is resident in device memory."""
         return self.weights[key].on_device
 
+    def in_host_memory(self, key: int) -> torch.Tensor | None:
+        """The shard of a weight that is resident in host memory; None of any other."""
+        weight = self.weights[key]
+        return None if weight.on_device or weight.state is not WeightState.RESIDENT else weight.resident
+
     # Host memory of weights that are in device memory
 
     def belongs_to_host(self, key: int) -> bool:

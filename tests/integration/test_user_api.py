@@ -23,6 +23,7 @@ COMPARED = (
     "step_hooks",
     "scheduler_of_torch",
     "gather_before_and_between",
+    "masters_of_changed_weights",
     "forward_inside_gathered",
     "gather_everything",
     "evaluate_between",
@@ -44,6 +45,7 @@ COMPARED_ON_TWO_RANKS = (
     "write_full_state",
     "write_local_state",
     "gather_before_and_between",
+    "masters_of_changed_weights",
     "forward_inside_gathered",
     "gather_everything",
     "evaluate_between",
@@ -53,6 +55,16 @@ COMPARED_ON_TWO_RANKS = (
     "accumulation_unmanaged",
     "evaluation_without_optimizer",
 )
+SPLIT = (
+    "read_state",
+    "write_full_state",
+    "write_local_state",
+    "gather_before_and_between",
+    "masters_of_changed_weights",
+    "forward_inside_gathered",
+)
+"""Once more with the weights in host memory, over which master weights on NVMe are split."""
+
 OURS = (
     "background_checkpoint",
     "destroy",
@@ -60,6 +72,7 @@ OURS = (
     "dropped_model",
     "stats_and_monitor",
     "read_ahead_across_steps",
+    "weights_changed_behind_the_back",
 )
 
 
@@ -67,16 +80,22 @@ def cases(names: tuple[str, ...]) -> list[tuple[str, dict[str, Any], str]]:
     return [(name, {"scenario": name}, engine) for name in names for engine in ("stock", "tencache")]
 
 
+def split_cases() -> list[tuple[str, dict[str, Any], str]]:
+    return [(f"{name}_split", {"scenario": name, "offload_param": "cpu"}, "tencache") for name in SPLIT]
+
+
 @pytest.fixture(scope="module")
 def one_rank(harness: Any) -> Any:
     ours = [(name, {"scenario": name}, "tencache") for name in OURS]
-    return harness.run([*ours, *cases((*COMPARED, "observed"))], program=PROGRAM, timeout_s=270)
+    cases_here = [*ours, *cases((*COMPARED, "observed")), *split_cases()]
+    return harness.run(cases_here, program=PROGRAM, timeout_s=270)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
     ours = ("read_ahead_across_steps", {"scenario": "read_ahead_across_steps"}, "tencache")
-    return harness.run([*cases((*COMPARED_ON_TWO_RANKS, "observed")), ours], ranks=2, program=PROGRAM, timeout_s=270)
+    cases_here = [*cases((*COMPARED_ON_TWO_RANKS, "observed")), *split_cases(), ours]
+    return harness.run(cases_here, ranks=2, program=PROGRAM, timeout_s=270)
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -88,6 +107,17 @@ def test_as_with_stock(one_rank: Any, name: str) -> None:
 def test_as_with_stock_on_two_ranks(two_ranks: Any, name: str) -> None:
     for rank in two_ranks.ranks:
         assert two_ranks.result(name, "tencache", rank) == two_ranks.result(name, "stock", rank)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_as_with_stock_with_split_master_weights(one_rank: Any, two_ranks: Any, name: str) -> None:
+    for outcome in (one_rank, two_ranks):
+        for rank in outcome.ranks:
+            assert outcome.result(f"{name}_split", "tencache", rank) == outcome.result(name, "stock", rank)
+
+
+def test_weights_changed_behind_the_back_are_an_error(one_rank: Any) -> None:
+    assert "GatheredParameters" in one_rank.result("weights_changed_behind_the_back", "tencache")["error"]
 
 
 def test_step_hooks_are_called_for_every_sub_group(one_rank: Any) -> None:

@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -43,6 +43,8 @@ from threadpoolctl import ThreadpoolController
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from training import build, digests, train
 
+from tencache_ds.errors import TenCacheError
+
 
 def value_of(tensor: torch.Tensor | None) -> list[Any] | None:
     """A tensor as an exact and readable value: dtype, shape, sum and norm of its float64 elements."""
@@ -56,11 +58,14 @@ def value_of(tensor: torch.Tensor | None) -> list[Any] | None:
 class Scenario:
     """An engine of the kind under test, its batches and the losses so far."""
 
+    more: ClassVar[dict[str, Any]] = {}
+    """What this run adds to every case."""
+
     def __init__(self, engine_name: str, folder: str, rank: int, **case: Any) -> None:
         edit = case.pop("edit", None)
         self.name = engine_name
         self.folder = folder
-        self.engine = build({"model": "mlp"} | case, engine_name, os.path.join(folder, "nvme"), edit)
+        self.engine = build({"model": "mlp"} | self.more | case, engine_name, os.path.join(folder, "nvme"), edit)
         self.generator = torch.Generator().manual_seed(1000 + rank)
         self.seen: dict[str, Any] = {"losses": []}
 
@@ -223,6 +228,40 @@ def forward_inside_gathered(engine_name: str, folder: str, rank: int) -> dict[st
     s.seen["changed"] = digests(s.engine.module)
     s.train()
     return s.end()
+
+
+def masters_of_changed_weights(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """The optimizer does not notice that somebody changes a weight, and overwrites it with the next step."""
+    s = Scenario(engine_name, folder, rank)
+    s.train()
+    layers = s.engine.module.layers
+    for name, param in (("weight", layers[1].weight), ("bias", layers[2].bias)):
+        with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+            if rank == 0:
+                param.data.add_(0.125)
+            s.seen[f"inside, {name}"] = value_of(safe_get_full_fp32_param(param))
+    s.seen["after"] = {n: value_of(safe_get_full_fp32_param(p)) for n, p in s.params()}
+    s.seen["changed"] = digests(s.engine.module)
+    s.train(1)
+    s.engine.module.load_state_dict({}, strict=False)
+    with deepspeed.zero.GatheredParameters([layers[1].weight], modifier_rank=0):
+        pass
+    s.seen["then"] = {n: value_of(safe_get_full_fp32_param(p)) for n, p in s.params()}
+    s.train()
+    return s.end()
+
+
+def weights_changed_behind_the_back(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    s = Scenario(engine_name, folder, rank, offload_param="cpu")
+    s.train()
+    s.engine.module.layers[1].weight.ds_tensor.data[3] += 1
+    try:
+        s.train(1)
+        safe_get_full_fp32_param(s.engine.module.layers[0].weight)
+    except TenCacheError as error:
+        s.seen["error"] = str(error)
+    s.engine.destroy()
+    return s.seen
 
 
 def gather_everything(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
@@ -882,6 +921,8 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         step_hooks,
         scheduler_of_torch,
         gather_before_and_between,
+        masters_of_changed_weights,
+        weights_changed_behind_the_back,
         forward_inside_gathered,
         gather_everything,
         evaluate_between,
@@ -909,6 +950,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
 
 
 def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    Scenario.more = {key: value for key, value in case.items() if key != "scenario"}
     return SCENARIOS[case["scenario"]](engine_name, folder, rank)
 
 

@@ -82,7 +82,7 @@ def test_gpu_memory_that_holds_everything_leaves_nothing_to_move() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "bytes_per_param"), [(0, 30), (2 * 10**9, 24), (4 * 10**9, 24), (10 * 10**9, 12), (16 * 10**9, 0)]
+    ("budget", "bytes_per_param"), [(0, 30), (2 * 10**9, 20), (4 * 10**9, 20), (10 * 10**9, 10), (16 * 10**9, 0)]
 )
 def test_the_bytes_of_a_step(budget: int, bytes_per_param: int) -> None:
     demand = forecast(BILLION, budget, MACHINE).demand

@@ -19,7 +19,8 @@ from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.device_update import DeviceUpdate
 from tencache_ds.tiers.gradients import GradientSegment
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.kinds import MASTER
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.sub_group import SubGroupSpec
 from tencache_ds.tiers.update import SubGroupStep

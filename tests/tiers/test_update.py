@@ -17,7 +17,8 @@ from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.cpu_share import ArithmeticCores
 from tencache_ds.tiers.fused_update import FusedUpdate
 from tencache_ds.tiers.gradients import GradientSegment
-from tencache_ds.tiers.optimizer_state import MASTER, OptimizerStateTier
+from tencache_ds.tiers.kinds import MASTER
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.sub_group import SubGroupSpec
 from tencache_ds.tiers.unfused_update import Scratch, UnfusedUpdate, WholeUpdate
 from tencache_ds.tiers.update import JOBS_AHEAD, ChunkedUpdate, SubGroupStep, publish

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Master weights on NVMe that are split over the model's weights, beside a tier that keeps them whole."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tencache_ds.errors import TenCacheError
+from tencache_ds.items import Place
+from tencache_ds.observability.counters import Link
+from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
+from tencache_ds.planning.size_classes import SizeClass
+from tencache_ds.tiers.fused_adam import FusedAdam
+from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.split_master import SplitMasters
+from tencache_ds.tiers.sub_group import SubGroupSpec
+from tests.tiers.conftest import TIMEOUT_S, Storage
+
+pytestmark = pytest.mark.timeout(300)  # the first run builds the op
+
+KINDS = tuple((kind, torch.float32) for kind in (MASTER, EXP_AVG, EXP_AVG_SQ))
+NUMEL = 2 * 4096 + 100
+N_CHUNKS = 3
+CHUNK_NBYTES = 12 * 4096
+ON_NVME = (Place.NVME,) * N_CHUNKS
+
+
+class Weights:
+    """The model's: two tensors whose border lies within a chunk. Odd numbers, denormals and infinities among them."""
+
+    def __init__(self) -> None:
+        values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(3))
+        values[::7] *= 1e-39
+        values[5::1000] = float("inf")
+        self.parts = values.to(torch.bfloat16).split([5000, NUMEL - 5000])
+        self.in_memory = True
+
+    def of(self, chunk: Any) -> list[tuple[int, torch.Tensor]]:
+        found, first = [], 0
+        for part in self.parts:
+            low, high = max(first, chunk.start), min(first + part.numel(), chunk.start + chunk.numel)
+            if low < high:
+                found.append((low - chunk.start, part[low - first : high - first]))
+            first += part.numel()
+        return found
+
+    def rounded(self, chunk: Any) -> list[tuple[int, torch.Tensor]] | None:
+        return self.of(chunk) if self.in_memory else None
+
+    def being_changed(self, chunk: Any) -> bool:
+        return False
+
+
+class Bench:
+    """A tier that holds Adam's state of weights, not yet updated."""
+
+    def __init__(self, folder: Path, adam: FusedAdam, *, split: bool) -> None:
+        folder.mkdir(exist_ok=True)
+        self.adam, self.weights, self.n_steps = adam, Weights(), 0
+        self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES, 3),))
+        self.tier = OptimizerStateTier(
+            [SubGroupSpec(NUMEL, KINDS, ON_NVME)],
+            store=self.storage.store,
+            pool=lambda: self.storage.pool,
+            counters=self.storage.counters,
+            chunk_nbytes=CHUNK_NBYTES,
+            timeout_s=TIMEOUT_S,
+            masters=SplitMasters(adam, self.weights) if split else None,
+        )
+        for chunk in self.tier.chunks(0):
+            used = self.tier.overwrite(chunk, fresh=True)
+            for first, weight in self.weights.of(chunk):
+                used.views[MASTER][first : first + weight.numel()] = weight
+            self.tier.put(used)
+
+    @property
+    def n_split(self) -> int:
+        found = []
+        for chunk in self.tier.chunks(0):
+            used = self.tier.take(chunk, split=True)
+            found.append(REMAINDER in used.views)
+            self.tier.put(used, changed=False)
+        return sum(found)
+
+    def update(self) -> None:
+        self.n_steps += 1
+        powers, betas = BetaPowers((0.9, 0.999)), (0.9, 0.999)
+        gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(self.n_steps)).to(torch.bfloat16)
+        if self.n_steps > 2:
+            gradient[77::1500] = float("nan")
+        scalars = adam_scalars(
+            lr=1e-3,
+            betas=betas,
+            powers=powers.at(self.n_steps, betas),
+            eps=1e-8,
+            weight_decay=0.01,
+            decoupled=True,
+            bias_correction=True,
+            scale=1.0,
+        )
+        self.tier.begin_update()
+        for chunk in self.tier.chunks(0):
+            used = self.tier.take(chunk, split=True)
+            part = gradient[chunk.start : chunk.start + chunk.numel]
+            assert self.adam.start(used.views, part, self.weights.of(chunk), scalars).wait(TIMEOUT_S)
+            self.tier.put(used)
+
+    def do(self, operation: str, first: int) -> None:
+        chunk = self.tier.chunks(0)[first // 4096]
+        if operation == "update":
+            self.update()
+        elif operation == "write master weights":
+            numel = min(300, NUMEL - first)
+            self.tier.write(0, {MASTER: self.tier.read(0, MASTER, first, numel) * 0.75}, first)
+        elif operation == "write moments":
+            numel = min(300, NUMEL - first)
+            self.tier.write(0, {EXP_AVG_SQ: self.tier.read(0, EXP_AVG_SQ, first, numel) * 3}, first)
+        elif operation == "keep all":
+            self.tier.keep(0, self.tier.borrow(0))
+        elif operation == "change a weight":
+            self.tier.join([chunk])
+            self.weights.of(chunk)[0][1][0] = 17.0
+        elif operation == "move to and fro":
+            to_host = tuple(Place.HOST if each is chunk else Place.NVME for each in self.tier.chunks(0))
+            for places in (to_host, ON_NVME):
+                self.tier.relocate({0: places})
+        else:
+            self.tier.join(self.tier.chunks(0))
+            self.weights.in_memory = operation == "weights return"
+
+    def value(self) -> list[torch.Tensor]:
+        state = [self.tier.borrow(0)[kind].view(torch.int32) for kind, _ in KINDS]
+        return [*state, *(part.view(torch.int16) for part in self.weights.parts)]
+
+    def close(self) -> None:
+        self.tier.close()
+        self.storage.close()
+
+
+OPERATIONS = (
+    "update",
+    "write master weights",
+    "write moments",
+    "keep all",
+    "change a weight",
+    "move to and fro",
+    "weights leave",
+    "weights return",
+)
+
+
+@pytest.fixture(scope="module")
+def adam() -> Any:
+    adam = FusedAdam(1)
+    yield adam
+    adam.close()
+
+
+@pytest.fixture
+def split(adam: FusedAdam, tmp_path: Path) -> Any:
+    bench = Bench(tmp_path, adam, split=True)
+    yield bench
+    bench.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    operations=st.lists(
+        st.tuples(st.just("update") | st.sampled_from(OPERATIONS), st.integers(0, NUMEL - 1)), min_size=1, max_size=9
+    )
+)
+def test_nothing_that_is_done_with_it_sees_a_difference(adam: FusedAdam, operations: list[tuple[str, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        benches = [Bench(Path(folder) / name, adam, split=name == "split") for name in ("split", "whole")]
+        try:
+            for operation, first in operations:
+                for bench in benches:
+                    bench.do(operation, first)
+                    bench.storage.assert_idle()
+                for found, expected in zip(*(bench.value() for bench in benches), strict=True):
+                    assert torch.equal(found, expected), operation
+        finally:
+            for bench in benches:
+                bench.close()
+
+
+def test_an_update_moves_ten_bytes_for_each_parameter(split: Bench) -> None:
+    assert split.n_split == N_CHUNKS
+    for _ in range(3):
+        before = dict(split.storage.counters.total().nbytes)
+        split.update()
+        moved = {link: split.storage.counters.total().nbytes[link] - before.get(link, 0) for link in before}
+        whole = 2 * 10 * 4096 + 3 * 4096  # the last chunk has a page of each kind
+        assert moved[Link.NVME_READ] == moved[Link.NVME_WRITE] == whole
+
+
+def test_what_was_joined_is_split_by_the_next_update(split: Bench) -> None:
+    chunks = split.tier.chunks(0)
+    split.tier.join(chunks[:2])
+    assert split.n_split == N_CHUNKS - 2
+    split.weights.of(chunks[1])[0][1].fill_(2.0)
+    split.update()
+    assert split.n_split == N_CHUNKS
+
+
+USES: dict[str, Callable[[Bench], Any]] = {
+    "update": Bench.update,
+    "read": lambda bench: bench.tier.read(0, MASTER),
+    "move": lambda bench: bench.tier.relocate({0: (Place.HOST,) * N_CHUNKS}),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_weights_that_changed_unnoticed_are_an_error(split: Bench, use: str) -> None:
+    chunk = split.tier.chunks(0)[1]
+    split.weights.of(chunk)[0][1][5] += 1
+    with pytest.raises(TenCacheError, match=r"elements from 4096.*GatheredParameters"):
+        USES[use](split)
+    split.tier.drain()
+    split.storage.assert_idle()
