@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tencache_ds.planning.bound import STATE_NBYTES
 from tencache_ds.profiling.hardware import Hardware
 
 SCHEMA = 1
@@ -239,6 +240,9 @@ class Placement(Record):
 
     optimizer_gpu: float = 0.0
     """Share of the optimizer state that stays on the GPU."""
+
+    optimizer_nvme_nbytes: float = STATE_NBYTES
+    """Bytes per parameter of the optimizer state on NVMe; fewer where master weights are split."""
 
 
 class Workload(Record):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tencache_ds.planning.bound import STATE_NBYTES, WEIGHT_NBYTES, Bound, Demand, Resource, bound
+from tencache_ds.planning.bound import SPLIT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES, Bound, Demand, Resource, bound
 from tencache_ds.profiling.hardware import Hardware
 
 from ..record import Placement, Run, Workload
@@ -30,12 +30,24 @@ def placement_of(peer: Peer, run: Run, ranks: int) -> Placement | None:
         )
     # Weights in GPU memory may have host memory besides.
     weights_memory = max(stats["resident_weight_nbytes"] / weights_nbytes, weights_gpu)
+    weights_nvme = 1 - _share(weights_memory)
+    optimizer_nvme = 1 - _share(stats.get("resident_state_nbytes", 0) / state_nbytes + state_gpu)
     return Placement(
-        weights_nvme=1 - _share(weights_memory),
-        optimizer_nvme=1 - _share(stats.get("resident_state_nbytes", 0) / state_nbytes + state_gpu),
+        weights_nvme=weights_nvme,
+        optimizer_nvme=optimizer_nvme,
         weights_gpu=weights_gpu,
         optimizer_gpu=state_gpu,
+        optimizer_nvme_nbytes=_state_nbytes(
+            stats.get("stored_nbytes"), weights_nvme * weights_nbytes, optimizer_nvme * run.numel / ranks
+        ),
     )
+
+
+def _state_nbytes(stored_nbytes: float | None, weights_nbytes: float, numel: float) -> float:
+    """Bytes per parameter of the state on NVMe: of so many parameters, beside so many bytes of weights."""
+    if stored_nbytes is None or numel <= 0:
+        return STATE_NBYTES
+    return min(max((stored_nbytes - weights_nbytes) / numel, STATE_NBYTES - SPLIT_NBYTES), STATE_NBYTES)
 
 
 def _share(of_all: float) -> float:
@@ -54,6 +66,7 @@ def bound_of(hardware: Hardware, workload: Workload, numel: int, placement: Plac
             optimizer_nvme=placement.optimizer_nvme,
             weights_gpu=placement.weights_gpu,
             optimizer_gpu=placement.optimizer_gpu,
+            optimizer_state_nbytes_per_param=placement.optimizer_nvme_nbytes,
             tokens_per_step=workload.tokens_per_step,
             activation_recompute=workload.activation_checkpointing,
         ),

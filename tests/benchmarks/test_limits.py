@@ -33,6 +33,10 @@ def finished(**stats: int) -> Run:
             Placement(weights_nvme=0.5, optimizer_nvme=1, weights_gpu=0.5),
         ),
         (
+            {"resident_weight_nbytes": NUMEL, "stored_nbytes": 12 * NUMEL},  # half of the master weights are split
+            Placement(weights_nvme=0.5, optimizer_nvme=1, optimizer_nvme_nbytes=11),
+        ),
+        (
             EVERYTHING | {"gpu_weight_nbytes": 2 * NUMEL, "gpu_state_nbytes": 12 * NUMEL + 4096},
             Placement(weights_nvme=0, optimizer_nvme=0, weights_gpu=1, optimizer_gpu=1),
         ),
