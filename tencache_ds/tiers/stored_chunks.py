@@ -274,6 +274,10 @@ class StoredChunks:
         if self._masters is None or keep_whole:
             return None
         weights = self._masters.weights_of(chunk, dict(self._groups[chunk.sub_group].spec.kinds))
+        if weights is None and is_split:
+            raise TenCacheError(
+                f"weights of chunk {chunk.sub_group}.{chunk.index} left host memory during its update, which needs them"
+            )
         if weights is None or not (is_split or self._masters.split(chunk, buffer, weights)):
             return None
         return self._masters.digest(weights)

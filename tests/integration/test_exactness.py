@@ -117,6 +117,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "tencache": {"host_memory": "24MiB", "chunk_size": 2**16},
     },
     "no_verification": {"tencache": {"verify": "off"}},
+    "whole_master_weights": {"offload_param": "cpu", "tencache": {"split_master": False}},
 }
 SETTINGS_CASE: dict[str, Any] = {"model": "llama", "steps": 6}
 
@@ -228,6 +229,16 @@ def test_optimizer_state_uses_the_host_memory_that_weights_and_gradients_leave(s
         assert 0 <= left < 2 * chunk_nbytes
         moved = found["last_step"]["nbytes"]
         assert moved["nvme_read"] == moved["nvme_write"] == found["stored_nbytes"] > 0
+
+
+def test_split_master_weights_save_two_bytes_per_parameter(one_rank: Any, settings: Any) -> None:
+    for result, nbytes in (
+        (one_rank.result("weights_in_ram", "tencache"), 10),
+        (settings.result("settings_whole_master_weights", "tencache"), 12),
+    ):
+        moved = result["stats"]["last_step"]["nbytes"]
+        assert moved["nvme_read"] == moved["nvme_write"] == result["stats"]["stored_nbytes"]
+        assert moved["nvme_read"] / result["numel"] == pytest.approx(nbytes, rel=0.01)
 
 
 @pytest.mark.parametrize("backend", TRAFFIC)
