@@ -95,7 +95,7 @@ def test_every_option_takes_effect():
         "staging_memory": "1 GB",
         "chunk_size": "1MiB",
         "overlap_step": False,
-        "split_master": False,
+        "split_master": True,
         "nvme_paths": ["/b", "/c"],
         "io_backend": "posix",
         "io_lanes": 3,
@@ -113,7 +113,7 @@ def test_every_option_takes_effect():
     assert options.host_memory == 2**32
     assert options.gpu_memory == 2**33
     assert options.overlap_step is False
-    assert options.split_master is False
+    assert options.split_master is True
     assert options.log == Log.quiet
     assert options.staging_memory == 10**9
     assert options.chunk_size == 2**20

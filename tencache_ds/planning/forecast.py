@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tencache_ds.planning.bound import GRADIENT_NBYTES, SPLIT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES, Bound, Demand, bound
+from tencache_ds.planning.bound import GRADIENT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES, Bound, Demand, bound
 from tencache_ds.profiling.hardware import Hardware
 
 
@@ -29,7 +29,8 @@ class Training:
         weight_nbytes: bytes of a weight as forward uses it.
         gradient_nbytes: bytes of an accumulated gradient.
         state_nbytes: bytes of master weight and moments of a parameter.
-        split_nbytes: of these, what is not moved from and to NVMe while the weight is in host memory.
+        split_nbytes: of these, what is not moved from and to NVMe while the weight is in host memory; 0 without
+            ``split_master``.
     """
 
     numel: int
@@ -40,7 +41,7 @@ class Training:
     weight_nbytes: int = WEIGHT_NBYTES
     gradient_nbytes: int = GRADIENT_NBYTES
     state_nbytes: int = STATE_NBYTES
-    split_nbytes: int = SPLIT_NBYTES
+    split_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -84,7 +84,8 @@ def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
     config |= case.get("config", {})
     if engine == "tencache":
         config["offload_engine"] = "tencache"
-        config["tencache"] = {"host_memory": 0, "chunk_size": 2**18, "poison_buffers": True} | case.get("tencache", {})
+        config["tencache"] = {"host_memory": 0, "chunk_size": 2**18, "poison_buffers": True, "split_master": True}
+        config["tencache"] |= case.get("tencache", {})
         if "TENCACHE_FAULTS" in os.environ:
             config["tencache"]["allow_faults"] = True
     return config

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.planning.bound import Resource
+from tencache_ds.planning.bound import SPLIT_NBYTES, Resource
 from tencache_ds.planning.forecast import Training, forecast
 from tencache_ds.profiling.hardware import Hardware, StorageRates
 
@@ -82,10 +83,14 @@ def test_gpu_memory_that_holds_everything_leaves_nothing_to_move() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "bytes_per_param"), [(0, 30), (2 * 10**9, 20), (4 * 10**9, 20), (10 * 10**9, 10), (16 * 10**9, 0)]
+    ("budget", "bytes_per_param", "with_split_masters"),
+    [(0, 30, 30), (2 * 10**9, 24, 20), (4 * 10**9, 24, 20), (10 * 10**9, 12, 10), (16 * 10**9, 0, 0)],
 )
-def test_the_bytes_of_a_step(budget: int, bytes_per_param: int) -> None:
-    demand = forecast(BILLION, budget, MACHINE).demand
+@pytest.mark.parametrize("split", [False, True])
+def test_the_bytes_of_a_step(budget: int, bytes_per_param: int, with_split_masters: int, split: bool) -> None:
+    training = dataclasses.replace(BILLION, split_nbytes=SPLIT_NBYTES if split else 0)
+    demand = forecast(training, budget, MACHINE).demand
+    bytes_per_param = with_split_masters if split else bytes_per_param
     assert demand.nvme_read_nbytes + demand.nvme_write_nbytes == pytest.approx(bytes_per_param * 1e9)
 
 
