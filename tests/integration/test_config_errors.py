@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "too_little_space": (
         {"circumstance": "little_space"},
-        ("SpaceError", "GiB", "missing", "zero_optimization.offload_optimizer.nvme_path"),
+        ("SpaceError", "MiB", "missing", "zero_optimization.offload_optimizer.nvme_path"),
     ),
     "files_cannot_grow": (
         {"circumstance": "small_files"},

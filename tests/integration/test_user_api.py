@@ -117,7 +117,7 @@ def test_as_with_stock_with_split_master_weights(one_rank: Any, two_ranks: Any, 
 
 
 def test_weights_changed_behind_the_back_are_an_error(one_rank: Any) -> None:
-    assert "GatheredParameters" in one_rank.result("weights_changed_behind_the_back", "tencache")["error"]
+    assert "GatheredParameters" in one_rank.result("weights_changed_behind_the_back", "tencache")["refused"]
 
 
 def test_step_hooks_are_called_for_every_sub_group(one_rank: Any) -> None:

@@ -259,7 +259,7 @@ def weights_changed_behind_the_back(engine_name: str, folder: str, rank: int) ->
         s.train(1)
         safe_get_full_fp32_param(s.engine.module.layers[0].weight)
     except TenCacheError as error:
-        s.seen["error"] = str(error)
+        s.seen["refused"] = str(error)
     s.engine.destroy()
     return s.seen
 
@@ -720,7 +720,10 @@ def life_of_an_engine(
 def process_settings() -> dict[str, Any]:
     """What TenCache might change of a process beside its own files and memory."""
     openmp = ThreadpoolController().select(user_api="openmp").info()
-    tasks = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    tasks = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError):  # it has ended since
+            tasks.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
     return {
         "openmp threads": [pool["num_threads"] for pool in openmp],
         "torch threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
