@@ -22,7 +22,8 @@ import torch
 
 from tencache_ds.config import Share, TenCacheConfig
 from tencache_ds.errors import TenCacheError
-from tencache_ds.gpu_moves import Agree, GpuMoves, Shard
+from tencache_ds.gpu_limit import limit_nbytes
+from tencache_ds.gpu_moves import GpuMoves
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
@@ -35,6 +36,7 @@ from tencache_ds.tiers.device_adam import DeviceAdam, TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.weight_moves import Agree, Shard
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -77,13 +79,6 @@ def open_device(on_cuda: bool, fused: FusedAdam) -> tuple[DeviceMemory, DeviceAd
     return CudaMemory(device, copy), TritonAdam(device, tail_contracted=fused.tail_contracted)
 
 
-def _limit_nbytes(usage: GpuUsage, wanted: int | Share | None) -> int | None:
-    """The user's ``gpu_memory`` in bytes; None for automatic."""
-    if isinstance(wanted, Share):
-        return int(wanted.fraction * (usage.available_nbytes + usage.allocated_nbytes))
-    return wanted
-
-
 def initial_gpu_nbytes(usage: GpuUsage, wanted: int | Share | None) -> int:
     """GPU memory for optimizer state that has no other place, before anything is known about what training needs.
 
@@ -91,10 +86,10 @@ def initial_gpu_nbytes(usage: GpuUsage, wanted: int | Share | None) -> int:
         usage: before the first pass.
         wanted: the user's ``gpu_memory``.
     """
-    limit_nbytes = _limit_nbytes(usage, wanted)
-    if limit_nbytes is None:
+    most_nbytes = limit_nbytes(usage, wanted)
+    if most_nbytes is None:
         return int(INITIAL_SHARE * usage.available_nbytes)
-    return min(limit_nbytes, usage.available_nbytes)
+    return min(most_nbytes, usage.available_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +203,8 @@ class GpuHomes:
 
     def _allowed_nbytes(self, usage: GpuUsage) -> int:
         """Of the user's limit, what is not used."""
-        limit_nbytes = _limit_nbytes(usage, self._options.gpu_memory)
-        return usage.available_nbytes if limit_nbytes is None else max(limit_nbytes - self._moves.nbytes, 0)
+        most_nbytes = limit_nbytes(usage, self._options.gpu_memory)
+        return usage.available_nbytes if most_nbytes is None else max(most_nbytes - self._moves.nbytes, 0)
 
     # The plan
 
@@ -263,7 +258,7 @@ class GpuHomes:
 
     def _budget(self, usage: GpuUsage) -> tuple[GpuBudget, int]:
         """This rank's, and the smallest of all ranks; with what is there already."""
-        budget = gpu_budget(usage, _limit_nbytes(usage, self._options.gpu_memory), self._moves.nbytes)
+        budget = gpu_budget(usage, limit_nbytes(usage, self._options.gpu_memory), self._moves.nbytes)
         return budget, self._agree("GPU memory", budget.nbytes, min)
 
     def _chunks(self, shards: Sequence[Shard]) -> list[list[StateChunk]]:

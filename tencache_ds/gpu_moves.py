@@ -7,9 +7,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -19,54 +18,9 @@ from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.gpu_budget import chunks_to_release
 from tencache_ds.state_moves import HostAccounts, StateMoves
 from tencache_ds.tiers.gradients import GradientTier
+from tencache_ds.weight_moves import Agree, MovableWeights, Shard, WeightMoves
 
 logger = logging.getLogger("DeepSpeed.tencache")
-
-Agree = Callable[[str, Any, Callable[[Sequence[Any]], Any]], Any]
-"""Lets all ranks decide one thing: the topic, this rank's value, and what is made of those of all ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One weight's shard.
-
-    Attributes:
-        key: of the weight.
-        nbytes: of the shard.
-        stored: whether it is on NVMe.
-        frees_host: whether its host memory can be freed when it is in device memory.
-    """
-
-    key: int
-    nbytes: int
-    stored: bool = False
-    frees_host: bool = False
-
-
-class MovableWeights(Protocol):
-    """The weights of a model, as far as they may live in device memory. Between two steps."""
-
-    def shards(self) -> Sequence[Shard]:
-        """All of them, in the same order on every rank."""
-
-    def to_device(self, key: int, memory: torch.Tensor) -> None:
-        """Moves one into device memory (uint8, of its length)."""
-
-    def to_host(self, key: int) -> None:
-        """Moves one back to where it was.
-
-        Raises:
-            MemoryLimitError, StorageError: there is no place for it; it stays.
-        """
-
-    def belongs_to_host(self, key: int) -> bool:
-        """Whether it came from host memory, to which it can return without the other ranks noticing."""
-
-    def host_nbytes_of(self, keys: Iterable[int]) -> int:
-        """Bytes of host memory that have to be allocated before these can return to it."""
-
-    def free_unused(self) -> int:
-        """Frees host memory of those that are in device memory, as far as possible; returns how much."""
 
 
 class Accounts(HostAccounts, Protocol):
@@ -109,8 +63,7 @@ class GpuMoves:
         self._weights = weights
         self._accounts = accounts
         self._moved_gradient = moved_gradient
-        self._there: dict[int, int] = {}  # bytes of each weight, in the order in which they came
-        self._out: dict[int, int] = {}  # of those that had to leave
+        self._weight_moves = WeightMoves(memory, weights)
         state.free_unused = self.free_unused_host_memory
         self.state_nbytes = state.tier.device_nbytes
         """Of state in GPU memory. Asked for between modules: not a sum over all chunks."""
@@ -120,7 +73,7 @@ class GpuMoves:
     @property
     def weight_nbytes(self) -> int:
         """Of weights in GPU memory."""
-        return sum(self._there.values())
+        return self._weight_moves.nbytes
 
     @property
     def gradient_nbytes(self) -> int:
@@ -157,18 +110,7 @@ class GpuMoves:
     def bring_weights(self, shards: Sequence[Shard], agree: Agree) -> bool:
         """All of them on all ranks, or none on any: those from NVMe leave the order in which collectives are made."""
         self._state.before()
-        found: dict[int, torch.Tensor] = {}
-        try:
-            for shard in shards:
-                found[shard.key] = self._memory.allocate(shard.nbytes)
-        except MemoryLimitError as error:
-            logger.warning("no weight moves to GPU memory: %s", error)
-            found.clear()
-        if not agree("weights in GPU memory", len(found) == len(shards), all):
-            return False
-        for key, memory in found.items():
-            self._bring_weight(key, memory)
-        return True
+        return self._weight_moves.bring(shards, agree)
 
     def bring_state(self, counts: Sequence[int]) -> None:
         """Moves state and gradients of the first ``counts`` chunks of each sub-group; each rank decides alone. Ends at
@@ -198,21 +140,14 @@ class GpuMoves:
         """Of what had to leave, and of what never was there, as much as fits; returns how much that was."""
         self._state.before()
         before = self.nbytes
-        try:
-            for key, size in list(self._out.items()):
-                if size <= nbytes:
-                    self._bring_weight(key, self._memory.allocate(size))
-                    nbytes -= size
-                    del self._out[key]
-        except MemoryLimitError as error:
-            logger.warning("a weight that left GPU memory stays out: %s", error)
-        if self._out:
+        nbytes -= self._weight_moves.bring_back(nbytes)
+        if self._weight_moves.out:
             return self.nbytes - before
         counts = self.counts()
         itemsize = self._gradients.dtype.itemsize
         for index in range(len(counts)):
             chunks, needed = self._tier.chunks(index), self.needed(index)
-            while counts[index] < len(chunks) and self._there.keys() >= set(needed[counts[index]]):
+            while counts[index] < len(chunks) and set(needed[counts[index]]) <= set(self._weight_moves.there):
                 chunk = chunks[counts[index]]
                 nbytes -= chunk.nbytes + chunk.numel * itemsize
                 if nbytes < 0:
@@ -223,10 +158,6 @@ class GpuMoves:
         self.bring_state(counts)
         self.note()
         return self.nbytes - before
-
-    def _bring_weight(self, key: int, memory: torch.Tensor) -> None:
-        self._weights.to_device(key, memory)
-        self._there[key] = memory.nbytes
 
     def _bring_gradients(self, sub_group: int, count: int) -> None:
         """Those of weights all of whose elements belong to the first chunks of a sub-group."""
@@ -288,13 +219,12 @@ class GpuMoves:
             MemoryLimitError, StorageError: a weight, or the state that has to make place for it, has nowhere to go.
         """
         self._state.before()
-        leaving = [key for key in self._there if self._weights.belongs_to_host(key)]
+        leaving = [key for key in self._weight_moves.there if self._weights.belongs_to_host(key)]
         self._make_host_memory(self._weights.host_nbytes_of(leaving))
         self._memory.synchronize()
         try:
             for key in leaving:
-                self._weights.to_host(key)
-                self._out[key] = self._there.pop(key)
+                self._weight_moves.release(key)
         finally:
             self._memory.trim()
             self.note()
@@ -317,19 +247,14 @@ class GpuMoves:
 
     def close(self) -> None:
         """Gives the weights back to their model, where they were. Idempotent; the tiers are closed by their owner."""
-        if not self._there:
+        if not self._weight_moves.there:
             return
         try:
-            self._make_host_memory(self._weights.host_nbytes_of(self._there))
+            self._make_host_memory(self._weights.host_nbytes_of(self._weight_moves.there))
         except TenCacheError:
             logger.exception("optimizer state does not make place for the weights that leave GPU memory")
         self._memory.synchronize()
-        for key in reversed(list(self._there)):
-            del self._there[key]
-            try:
-                self._weights.to_host(key)
-            except TenCacheError:
-                logger.exception("a weight could not leave GPU memory, and stays there")
+        self._weight_moves.close()
         self.note()
 
     # Mechanics

@@ -13,7 +13,7 @@ import torch
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.gpu_homes import GpuHomes
-from tencache_ds.gpu_moves import GpuMoves, Shard
+from tencache_ds.gpu_moves import GpuMoves
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.host_tensors import HostTensors
@@ -22,6 +22,7 @@ from tencache_ds.planning.memory_watch import FIRST_PATIENCE, RECORDED_STEPS
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.state_moves import StateMoves
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
+from tencache_ds.weight_moves import Shard
 from tests.tiers.ordinary_device import OrdinaryDevice
 from tests.tiers.test_device_places import CHUNK_NBYTES, NUMELS, Bench
 

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("DeepSpeed.tencache")
 
 _HOOKED = "__tencache_hook__"
-_NOTHING_TO_DO = "it has no optimizer, and none of its weights may go to NVMe, so DeepSpeed itself keeps them in memory"
+_NOTHING_TO_DO = (
+    "it has no optimizer, and none of its weights may go to NVMe or to GPU memory, so DeepSpeed itself keeps them in "
+    "memory"
+)
 
 
 def activate() -> None:
@@ -42,6 +45,7 @@ def activate() -> None:
     from tencache_ds.integration.checkpoint_saving import hook_saving
     from tencache_ds.integration.chunked_step import wait_for_updates
     from tencache_ds.integration.cpu_adam_op import loaded_when_needed
+    from tencache_ds.integration.module_hooks import BEFORE_RELEASE
     from tencache_ds.integration.observing import observatory
     from tencache_ds.integration.param_swapper import ParamSwapper, swapper_factory
     from tencache_ds.integration.rank_checks import agree_on_options
@@ -61,6 +65,9 @@ def activate() -> None:
 
     @functools.wraps(partition_param)
     def _partition_param(self: Any, param: Any, *args: Any, has_been_updated: bool = False, **kwargs: Any) -> Any:
+        before_release = getattr(param, BEFORE_RELEASE, None)
+        if before_release is not None:
+            before_release(param)
         if not has_been_updated:
             return partition_param(self, param, *args, has_been_updated=has_been_updated, **kwargs)
         managed = isinstance(param.nvme_swapper, ParamSwapper)
@@ -129,13 +136,15 @@ def activate() -> None:
             with _nothing_left_after_failure(self):
                 _refuse_our_weights(self.module)
             return configure(self, optimizer)
+        from tencache_ds.integration import inference
+
         t_start_s = time.perf_counter()
         with _nothing_left_after_failure(self):
             agree_on_options(self._config)
             with _substituted_classes(self, options):
                 configured = configure(self, optimizer)
             if not hasattr(configured, "tencache"):
-                _complete_without_optimizer(configured, self._config, options)
+                inference.complete(configured, self._config, options)
         if hasattr(configured, "tencache"):
             observatory.add(configured.tencache, self.module)
             _announce(configured.tencache, self._config, time.perf_counter() - t_start_s)
@@ -221,41 +230,6 @@ def _refuse_our_weights(module: Any) -> None:
             'this model was made with "offload_engine": "tencache", which the config for deepspeed.initialize lacks: '
             "give both the same key"
         )
-
-
-def _complete_without_optimizer(offload: Any, ds_config: Any, options: Any) -> None:
-    """For evaluation DeepSpeed makes a bare ``DeepSpeedZeRoOffload``: gives it staging buffers and an end."""
-    from tencache_ds.integration.engine_building import session_for
-    from tencache_ds.integration.letting_go import finish_gathers, let_go
-    from tencache_ds.integration.param_swapper import engines_for
-    from tencache_ds.integration.rank_checks import agree_on_homes
-
-    engines = engines_for(offload.module)
-    if not engines:
-        return
-    session = session_for(engines, ds_config, options)
-    try:
-        agree_on_homes(session.all(), offload.module)
-        session.build_staging([])
-    except BaseException:
-        session.close()
-        offload.destroy()
-        raise
-    offload.tencache = session
-    counted = offload.module.register_forward_hook(lambda *_: session.pass_done())
-    stock_destroy = offload.destroy
-
-    def destroy() -> None:
-        if session.closed:
-            return
-        with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
-            stack.callback(let_go, offload.module)
-            stack.callback(session.close)
-            stack.callback(stock_destroy)
-            stack.callback(counted.remove)
-            stack.callback(finish_gathers, offload.module, session.keep_memory)
-
-    offload.destroy = destroy
 
 
 def engine_of(deepspeed_engine: Any) -> Session:

@@ -123,6 +123,10 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             gathers = self._PartitionedParameterCoordinator__allgather_stream
             gathers.wait_stream(get_accelerator().current_stream())
 
+    def forget_releases(self) -> None:
+        """Weights are kept gathered from now on that were not, or no longer."""
+        self._PartitionedParameterCoordinator__params_to_release.cache_clear()
+
     def hide_unused(self) -> None:
         """Takes back weights that were committed but not gathered, before they go out of date."""
         with self._tencache_lock:

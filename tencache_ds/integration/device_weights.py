@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards of a model's weights in device memory: a :class:`tencache_ds.gpu_moves.MovableWeights`.
+"""Shards of a model's weights in device memory: a :class:`tencache_ds.weight_moves.MovableWeights`.
 
 DeepSpeed gathers from ``param.ds_tensor`` on any device. With its memory on the device there is nothing to copy; on one
 rank the gathered weight is the shard itself, as in training without offload.
@@ -14,9 +14,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
-from tencache_ds.gpu_moves import Shard
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
 from tencache_ds.tiers.weights import WeightTier
+from tencache_ds.weight_moves import Shard
 
 
 class DeviceWeights:
@@ -24,10 +24,10 @@ class DeviceWeights:
 
     Args:
         params: the model's parameters, each once.
-        model_weights: where the optimizer writes them.
+        model_weights: where the optimizer writes them; None without an optimizer.
     """
 
-    def __init__(self, params: Sequence[Any], model_weights: ModelWeights) -> None:
+    def __init__(self, params: Sequence[Any], model_weights: ModelWeights | None = None) -> None:
         self._params = {param.ds_id: param for param in params if _is_movable(param)}
         self._model_weights = model_weights
         self._host: dict[int, torch.Tensor] = {}
@@ -42,13 +42,15 @@ class DeviceWeights:
 
     def to_device(self, key: int, memory: torch.Tensor) -> None:
         """See :meth:`MovableWeights.to_device`."""
-        self._model_weights.leaving(key)
+        if self._model_weights is not None:
+            self._model_weights.leaving(key)
         param = self._params[key]
         shard = memory.view(param.ds_tensor.dtype)
         if in_tier(param):
             param.nvme_swapper.to_device(param, shard)
             return
-        self._model_weights.part_from_flat(param)
+        if self._model_weights is not None:
+            self._model_weights.part_from_flat(param)
         self._host[key] = param.ds_tensor.data
         shard.copy_(param.ds_tensor.data)
         param.ds_tensor.data = shard

@@ -43,7 +43,7 @@ def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
         rank=rank,
         local_ranks=budget.local_ranks[rank],
         cores=budget.cores[rank],
-        on_cuda=not get_accelerator().is_synchronized_device() and get_accelerator().device_name().startswith("cuda"),
+        on_cuda=on_cuda(),
         weights_paths=_nvme_paths(zero.offload_param, options),
         optimizer_paths=_nvme_paths(zero.offload_optimizer, options),
         pin_memory=all(pins),
@@ -61,6 +61,11 @@ def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
             logger.warning(budget.warning)
         _warn_of_shared_devices(surroundings.weights_paths + surroundings.optimizer_paths, bool(options.nvme_paths))
     return TenCacheEngine(options, surroundings)
+
+
+def on_cuda() -> bool:
+    """Whether DeepSpeed computes on a CUDA GPU."""
+    return not get_accelerator().is_synchronized_device() and get_accelerator().device_name().startswith("cuda")
 
 
 def agree_on_host_memory(options: TenCacheConfig) -> HostBudget:

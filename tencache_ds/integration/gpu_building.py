@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
+from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import ConfigError
 from tencache_ds.gpu_homes import GpuHomes, open_device
 from tencache_ds.gpu_moves import GpuMoves
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.device_weights import DeviceWeights
+from tencache_ds.integration.engine_building import on_cuda
 from tencache_ds.integration.model_weights import ModelWeights
 from tencache_ds.integration.optimizers import updates_by_chunks
-from tencache_ds.memory.device_memory import DeviceMemory
+from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.session import Session
 from tencache_ds.state_moves import StateMoves
@@ -46,6 +48,17 @@ def open_gpu(optimizer: Any, session: Session, fused: FusedAdam | None) -> tuple
             logger.warning("GPU memory is not used: %s", error)
     # Later they decide together what goes there: one that cannot would be waited for.
     return opened if agreed("whether GPU memory is used", opened is not None, all) else None
+
+
+def open_memory(options: TenCacheConfig) -> DeviceMemory | None:
+    """GPU memory for the weights of an engine without optimizer; None without a GPU, or if it is not to be used."""
+    if not on_cuda() or options.gpu_memory == 0:
+        return None
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    return CudaMemory(torch.device("cuda", torch.cuda.current_device()), copy)
 
 
 def build_gpu_homes(

@@ -165,6 +165,18 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_PARAMETERS, "GatheredParameters.__exit__", ("self", "exc"), "notices weights that were changed"),
     Seam(f"{_RUNTIME}.zero.parameter_offload", "PartitionedParameterCoordinator", None, "replaces the coordinator"),
     Seam(
+        f"{_RUNTIME}.zero.parameter_offload",
+        "DeepSpeedZeRoOffload._register_deepspeed_module",
+        ("self", "module", "count"),
+        "takes hooks off modules where they have nothing to do",
+    ),
+    Seam(
+        _COORDINATOR,
+        "PartitionedParameterCoordinator._invalidate_trace",
+        ("self",),
+        "records the order of modules anew",
+    ),
+    Seam(
         _COORDINATOR,
         "PartitionedParameterCoordinator.__init__",
         (

@@ -30,6 +30,7 @@ from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu
 from tencache_ds.integration.letting_go import finish_gathers, let_go
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
+from tencache_ds.integration.module_hooks import skip_backward_hooks_without_gradients
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import (
     known_kinds,
@@ -105,6 +106,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             if hasattr(self, "parameter_offload"):
                 self.parameter_offload.destroy()
             raise
+        skip_backward_hooks_without_gradients(self.parameter_offload)
         coordinator = self._get_param_coordinator()
         coordinator.weights_stay = self._weights_stay
         if self._gpu_homes is not None:

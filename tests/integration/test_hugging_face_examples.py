@@ -52,7 +52,7 @@ class Inputs:
         """The config beside an example, with a folder of this machine; or the same without the engine's line."""
         config = json.loads((EXAMPLES / name / "ds_config.json").read_text())
         zero = config["zero_optimization"]
-        for section in ("offload_param", "offload_optimizer"):
+        for section in {"offload_param", "offload_optimizer"} & zero.keys():
             zero[section] = {"device": "nvme", "nvme_path": str(self.folder / "nvme")} if engine else {"device": "cpu"}
         if not engine:
             del zero["offload_engine"]
@@ -79,12 +79,14 @@ def inputs(harness: Any) -> Inputs:
     from tests.integration.byte_tokenizer import byte_tokenizer
 
     folder: Path = harness.folder()
-    byte_tokenizer().save_pretrained(folder / "model")
-    config = transformers.LlamaConfig(
-        vocab_size=258, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=64, bos_token_id=None, eos_token_id=257, pad_token_id=256,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    # With the wider one some weights are large enough for NVMe.
+    for name, width in (("model", 64), ("wide_model", 256)):
+        byte_tokenizer().save_pretrained(folder / name)
+        config = transformers.LlamaConfig(
+            vocab_size=258, hidden_size=width, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4, max_position_embeddings=64, bos_token_id=None, eos_token_id=257, pad_token_id=256,
+        )  # fmt: skip
+        transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
     (folder / "train.txt").write_text(TEXT)
     return Inputs(harness, folder)
 
@@ -112,10 +114,22 @@ def printed(inputs: Inputs) -> dict[str, str]:
     small = ["--width", "64", "--layers", "2", "--steps", "2"]
     plain = EXAMPLES / "plain_deepspeed" / "train.py"
     runs.append({"script": str(plain), "argv": ["--deepspeed_config", inputs.config("plain_deepspeed"), *small]})
+    generate = EXAMPLES / "inference" / "generate.py"
+    prompts = [
+        "--model",
+        str(inputs.folder / "wide_model"),
+        "--prompt",
+        "name",
+        "--prompt",
+        "a colour",
+        "--tokens",
+        "4",
+    ]
+    runs.append({"script": str(generate), "argv": ["--deepspeed_config", inputs.config("inference"), *prompts]})
     port = str(free_port())
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", port]
     try:
-        return dict(zip([*options, "plain_deepspeed"], inputs.run(launcher, runs), strict=True))
+        return dict(zip([*options, "plain_deepspeed", "generate"], inputs.run(launcher, runs), strict=True))
     finally:
         remove_shared_buffers(port)
 
@@ -139,6 +153,12 @@ def test_on_one_gpu(inputs: Inputs, printed: dict[str, str], name: str, engines:
 def test_plain_deepspeed(printed: dict[str, str]) -> None:
     assert printed["plain_deepspeed"].count(ACTIVATION_LINE) == 1
     assert "step 2: loss " in printed["plain_deepspeed"]
+
+
+def test_generate(printed: dict[str, str]) -> None:
+    assert printed["generate"].count(ACTIVATION_LINE) == 1
+    assert len(re.findall(r"^generated: '(name|a colour)", printed["generate"], re.MULTILINE)) == 2
+    assert re.search(r"^[\d.]+ tokens/s$", printed["generate"], re.MULTILINE)
 
 
 def accelerate_runs(inputs: Inputs, name: str, environments: list[dict[str, str]]) -> list[dict[str, Any]]:

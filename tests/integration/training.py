@@ -224,6 +224,11 @@ def train(engine: Any, steps: int, generator: torch.Generator, *, oracle: bool, 
     return losses
 
 
+def digest(value: torch.Tensor) -> str:
+    """A hash of a tensor's bytes."""
+    return hashlib.sha256(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 def digests(model: nn.Module) -> dict[str, str]:
     """A hash of every weight's value. Collective."""
     import deepspeed
@@ -231,8 +236,7 @@ def digests(model: nn.Module) -> dict[str, str]:
     found = {}
     for name, param in model.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
-            value = param.data.detach().cpu().contiguous().view(torch.uint8)
-            found[name] = hashlib.sha256(value.numpy().tobytes()).hexdigest()
+            found[name] = digest(param.data)
     return found
 
 

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed engines without optimizer, for evaluation and generation: staging buffers for weights on NVMe, and as many
+weights in GPU memory as forward passes leave room for.
+
+DeepSpeed makes a bare ``DeepSpeedZeRoOffload`` for them. See [Note: weights that stay gathered].
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
+
+from tencache_ds.config import TenCacheConfig
+from tencache_ds.inference_homes import InferenceHomes
+from tencache_ds.integration import gpu_building
+from tencache_ds.integration.agreement import agreed
+from tencache_ds.integration.announcing import announce
+from tencache_ds.integration.coordinator import TenCacheCoordinator
+from tencache_ds.integration.device_weights import DeviceWeights
+from tencache_ds.integration.engine_building import session_for
+from tencache_ds.integration.letting_go import finish_gathers, let_go
+from tencache_ds.integration.module_hooks import SuspendedHooks, skip_backward_hooks_without_gradients
+from tencache_ds.integration.param_swapper import engines_for
+from tencache_ds.integration.rank_checks import agree_on_homes
+from tencache_ds.memory.device_memory import DeviceMemory
+from tencache_ds.session import Session
+from tencache_ds.weight_moves import Shard, WeightMoves
+
+
+class InferenceWeights:
+    """A :class:`tencache_ds.weight_moves.MovableWeights` between, and for those not in use within, forward passes.
+
+    [Note: weights that stay gathered] On one rank the gathered weight is the shard itself, once that is in GPU memory.
+    DeepSpeed would still release and gather it in every pass, which costs more than a small module's arithmetic. So it
+    is marked as what DeepSpeed keeps gathered (``ds_persist``) as long as it is there. On several ranks a gathered
+    weight takes memory of its own, and is gathered in each pass from the shards.
+
+    Args:
+        module: the model.
+        coordinator: of its fetches.
+    """
+
+    def __init__(self, module: torch.nn.Module, coordinator: TenCacheCoordinator) -> None:
+        # What DeepSpeed keeps gathered is in GPU memory already.
+        params = [param for param in module.parameters() if not param.ds_persist]
+        self._params = {param.ds_id: param for param in params}
+        self._weights = DeviceWeights(params)
+        self._coordinator = coordinator
+        self._single = dist.get_world_size() == 1
+
+    @property
+    def stay_gathered(self) -> bool:
+        """Whether weights in GPU memory do."""
+        return self._single
+
+    def shards(self) -> list[Shard]:
+        """See :meth:`MovableWeights.shards`."""
+        return self._weights.shards()
+
+    def to_device(self, key: int, memory: torch.Tensor) -> None:
+        """See :meth:`MovableWeights.to_device`."""
+        self._weights.to_device(key, memory)
+        if self._single:
+            self._params[key].ds_persist = True
+            self._coordinator.forget_releases()
+
+    def to_host(self, key: int) -> None:
+        """See :meth:`MovableWeights.to_host`."""
+        param = self._params[key]
+        if self._single:
+            if param.ds_status is ZeroParamStatus.AVAILABLE:
+                param.partition()
+            param.ds_persist = False
+            self._coordinator.forget_releases()
+        self._weights.to_host(key)
+
+    def belongs_to_host(self, key: int) -> bool:
+        """See :meth:`MovableWeights.belongs_to_host`."""
+        return self._single or self._weights.belongs_to_host(key)
+
+    def host_nbytes_of(self, keys: Iterable[int]) -> int:
+        """See :meth:`MovableWeights.host_nbytes_of`."""
+        return self._weights.host_nbytes_of(keys)
+
+    def free_unused(self) -> int:
+        """See :meth:`MovableWeights.free_unused`."""
+        return self._weights.free_unused()
+
+    def idle(self, key: int) -> bool:
+        """Whether no module, gather or user has the weight now."""
+        param = self._params[key]
+        if getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
+            return False
+        gathered = param.ds_status is ZeroParamStatus.AVAILABLE
+        return not param.ds_active_sub_modules and (
+            param.ds_status is ZeroParamStatus.NOT_AVAILABLE or (gathered and self._single and param.ds_persist)
+        )
+
+
+def complete(offload: Any, ds_config: Any, options: TenCacheConfig) -> None:
+    """Gives DeepSpeed's ``offload`` of a model without optimizer a session (``offload.tencache``) and an end. Nothing
+    happens where there is nothing to do: no weight on NVMe, and no GPU memory for the others.
+
+    Raises:
+        ConfigError, StorageError, MemoryLimitError: staging buffers cannot be built.
+    """
+    module, coordinator = offload.module, offload.get_param_coordinator()
+    engines = engines_for(module)
+    memory = gpu_building.open_memory(options)
+    weights = InferenceWeights(module, coordinator)
+    used = agreed("whether GPU memory is used", memory is not None and bool(weights.shards()), all)
+    if not engines and not used:
+        return
+    session = session_for(engines, ds_config, options)
+    try:
+        agree_on_homes(session.all(), module)
+        session.build_staging([])
+        homes = _build_homes(session, memory, weights, coordinator) if used and memory is not None else None
+    except BaseException:
+        session.close()
+        offload.destroy()
+        raise
+    offload.tencache = session
+    skip_backward_hooks_without_gradients(offload)
+    suspended: SuspendedHooks | None = None
+    if homes is not None:
+        coordinator.between_modules = homes.relieve
+        if weights.stay_gathered:
+            suspended = SuspendedHooks(offload, homes.relieve)
+    hooks = _follow_passes(module, session, homes, suspended)
+    stock_destroy = offload.destroy
+
+    def destroy() -> None:
+        if session.closed:
+            return
+        with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
+            stack.callback(let_go, module)
+            stack.callback(session.close)
+            stack.callback(stock_destroy)
+            if homes is not None:
+                stack.callback(homes.close)
+            for hook in hooks:
+                stack.callback(hook.remove)
+            if suspended is not None:
+                stack.callback(suspended.close)
+            stack.callback(finish_gathers, module, session.keep_memory)
+
+    offload.destroy = destroy
+
+
+def _build_homes(
+    session: Session, memory: DeviceMemory, weights: InferenceWeights, coordinator: TenCacheCoordinator
+) -> InferenceHomes:
+    moves = WeightMoves(memory, weights)
+
+    def say(placement: str) -> None:
+        session.note_placement(placement, None)
+        announce(f"TenCache: {placement}", session.options)
+
+    def note() -> None:
+        session.note_gpu(weight_nbytes=moves.nbytes, gradient_nbytes=0)
+
+    return InferenceHomes(
+        session.options,
+        memory,
+        weights.shards,
+        moves,
+        before_moves=coordinator.hide_unused,
+        after_moves=note,
+        idle=weights.idle,
+        returns_alone=weights.belongs_to_host,
+        agree=agreed,
+        say=say,
+    )
+
+
+def _follow_passes(
+    module: torch.nn.Module, session: Session, homes: InferenceHomes | None, suspended: SuspendedHooks | None
+) -> list[Any]:
+    """Hooks around each forward pass of the whole model."""
+
+    def begin(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if homes is not None:
+            homes.begin_pass(_tokens(module, args, kwargs))
+
+    def end(*_: Any) -> None:
+        session.pass_done()
+        if homes is not None:
+            homes.pass_done()
+        if suspended is not None and homes is not None and homes.planned and not suspended.up_to_date:
+            suspended.suspend()
+
+    return [
+        module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
+        module.register_forward_hook(end),
+    ]
+
+
+def _tokens(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Elements of the main input, all sequences together: by its name in transformers, else the first tensor."""
+    main = kwargs.get(getattr(module, "main_input_name", ""))
+    for value in (main, kwargs.get("inputs_embeds"), *args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.shape[:2].numel()
+    return 0

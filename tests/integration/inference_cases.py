@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation by an engine without optimizer, with weights in device memory, in RAM and on NVMe.
+
+On a GPU this is the real thing; on the CPU accelerator ordinary memory stands in for the device's. A case is a list of
+actions, which are the same with stock DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import deepspeed
+import gpu_memory_cases
+import torch
+import training
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+from models import MODELS
+
+from tencache_ds.integration import gpu_building
+from tencache_ds.planning import pass_memory
+
+PASSES = 4
+"""Tokens that are generated each time."""
+
+
+class Inference:
+    """One case with one engine."""
+
+    def __init__(self, case: dict[str, Any], engine: str, folder: str) -> None:
+        self._case = case
+        self._kind = engine
+        self._folder = folder
+        self.seen: list[Any] = []
+        self.gpu_weight_nbytes: list[int] = []
+        self.model = self._new_model()
+        self.initialize()
+
+    def _config(self) -> dict[str, Any]:
+        config = training.config_for(self._case, self._kind, os.path.join(self._folder, "nvme"))
+        del config["optimizer"], config["zero_optimization"]["offload_optimizer"]
+        if self._kind == "tencache":
+            config["tencache"]["gpu_memory"] = self._case.get("device_memory")
+            config["tencache"]["split_master"] = False
+        return config
+
+    def _new_model(self) -> Any:
+        torch.manual_seed(7)
+        with deepspeed.zero.Init(config_dict_or_path=self._config()):
+            return MODELS["llama"]()
+
+    def initialize(self) -> None:
+        # The model that transformers knows how to generate with; it is the root of forward passes.
+        self.engine = deepspeed.initialize(model=self.model.model, config=self._config())[0]
+        self.engine.eval()
+
+    def act(self, action: str) -> None:
+        getattr(self, action)()
+        if self._kind == "tencache" and action != "destroy":
+            import tencache_ds
+
+            stats = tencache_ds.stats(self.engine)
+            self.gpu_weight_nbytes.append(stats.gpu_weight_nbytes)
+
+    def _generate(self, tokens: int) -> None:
+        with torch.no_grad():
+            made = self.engine.module.generate(
+                self._prompt(tokens), max_new_tokens=PASSES, do_sample=False, synced_gpus=True
+            )
+            loss = self.engine(input_ids=made, labels=made).loss
+        self.seen.append([made.tolist(), float(loss).hex()])
+
+    def _prompt(self, tokens: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(len(self.seen))
+        return torch.randint(0, self.model.vocabulary, (2, tokens), generator=generator).to(self.engine.device)
+
+    def generate(self) -> None:
+        self._generate(4)
+
+    def generate_from_a_long_prompt(self) -> None:
+        self._generate(48)
+
+    def generate_with_gathered_weights(self) -> None:
+        with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
+            self._generate(4)
+
+    def generate_without_hooks(self) -> None:
+        """As TRL does: DeepSpeed's hooks are removed for a generation, and new ones are registered."""
+        with unwrap_model_for_generation(self.engine):
+            self._generate(4)
+
+    def run_the_inner_model(self) -> None:
+        """Past the hooks of the model that DeepSpeed knows."""
+        with torch.no_grad():
+            hidden = self.engine.module.model(self._prompt(6)).last_hidden_state
+        self.seen.append(training.digest(hidden))
+
+    def differentiate(self) -> None:
+        """By the inputs, with the weights as they are: a backward pass without an optimizer."""
+        embedded = torch.randn(2, 6, self.model.model.config.hidden_size, generator=torch.Generator().manual_seed(3))
+        inputs = embedded.to(self.engine.device, torch.bfloat16).requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(self.engine.module(inputs_embeds=inputs).logits.float().sum(), inputs)
+        self.seen.append(training.digest(gradient))
+
+    def empty_cache(self) -> None:
+        self.engine.empty_partition_cache()
+
+    def change_weights(self) -> None:
+        for number, param in enumerate(self.model.parameters()):
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+                if deepspeed.comm.get_rank() == 0:
+                    param.data.mul_(1 + 0.25 * (number % 3))
+
+    def save(self) -> None:
+        weights = self.engine._zero3_consolidated_16bit_state_dict() or {}
+        self.seen.append({name: training.digest(value) for name, value in weights.items()})
+
+    def read(self) -> None:
+        self.seen.append(training.digests(self.model))
+
+    def need_memory(self) -> None:
+        """Somebody else takes nearly all of the device's memory."""
+        for memory in opened:
+            memory.wanted_by_training_nbytes = gpu_memory_cases.CAPACITY["nbytes"]
+
+    def need_no_memory(self) -> None:
+        for memory in opened:
+            memory.wanted_by_training_nbytes = 0
+
+    def destroy(self) -> None:
+        self.engine.destroy()
+
+
+opened: list[gpu_memory_cases.OrdinaryMemory] = []
+
+
+def open_memory(options: Any) -> gpu_memory_cases.OrdinaryMemory | None:
+    if options.gpu_memory == 0:
+        return None
+    opened[:] = [gpu_memory_cases.OrdinaryMemory()]
+    return opened[0]
+
+
+def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:
+    inference = Inference(case, engine, folder)
+    for action in case["actions"]:
+        inference.act(action)
+    inference.engine.destroy()
+    return {"seen": inference.seen, "gpu_weight_nbytes": inference.gpu_weight_nbytes}
+
+
+if __name__ == "__main__":
+    pass_memory.FIRST_PATIENCE = 2
+    if get_accelerator().is_synchronized_device():
+        gpu_building.open_memory = open_memory
+    training.main(run)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation without an optimizer: the same tokens, losses and weights as stock CPU offload, wherever the weights are.
+
+Without a GPU ordinary memory stands in for its own: see ``inference_cases.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)
+
+PROGRAM = "inference_cases.py"
+TWICE = ["generate", "generate_from_a_long_prompt", "generate"]
+SHRINKS = ["generate", "need_memory", "generate_from_a_long_prompt", "need_no_memory", "generate", "generate", "save"]
+CHANGES = ["generate", "change_weights", "generate", "save", "generate"]
+UNUSUAL = ["generate", "run_the_inner_model", "empty_cache", "run_the_inner_model", "generate", "differentiate",
+           "generate_without_hooks", "generate", "change_weights", "run_the_inner_model", "save"]  # fmt: skip
+RAM = {"offload_param": "cpu"}
+
+CASES: dict[str, dict[str, Any]] = {
+    "everything": {"actions": TWICE},
+    "everything_ram": {"actions": TWICE} | RAM,
+    # The shards of the llama take 4.4 MiB.
+    "part": {"actions": TWICE, "device_memory": "2MiB"},
+    "part_ram": {"actions": TWICE, "device_memory": "2MiB"} | RAM,
+    "three_places": {"actions": TWICE, "device_memory": "1MiB", "tencache": {"host_memory": "2MiB"}},
+    "nothing": {"actions": TWICE, "device_memory": 0},
+    "memory_runs_short": {"actions": SHRINKS},
+    "memory_runs_short_ram": {"actions": SHRINKS} | RAM,
+    "weights_change": {"actions": CHANGES},
+    "weights_change_ram": {"actions": CHANGES} | RAM,
+    "weights_change_part": {"actions": CHANGES, "device_memory": "2MiB"},
+    "unusual": {"actions": UNUSUAL},
+    "unusual_ram": {"actions": UNUSUAL} | RAM,
+    "unusual_part": {"actions": UNUSUAL, "device_memory": "2MiB"},
+    "unusual_nothing": {"actions": UNUSUAL, "device_memory": 0},
+    "gathered_first": {"actions": ["generate_with_gathered_weights", "generate", "generate"]},
+    "gathered_later": {"actions": ["generate", "generate_with_gathered_weights", "generate", "save"]} | RAM,
+    "destroyed": {"actions": ["generate", "destroy", "read", "initialize", "generate", "change_weights", "save"]},
+    "destroyed_ram": {"actions": ["generate", "destroy", "read", "initialize", "generate"]} | RAM,
+}
+TWO_RANKS = ("everything", "everything_ram", "part", "three_places", "memory_runs_short_ram", "weights_change",
+             "gathered_first", "destroyed")  # fmt: skip
+ON_DEVICE = 3 * 2**20
+
+
+def run(harness: Any, names: Any, ranks: int) -> Any:
+    stock: dict[str, tuple[str, dict[str, Any], str]] = {}
+    for name in names:  # cases that differ in TenCache's keys only share their oracle
+        stock.setdefault(str(CASES[name]["actions"]), (name, CASES[name], "stock"))
+    ours = [(name, CASES[name], "tencache") for name in names]
+    outcome = harness.run([*stock.values(), *ours], ranks=ranks, program=PROGRAM)
+    return outcome, {actions: name for actions, (name, _, _) in stock.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(harness: Any) -> Any:
+    return run(harness, CASES, 1)
+
+
+@pytest.fixture(scope="module")
+def together(harness: Any) -> Any:
+    return run(harness, TWO_RANKS, 2)
+
+
+def equal(ran: Any, name: str) -> None:
+    outcome, oracles = ran
+    for rank in outcome.ranks:
+        expected = outcome.result(oracles[str(CASES[name]["actions"])], "stock", rank)
+        found = outcome.result(name, "tencache", rank)
+        assert found["seen"] == expected["seen"]
+        assert found["seen"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_stock(alone: Any, name: str) -> None:
+    equal(alone, name)
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_equal_to_stock_on_two_ranks(together: Any, name: str) -> None:
+    equal(together, name)
+
+
+@pytest.mark.parametrize("name", ["everything", "everything_ram"])
+def test_all_weights_go_to_gpu_memory(alone: Any, name: str) -> None:
+    assert min(alone[0].result(name, "tencache")["gpu_weight_nbytes"]) > ON_DEVICE
+
+
+@pytest.mark.parametrize("name", ["part", "part_ram"])
+def test_as_many_as_the_user_allows(alone: Any, name: str) -> None:
+    nbytes = alone[0].result(name, "tencache")["gpu_weight_nbytes"]
+    assert 2**20 < min(nbytes) <= max(nbytes) <= 2 * 2**20
+
+
+@pytest.mark.parametrize("name", ["memory_runs_short", "memory_runs_short_ram"])
+def test_they_leave_when_memory_is_needed_and_come_back(alone: Any, name: str) -> None:
+    nbytes = alone[0].result(name, "tencache")["gpu_weight_nbytes"]
+    assert nbytes[0] > ON_DEVICE
+    assert nbytes[2] == 0
+    assert nbytes[-1] == nbytes[0]
+
+
+def test_weights_that_a_user_has_gathered_do_not_move(alone: Any) -> None:
+    nbytes = alone[0].result("gathered_first", "tencache")["gpu_weight_nbytes"]
+    assert nbytes[0] == 0
+    assert nbytes[-1] > ON_DEVICE
+
+
+def test_the_comparison_means_something(alone: Any) -> None:
+    seen = alone[0].result("weights_change", "stock")["seen"]
+    assert seen[0][0] != seen[1][0]

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much GPU memory forward passes leave to weights."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tencache_ds.items import GpuUsage
+from tencache_ds.planning.gpu_budget import LEAST_HEADROOM_NBYTES
+from tencache_ds.planning.pass_memory import FIRST_PATIENCE, PassMemory
+
+GIB = 2**30
+CAPACITY = 100 * GIB
+
+
+class Gpu:
+    """A GPU with weights, a cache of keys and values, and passes that take memory for a moment."""
+
+    def __init__(self) -> None:
+        self.weights = self.cache = self.peak = 0
+        self.watch = PassMemory()
+        self.missing = 0
+        self.left = 0
+        self.spare = 0
+
+    def usage(self, taken: int = 0) -> GpuUsage:
+        allocated = self.weights + self.cache + taken
+        self.peak = max(self.peak, allocated)
+        return GpuUsage(CAPACITY - allocated, 0, allocated, self.peak)
+
+    def release(self, nbytes: int) -> None:
+        released = min(max(nbytes, 0), self.weights)
+        if released:
+            self.weights -= released
+            self.left += released
+            self.watch.released(released)
+
+    def run_pass(self, tokens: int, taken: int, *, keeps: int = 0, layers: int = 8) -> None:
+        """A pass that takes ``taken`` bytes in each layer for a moment, and keeps some."""
+        self.release(self.watch.begin_pass(self.usage(), tokens))
+        for _ in range(layers):
+            self.missing = max(self.missing, self.weights + self.cache + taken - CAPACITY)
+            self.usage(taken)
+            self.cache += keeps // layers
+            self.release(self.watch.look(self.usage()))
+        self.spare = self.watch.end_pass(self.usage())
+
+
+@pytest.fixture
+def gpu() -> Gpu:
+    gpu = Gpu()
+    gpu.run_pass(1000, 4 * GIB)
+    gpu.weights = CAPACITY - gpu.watch.headroom_nbytes
+    return gpu
+
+
+def test_as_much_stays_free_as_the_largest_pass_took_and_a_little_more(gpu: Gpu) -> None:
+    assert gpu.watch.headroom_nbytes == 5 * GIB
+
+
+def test_a_small_pass_leaves_more_than_it_took() -> None:
+    gpu = Gpu()
+    gpu.run_pass(10, 1000)
+    assert gpu.watch.headroom_nbytes == LEAST_HEADROOM_NBYTES
+
+
+def test_passes_like_the_first_leave_the_weights_alone(gpu: Gpu) -> None:
+    for _ in range(20):
+        gpu.run_pass(1000, 4 * GIB)
+        gpu.run_pass(1, 2**20)
+    assert gpu.left == 0
+    assert gpu.missing == 0
+
+
+@given(st.integers(1, 20))
+def test_weights_leave_before_a_longer_prompt_needs_their_memory(factor: int) -> None:
+    gpu = Gpu()
+    gpu.run_pass(1000, 4 * GIB)
+    gpu.weights = CAPACITY - gpu.watch.headroom_nbytes
+    gpu.run_pass(1000 * factor, 4 * GIB * factor)
+    assert gpu.missing == 0
+    assert (gpu.left > 0) == (factor > 1)
+
+
+def test_weights_make_way_for_a_growing_cache(gpu: Gpu) -> None:
+    for _ in range(50):
+        gpu.run_pass(8, 2**20, keeps=GIB // 4)
+    assert gpu.missing == 0
+    assert 8 * GIB < gpu.left < 18 * GIB
+
+
+def test_what_left_may_come_back_after_quiet_passes_and_then_waits_longer(gpu: Gpu) -> None:
+    gpu.cache = 4 * GIB
+    gpu.run_pass(1, 2**20)
+    assert gpu.left == 4 * GIB
+    gpu.cache = 0
+    quiet = 0
+    while not gpu.spare:
+        gpu.run_pass(1, 2**20)
+        quiet += 1
+        assert quiet <= FIRST_PATIENCE + 1
+    assert gpu.spare == 4 * GIB
+    gpu.weights += gpu.spare
+    gpu.watch.came_back()
+    gpu.cache = 4 * GIB
+    gpu.run_pass(1, 2**20)
+    gpu.cache = 0
+    for _ in range(FIRST_PATIENCE + 1):
+        gpu.run_pass(1, 2**20)
+        assert gpu.spare == 0
+    for _ in range(FIRST_PATIENCE):
+        gpu.run_pass(1, 2**20)
+        if gpu.spare:
+            break
+    assert gpu.spare == 4 * GIB
+
+
+def test_a_pass_of_unknown_size_is_taken_for_the_largest(gpu: Gpu) -> None:
+    gpu.run_pass(0, 4 * GIB)
+    assert gpu.left == 0
+    assert gpu.missing == 0
