@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The systems whose generation can be compared, and their configurations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..workloads import Census
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One system.
+
+    Attributes:
+        program: key of :data:`..generation.SYSTEMS`.
+        device: of DeepSpeed's ``offload_param``, or None.
+        options: of TenCache, or None where it is not used.
+        on_nvme: whether its weights are on NVMe, unless it says otherwise.
+    """
+
+    program: str
+    device: str | None = None
+    options: dict[str, Any] | None = None
+    on_nvme: bool = field(default=False)
+
+    def config(self, nvme_path: Path, census: Census, batch: int) -> dict[str, Any]:
+        """Its DeepSpeed config."""
+        if self.device is None:
+            return {}
+        offload: dict[str, Any] = {"device": self.device, "pin_memory": True}
+        zero: dict[str, Any] = {"stage": 3, "offload_param": offload}
+        if self.device == "nvme":
+            offload["nvme_path"] = str(nvme_path)
+        if self.options is not None:
+            zero["offload_engine"] = "tencache"
+        elif self.device == "nvme":  # five buffers, as in DeepSpeed's examples; each holds the largest weight
+            offload |= {"buffer_count": 5, "buffer_size": census.largest + 4096, "max_in_cpu": 0}
+        return {
+            "train_micro_batch_size_per_gpu": batch,
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+            "steps_per_print": 10**9,
+        } | ({"tencache": self.options} if self.options else {})
+
+
+SYSTEMS = {
+    "device": System("device"),
+    "stock-ram": System("deepspeed", "cpu"),
+    "stock-nvme": System("deepspeed", "nvme", on_nvme=True),
+    "accelerate-cpu": System("accelerate-cpu"),
+    "accelerate-disk": System("accelerate-disk", on_nvme=True),
+    "tencache": System("deepspeed", "nvme", {}),
+    "tencache-ram": System("deepspeed", "cpu", {}),
+    "tencache-nvme": System("deepspeed", "nvme", {"host_memory": 0, "gpu_memory": 0}),
+}
+DEFAULT = ("device", "stock-ram", "stock-nvme", "accelerate-cpu", "accelerate-disk", "tencache", "tencache-nvme")
+BASELINE = "stock-ram"
+
+
+def parse(name: str) -> System:
+    """A system by its name, with TenCache's options after a colon: ``tencache:gpu_memory=8GiB+host_memory=0``.
+
+    Raises:
+        ValueError: there is no such system, or it takes no options.
+    """
+    known, _, options = name.partition(":")
+    if known not in SYSTEMS:
+        raise ValueError(f"unknown system {known!r}; known: {', '.join(SYSTEMS)}")
+    system = SYSTEMS[known]
+    if not options:
+        return system
+    if system.options is None:
+        raise ValueError(f"{known} takes no options of TenCache: {options}")
+    chosen = {}
+    for pair in options.split("+"):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{name}: expected KEY=VALUE, found {pair!r}")
+        try:
+            chosen[key] = json.loads(value)
+        except json.JSONDecodeError:
+            chosen[key] = value
+    return System(system.program, system.device, system.options | chosen, system.on_nvme)
