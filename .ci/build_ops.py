@@ -35,7 +35,7 @@ AT_ONCE = 2
 
 
 def stamp_file(names: tuple[str, ...]) -> Path:
-    """A file that exists once all of ``names`` were built with what is installed now."""
+    """A file that exists once all of ``names`` were built with the installed versions."""
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     versions = [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
     variables = [os.environ.get(name, "") for name in ("DS_ACCELERATOR", "CXX")]

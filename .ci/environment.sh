@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sourced by examples/demo.sh and tests/run.sh, from any folder: makes the environment they run in and activates it.
 #
-#   TENCACHE_VENV   virtual environment to use; otherwise the active one; otherwise .venv in the checkout, made if absent
+#   TENCACHE_VENV   virtual environment to use; otherwise the active one; otherwise .venv in the checkout, created if absent
 #   TENCACHE_EXTRAS extras to install (default: test)
 #
 # Existing packages are kept: an installed torch that the package accepts is never replaced.

@@ -72,7 +72,7 @@ ARROWS = (
     ("arrow both", "M465 372V420"),
     ("arrow both", "M700 372V420"),
 )
-LABELS = ((190, 181, "what was used, and when"), (172, 305, "recorded step"))
+LABELS = ((190, 181, "the accesses of a step"), (172, 305, "recorded step"))
 
 
 def svg() -> str:

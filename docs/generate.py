@@ -28,13 +28,13 @@ def docstrings(of: type) -> dict[str, str]:
     """The docstring under each attribute of a class, by name."""
     (tree,) = ast.parse(inspect.getsource(of)).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
+    texts = {}
     for statement, following in zip(tree.body, tree.body[1:], strict=False):
         target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
         text = following.value if isinstance(following, ast.Expr) else None
         if isinstance(target, ast.Name) and isinstance(text, ast.Constant) and isinstance(text.value, str):
-            found[target.id] = inspect.cleandoc(text.value).replace("``", "`")
-    return found
+            texts[target.id] = inspect.cleandoc(text.value).replace("``", "`")
+    return texts
 
 
 def shown(default: object) -> str:

@@ -48,7 +48,7 @@ SHAPES = {
 
 
 def multiplies_slowly(x: torch.Tensor) -> bool:
-    """Whether matrix products of ``x`` should be made in fp32: bf16 on a processor without instructions for it, where
+    """Whether to compute matrix products of ``x`` in fp32: for bf16 on a processor without instructions for it, where
     torch falls back to a plain loop that takes 200 times as long."""
     slow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
     return slow and x.dtype is torch.bfloat16 and x.device.type == "cpu"

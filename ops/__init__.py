@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native ops: found through DeepSpeed's op builders and built just in time, or at installation on request."""
+"""Native ops: located through DeepSpeed's op builders and built just in time, or at installation on request."""

@@ -4,7 +4,7 @@
 A process that loads an op creates the file ``lock`` in its build folder, keeps it open, and removes it at the end. A
 process that is killed meanwhile leaves the file there, and every later load of the op then hangs silently. TenCache's
 own ops are loaded under a lock that ends with its process, so a leftover of torch's can be removed; for DeepSpeed's
-ops, which others load as well, the user is told. Imports neither torch nor DeepSpeed.
+ops, which others load as well, a message names the lock. Imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE_S = 10.0
 """Loading an op that is built takes a second or two."""
 
 POLL_S = 1.0
-"""Between two looks at what is being compiled."""
+"""Interval between two checks of the files that are being compiled."""
 
 _NAME_FLAG = "-DTORCH_EXTENSION_NAME="
 _SOURCE_SUFFIXES = (".cpp", ".cc", ".c", ".cu")
@@ -58,8 +58,8 @@ def is_held(lock: Path) -> bool:
         with contextlib.suppress(OSError):  # it ended, or belongs to another user
             for descriptor in process.iterdir():
                 with contextlib.suppress(OSError):
-                    found = descriptor.stat()
-                    if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                    status = descriptor.stat()
+                    if (status.st_dev, status.st_ino) == (wanted.st_dev, wanted.st_ino):
                         return True
     return False
 
@@ -82,7 +82,7 @@ def only_loader(op_name: str) -> Iterator[None]:
     """Around the loading of an op that is only ever loaded so: one process at a time, and no lock of a killed one.
 
     Which machine loads is written down, because a file system need not carry locks between machines: a lock that
-    another one may have left stays. Does nothing where no file can be made or locked.
+    another one may have left stays. Does nothing where no file can be created or locked.
     """
     this_machine = machine_identity()
     with contextlib.ExitStack() as stack:
@@ -114,13 +114,13 @@ def remove_left_behind(op_name: str = "*") -> None:
 
 def files_being_compiled() -> set[tuple[str, str]]:
     """Op and source file of each compiler that this process has started and that is running."""
-    found = set()
+    files = set()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it ended
-            words = child.cmdline()
-            ops = [word.removeprefix(_NAME_FLAG) for word in words if word.startswith(_NAME_FLAG)]
-            found |= {(op, Path(word).name) for op in ops[:1] for word in words if word.endswith(_SOURCE_SUFFIXES)}
-    return found
+            argv = child.cmdline()
+            ops = [word.removeprefix(_NAME_FLAG) for word in argv if word.startswith(_NAME_FLAG)]
+            files |= {(op, Path(word).name) for op in ops[:1] for word in argv if word.endswith(_SOURCE_SUFFIXES)}
+    return files
 
 
 @contextlib.contextmanager

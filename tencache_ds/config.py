@@ -97,8 +97,8 @@ def parse_host_share(value: object) -> int | Share:
     Raises:
         ValueError: neither, or too few bytes to be intended.
     """
-    found = parse_size_or_share(value)
-    return found if isinstance(found, Share) else parse_host_memory(found)
+    parsed = parse_size_or_share(value)
+    return parsed if isinstance(parsed, Share) else parse_host_memory(parsed)
 
 
 def parse_host_memory(value: object) -> int:
@@ -161,7 +161,7 @@ class Gds(StrEnum):
     """Wherever the bytes are correct: in compatibility mode too, with a warning. An error where it cannot work."""
 
     off = "off"
-    """Never: no trial is made, and KvikIO is not imported."""
+    """Never: no trial at startup, and KvikIO is not imported."""
 
 
 class Verify(StrEnum):
@@ -180,7 +180,7 @@ class Verify(StrEnum):
 
 
 class Log(StrEnum):
-    """What is printed on rank 0 when all is well; warnings are always shown."""
+    """The amount of output on rank 0 when all is well; warnings are always shown."""
 
     normal = "normal"
     """One line when an engine is built, one when the placement changes, and a summary of a few lines when the engine is
@@ -277,7 +277,7 @@ class TenCacheConfig(DeepSpeedConfigModel):
     Automatic: up to 768 MiB of weights (more if the largest weights need it)."""
 
     log: Log = Log.normal
-    """What is printed on rank 0 when all is well."""
+    """The amount of output on rank 0 when all is well."""
 
     poison_buffers: bool = False
     """For debugging: returned staging buffers are filled with a pattern, so that a use after return shows."""

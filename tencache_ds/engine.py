@@ -164,7 +164,7 @@ class TenCacheEngine:
         return part
 
     def claim(self, claimant: Claimant) -> bool:
-        """From now on ``claimant`` stages the weights and counts for them, with what was counted since the last
+        """From now on ``claimant`` stages the weights and counts for them, including the counts since the last
         claim; False if there is another claimant."""
         with self._lock:
             if self.claimant is None:

@@ -111,4 +111,4 @@ class SpaceError(StorageError):
 
 
 class CheckpointError(TenCacheError, RuntimeError):
-    """A checkpoint could not be saved or loaded: names it, the reason, and the rank on which it was found."""
+    """A checkpoint could not be saved or loaded: names it, the reason, and the rank that detected it."""

@@ -50,7 +50,7 @@ QUANTUM_SHARE = 0.5
 """Of the headroom: so much more state leaves than has to, because each time the device is waited for."""
 
 INITIAL_SHARE = 0.7
-"""Of what is free before the first pass: at most so much is used for state that fits nowhere else."""
+"""Upper limit for state that fits nowhere else, as a share of the memory that is free before the first pass."""
 
 WARM_UP_STEPS = 2
 """Steps before the one that is recorded: they take up to twice as long as those that follow."""
@@ -110,11 +110,11 @@ class GpuHomes:
         gradient_itemsize: bytes of an element of the accumulated gradients.
         n_sub_groups: of the optimizer's state.
         shards: the weights that may be there, in the same order on every rank.
-        moves: carries out what is decided.
+        moves: carries out the decisions.
         host_left_nbytes: what of this rank's host memory nothing has taken.
         hidden_share: the share of the update outside GPU memory that overlaps the next forward pass.
         agree: among all ranks.
-        record_fetches: from now on fetches of weights are told to this recorder, or to none.
+        record_fetches: sets the recorder of weight fetches, or none.
         say: tells the user, on one rank; with the predicted seconds of a step, where they are known.
     """
 
@@ -202,7 +202,7 @@ class GpuHomes:
             self._report("training has not needed the memory for some time", None, None)
 
     def _allowed_nbytes(self, usage: GpuUsage) -> int:
-        """Of the user's limit, what is not used."""
+        """The unused part of the user's limit."""
         most_nbytes = limit_nbytes(usage, self._options.gpu_memory)
         return usage.available_nbytes if most_nbytes is None else max(most_nbytes - self._moves.nbytes, 0)
 
@@ -257,26 +257,26 @@ class GpuHomes:
         return min(self._hidden_share() * update, self._forward_seconds or 0.0)
 
     def _budget(self, usage: GpuUsage) -> tuple[GpuBudget, int]:
-        """This rank's, and the smallest of all ranks; with what is there already."""
+        """This rank's budget, and the smallest of all ranks; both include the current contents."""
         budget = gpu_budget(usage, limit_nbytes(usage, self._options.gpu_memory), self._moves.nbytes)
         return budget, self._agree("GPU memory", budget.nbytes, min)
 
     def _chunks(self, shards: Sequence[Shard]) -> list[list[StateChunk]]:
         """Of each sub-group, as far as its state may be there: Adam's, in single precision, of weights that may."""
-        found: list[list[StateChunk]] = []
+        groups: list[list[StateChunk]] = []
         index_of = {shard.key: index for index, shard in enumerate(shards)}
         for index in range(self._n_sub_groups):
             kinds = self._tier.kinds(index)
             dtypes = {self._tier.dtype(index, kind) for kind in kinds}
             there = set(kinds) == {MASTER, EXP_AVG, EXP_AVG_SQ} and dtypes == {torch.float32}
-            found.append([])
+            groups.append([])
             for chunk, keys in zip(self._tier.chunks(index), self._moves.needed(index), strict=True):
                 if not there or not index_of.keys() >= set(keys):
                     break
                 weights = tuple(index_of[key] for key in keys)
                 gradient_nbytes = chunk.numel * self._gradient_itemsize
-                found[-1].append(StateChunk(chunk.nbytes, gradient_nbytes, chunk.numel, weights))
-        return found
+                groups[-1].append(StateChunk(chunk.nbytes, gradient_nbytes, chunk.numel, weights))
+        return groups
 
     def _costs(
         self,
@@ -286,7 +286,7 @@ class GpuHomes:
         update_seconds: float,
         recorder: FetchRecorder,
     ) -> _Costs:
-        """By what was recorded. A weight's wait is no longer than its own copies: the rest was for those before it."""
+        """From the recorded step. A weight's wait is at most its own copies' time: the rest was for earlier ones."""
         waits, rate = recorder.waits(), self._memory.copy_rate()
         weights = []
         for shard in shards:
@@ -383,7 +383,7 @@ class GpuHomes:
                     logger.warning("training needs GPU memory: %d weights left it", n_weights)
         except TenCacheError as error:
             self._stuck = True
-            logger.warning("training needs GPU memory, but what is in it has nowhere to go: %s", error)
+            logger.warning("training needs GPU memory, but its contents fit nowhere else: %s", error)
 
     # Reporting and lifetime
 

@@ -68,7 +68,7 @@ class GpuMoves:
         self.state_nbytes = state.tier.device_nbytes
         """Of state in GPU memory. Asked for between modules: not a sum over all chunks."""
 
-    # What is there
+    # Contents
 
     @property
     def weight_nbytes(self) -> int:
@@ -90,25 +90,25 @@ class GpuMoves:
         return [self._tier.places(index).count(Place.GPU) for index in range(len(self._sub_groups))]
 
     def note(self) -> None:
-        """Tells the accounts what is there."""
+        """Reports the contents to the accounts."""
         self._accounts.note_gpu(weight_nbytes=self.weight_nbytes, gradient_nbytes=self.gradient_nbytes)
 
     def needed(self, sub_group: int) -> list[tuple[int, ...]]:
         """Of each chunk of a sub-group the weights (keys) that it has elements of: without them on the device it is not
         updated there."""
-        found: list[tuple[int, ...]] = []
+        runs: list[tuple[int, ...]] = []
         ends = list(itertools.accumulate(numel for _, numel in self._sub_groups[sub_group]))
         keys = [key for key, _ in self._sub_groups[sub_group]]
         for chunk in self._tier.chunks(sub_group):
             first = bisect.bisect_right(ends, chunk.start)
             last = bisect.bisect_left(ends, chunk.start + chunk.numel)
-            found.append(tuple(keys[first : last + 1]))
-        return found
+            runs.append(tuple(keys[first : last + 1]))
+        return runs
 
     # Into GPU memory, between two steps
 
     def bring_weights(self, shards: Sequence[Shard], agree: Agree) -> bool:
-        """All of them on all ranks, or none on any: those from NVMe leave the order in which collectives are made."""
+        """All of them on all ranks, or none on any: those from NVMe leave the order of collectives."""
         self._state.before()
         return self._weight_moves.bring(shards, agree)
 
@@ -231,7 +231,7 @@ class GpuMoves:
         return len(leaving)
 
     def _make_host_memory(self, nbytes: int) -> int:
-        """State goes to NVMe until so much host memory is left, if it may go there. Returns what is left beyond."""
+        """Moves state to NVMe, if allowed, until so much host memory is left. Returns the excess."""
         left_nbytes = self._state.accounts.host_left_nbytes - nbytes
         if nbytes and left_nbytes < 0:
             self._state.leave_host_memory(-left_nbytes)

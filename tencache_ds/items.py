@@ -24,7 +24,7 @@ class GpuUsage:
         cached_nbytes: what torch's allocator keeps for later, and no tensor uses.
         allocated_nbytes: memory used by tensors of this process.
         peak_nbytes: the most that they have used since recording began.
-        n_flushes: how often torch's allocator had to free its whole cache before it found memory.
+        n_flushes: how often torch's allocator had to free its whole cache to obtain memory.
     """
 
     free_nbytes: int

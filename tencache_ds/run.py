@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``deepspeed --module tencache_ds.run train.py ...``: runs a script with TenCache made available explicitly.
+"""``deepspeed --module tencache_ds.run train.py ...``: activates TenCache explicitly, then runs a script.
 
 For environments where torch's entry points are switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``) or torch is older
 than 2.5. The script sees the same ``sys.argv`` and ``__main__`` as without this wrapper.

@@ -20,11 +20,11 @@ def closest(word: object, known: Iterable[str], cutoff: float = CUTOFF) -> str |
     if not isinstance(word, str):
         return None
     plain = word.strip().lower().replace("-", "_").replace(" ", "_")
-    found = difflib.get_close_matches(plain, list(known), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(plain, list(known), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """`` Did you mean "…"?``, or nothing when no known word is close enough to be offered."""
-    found = closest(word, known, cutoff=0.6)
-    return f' Did you mean "{found}"?' if found is not None else ""
+    match = closest(word, known, cutoff=0.6)
+    return f' Did you mean "{match}"?' if match is not None else ""

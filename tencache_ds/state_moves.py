@@ -103,14 +103,16 @@ class StateMoves:
         places = {
             index: list(self.tier.places(index)) for index in range(self.n_sub_groups) if not self.tier.whole(index)
         }
-        found = [
+        candidates = [
             (group, index, self.tier.chunks(group)[index].nbytes)
             for group, homes in places.items()
             for index, home in enumerate(homes)
             if home is old
         ]
         moved, changed = 0, {}
-        for (group, index, nbytes), home in zip(found, place([nbytes for _, _, nbytes in found]), strict=True):
+        for (group, index, nbytes), home in zip(
+            candidates, place([nbytes for _, _, nbytes in candidates]), strict=True
+        ):
             if home is new:
                 places[group][index] = new
                 changed[group] = places[group]

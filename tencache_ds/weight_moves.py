@@ -17,7 +17,7 @@ from tencache_ds.memory.device_memory import DeviceMemory
 logger = logging.getLogger("DeepSpeed.tencache")
 
 Agree = Callable[[str, Any, Callable[[Sequence[Any]], Any]], Any]
-"""Lets all ranks decide one thing: the topic, this rank's value, and what is made of those of all ranks."""
+"""A joint decision of all ranks: the topic, this rank's value, and the function that combines the values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +95,16 @@ class WeightMoves:
     def bring(self, shards: Sequence[Shard], agree: Agree) -> bool:
         """Moves all of them on all ranks, or none on any: those from NVMe leave the order in which collectives are
         made. Between two passes."""
-        found: dict[int, torch.Tensor] = {}
+        buffers: dict[int, torch.Tensor] = {}
         try:
             for shard in shards:
-                found[shard.key] = self._memory.allocate(shard.nbytes)
+                buffers[shard.key] = self._memory.allocate(shard.nbytes)
         except MemoryLimitError as error:
             logger.warning("no weight moves to GPU memory: %s", error)
-            found.clear()
-        if not agree("weights in GPU memory", len(found) == len(shards), all):
+            buffers.clear()
+        if not agree("weights in GPU memory", len(buffers) == len(shards), all):
             return False
-        for key, memory in found.items():
+        for key, memory in buffers.items():
             self._bring(key, memory)
         return True
 

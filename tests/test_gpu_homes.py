@@ -201,14 +201,14 @@ class Life:
 @pytest.fixture
 def life(tmp_path, monkeypatch):
     monkeypatch.setattr("tencache_ds.planning.gpu_budget.LEAST_HEADROOM_NBYTES", 1)
-    made = []
+    created = []
 
     def make(units: float, **options: object) -> Life:
-        made.append(Life(tmp_path, units, **options))
-        return made[-1]
+        created.append(Life(tmp_path, units, **options))
+        return created[-1]
 
     yield make
-    for each in made:
+    for each in created:
         each.homes.close()
         each.bench.check()
         each.bench.close()

@@ -68,7 +68,7 @@ def test_lanes_that_could_be_started_end(no_third_thread: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "words"),
+    ("error", "kind", "fragment"),
     [
         (OSError(errno.EAGAIN, "Resource temporarily unavailable"), ProcessLimitError, "ulimit -u"),
         (OSError(errno.EAGAIN, "io_setup: Resource temporarily unavailable"), ConfigError, "aio-max-nr"),
@@ -76,10 +76,10 @@ def test_lanes_that_could_be_started_end(no_third_thread: None) -> None:
         (OSError(errno.ENOSYS, "io_setup: Function not implemented"), ConfigError, '"io_backend": "posix"'),
     ],
 )
-def test_why_the_native_op_cannot_start(error: OSError, kind: type[Exception], words: str) -> None:
+def test_why_the_native_op_cannot_start(error: OSError, kind: type[Exception], fragment: str) -> None:
     explained = native._explained(error, 8, 32)
     assert type(explained) is kind
-    assert words in str(explained)
+    assert fragment in str(explained)
 
 
 def test_a_file_that_cannot_be_opened_names_the_limit(tmp_path: Path) -> None:
@@ -110,18 +110,18 @@ def test_the_limit_on_file_size_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "words"),
+    ("number", "fragment"),
     [
         (errno.EFBIG, "more than the file system allows in one"),
         (errno.EDQUOT, "raise the quota"),
         (errno.ENOSPC, r"bytes are missing \(\d+ free\)"),
     ],
 )
-def test_what_a_full_device_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str) -> None:
+def test_what_a_full_device_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fragment: str) -> None:
     def full(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(SpaceError, match=words):
+    with pytest.raises(SpaceError, match=fragment):
         SpaceFile(str(tmp_path / "file"), preallocate_nbytes=4096, growth_nbytes=4096)
     assert list(tmp_path.iterdir()) == []

@@ -37,13 +37,13 @@ def required_by(extra: str) -> set[str]:
     """Distributions that installing the package with this extra brings along, theirs included."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     waiting = [Requirement(line) for line in project["dependencies"] + project["optional-dependencies"][extra]]
-    found: set[str] = set()
+    names: set[str] = set()
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
-        if name in found:
+        if name in names:
             continue
-        found.add(name)
+        names.add(name)
         try:
             lines = distribution(name).requires or []
         except PackageNotFoundError:
@@ -51,7 +51,7 @@ def required_by(extra: str) -> set[str]:
         for line in map(Requirement, lines):
             if line.marker is None or any(line.marker.evaluate({"extra": e}) for e in ("", *requirement.extras)):
                 waiting.append(line)
-    return found
+    return names
 
 
 @pytest.mark.parametrize(("folder", "extra"), FOLDERS.items())

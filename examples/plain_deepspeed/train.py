@@ -26,7 +26,7 @@ def main() -> None:
 
     deepspeed.init_distributed()
     torch.manual_seed(1)
-    # Weights are partitioned as they are made, so that the whole model is never in memory.
+    # Weights are partitioned at creation, so that the whole model is never in memory.
     with deepspeed.zero.Init(config_dict_or_path=arguments.deepspeed_config):
         layers = [
             nn.Sequential(nn.Linear(arguments.width, arguments.width), nn.Tanh()) for _ in range(arguments.layers)

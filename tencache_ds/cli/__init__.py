@@ -25,10 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with status 2 for arguments that cannot be understood, with 0 after ``--help`` and ``--version``.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["bench"]:  # has many arguments from a package that only it imports
-        return bench.run(words[1:])
-    arguments = make_parser().parse_args(words)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["bench"]:  # has many arguments from a package that only it imports
+        return bench.run(argv[1:])
+    arguments = make_parser().parse_args(argv)
     return int(arguments.run(arguments))
 
 

@@ -27,14 +27,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(words: Sequence[str]) -> int:
-    """Runs the benchmark that ``words`` describe and returns the exit status."""
+def run(argv: Sequence[str]) -> int:
+    """Runs the benchmark that ``argv`` describe and returns the exit status."""
     try:
         from tencache_ds.benchmarks import command
         from tencache_ds.benchmarks.inference import command as inference
     except ModuleNotFoundError as error:
         print(f"error: {error.name} is missing: pip install 'tencache-ds[bench]'", file=sys.stderr)
         return 1
-    if words[:1] == ["inference"]:
-        return inference.run(list(words[1:]))
-    return command.run(make_parser().parse_args(words), words)
+    if argv[:1] == ["inference"]:
+        return inference.run(list(argv[1:]))
+    return command.run(make_parser().parse_args(argv), argv)

@@ -132,7 +132,7 @@ def check_gds(
     """
     for name in KVIKIO_DISTRIBUTIONS:
         try:
-            found = f"{name} {version_of(name)}"
+            installed = f"{name} {version_of(name)}"
         except metadata.PackageNotFoundError:
             continue
         break
@@ -146,8 +146,10 @@ def check_gds(
     elif not udev.is_dir():
         reason = f"{udev} is missing; a container needs -v {udev}:{udev}:ro"
     else:
-        return Finding(Level.OK, GDS, f"{found}, nvidia-fs driver {driver.read_text().split()[-1]}")
-    return Finding(Level.OK, GDS, f"{found} in compatibility mode, in which bytes pass through host memory: {reason}")
+        return Finding(Level.OK, GDS, f"{installed}, nvidia-fs driver {driver.read_text().split()[-1]}")
+    return Finding(
+        Level.OK, GDS, f"{installed} in compatibility mode, in which bytes pass through host memory: {reason}"
+    )
 
 
 def _torch_is_for_cpu_only() -> bool:

@@ -34,17 +34,17 @@ def find_job(wanted: str | None, console: Console) -> Job:
     Raises:
         TenCacheError: there is none, or not exactly one.
     """
-    found, silent = jobs()
-    job = select(found, wanted)
+    running, silent = jobs()
+    job = select(running, wanted)
     if job is not None:
         return job
-    if found:
-        console.print(table_of(found))
+    if running:
+        console.print(table_of(running))
     problems = "".join(f"\n  {error}" for error in silent)
     if wanted is not None:
         raise TenCacheError(f"no job {wanted} was found on this host{problems}")
-    if found:
-        raise TenCacheError(f"{len(found)} jobs are running: name one of them by its run id or a pid")
+    if running:
+        raise TenCacheError(f"{len(running)} jobs are running: name one of them by its run id or a pid")
     raise TenCacheError(f"{_NONE_FOUND}{problems}")
 
 
@@ -59,12 +59,12 @@ def ranks_here(job: Job) -> str:
     return here if len(ranks) == job.world_size else f"{here} (the others are on other hosts, or did not answer)"
 
 
-def table_of(found: list[Job]) -> Table:
+def table_of(running: list[Job]) -> Table:
     """A line for each job."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for title in ("run id", "pids", "ranks", "step", "program"):
         table.add_column(title)
-    for job in found:
+    for job in running:
         first = job.processes[0].snapshot
         pids = ", ".join(str(process.pid) for process in job.processes)
         steps = str(max(engine["steps"] for engine in first["engines"]))

@@ -82,8 +82,8 @@ def add_command(commands: Any) -> None:
 
 
 def _count(text: str) -> int:
-    found = _COUNT.fullmatch(text)
-    value = round(float(found.group(1)) * _FACTORS[found.group(2).upper()]) if found is not None else 0
+    match = _COUNT.fullmatch(text)
+    value = round(float(match.group(1)) * _FACTORS[match.group(2).upper()]) if match is not None else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters: write 6.7B, 350M or 7e9")
     return value
@@ -266,8 +266,8 @@ def _places(chosen: Forecast) -> Table:
     for name in ("GPU memory", "RAM", "NVMe"):
         table.add_column(name, justify="right")
     rows = (("16-bit weights", chosen.weights), ("gradients", chosen.gradients), ("optimizer state", chosen.state))
-    for name, found in rows:
-        table.add_row(name, *map(format_nbytes, (found.gpu_nbytes, found.host_nbytes, found.nvme_nbytes)))
+    for name, sizes in rows:
+        table.add_row(name, *map(format_nbytes, (sizes.gpu_nbytes, sizes.host_nbytes, sizes.nvme_nbytes)))
     table.add_row("total", *map(format_nbytes, (chosen.gpu_nbytes, chosen.host_nbytes, chosen.nvme_nbytes)))
     return table
 

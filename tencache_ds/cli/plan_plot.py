@@ -44,7 +44,7 @@ def write_plot(path: Path, title: str, chosen: Forecast, curve: Sequence[Forecas
     Args:
         path: the file; its suffix says its format.
         title: of the picture.
-        chosen: what is drawn by place, and marked on the curve.
+        chosen: the plan, drawn by place and marked on the curve.
         curve: for ascending host memory.
         limit: name of the resource that limits the chosen plan.
         ranks: of the host.

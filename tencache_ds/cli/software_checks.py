@@ -55,20 +55,20 @@ def check_versions(
         supported = ranges.get(name)
         wanted = f"{name}{supported}" if supported is not None else name
         try:
-            found = version_of(name)
+            installed = version_of(name)
         except metadata.PackageNotFoundError:
             findings.append(Finding(Level.PROBLEM, name, "not installed", f"pip install '{wanted}'"))
             continue
         if supported is None:
-            findings.append(Finding(Level.OK, name, found))
-        elif supported.contains(found, prereleases=True):
-            findings.append(Finding(Level.OK, name, f"{found} (supported: {supported})"))
+            findings.append(Finding(Level.OK, name, installed))
+        elif supported.contains(installed, prereleases=True):
+            findings.append(Finding(Level.OK, name, f"{installed} (supported: {supported})"))
         else:
             findings.append(
                 Finding(
                     Level.PROBLEM,
                     name,
-                    f"{found} is outside the supported range {supported}",
+                    f"{installed} is outside the supported range {supported}",
                     f"pip install '{wanted}'",
                 )
             )

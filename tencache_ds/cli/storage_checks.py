@@ -41,12 +41,12 @@ def check_nvme_path(path: Path) -> list[Finding]:
 
 
 def _kind(folder: Path) -> Finding:
-    found = file_system_of(folder)
-    text = f"{found.kind} on {found.device}, mounted at {found.mount_point}"
+    file_system = file_system_of(folder)
+    text = f"{file_system.kind} on {file_system.device}, mounted at {file_system.mount_point}"
     remedy = "name a folder on a local NVMe disk"
-    if found.in_memory:
+    if file_system.in_memory:
         return Finding(Level.WARNING, "file system", f"{text}: this is RAM, not a disk", remedy)
-    if found.over_network:
+    if file_system.over_network:
         return Finding(Level.WARNING, "file system", f"{text}: network storage is slow for this", remedy)
     return Finding(Level.OK, "file system", text)
 

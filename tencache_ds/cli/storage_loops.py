@@ -60,7 +60,7 @@ def operation_of(kind: Kind, slot: int) -> Operation:
 
 
 class Session(Protocol):
-    """One of the things compared, made ready. Used by one thread."""
+    """One of the compared backends, ready for use. Used by one thread."""
 
     def transfer(self, kind: Kind, seconds: float) -> int:
         """Starts requests for ``seconds``, waits for all of them, and returns the bytes they moved.

@@ -26,12 +26,12 @@ from tencache_ds.observability.trace_file import read_trace, write_trace
 from tencache_ds.observability.trace_summary import summarize
 
 MARGIN_S = 0.5
-"""The ranks are told one after another at which step to begin: it must not come before all of them know."""
+"""Lead time: the ranks learn one after another at which step to begin, so that step must be far enough ahead."""
 
 ATTEMPTS = 5
 
 SILENCE_S = 600.0
-"""A step that takes longer than this, with nothing to be heard from the process, is taken for a hang."""
+"""A step that takes longer than this without any message from the process counts as a hang."""
 
 
 class _LateError(Exception):
@@ -112,7 +112,7 @@ def record(job: Job, steps: int) -> list[RankRecording]:
         except _LateError:
             margin_s *= 2  # the steps have become shorter, or the host is busy
             time.sleep(2 * MARGIN_S)  # until the ranks that were ready have noticed
-    raise TenCacheError(f"the ranks could not be made to begin at the same step in {ATTEMPTS} attempts: try again")
+    raise TenCacheError(f"the ranks did not begin at the same step in {ATTEMPTS} attempts: try again")
 
 
 def _record_once(job: Job, steps: int, margin_s: float) -> list[RankRecording]:
@@ -133,7 +133,7 @@ def _record_once(job: Job, steps: int, margin_s: float) -> list[RankRecording]:
                 raise TenCacheError(f"rank {process.rank} has ended")
             if "late" in first:
                 raise _LateError
-            # All at the same time: a rank whose recording nobody reads would have to keep it.
+            # All at the same time: a rank whose recording is not read would have to keep it in memory.
             parts.append(executor.submit(_receive, process.rank, answer))
         recordings = [part.result() for part in parts]
     if len({tuple(step["step"] for step in recording.steps) for recording in recordings}) > 1:

@@ -196,12 +196,12 @@ def _add_rows(table: Table, side: str, choice: Choice) -> None:
 def _knobs(settings: dict[str, bool | int]) -> str:
     """Settings in the width of a table's column."""
     lanes = settings.get("io_lanes", settings.get("intra_op_parallelism"))
-    words = [f"{lanes} lanes" if "io_lanes" in settings else f"{lanes} threads"]
+    parts = [f"{lanes} lanes" if "io_lanes" in settings else f"{lanes} threads"]
     size = min(settings["block_size"], settings.get("io_request_size", settings["block_size"]))
-    words += [f"x {settings['queue_depth']}", f"x {format_nbytes(size)}"]
-    words += ["single_submit"] if settings.get("single_submit") else []
-    words += ["no overlap"] if settings.get("overlap_events") is False else []
-    return " ".join(words)
+    parts += [f"x {settings['queue_depth']}", f"x {format_nbytes(size)}"]
+    parts += ["single_submit"] if settings.get("single_submit") else []
+    parts += ["no overlap"] if settings.get("overlap_events") is False else []
+    return " ".join(parts)
 
 
 def show_endurance(wear: list[Endurance], parameters: float, step_s: float, console: Console) -> None:

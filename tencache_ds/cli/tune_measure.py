@@ -216,11 +216,11 @@ def _screen(
 
 def _finalists(mixed: dict[_Key, float]) -> list[_Key]:
     """The default of each side and its fastest challengers."""
-    found: list[_Key] = []
+    keys: list[_Key] = []
     for side in dict.fromkeys(key[0] for key in mixed):
         others = sorted((key for key in mixed if key[0] == side and key[1]), key=lambda key: -mixed[key])
-        found += [(side, 0), *others[:N_CHALLENGERS]]
-    return found
+        keys += [(side, 0), *others[:N_CHALLENGERS]]
+    return keys
 
 
 def _play(
@@ -232,13 +232,13 @@ def _play(
     rounds: list[dict[tuple[_Key, Kind], float]] = []
     for number in range(LEAST_ROUNDS):
         t_round = time.perf_counter()
-        found: dict[tuple[_Key, Kind], float] = {}
+        rates: dict[tuple[_Key, Kind], float] = {}
         for kind, key in product(Kind, _in_turn(sessions, number)):
-            n_left = n_slices * (LEAST_ROUNDS - number) - len(found)
+            n_left = n_slices * (LEAST_ROUNDS - number) - len(rates)
             slice_s = max(0.0, deadline - time.perf_counter()) / n_left
-            found[key, kind] = _rate(sessions[key], kind, slice_s)
+            rates[key, kind] = _rate(sessions[key], kind, slice_s)
             advance(min(1.0, (time.perf_counter() - start) / seconds))
-        rounds.append(found)
+        rounds.append(rates)
         took_s = time.perf_counter() - t_round
         if time.perf_counter() + took_s > deadline + 0.2 * seconds:
             break
@@ -271,14 +271,14 @@ def _choice(
         if (key, Kind.READ) not in finals[0]:
             tried.append(Measured(settings=settings, mixed_bytes_per_s=mixed[key]))
             continue
-        medians = {kind: statistics.median(found[key, kind] for found in finals) for kind in Kind}
+        medians = {kind: statistics.median(rates[key, kind] for rates in finals) for kind in Kind}
         tried.append(
             Measured(
                 settings=settings,
                 read_bytes_per_s=medians[Kind.READ],
                 write_bytes_per_s=medians[Kind.WRITE],
                 mixed_bytes_per_s=medians[Kind.MIXED],
-                rounds=tuple(statistics.harmonic_mean([found[key, kind] for kind in Kind]) for found in finals),
+                rounds=tuple(statistics.harmonic_mean([rates[key, kind] for kind in Kind]) for rates in finals),
             )
         )
     return Choice(tried=tuple(tried))

@@ -162,11 +162,11 @@ def endurance(parameters: float, step_s: float, drive_nbytes: float | None) -> l
         step_s: seconds of an optimizer step; steps follow one another day and night.
         drive_nbytes: of all drives together.
     """
-    found = []
+    estimates = []
     for name, bytes_per_parameter in NVME_BYTES_WRITTEN.items():
         per_step = parameters * bytes_per_parameter
         per_day = per_step * SECONDS_PER_DAY / step_s
-        found.append(
+        estimates.append(
             Endurance(
                 name=name,
                 bytes_per_parameter=bytes_per_parameter,
@@ -175,4 +175,4 @@ def endurance(parameters: float, step_s: float, drive_nbytes: float | None) -> l
                 drive_writes_per_day=per_day / drive_nbytes if drive_nbytes else None,
             )
         )
-    return found
+    return estimates

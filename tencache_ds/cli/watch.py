@@ -61,8 +61,8 @@ def _watch(job: Job, console: Console, interval_s: float) -> None:
             before = now, job
             t_next = max(t_next + interval_s, now)
             time.sleep(t_next - now)
-            found, silent = jobs(endpoints)
-            latest = next((each for each in found if each.run_id == job.run_id), None)
+            running, silent = jobs(endpoints)
+            latest = next((each for each in running if each.run_id == job.run_id), None)
             if latest is not None:
                 job = Job(latest.run_id, latest.processes, tuple(silent))
             elif silent:  # busy: the last figures stay until it answers again

@@ -48,8 +48,8 @@ class _Column:
     @property
     def last(self) -> dict[str, Any] | None:
         """The last step's."""
-        found = self.stats["last_step"]
-        return None if found is None else dict(found)
+        record = self.stats["last_step"]
+        return None if record is None else dict(record)
 
     def rate(self, link: str) -> float | None:
         """Bytes per second over a link since the earlier figures, or in the last step."""

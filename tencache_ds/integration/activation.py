@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plugging into DeepSpeed: what is replaced once a config, watched by ``config_hook``, asks for TenCache."""
+"""Activation: replaces DeepSpeed's functions once a config, observed by ``config_hook``, selects TenCache."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def activate() -> None:
 
 
 def _announce(session: Session, ds_config: Any, seconds: float) -> None:
-    """The one line that says what is active, why if the config does not ask for it, and what lives where; and one with
-    the keys of the config that mean nothing now."""
+    """The activation line (the placement, and the reason where the config does not select TenCache); and one with
+    the keys of the config that have no effect with TenCache."""
     import deepspeed
 
     import tencache_ds
@@ -238,11 +238,11 @@ def engine_of(deepspeed_engine: Any) -> Session:
     Raises:
         ValueError: it runs without TenCache.
     """
-    found = getattr(getattr(deepspeed_engine, "optimizer", None), "tencache", None)
-    if found is None:
+    engine = getattr(getattr(deepspeed_engine, "optimizer", None), "tencache", None)
+    if engine is None:
         if options_of(getattr(deepspeed_engine, "_config", None)) is not None:
             raise ValueError(f"TenCache has no statistics of this DeepSpeed engine: {_NOTHING_TO_DO}")
         raise ValueError(
             'this DeepSpeed engine does not run with TenCache: its config has no "offload_engine": "tencache"'
         )
-    return found
+    return engine

@@ -175,7 +175,7 @@ def difference(what: str, values: Sequence[Any], posts: Sequence[Post]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value if isinstance(value, str) else json.dumps(value), []).append(rank)
-    parts = [f"{value} on {_names(found)} ({posts[found[0]].host})" for value, found in ranks.items()]
+    parts = [f"{value} on {_names(numbers)} ({posts[numbers[0]].host})" for value, numbers in ranks.items()]
     return f"the ranks differ in {what}: {'; '.join(parts)}"
 
 

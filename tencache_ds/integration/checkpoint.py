@@ -143,9 +143,9 @@ class CheckpointMixin:
                 continue
             saved, numel = fragments.get(names[param]), param.ds_tensor.ds_numel
             if saved is None or saved.numel() != numel:
-                found = "is missing" if saved is None else f"has {saved.numel()} elements, the model's {numel}"
+                problem = "is missing" if saved is None else f"has {saved.numel()} elements, the model's {numel}"
                 raise CheckpointError(
-                    f"this rank's part of the frozen weight {names[param]} {found}: the checkpoint was saved with "
+                    f"this rank's part of the frozen weight {names[param]} {problem}: the checkpoint was saved with "
                     "a different number of ranks, or from a different model"
                 )
             if param.ds_id in frozen and param.nvme_swapper.stored(param):

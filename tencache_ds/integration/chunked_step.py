@@ -188,12 +188,12 @@ class ChunkedStep:
         in_use = self._weights.in_use()
         key = (in_use, self._state.version)
         if self._may_wait is None or self._may_wait[0] != key:
-            found = []
+            candidates = []
             for index, group in enumerate(chunks):
                 dtypes = {self._state.dtype(index, kind) for kind in self._state.kinds(index)}
                 fits = dtypes == {torch.float32} and {param.dtype for param in self._groups[index]} <= TYPES.keys()
-                found.append([chunk for chunk in group if fits and self._is_out_of_sight(chunk, in_use)])
-            self._may_wait = key, found
+                candidates.append([chunk for chunk in group if fits and self._is_out_of_sight(chunk, in_use)])
+            self._may_wait = key, candidates
         return self._may_wait[1]
 
     def _is_out_of_sight(self, chunk: Chunk, in_use: frozenset[int]) -> bool:

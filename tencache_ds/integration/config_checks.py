@@ -70,10 +70,10 @@ def check_sections(param_dict: Mapping[str, Any]) -> tuple[str, ...]:
     zero = param_dict.get(ZERO_KEY)
     if not isinstance(zero, Mapping):
         meant = next((key for key in param_dict if key != ZERO_KEY and closest(key, (ZERO_KEY,))), None)
-        found = f"is {zero!r}" if ZERO_KEY in param_dict else "is missing"
+        problem = f"is {zero!r}" if ZERO_KEY in param_dict else "is missing"
         hint = f' Did you mean it by "{meant}"?' if meant is not None else ""
         raise ConfigError(
-            f'"{ENGINE_KEY}": "{ENGINE_NAME}" needs ZeRO stage 3, but "{ZERO_KEY}" {found}.{hint} Write '
+            f'"{ENGINE_KEY}": "{ENGINE_NAME}" needs ZeRO stage 3, but "{ZERO_KEY}" {problem}.{hint} Write '
             f'"{ZERO_KEY}": {{"stage": 3, "offload_param": …, "offload_optimizer": …}}.'
         )
     return check_aio_section(param_dict.get(AIO))
@@ -81,14 +81,14 @@ def check_sections(param_dict: Mapping[str, Any]) -> tuple[str, ...]:
 
 def unused_keys(param_dict: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys of a config that set up DeepSpeed's own offload engine and mean nothing to TenCache, dotted."""
-    found = []
+    unused = []
     for section, names in _UNUSED.items():
         values: Any = param_dict
         for part in section.split("."):
             values = values.get(part) if isinstance(values, Mapping) else None
         if isinstance(values, Mapping):
-            found += [f"{section}.{name}" for name in names if name in values]
-    return tuple(found)
+            unused += [f"{section}.{name}" for name in names if name in values]
+    return tuple(unused)
 
 
 def check_config(ds_config: Any, param_dict: Mapping[str, Any]) -> TenCacheConfig:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watching DeepSpeed parse its configs. A config without a word of TenCache is parsed by DeepSpeed's own function, and
-nothing of TenCache but :mod:`engine_keys`, :mod:`tencache_ds.keys` and :mod:`tencache_ds.spelling` is needed for that,
-unless ``TENCACHE_ENABLE`` asks in the config's place.
+"""Observes DeepSpeed's parsing of its configs. A config that does not mention TenCache is parsed by DeepSpeed's own
+function; of TenCache, that imports only :mod:`engine_keys`, :mod:`tencache_ds.keys` and :mod:`tencache_ds.spelling`,
+unless ``TENCACHE_ENABLE`` selects TenCache in the config's place.
 """
 
 from __future__ import annotations

@@ -124,10 +124,10 @@ def _warn_of_shared_devices(paths: tuple[str, ...], several: bool) -> None:
     """Warns about several paths on one file system, which add no bandwidth."""
     if not several:
         return
-    found: dict[int, list[str]] = {}
+    by_device: dict[int, list[str]] = {}
     for path in dict.fromkeys(paths):
-        found.setdefault(device_of(path), []).append(path)
-    for shared in found.values():
+        by_device.setdefault(device_of(path), []).append(path)
+    for shared in by_device.values():
         if len(shared) > 1:
             logger.warning(
                 "the NVMe paths %s are on the same file system: they share its space and its bandwidth, so "

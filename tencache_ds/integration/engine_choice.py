@@ -27,8 +27,8 @@ class EngineChoice:
 
     Attributes:
         active: it asks for TenCache, or the environment does, and TenCache is not switched off.
-        notices: what the user has to be told, because this run may not be what the config was written for.
-        by_environment: ``TENCACHE_ENABLE`` is what asks; the config itself does not.
+        notices: for the user, where this run may differ from the intention of the config.
+        by_environment: ``TENCACHE_ENABLE`` selects TenCache; the config itself does not.
     """
 
     active: bool
@@ -108,7 +108,7 @@ def take_engine_choice(
 
 
 def say_loudly(notices: Iterable[str], rank: int) -> None:
-    """Puts notices into the log of rank 0, as warnings: DeepSpeed shows those unless it is told not to. Each once in a
+    """Puts notices into the log of rank 0, as warnings, which DeepSpeed shows by default. Each once in a
     process: a config is parsed for ``zero.Init``, for the engine, and by other libraries too.
     """
     for notice in notices:

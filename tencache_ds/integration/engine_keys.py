@@ -23,9 +23,9 @@ def sections_of(param_dict: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[An
 
 def meant(key: object, value: object) -> str | None:
     """The key of TenCache that this one is, or was meant to be; None for all others."""
-    found = closest(key, (ENGINE_KEY, OPTIONS_KEY))
-    if found is not None or not isinstance(key, str):
-        return found
+    match = closest(key, (ENGINE_KEY, OPTIONS_KEY))
+    if match is not None or not isinstance(key, str):
+        return match
     names_engine = closest(value, (ENGINE_NAME,)) is not None
     return ENGINE_KEY if names_engine and any(word in key.lower() for word in ("offload", "engine")) else None
 

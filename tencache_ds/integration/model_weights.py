@@ -63,16 +63,16 @@ class ModelWeights:
             chunk: which one.
             instead: shards that are shown in the place of a weight's own.
         """
-        found, position = [], 0
+        pieces, position = [], 0
         for overlap in self._overlaps(chunk):
             param = self._groups[chunk.sub_group][overlap.segment]
             shard = self.shard_in_host_memory(param)
             if shard is None or shard.dtype is not torch.bfloat16 or overlap.in_chunk != position:
                 return None
             shard = instead.get(param.ds_id, shard)
-            found.append((position, shard[overlap.in_segment : overlap.in_segment + overlap.numel]))
+            pieces.append((position, shard[overlap.in_segment : overlap.in_segment + overlap.numel]))
             position += overlap.numel
-        return found if position == chunk.numel else None
+        return pieces if position == chunk.numel else None
 
     def shard_in_host_memory(self, param: Any) -> torch.Tensor | None:
         """A weight's shard, if the optimizer updates it and it is in host memory between two uses."""
@@ -174,14 +174,14 @@ class ModelWeights:
             return
         params, exposed = self._groups[sub_group], {}
         for chunk in chunks:
-            found = []
+            pieces = []
             shared = self._overlaps(chunk)
             for overlap in shared:
                 if overlap.segment not in exposed:
                     exposed[overlap.segment] = _shard(params[overlap.segment], params[overlap.segment + 1 :])
                 values = exposed[overlap.segment][overlap.in_segment : overlap.in_segment + overlap.numel]
-                found.append((overlap.in_chunk, values))
-            yield chunk, found
+                pieces.append((overlap.in_chunk, values))
+            yield chunk, pieces
             for overlap in shared:
                 if overlap.last:
                     del exposed[overlap.segment]

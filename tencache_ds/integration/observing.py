@@ -67,7 +67,7 @@ class Observatory:
         Raises:
             AgreementError: not all of them do.
         """
-        if os.getpid() != self._pid:  # a forked child that trains by itself
+        if os.getpid() != self._pid:  # a forked child that trains independently
             self._reset()
         if not self.run_id:
             self.run_id = agreed("the identifier of the run", _new_run_id(), lambda ids: ids[0])
@@ -82,7 +82,7 @@ class Observatory:
                     logger.debug("`tencache watch` and `tencache trace` cannot reach this process: %s", error)
 
     def _remove(self, number: int) -> None:
-        """An engine was destroyed; with the last one nobody answers any more."""
+        """Removes a destroyed engine; with the last one the socket closes."""
         with self._lock:
             self._engines.pop(number, None)
             channel = self._channel if not self._engines else None
@@ -94,8 +94,8 @@ class Observatory:
     def _open(self) -> dict[int, tuple[Session, Any]]:
         """The engines that have not been destroyed, by number."""
         with self._lock:
-            found = {number: (each.session(), each.module()) for number, each in self._engines.items()}
-        return {number: (s, module) for number, (s, module) in found.items() if s is not None and not s.closed}
+            alive = {number: (each.session(), each.module()) for number, each in self._engines.items()}
+        return {number: (s, module) for number, (s, module) in alive.items() if s is not None and not s.closed}
 
     # Answers
 
@@ -149,7 +149,7 @@ class Observatory:
             for line in self.recording(trace, module).lines():
                 client.send(line)
         finally:
-            tracing.end(trace, "nobody waits for it any more")
+            tracing.end(trace, "its reader is gone")
 
     def recording(self, trace: StepTrace, module: Any) -> RankRecording:
         """A trace that is over, as plain values."""
@@ -210,13 +210,13 @@ def _figures(session: Session) -> Any:
 
 def _named(module: Any, names: str) -> dict[str, str]:
     """Names of a model's parameters or modules by DeepSpeed's identifiers."""
-    found: dict[str, str] = {}
+    by_id: dict[str, str] = {}
     if module is not None:
         with contextlib.suppress(RuntimeError):  # the model is being changed
             for name, each in getattr(module, names)():
                 if hasattr(each, "ds_id"):
-                    found.setdefault(str(each.ds_id), name or type(each).__name__)
-    return found
+                    by_id.setdefault(str(each.ds_id), name or type(each).__name__)
+    return by_id
 
 
 def _new_run_id() -> str:

@@ -53,7 +53,7 @@ class OptimizerStates:
             self.show(sub_group)
 
     def kinds(self, sub_group: int) -> tuple[str, ...]:
-        """The per-element states that the optimizer has made for a sub-group, at a step or by loading.
+        """The per-element states that the optimizer has created for a sub-group, in a step or by loading.
 
         The tier may have room for more: those hold zeros that mean nothing yet.
         """
@@ -76,7 +76,7 @@ class OptimizerStates:
     def whole(self, sub_group: int) -> Iterator[torch.Tensor]:
         """The sub-group's placeholder, its data the master weights and its states in ``optimizer.state``, whole.
 
-        Whatever is there at the end is the sub-group's state. Nothing of a sub-group in host memory is copied.
+        The contents at the end are the sub-group's state. Nothing of a sub-group in host memory is copied.
 
         Raises:
             SpaceError: NVMe has no space for the states that the optimizer created.
@@ -88,9 +88,9 @@ class OptimizerStates:
             self._optimizer.state[placeholder].update((kind, values[kind]) for kind in self._kinds[sub_group])
             del values
             yield placeholder
-            found = self._per_element(sub_group)
-            self._tier.keep(sub_group, {MASTER: placeholder.data} | found)
-            self._kinds[sub_group] = tuple(found)
+            states = self._per_element(sub_group)
+            self._tier.keep(sub_group, {MASTER: placeholder.data} | states)
+            self._kinds[sub_group] = tuple(states)
         finally:
             self.show(sub_group)
 
@@ -119,9 +119,9 @@ class OptimizerStates:
                 f"{type(self._optimizer).__name__} needs {sorted(missing)} too: it was saved with another optimizer. "
                 "Load it with load_optimizer_states=False, or use the optimizer it was saved with."
             )
-        found = self._per_element(sub_group)
-        self._tier.replace(sub_group, {MASTER: master} | found)
-        self._kinds[sub_group] = tuple(found)
+        states = self._per_element(sub_group)
+        self._tier.replace(sub_group, {MASTER: master} | states)
+        self._kinds[sub_group] = tuple(states)
         self._begin(sub_group)
         self.show(sub_group)
 

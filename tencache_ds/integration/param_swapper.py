@@ -89,7 +89,7 @@ class ParamSwapper:
         self._overwriting: set[int] = set()
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._copied: dict[int, Any] = {}  # their ds_tensor is a copy in GPU memory, until the gather is over
-        self._bypassed_host: set[int] = set()  # what is gathered of them never was in host memory
+        self._bypassed_host: set[int] = set()  # gathered weights that never were in host memory
         self._lock = threading.RLock()
         withdraw = weakref.WeakMethod(self._withdraw)
         engine.before_unclaim = lambda: (withdraw() or (lambda: None))()
@@ -398,12 +398,12 @@ def swappers_of(module: torch.nn.Module) -> dict[ParamSwapper, list[Any]]:
     """The swappers of a model's weights, each with its parameters: one per ``zero.Init`` context in which a part of the
     model was made.
     """
-    found: dict[ParamSwapper, list[Any]] = {}
+    by_swapper: dict[ParamSwapper, list[Any]] = {}
     for param in module.parameters():
         swapper = getattr(param, "nvme_swapper", None)
         if isinstance(swapper, ParamSwapper) and swapper.manages(param):
-            found.setdefault(swapper, []).append(param)
-    return found
+            by_swapper.setdefault(swapper, []).append(param)
+    return by_swapper
 
 
 def engines_for(module: torch.nn.Module) -> list[TenCacheEngine]:

@@ -19,7 +19,7 @@ _NO_PATHS = ("none", "null", "auto")
 
 
 def check_nvme_path(key: str, path: object) -> None:
-    """Checks that scratch files can be made under ``path``; makes the folder as DeepSpeed would.
+    """Checks that scratch files can be created under ``path``; creates the folder as DeepSpeed would.
 
     Args:
         key: where in the config it stands.
@@ -51,7 +51,7 @@ def check_nvme_path(key: str, path: object) -> None:
 def _hint(key: str, path: object) -> str:
     """Where the path may have been lost."""
     if isinstance(path, str) and path.lower() == "auto":
-        return ' "auto" is filled in by nobody here.'
+        return ' "auto" is not filled in here.'
     section = key.removeprefix(f"{ZERO_KEY}.").removesuffix(".nvme_path")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true" or "." in section:
         return ""

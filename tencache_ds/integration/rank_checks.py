@@ -42,7 +42,7 @@ def shaping_options(ds_config: Any) -> dict[str, Any]:
     """The values of a parsed DeepSpeed config, and of this environment, that must be equal on every rank, by the user's
     keys."""
     zero = ds_config.zero_config
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "the version of tencache_ds": tencache_ds.__version__,
         "the version of deepspeed": deepspeed.__version__,
         "bf16.enabled": bool(ds_config.bfloat16_config.enabled),
@@ -52,11 +52,11 @@ def shaping_options(ds_config: Any) -> dict[str, Any]:
     for section in ("offload_param", "offload_optimizer"):
         config = getattr(zero, section)
         device = "none" if config is None else config.device
-        found[f"zero_optimization.{section}.device"] = str(getattr(device, "value", device))
+        options[f"zero_optimization.{section}.device"] = str(getattr(device, "value", device))
     for name in SHAPING_FIELDS:
         key = type(zero).model_fields[name].alias or name
-        found[f"zero_optimization.{key}"] = getattr(zero, name)
-    return found
+        options[f"zero_optimization.{key}"] = getattr(zero, name)
+    return options
 
 
 def compare_options(ranks: Sequence[Post]) -> None:

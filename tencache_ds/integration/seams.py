@@ -291,9 +291,9 @@ def verify_seams() -> None:
     for seam in SEAMS:
         target = _undecorated(seam.resolve())
         if seam.parameters is not None:
-            found = tuple(inspect.signature(target).parameters)
-            if found != seam.parameters:
-                raise SeamError(_mismatch(seam, f"its parameters are {found}, expected {seam.parameters}"))
+            parameters = tuple(inspect.signature(target).parameters)
+            if parameters != seam.parameters:
+                raise SeamError(_mismatch(seam, f"its parameters are {parameters}, expected {seam.parameters}"))
         for name in seam.uses:
             if name not in _names(target):
                 raise SeamError(_mismatch(seam, f"it does not use {name!r}"))

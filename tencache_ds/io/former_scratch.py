@@ -26,14 +26,14 @@ _LOCK = "owner.lock"
 
 def warn_of_former_leftovers(root: str) -> None:
     """Says in the log which ones there are, and how to remove them. Looks at this user's folders only."""
-    found = {folder: nbytes for folder in _jobs(Path(root)) if (nbytes := _nbytes_if_abandoned(folder)) is not None}
-    if found:
+    abandoned = {folder: nbytes for folder in _jobs(Path(root)) if (nbytes := _nbytes_if_abandoned(folder)) is not None}
+    if abandoned:
         _logger.warning(
             "%d scratch folder(s) left by an earlier version of TenCache hold %.3f GB. No process on this host uses "
             "them; make sure that no other host does, then free the space with: rm -r -- %s",
-            len(found),
-            sum(found.values()) / 1e9,
-            " ".join(shlex.quote(str(folder)) for folder in found),
+            len(abandoned),
+            sum(abandoned.values()) / 1e9,
+            " ".join(shlex.quote(str(folder)) for folder in abandoned),
         )
 
 

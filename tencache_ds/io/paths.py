@@ -120,7 +120,7 @@ class NvmePaths:
         Raises:
             ConfigError: a folder cannot hold scratch files, or no backend works.
             SpaceError: all paths together cannot hold ``preallocate_nbytes``.
-            StorageError: a file cannot be made.
+            StorageError: a file cannot be created.
         """
         paths = [self._open(root) for root in roots]
         several = len(paths) > 1

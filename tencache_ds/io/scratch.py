@@ -37,7 +37,7 @@ class ScratchFolder:
     """The user's folder, proven to take files without names. Holds nothing open.
 
     Args:
-        root: the user's ``nvme_path``; made if it is missing.
+        root: the user's ``nvme_path``; created if it is missing.
         rank: global rank, part of the files' names in messages.
         label: purpose of the files, likewise.
 
@@ -83,7 +83,7 @@ def make_unnamed(path: str) -> int:
         A descriptor to read and write it; :func:`close_unnamed` ends it. The space is freed with the last descriptor.
 
     Raises:
-        OSError: the file exists or cannot be made.
+        OSError: the file exists or cannot be created.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -29,7 +29,7 @@ class SpaceFile:
 
     Raises:
         SpaceError: the device cannot hold ``preallocate_nbytes``.
-        StorageError: the file exists or cannot be made.
+        StorageError: the file exists or cannot be created.
     """
 
     def __init__(self, path: str, *, preallocate_nbytes: int, growth_nbytes: int) -> None:
@@ -191,7 +191,7 @@ class SpaceFiles:
 
     Raises:
         SpaceError: the device cannot hold ``preallocate_nbytes``.
-        StorageError: a file exists or cannot be made.
+        StorageError: a file exists or cannot be created.
     """
 
     def __init__(self, paths: Sequence[str], *, preallocate_nbytes: int, growth_nbytes: int) -> None:

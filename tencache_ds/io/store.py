@@ -44,7 +44,7 @@ class ExtentStore:
         backend: moves the bytes; not owned, close it after the store.
         others: the same, path and backend, on each further device the store lies on.
         placement: with ``others``, chooses which device an extent goes to; used by this store alone.
-        preallocate_nbytes: length reserved at once, so that a full disk is found before training starts.
+        preallocate_nbytes: length reserved at once, so that a full disk is detected before training starts.
         growth_nbytes: least growth of a device's files when no free range is long enough.
         n_files: files to spread a device's extents over, so that writes do not wait for each other in the kernel.
         fingerprint: compares every read with the last write; None does not.
@@ -54,7 +54,7 @@ class ExtentStore:
 
     Raises:
         SpaceError: the devices cannot hold ``preallocate_nbytes``.
-        StorageError: the file exists or cannot be made.
+        StorageError: the file exists or cannot be created.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class ExtentStore:
                 ticket.wait()
 
     def raise_overdue(self, age_s: float) -> None:
-        """Raises for the oldest request in flight, if it was made at least ``age_s`` seconds ago; else does nothing.
+        """Raises for the oldest request in flight, if submitted at least ``age_s`` seconds ago; else does nothing.
 
         For a waiter without a buffer, to report the cause: it was waiting for such a request to return one.
 

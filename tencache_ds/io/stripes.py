@@ -58,7 +58,7 @@ class StripedSpace:
 
     Raises:
         SpaceError: all paths together cannot hold ``preallocate_nbytes``.
-        StorageError: a file exists or cannot be made.
+        StorageError: a file exists or cannot be created.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class StripedSpace:
         """
         with self._lock:
             for path in self._placement.order(nbytes, self._stored()):
-                found = self._take_on(path, nbytes, tag)
-                if found is not None:
-                    return found
+                taken = self._take_on(path, nbytes, tag)
+                if taken is not None:
+                    return taken
             raise self._no_room(nbytes, tag)
 
     def take_elsewhere(self, file: str, nbytes: int, tag: str) -> tuple[str, int] | None:
@@ -125,12 +125,12 @@ class StripedSpace:
             path = self._placement.destination(source, nbytes)
             if path is None:
                 return None
-            found = self._take_on(path, nbytes, tag)
-            if found is None:
+            taken = self._take_on(path, nbytes, tag)
+            if taken is None:
                 self._placement.refused(source, path, nbytes)
             else:
                 self.n_moved += 1
-            return found
+            return taken
 
     def reweigh(self, bytes_per_s: Sequence[float | None]) -> None:
         """Tells the placement the measured rate of each path; call it between two steps."""

@@ -163,7 +163,7 @@ def write_archive(obj: Any, path: str, fill: Callable[[ArchiveFile], None], *, n
         name: of the archive in the file, where it is not the file's.
 
     Raises:
-        StorageError: the file cannot be made or written (:class:`SpaceError` when the device is full).
+        StorageError: the file cannot be created or written (:class:`SpaceError` when the device is full).
         TenCacheError: ``fill`` did not write all of a deferred tensor.
     """
     structure = _pickle(obj)
@@ -214,13 +214,13 @@ def write_archive(obj: Any, path: str, fill: Callable[[ArchiveFile], None], *, n
 
 def _pickle(obj: Any) -> _Structure:
     """The object as ``torch.save`` pickles it: storages are replaced by their type, number, place and length."""
-    found = _Structure()
+    structure = _Structure()
     numbers: dict[int, str] = {}
     kinds: dict[str, Any] = {}
 
     def numbered(storage: torch.UntypedStorage | DeferredTensor, identity: int, kind: Any) -> str:
         number = numbers.setdefault(identity, str(len(numbers)))
-        found.storages[number] = storage  # which keeps the identity from being given to another
+        structure.storages[number] = storage  # which keeps the identity from being given to another
         if kinds.setdefault(number, kind) is not kind and _nbytes_of(storage):
             raise TenCacheError(
                 f"tensors that share their memory as {kinds[number].__name__} and {kind.__name__} cannot be saved in "
@@ -245,8 +245,8 @@ def _pickle(obj: Any) -> _Structure:
 
     target = io.BytesIO()
     Pickler(target, protocol=PICKLE_PROTOCOL).dump(obj)
-    found.pickled = target.getvalue()
-    return found
+    structure.pickled = target.getvalue()
+    return structure
 
 
 def _storage_type(dtype: torch.dtype) -> Any:

@@ -25,7 +25,7 @@ POISON_BYTE = 0xCB
 
 def untouched_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A 1-D tensor of zeros in untouched pages, on huge pages where available. They are unmapped with the last
-    tensor that refers to them; children made by ``fork`` get copies.
+    tensor that refers to them; children created by ``fork`` get copies.
 
     ``torch.zeros`` writes every byte, on one thread. Here the first writer makes the pages, on all of its threads.
     """
@@ -59,7 +59,7 @@ class HostArena:
     Args:
         limit_nbytes: largest number of bytes in use at a time; None for no limit.
         locking: how the pages are locked.
-        inherited: whether children made by ``fork`` get a copy of plain pages; those of I/O buffers must not be, and
+        inherited: whether children created by ``fork`` get a copy of plain pages; those of I/O buffers must not be, and
             locked ones never are. See [Note: children] in :mod:`~tencache_ds.memory.pages`.
         poison: for tests: fill new memory with :data:`POISON_BYTE`, and on :meth:`free` fill it again and keep it
             mapped until :meth:`close`, so that a late reader sees poison instead of ending the process.
@@ -240,7 +240,7 @@ class HostArena:
             self.keep(block.tensor, owner)
 
     def close(self) -> None:
-        """Free everything but what is kept. Idempotent; later allocations raise; the same care as for :meth:`free`.
+        """Frees everything that is not kept. Idempotent; later allocations raise; the same care as for :meth:`free`.
 
         Raises:
             LockedMemoryError: the driver refused some of it (the first refusal, after all blocks were tried).

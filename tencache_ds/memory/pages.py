@@ -52,7 +52,7 @@ class Locking(enum.Enum):
     """How host pages are locked so that a device or the kernel can access them without a copy."""
 
     NONE = "none"
-    """Plain pages, resident once touched; children made by ``fork`` get them if their owner wants it."""
+    """Plain pages, resident once touched; children created by ``fork`` get them if their owner wants it."""
     CUDA = "cuda"
     """Registered with ``cudaHostRegister``: resident, copies to and from the GPU run asynchronously at PCIe speed.
     Never in children."""
@@ -329,7 +329,7 @@ def _give_to_children(address: int, nbytes: int) -> None:
 
 
 def _unmap_in(pid: int, address: int, nbytes: int) -> None:
-    """In a child made by ``fork`` something else may lie there by now."""
+    """In a child created by ``fork`` the range may belong to something else by now."""
     if os.getpid() == pid:
         _unmap(address, nbytes)
 

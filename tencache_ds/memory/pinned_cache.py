@@ -10,7 +10,7 @@ def empty_pinned_cache() -> None:
     """Returns host memory to the system that torch has pinned and nothing uses any more. Any thread.
 
     Torch keeps such memory for the next tensor of that size, rounded up to a power of two. After shards have moved
-    elsewhere nobody asks for their size again. Builds of torch that cannot return it keep it.
+    elsewhere their size is not requested again. Builds of torch that cannot return it keep it.
     """
     if not torch.cuda.is_available():
         return

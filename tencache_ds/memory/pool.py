@@ -69,7 +69,7 @@ class BufferPool:
     """Slots of one slab of arena memory. Every method may be called from any thread, but not from ``__del__``.
 
     Args:
-        arena: where the slab comes from: one allocation, made here and freed by :meth:`close`.
+        arena: where the slab comes from: one allocation, reserved here and freed by :meth:`close`.
         classes: the size classes; none is allowed, then nothing can be leased.
         poison: for tests: fill a slot with 0xCB before it can be leased (again).
         name: for messages.

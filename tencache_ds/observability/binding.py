@@ -20,7 +20,7 @@ def shares(record: Mapping[str, Any]) -> dict[str, float]:
     Returns:
         ``"compute"`` (forward, backward, and everything that TenCache does not count), ``"NVMe"`` (waits for reads,
         writes and staging buffers) and ``"update"`` (the optimizer step but for these waits, and waits for the part of
-        it that goes on in the background).
+        it that continues in the background).
     """
     stalls = record["stall_seconds"]
     nvme = sum(stalls.get(cause, 0.0) for cause in NVME_STALLS)
@@ -41,6 +41,6 @@ def shares(record: Mapping[str, Any]) -> dict[str, float]:
 
 def binding(record: Mapping[str, Any]) -> tuple[str, float]:
     """The resource that most of a step's time was spent on, and its share of the step."""
-    found = shares(record)
-    resource = max(found, key=found.__getitem__)
-    return resource, found[resource] / record["seconds"] if record["seconds"] else 0.0
+    by_resource = shares(record)
+    resource = max(by_resource, key=by_resource.__getitem__)
+    return resource, by_resource[resource] / record["seconds"] if record["seconds"] else 0.0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers questions of the ``tencache`` command about this process, over a Unix socket.
 
-A thread sleeps in ``accept()``; each connection gets a thread of its own for as long as it lasts. Nothing here can slow
+A thread sleeps in ``accept()``; each connection gets its own thread for as long as it lasts. Nothing here can slow
 or end the training: without a folder for the socket there is no channel, a forked child closes its copy, a client that
 sends garbage or nothing is dropped, and whatever an answer raises goes to the client.
 """
@@ -63,7 +63,7 @@ class Client:
 
 
 Answer = Callable[[dict[str, Any], Client], None]
-"""Answers a question, in a thread of its own; may take its time."""
+"""Answers a request, in a separate thread; may take long."""
 
 
 class Channel:
@@ -156,7 +156,7 @@ class Channel:
                     raise
                 except TenCacheError as error:
                     client.send({"error": str(error)})
-                except Exception as error:  # the client is told; the training is not concerned
+                except Exception as error:  # reported to the client; training is not affected
                     client.send({"error": f"{type(error).__name__}: {error}"})
         except OSError as error:
             logger.debug("a client of the channel was dropped: %s", error)

@@ -110,12 +110,12 @@ class Answer:
 
 def endpoints() -> list[Endpoint]:
     """The sockets of this user's processes."""
-    found = []
+    sockets = []
     for folder in folders():
         with contextlib.suppress(OSError), opened(folder) as descriptor:
             names = [name for name in os.listdir(descriptor) if SOCKET_NAME.fullmatch(name)]
-            found += [Endpoint(folder, name) for name in names]
-    return sorted(found, key=lambda endpoint: endpoint.pid)
+            sockets += [Endpoint(folder, name) for name in names]
+    return sorted(sockets, key=lambda endpoint: endpoint.pid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +194,8 @@ def jobs(among: Sequence[Endpoint] | None = None) -> tuple[list[Job], list[str]]
     for answer in answers:
         if isinstance(answer, Process) and answer.snapshot["engines"]:
             by_run.setdefault(answer.snapshot["run_id"], []).append(answer)
-    found = [Job(run_id, tuple(sorted(each, key=lambda p: p.rank))) for run_id, each in by_run.items()]
-    return found, [answer for answer in answers if isinstance(answer, str)]
+    running = [Job(run_id, tuple(sorted(each, key=lambda p: p.rank))) for run_id, each in by_run.items()]
+    return running, [answer for answer in answers if isinstance(answer, str)]
 
 
 def select(jobs_found: Sequence[Job], wanted: str | None) -> Job | None:

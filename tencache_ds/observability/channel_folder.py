@@ -22,13 +22,13 @@ SOCKET_NAME = re.compile(r"(\d+)-[0-9a-f]{8}\.sock")
 def folders() -> list[Path]:
     """Where sockets may be, the preferred place first.
 
-    /tmp comes first: ``XDG_RUNTIME_DIR`` is removed when the user logs out, while training goes on.
+    /tmp comes first: ``XDG_RUNTIME_DIR`` is removed when the user logs out, while training continues.
     """
-    found = [Path(f"/tmp/tencache-{os.geteuid()}")]
+    candidates = [Path(f"/tmp/tencache-{os.geteuid()}")]
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        found.append(Path(runtime, "tencache"))
+        candidates.append(Path(runtime, "tencache"))
     default = Path(f"/run/user/{os.geteuid()}/tencache")
-    return found if default in found else [*found, default]
+    return candidates if default in candidates else [*candidates, default]
 
 
 @contextmanager
@@ -36,8 +36,8 @@ def opened(folder: Path, *, create: bool = False) -> Iterator[int]:
     """A descriptor of the folder while the block runs.
 
     Raises:
-        OSError: it does not exist and cannot be made.
-        PermissionError: it belongs to somebody else, or is open to others.
+        OSError: it does not exist and cannot be created.
+        PermissionError: it belongs to another user, or is accessible to others.
     """
     if create:
         with suppress(FileExistsError):
@@ -67,7 +67,7 @@ def connect(descriptor: int, name: str, timeout_s: float) -> socket.socket | Non
     try:
         connection.settimeout(timeout_s)
         connection.connect(address(descriptor, name))
-    except (ConnectionRefusedError, FileNotFoundError):  # nobody listens: its process has ended
+    except (ConnectionRefusedError, FileNotFoundError):  # no listener: its process has ended
         connection.close()
         remove(descriptor, name)
         return None
@@ -86,8 +86,8 @@ def remove(descriptor: int, name: str) -> None:
 def remove_stale(descriptor: int) -> None:
     """Removes the sockets of processes that have ended without doing so."""
     for name in os.listdir(descriptor):
-        found = SOCKET_NAME.fullmatch(name)
-        if found is not None and not os.path.exists(f"/proc/{found[1]}"):
+        match = SOCKET_NAME.fullmatch(name)
+        if match is not None and not os.path.exists(f"/proc/{match[1]}"):
             try:
                 connection = connect(descriptor, name, 0.2)
             except OSError:  # of a process in another container, which is busy

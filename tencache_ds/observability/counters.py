@@ -108,8 +108,8 @@ class Stats:
     """Snapshot of an engine's counters.
 
     Attributes:
-        total: everything since the weights were made or their last engine ended, as one record (``step`` is the number
-            of steps done).
+        total: everything since the weights were created or their last engine ended, as one record (``step`` is the
+            number of completed steps).
         last_step: the last optimizer step, or None before the first; in an engine without optimizer the last forward
             pass.
         pinned_nbytes: pinned (locked or registered) host memory held now.
@@ -119,7 +119,7 @@ class Stats:
         gpu_staging_nbytes: GPU memory that weights are read into with GPUDirect Storage; 0 without it.
         pool_waits: leases that had to wait for a buffer.
         stored_nbytes: bytes of scratch storage allocated on NVMe.
-        stored_weight_nbytes: the part of them that is for weights.
+        stored_weight_nbytes: the part of them for weights.
         resident_weight_nbytes: weights kept in host memory.
         resident_state_nbytes: optimizer state kept in host memory.
         host_gradient_nbytes: host memory of gradients.
@@ -238,7 +238,7 @@ class Counters:
 
     @contextmanager
     def in_background(self, n_steps: int) -> Iterator[None]:
-        """Counts for an update on the calling thread that goes on beside the training; one at a time. All of it belongs
+        """Counts for an update on the calling thread, concurrent with training; one at a time. All of it belongs
         to the step that it is part of, although that may be over before.
 
         Args:
@@ -295,13 +295,13 @@ class Counters:
         return record
 
     def total(self) -> StepRecord:
-        """Everything since the counters were made, as one record."""
+        """Everything since the creation of the counters, as one record."""
         with self._lock:
             return _record(self._steps, time.perf_counter_ns() - self._t_start_ns, self._tally, _Tally())
 
     @property
     def last_step(self) -> StepRecord | None:
-        """Record of the last optimizer step; what of it goes on in the background is added when it is over."""
+        """Record of the last optimizer step; its background part is added when it is over."""
         return self._last_step
 
 

@@ -65,11 +65,11 @@ class PathStats:
 
 def summed(stats: Iterable[PathStats]) -> tuple[PathStats, ...]:
     """The same with one entry per path, of engines that share some."""
-    found: dict[str, PathStats] = {}
+    by_path: dict[str, PathStats] = {}
     for one in stats:
-        known = found.get(one.path)
-        found[one.path] = one if known is None else _sum(known, one)
-    return tuple(found.values())
+        known = by_path.get(one.path)
+        by_path[one.path] = one if known is None else _sum(known, one)
+    return tuple(by_path.values())
 
 
 def what_was_on(path: str, contents: Sequence[Contents]) -> str:

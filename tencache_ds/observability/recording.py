@@ -56,14 +56,14 @@ class RankRecording:
         Raises:
             ValueError: they are incomplete.
         """
-        found: RankRecording | None = None
+        recording: RankRecording | None = None
         for line in lines:
             if "recording" in line:
-                found = cls(**line["recording"])
-            elif found is not None and "spans" in line:
-                found.spans.extend(line["spans"])
-            elif found is not None and line.get("end") == len(found.spans):
-                return found
+                recording = cls(**line["recording"])
+            elif recording is not None and "spans" in line:
+                recording.spans.extend(line["spans"])
+            elif recording is not None and line.get("end") == len(recording.spans):
+                return recording
         raise ValueError("the recording is incomplete")
 
 
@@ -71,8 +71,8 @@ def asdict_without_spans(recording: RankRecording) -> dict[str, Any]:
     """The fields but for the spans."""
     spans, recording.spans = recording.spans, []
     try:
-        found = asdict(recording)
+        fields = asdict(recording)
     finally:
         recording.spans = spans
-    del found["spans"]
-    return found
+    del fields["spans"]
+    return fields

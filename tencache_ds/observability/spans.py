@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans: what a thread, the storage or an optimizer's team did from when to when, while somebody looks.
+"""Spans: timed intervals of threads, storage and an optimizer's team, recorded only on request.
 
 Nothing is recorded unless a :class:`Recorder` is installed (by :mod:`tencache_ds.observability.tracing`) or torch's
 profiler is on. Then a span is a ``record_function`` range of torch's profiler, and with a recorder and a GPU in use
@@ -37,7 +37,7 @@ class Category(enum.StrEnum):
     """DeepSpeed gathers a module's weights: copies to the device and collectives."""
 
     COPY = "copy"
-    """A copy between host and device memory is made, or issued if it is asynchronous."""
+    """A copy between host and device memory, or its submission if it is asynchronous."""
 
     UPDATE = "update"
     """The optimizer's arithmetic."""
@@ -143,7 +143,7 @@ def phase(name: str | None) -> None:
 
 
 def span(category: Category, name: str, what: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
-    """Times the block on the calling thread; costs well under a microsecond while nobody looks.
+    """Times the block on the calling thread; costs well under a microsecond while nothing is recorded.
 
     Args:
         category: what it is about.

@@ -17,7 +17,7 @@ from tencache_ds.errors import ConfigError
 from tencache_ds.observability.recording import RankRecording, asdict_without_spans
 
 FORMAT = 1
-"""Version of what is under ``otherData.tencache``."""
+"""Version of the contents of ``otherData.tencache``."""
 
 _WEIGHT = re.compile(r"weight id (\d+)")
 _MODULE = re.compile(r"module id (\d+)")
@@ -166,9 +166,9 @@ def _name_track(events: list[dict[str, Any]], kind: str, rank: int, track: int, 
 
 def _with_names(what: str, recording: RankRecording) -> str:
     """With the model's names of weights and modules in place of, or after, their identifiers."""
-    what = _MODULE.sub(lambda found: recording.modules.get(found[1], found[0]), what)
+    what = _MODULE.sub(lambda match: recording.modules.get(match[1], match[0]), what)
     return _WEIGHT.sub(
-        lambda found: f"{recording.weights[found[1]]}" if found[1] in recording.weights else found[0], what
+        lambda match: f"{recording.weights[match[1]]}" if match[1] in recording.weights else match[0], what
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trace says: where the training thread's time went, for what it waited, and how busy each link was. Pure
+"""The summary of a trace: the training thread's time by cause, its longest waits, and the use of each link. Pure
 arithmetic on the contents of a trace file; imports neither torch nor DeepSpeed.
 """
 
@@ -76,7 +76,7 @@ class RankSummary:
         n_steps: recorded.
         step_seconds: of one step, on average.
         seconds: per step and cause, on the training thread; they add up to ``step_seconds``.
-        waits: the longest, by cause and what was waited for.
+        waits: the longest, by cause and awaited item.
         links: traffic.
         n_dropped: spans that are missing.
     """
@@ -137,9 +137,9 @@ def _summarize(rank: dict[str, Any], events: Sequence[dict[str, Any]], t_zero_ns
 def _links(transfers: dict[str, list[dict[str, Any]]], steps: Sequence[dict[str, Any]]) -> Iterable[LinkUse]:
     n_steps = len(steps)
     for link in _LINKS.values():
-        found = transfers.get(link, [])
-        nbytes = sum(event["args"].get("bytes", 0) for event in found)
-        busy = covered((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in found)
+        requests = transfers.get(link, [])
+        nbytes = sum(event["args"].get("bytes", 0) for event in requests)
+        busy = covered((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in requests)
         if nbytes:
             yield LinkUse(link, nbytes / n_steps, busy / n_steps)
     for key, link in (("h2d", "host to device"), ("d2h", "device to host")):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recording whole steps of a running job: begins and ends at step boundaries, in every rank at the same step.
 
-[Note: boundaries] A boundary is the moment at which an engine counts an optimizer step as done. What goes on then (an
-update in the background, requests in flight) is cut there: its earlier part belongs to the step before.
+[Note: boundaries] A boundary is the moment at which an engine counts an optimizer step as done. A span that is still
+open then (an update in the background, a request in flight) is split there: its first part belongs to the earlier step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepTrace:
 
     Args:
         counters: of the engine whose steps are counted.
-        after_step: the recording begins when at least so many of its steps are over.
+        after_step: number of completed steps after which the recording begins.
         n_steps: steps to record.
         on_end: called on the training thread when the recording is over; must return at once.
     """
@@ -66,7 +66,7 @@ class StepTrace:
 
     @property
     def spans(self) -> list[RecordedSpan]:
-        """What was recorded within the steps; the ends of spans that cross a boundary are cut off."""
+        """The spans recorded within the steps; spans that cross a boundary are clipped to it."""
         if self._recorder is None or not self.steps:
             return []
         t_first_ns, t_last_ns = self.steps[0].t_start_ns, self.steps[-1].t_end_ns

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure functions from what was observed to what to do. No tensors, no I/O, no DeepSpeed."""
+"""Pure functions from observations to decisions. No tensors, no I/O, no DeepSpeed."""

@@ -34,7 +34,7 @@ class BetaPowers:
     up from the first step instead, so that a run that is stopped and resumed equals the run that never stopped.
 
     Args:
-        betas: what the optimizer was made with.
+        betas: of the optimizer.
     """
 
     def __init__(self, betas: tuple[float, float]) -> None:

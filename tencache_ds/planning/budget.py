@@ -60,7 +60,7 @@ class RankMemory:
         domains: the memory it shares with others: its machine's first, then that of its control groups.
         cores: numbers of the machine's cores that it may run on.
         quotas: of the time on them, which it shares with others.
-        wanted_share: the user's ``host_memory`` as a share of what is available, or None for automatic.
+        wanted_share: the user's ``host_memory`` as a share of the available memory, or None for automatic.
     """
 
     host: str

@@ -118,11 +118,11 @@ def overlaps(chunk: Chunk, segment_starts: Sequence[int], segment_numels: Sequen
         segment_numels: elements of each segment; empty ones are never returned.
     """
     end = chunk.start + chunk.numel
-    found = []
+    overlapping = []
     for index, (start, numel) in enumerate(zip(segment_starts, segment_numels, strict=True)):
         if start >= end:
             break
         low, high = max(start, chunk.start), min(start + numel, end)
         if low < high:
-            found.append(Overlap(index, low - chunk.start, low - start, high - low, high == start + numel))
-    return found
+            overlapping.append(Overlap(index, low - chunk.start, low - start, high - low, high == start + numel))
+    return overlapping

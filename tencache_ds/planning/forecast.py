@@ -3,9 +3,9 @@
 
 The same order as when it runs, here in bytes instead of weights and chunks. At the start weights, gradients in any
 case, then optimizer state go to host memory (:mod:`tencache_ds.planning.placement`), the rest to NVMe. After the
-recorded step GPU memory takes what saves most (:mod:`tencache_ds.planning.gpu_policy`): by what is known here, weights
-first or state first, whichever makes the shorter step. Weights and gradients keep their host memory, in case they have
-to go back; what state leaves there takes state from NVMe.
+recorded step GPU memory takes the items that save most (:mod:`tencache_ds.planning.gpu_policy`): here weights first or
+state first, whichever gives the shorter step. Weights and gradients keep their host memory, in case they have to go
+back; host memory that state leaves takes state from NVMe.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Training:
         weight_nbytes: bytes of a weight as forward uses it.
         gradient_nbytes: bytes of an accumulated gradient.
         state_nbytes: bytes of master weight and moments of a parameter.
-        split_nbytes: of these, what is not moved from and to NVMe while the weight is in host memory; 0 without
+        split_nbytes: the part of these that does not move to NVMe while the weight is in host memory; 0 without
             ``split_master``.
     """
 
@@ -100,10 +100,10 @@ def forecast(training: Training, budget_nbytes: int, hardware: Hardware, *, gpu_
     """The places of everything under two budgets, and the bound that follows.
 
     Args:
-        training: what is trained.
+        training: the model and its step.
         budget_nbytes: ``host_memory`` of all ranks of the host together.
         hardware: rates of the host.
-        gpu_budget_nbytes: ``gpu_memory`` of all of them; 0 gives what is where in the recorded step.
+        gpu_budget_nbytes: ``gpu_memory`` of all of them; 0 gives the placement during the recorded step.
 
     Raises:
         ConfigError: no rate is known.
@@ -112,11 +112,11 @@ def forecast(training: Training, budget_nbytes: int, hardware: Hardware, *, gpu_
     all_weights = training.numel * per_weight
     after_weights = max(0, gpu_budget_nbytes - all_weights) // per_update
     with_weights = gpu_budget_nbytes // (per_weight + per_update)
-    found = []
+    forecasts = []
     for updated in {min(training.numel, each) for each in (after_weights, with_weights)}:
         on_gpu = min(all_weights, gpu_budget_nbytes - updated * per_update)
-        found.append(_placed(training, budget_nbytes, hardware, gpu_budget_nbytes, on_gpu, updated))
-    return min(found, key=lambda each: (each.bound.seconds, sum(each.bound.by_resource.values())))
+        forecasts.append(_placed(training, budget_nbytes, hardware, gpu_budget_nbytes, on_gpu, updated))
+    return min(forecasts, key=lambda each: (each.bound.seconds, sum(each.bound.by_resource.values())))
 
 
 def _placed(

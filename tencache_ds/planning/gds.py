@@ -42,7 +42,7 @@ class GdsChoice:
     Attributes:
         use: weights are read into GPU memory.
         reason: human-readable.
-        warning: what the user has to be told loudly, or "".
+        warning: for the log, or "".
     """
 
     use: bool

@@ -3,7 +3,7 @@
 
 A weight that is in GPU memory saves what a step waits for its copies; most of that time may already be hidden behind
 arithmetic. A chunk of optimizer state saves its part of the host's update, which takes as long as the slower of two
-things that run side by side: the processor's arithmetic, and the transfers of what is on NVMe. Where those limit the
+things that run side by side: the processor's arithmetic, and the transfers from and to NVMe. Where those limit the
 step, whatever leaves host memory for the GPU saves twice its bytes, because what becomes free takes another chunk. Its
 update on the GPU is counted as nothing: a GPU's memory is an order of magnitude faster than the host's. A gradient goes
 where its state is, so it need not cross PCIe; and state goes there with its weights only, so neither do their new
@@ -79,7 +79,7 @@ class UpdateRates:
     Attributes:
         params_per_s: of this rank's cores.
         nvme_bytes_per_s: of this rank's share of NVMe, reads and writes together; None where no state is there.
-        host_nbytes: host memory for optimizer state; what is beyond it is on NVMe.
+        host_nbytes: host memory for optimizer state; the rest is on NVMe.
     """
 
     params_per_s: float
@@ -186,7 +186,7 @@ def plan_gpu(
 
 
 class _Knapsack:
-    """Which weights to take with what is left of a budget.
+    """Which weights to take with the remainder of a budget.
 
     Args:
         weights: all of them.

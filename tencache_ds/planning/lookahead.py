@@ -88,7 +88,7 @@ class Walk(Generic[Item]):
         while True:
             while self._again and self._again[0] < now:  # used meanwhile
                 heappop(self._again)
-            place = self._again[0] if self._again else self._cursor  # what is due again lies before the cursor
+            place = self._again[0] if self._again else self._cursor  # items due again lie before the cursor
             self._stopped_at = place
             if place >= end or not visit(trace.item_at(place)):
                 return

@@ -41,7 +41,7 @@ class MemoryCurve:
             peak_nbytes: the most that was taken at any time, also between two places.
 
         Returns:
-            By how much the peak exceeds what was seen at any place.
+            By how much the peak exceeds the largest value observed at any place.
         """
         self._peak_nbytes = max(peak_nbytes, 0)
         highest = max(self._taken, default=0)

@@ -5,7 +5,7 @@
 training may want it back at any time: for a longer sequence, an evaluation, a second model. torch's allocator cannot be
 asked to wait. So a part of the memory stays free, as much as activations and gradients took in the recorded step.
 Between modules it is looked at how much the pass has taken and, compared with the recorded pass, how much it is going
-to take. Before that exceeds what is left, and whenever half of what stayed free is gone, state has to leave.
+to take. Before that exceeds the remaining memory, and whenever half of the free memory is gone, state has to leave.
 
 What has left may come back when a number of steps have passed in which there was room for it. If it has to leave again,
 the next wait is twice as long: a training that needs the memory now and then soon keeps it.
@@ -24,7 +24,7 @@ SPARE_SHARE = 0.25
 """Of the headroom: so much more than a pass is expected to take is kept free."""
 
 LOST_SHARE = 0.1
-"""Of what a pass is going to take: what is lost between allocations."""
+"""Fragmentation, as a share of the memory that a pass is going to take."""
 
 RECORDED_STEPS = 3
 """DeepSpeed knows the order of modules from the second step on, and then takes more memory to fetch ahead."""
@@ -85,7 +85,7 @@ class MemoryWatch:
             more_nbytes = self._curve.more_nbytes(place, usage.allocated_nbytes - self._base_nbytes)
             short_nbytes = max(short_nbytes, self._wanted_nbytes(more_nbytes) - available_nbytes)
         elif place is None and usage.n_flushes > self._n_flushes:
-            # It found memory, but each time it does a step takes twice as long.
+            # The allocation succeeded, but each time a step takes twice as long.
             short_nbytes = max(short_nbytes, self.headroom_nbytes)
         return short_nbytes
 

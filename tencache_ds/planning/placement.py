@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which part of the optimizer's state lives in host memory when not all of it fits.
 
-A step reads and writes every byte of state once, in the same order: whatever is kept saves two bytes of NVMe traffic
-per byte and step, and keeping what was used last would save nothing. So it does not matter which chunks stay, as far as
+A step reads and writes every byte of state once, in the same order: each byte kept saves two bytes of NVMe traffic
+per step, and keeping the most recently used ones would save nothing. So it does not matter which chunks stay, as far as
 bytes go. It does matter that they are spread over the step: while resident chunks are updated, the drive reads those
 that follow.
 """
@@ -24,7 +24,7 @@ def place_state(nbytes: Sequence[int], host_nbytes: int) -> tuple[Place, ...]:
 
     Returns:
         HOST for as many as fit, spread evenly by bytes, beginning with the first, which nothing can be read ahead of;
-        NVME for the others. What is left unused is less than twice the largest.
+        NVME for the others. The unused remainder is less than twice the largest.
     """
     total = sum(nbytes)
     if total <= host_nbytes:
@@ -46,7 +46,7 @@ class StateCapacity:
 
     Attributes:
         host_nbytes: host memory.
-        nvme_nbytes: on NVMe; None where state may not go there: then host memory takes what is left in any case.
+        nvme_nbytes: on NVMe; None where state may not go there: then host memory takes the rest in any case.
         gpu_nbytes: GPU memory that may be used before anything is known about what training needs.
     """
 
@@ -71,7 +71,7 @@ def plan_state(
     """
     no_limit = sum(map(sum, nbytes))
     host_nbytes = no_limit if capacity.nvme_nbytes is None else capacity.host_nbytes
-    if not by_chunks:  # what is in chunks is copied for each update
+    if not by_chunks:  # chunks are copied for each update
         homes = place_state([sum(group) for group in nbytes], host_nbytes)
         pairs = zip(homes, nbytes, strict=True)
         return tuple(None if home is Place.HOST else (Place.NVME,) * len(group) for home, group in pairs)

@@ -2,7 +2,7 @@
 """Which of several NVMe paths the next extent goes to, and which extents change their path when measured rates drift.
 
 A pass over a store ends with its slowest path, so a path should hold as much as it moves in the time the others need.
-Nothing is ever copied for it: what is stored is written anew in every step anyway, and an extent that should be
+No data is copied for it: stored data is rewritten in every step anyway, and an extent that should be
 elsewhere goes there with that write.
 """
 
@@ -17,7 +17,7 @@ STOP_GAIN = 1.05
 """Once they do, they continue until no more than this can be gained."""
 
 PART_PER_STEP = 0.5
-"""Part of what is in the wrong place that moves in one step: a rate measured in one odd step does little harm."""
+"""Share of the misplaced bytes that moves in one step: a rate measured in one odd step does little harm."""
 
 
 def weights_of(bytes_per_s: Sequence[float | None]) -> tuple[float, ...]:
@@ -134,7 +134,7 @@ class Striping:
         return best
 
     def refused(self, source: int, path: int, nbytes: int) -> None:
-        """The move last asked for could not be made: ``path`` had no room after all, and gets nothing in this step."""
+        """The last requested move failed: ``path`` had no space after all, and gets nothing in this step."""
         self._stored[source] += nbytes
         self._stored[path] -= nbytes
         self._room[path] = 0

@@ -22,7 +22,7 @@ RESYNC_WINDOW = 256
 
 @dataclass(frozen=True, slots=True)
 class _Cycle(Generic[Item]):
-    """A recorded pass: what was used, and whether each was still on the device from its use before."""
+    """A recorded pass: the items in order of use, and whether each was still on the device from its previous use."""
 
     order: tuple[Item, ...]
     held: tuple[bool, ...]
@@ -138,12 +138,12 @@ class AccessTrace(Generic[Item]):
         if self._position < len(order) and order[self._position] == item:
             self._position += 1
             return True
-        found = self._find(item)
-        if found is not None:
-            if found < self._position:  # back: the position continues to grow, with a different meaning
-                self._start += self._position - found
+        index = self._find(item)
+        if index is not None:
+            if index < self._position:  # back: the position continues to grow, with a different meaning
+                self._start += self._position - index
                 self._epoch += 1
-            self._position = found + 1
+            self._position = index + 1
         self._divergences += 1
         return False
 

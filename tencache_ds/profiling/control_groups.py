@@ -104,7 +104,7 @@ def number_in(file: Path) -> int | None:
 def fields_of(file: Path) -> dict[str, int]:
     """The numbers of a file of lines ``name number …``."""
     lines = (line.split() for line in text_of(file).splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+    return {columns[0]: int(columns[1]) for columns in lines if len(columns) > 1 and columns[1].isdigit()}
 
 
 def text_of(file: Path) -> str:

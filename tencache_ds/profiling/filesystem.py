@@ -258,7 +258,7 @@ class DiskWrites:
         self._start = None if None in numbers or not numbers else self._read()
 
     def nbytes(self) -> int | None:
-        """Since the meter was made; None where a folder lies on no block device."""
+        """Since the meter was created; None where a folder lies on no block device."""
         now = None if self._start is None else self._read()
         return None if now is None or self._start is None else now - self._start
 

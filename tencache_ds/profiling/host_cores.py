@@ -36,14 +36,14 @@ def core_quotas(root: Path = Path("/")) -> tuple[CoreQuota, ...]:
         root: where ``/proc`` and the mounted hierarchies are looked for.
     """
     machine = machine_identity(root)
-    found: dict[str, CoreQuota] = {}
+    by_group: dict[str, CoreQuota] = {}
     for mount, group in own_groups(root, "cpu"):
         for folder in upwards(mount, group):
             cores = _cores_v2(folder) if mount.version == 2 else _cores_v1(folder)
             identity = identity_of(folder, machine)
             if cores is not None and identity is not None:
-                found.setdefault(identity, CoreQuota(identity, cores))
-    return tuple(found.values())
+                by_group.setdefault(identity, CoreQuota(identity, cores))
+    return tuple(by_group.values())
 
 
 def _cores_v2(folder: Path) -> float | None:

@@ -56,7 +56,7 @@ def memory_domains(root: Path = Path("/")) -> tuple[MemoryDomain, ...]:
     for mount, group in own_groups(root, "memory"):
         for depth, folder in enumerate(upwards(mount, group)):
             if depth and mount.version == 1 and text_of(folder / "memory.use_hierarchy") == "0":
-                continue  # as kernels before 5.11 may be told: this ancestor does not count what is below it
+                continue  # as kernels before 5.11 may be told: this ancestor does not count its descendants
             domain = _domain_of(folder, mount.version, machine)
             if domain is not None:
                 domains.setdefault(domain.identity, domain)

@@ -279,7 +279,7 @@ def open_area(folder: Path, nbytes: int, request_nbytes: int, most_files: int = 
     """Reserves ``nbytes`` in files of a new folder, which are removed afterwards in any case.
 
     Raises:
-        ConfigError: the space is not there, or the files cannot be made.
+        ConfigError: too little space, or the files cannot be created.
     """
     n_requests = nbytes // request_nbytes
     n_files = min(most_files, n_requests)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer step that goes on while the next forward pass runs.
+"""An optimizer step that continues while the next forward pass runs.
 
-The gradient norm is known, and so is everything else that the step depends on; what is left is arithmetic and
+The gradient norm is known, and so are all other inputs of the step; the remaining work is arithmetic and
 transfers. They follow the order in which the forward pass needs the weights, and each weight is awaited by its own
 users at an :class:`~tencache_ds.tiers.update_gate.UpdateGate`. The numbers are those of a step that ends first.
 """
@@ -24,10 +24,10 @@ Work = Sequence[tuple[SubGroupStep, Sequence[Chunk]]]
 
 
 class BackgroundUpdate:
-    """Runs one update at a time on a thread of its own. Used by the training thread, but for :meth:`finish`.
+    """Runs one update at a time on a separate thread. Used by the training thread, except for :meth:`finish`.
 
     Args:
-        update: of chunks, whose tiers nobody else uses while it runs.
+        update: of chunks, with exclusive use of their tiers while it runs.
         gate: opened weight by weight.
         keys_of: the weights (keys) that a chunk has elements of.
         counters: waits of the update are not those of the training.
@@ -47,7 +47,7 @@ class BackgroundUpdate:
 
     @property
     def running(self) -> bool:
-        """Whether an update was begun whose end nobody has waited for."""
+        """Whether an update was started and not yet waited for."""
         return self._running is not None
 
     def begin(self, work: Work) -> None:

@@ -262,11 +262,11 @@ class GradientTier:
     def all_finite(self, pieces_of: int) -> bool:
         """Whether all accumulated gradients are finite, checking this number of elements at a time."""
         finite = all(bool(torch.isfinite(piece).all()) for run in self._host_runs() for piece in run.split(pieces_of))
-        found: dict[torch.device, torch.Tensor] = {}
+        by_device: dict[torch.device, torch.Tensor] = {}
         for tensor in self._on_device.values():  # one wait for a device, not one for each gradient
             here = torch.isfinite(tensor).all()
-            found[tensor.device] = found[tensor.device] & here if tensor.device in found else here
-        return finite and all(bool(each) for each in found.values())
+            by_device[tensor.device] = by_device[tensor.device] & here if tensor.device in by_device else here
+        return finite and all(bool(each) for each in by_device.values())
 
     def _host_runs(self) -> Iterator[torch.Tensor]:
         """The gradients in host memory, as few tensors."""
@@ -332,13 +332,13 @@ class GradientTier:
     def pieces(self, start: int, numel: int) -> list[tuple[int, torch.Tensor]] | None:
         """``numel`` elements from ``start`` as ``(first element, tensor)``, each where it is accumulated; ascending and
         without gaps. None where a gradient among them was replaced at a higher precision."""
-        found = []
+        segments = []
         for segment, low, high in self._between(start, start + numel):
             if segment.key in self._replaced:
                 return None
             tensor = self.segment(segment.key)[low - segment.start : high - segment.start]
-            found.append((low - start, tensor))
-        return found
+            segments.append((low - start, tensor))
+        return segments
 
     def _between(self, start: int, end: int) -> Iterator[tuple[GradientSegment, int, int]]:
         """The segments with elements of ``[start, end)``, each with the first of them and the one after the last."""

@@ -457,7 +457,7 @@ class OptimizerStateTier:
     @staticmethod
     def _check_lengths(sub_group: int, values: Mapping[str, torch.Tensor], numel: int) -> None:
         numels = {kind: value.numel() for kind, value in values.items()}
-        if any(found != numel for found in numels.values()):
+        if any(length != numel for length in numels.values()):
             raise TenCacheError(f"states of sub-group {sub_group} have lengths {numels}, expected {numel}")
 
     @staticmethod
@@ -469,9 +469,9 @@ class OptimizerStateTier:
 
     @staticmethod
     def _covering(group: SubGroup, start: int, numel: int) -> list[tuple[Chunk, int, int]]:
-        found = []
+        covering = []
         for chunk in group.chunks:
             low, high = max(start, chunk.start), min(start + numel, chunk.start + chunk.numel)
             if low < high:
-                found.append((chunk, low, high))
-        return found
+                covering.append((chunk, low, high))
+        return covering

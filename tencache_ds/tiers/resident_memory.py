@@ -16,7 +16,7 @@ ALIGNMENT_NBYTES = 256
 
 
 class ResidentMemory:
-    """Hands out pieces of an arena, in any thread; what is not given back, the arena's owner frees."""
+    """Hands out pieces of an arena, in any thread; pieces that are not returned are freed by the arena's owner."""
 
     def __init__(self, arena: HostArena) -> None:
         self.arena = arena

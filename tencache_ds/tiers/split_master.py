@@ -5,7 +5,7 @@ state for each parameter instead of 12, without loss.
 [Note: whose bits a master weight shares]
 A split chunk is worth nothing without the very weights that it was split over. So a hash of these is kept with it, and
 compared whenever master weights are rebuilt: a weight that something has changed meanwhile is an error, and never
-another master weight. Whoever is about to change weights, or to move them out of host memory, has the chunks concerned
+another master weight. Before weights change, or leave host memory, the caller has the chunks concerned
 rewritten whole first (:meth:`OptimizerStateTier.join`). The next update splits them again.
 
 A chunk is split when it is written, if its weights are in host memory and are exactly its rounded master weights, and
@@ -42,7 +42,7 @@ class RoundedWeights(Protocol):
         of, all of them, ascending; None where one of them is elsewhere or has another dtype."""
 
     def being_changed(self, chunk: Chunk) -> bool:
-        """Whether these are former values, kept while somebody may be changing the weights."""
+        """Whether these are former values, kept while the weights may be changing."""
 
 
 class SplitJob(Protocol):

@@ -83,8 +83,8 @@ class WeightHomes:
 
     def host_nbytes_of(self, keys: Iterable[int]) -> int:
         """Bytes of host memory that have to be there before these weights can return to it."""
-        found = (self.weights[key] for key in keys)
-        return sum(w.nbytes for w in found if w.on_device and w.extent is None and w.host is None)
+        weights = (self.weights[key] for key in keys)
+        return sum(w.nbytes for w in weights if w.on_device and w.extent is None and w.host is None)
 
     def free_unused(self) -> None:
         """Frees the host memory of weights that are in device memory. No copy from it may be under way."""

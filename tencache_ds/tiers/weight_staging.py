@@ -202,14 +202,14 @@ class WeightStaging:
 
     def _given_up_first(self, nbytes: int, for_gpu: bool) -> list[Weight]:
         """Weights not in use yet, in buffers of one pool that hold ``nbytes``: farthest next use first."""
-        found = []
+        keys = []
         for weight in self._weights.values():
             buffer = weight.buffer
             if buffer is None or buffer.for_gpu is not for_gpu or not weight.unused:
                 continue
             if nbytes <= buffer.slot_nbytes:
-                found.append(weight.key)
-        return [self._weights[key] for key in farthest_first(found, self._next_use)]
+                keys.append(weight.key)
+        return [self._weights[key] for key in farthest_first(keys, self._next_use)]
 
     def _next_use(self, key: int) -> int | None:
         uses = [use for order in self.orders if (use := order.next_use(key)) is not None]

@@ -88,8 +88,8 @@ class WeightTransfers:
             assert weight.resident is not None
             return weight.resident.to("cpu", copy=True)
         extent = _extent(weight)
-        with self._mover.reading(extent, self._ordinary.take(weight)) as found:
-            return found[: weight.nbytes].view(weight.dtype).clone()
+        with self._mover.reading(extent, self._ordinary.take(weight)) as stored:
+            return stored[: weight.nbytes].view(weight.dtype).clone()
 
     # A staging buffer to NVMe
 

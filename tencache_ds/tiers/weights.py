@@ -93,7 +93,7 @@ class WeightTier:
     # Device memory
 
     def to_device(self, key: int, memory: torch.Tensor) -> None:
-        """Makes a weight resident in device memory. Nobody uses it meanwhile.
+        """Makes a weight resident in device memory. It is not in use meanwhile.
 
         Args:
             key: which.

@@ -35,32 +35,32 @@ def by_subject(findings: list[Finding]) -> dict[str, Finding]:
 
 class TestVersions:
     def test_supported_versions_are_ok(self) -> None:
-        found = by_subject(
+        findings = by_subject(
             software_checks.check_versions(versions(torch="2.13.0+cpu", deepspeed="0.19.9"), lambda _: REQUIREMENTS)
         )
-        assert {finding.level for finding in found.values()} == {Level.OK}
-        assert found["torch"].text == "2.13.0+cpu (supported: >=2.5)"
+        assert {finding.level for finding in findings.values()} == {Level.OK}
+        assert findings["torch"].text == "2.13.0+cpu (supported: >=2.5)"
 
     @pytest.mark.parametrize("version", ["0.19.7", "0.20.0"])
     def test_deepspeed_outside_the_range_is_a_problem(self, version: str) -> None:
-        found = by_subject(
+        findings = by_subject(
             software_checks.check_versions(versions(torch="2.6", deepspeed=version), lambda _: REQUIREMENTS)
         )
-        assert found["deepspeed"].level is Level.PROBLEM
-        assert version in found["deepspeed"].text
-        assert "pip install 'deepspeed" in found["deepspeed"].remedy
+        assert findings["deepspeed"].level is Level.PROBLEM
+        assert version in findings["deepspeed"].text
+        assert "pip install 'deepspeed" in findings["deepspeed"].remedy
 
     def test_absent_torch_is_a_problem(self) -> None:
-        found = by_subject(software_checks.check_versions(versions(deepspeed="0.19.8"), lambda _: REQUIREMENTS))
-        assert (found["torch"].level, found["torch"].text) == (Level.PROBLEM, "not installed")
+        findings = by_subject(software_checks.check_versions(versions(deepspeed="0.19.8"), lambda _: REQUIREMENTS))
+        assert (findings["torch"].level, findings["torch"].text) == (Level.PROBLEM, "not installed")
 
     def test_use_without_installation_is_a_warning(self) -> None:
         def not_installed(name: str) -> list[str]:
             raise metadata.PackageNotFoundError(name)
 
-        found = by_subject(software_checks.check_versions(versions(torch="2.6", deepspeed="0.1"), not_installed))
-        assert found["tencache"].level is Level.WARNING
-        assert found["deepspeed"].level is Level.OK
+        findings = by_subject(software_checks.check_versions(versions(torch="2.6", deepspeed="0.1"), not_installed))
+        assert findings["tencache"].level is Level.WARNING
+        assert findings["deepspeed"].level is Level.OK
 
     def test_declared_ranges_are_those_of_the_package(self) -> None:
         declared = metadata.requires("tencache-ds") or []
@@ -100,14 +100,14 @@ class TestBuildTools:
     def test_nothing_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
         monkeypatch.setattr(software_checks.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-        found = by_subject(software_checks.check_build_tools(lambda _: None, (tmp_path,)))
-        assert {name: finding.level for name, finding in found.items()} == {
+        findings = by_subject(software_checks.check_build_tools(lambda _: None, (tmp_path,)))
+        assert {name: finding.level for name, finding in findings.items()} == {
             "compiler": Level.PROBLEM,
             "ninja": Level.PROBLEM,
             "python headers": Level.PROBLEM,
             "libaio": Level.WARNING,
         }
-        assert all(finding.remedy for finding in found.values())
+        assert all(finding.remedy for finding in findings.values())
 
     def test_everything_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for header in ("Python.h", "libaio.h"):
@@ -213,8 +213,8 @@ class TestStorage:
             return real_open(path, flags, mode)
 
         monkeypatch.setattr(os, "open", without_direct)
-        found = by_subject(storage_checks.check_nvme_path(tmp_path))
-        assert found["direct I/O"].level is Level.WARNING
+        findings = by_subject(storage_checks.check_nvme_path(tmp_path))
+        assert findings["direct I/O"].level is Level.WARNING
         assert list(tmp_path.iterdir()) == []
 
     def test_a_file_is_a_problem(self, tmp_path: Path) -> None:

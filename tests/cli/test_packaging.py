@@ -85,8 +85,8 @@ def test_the_source_distribution_has_the_package_and_nothing_else(sdist: Path) -
     with tarfile.open(sdist) as archive:
         packed = {member.name.partition("/")[2] for member in archive if member.isfile()}
     expected = {f"{folder}/{file}" for folder in FOLDERS for file in installed_files(folder)} | set(NEEDED_FILES)
-    made = {name for name in packed if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
-    assert packed - made == expected
+    generated = {name for name in packed if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
+    assert packed - generated == expected
 
 
 def test_every_file_is_in_the_wheel(wheel: Path) -> None:

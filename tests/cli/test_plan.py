@@ -36,8 +36,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("machine")
 def test_a_model_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
-    words = ["plan", "--params", "6.7B", "--nvme-path", str(tmp_path), "--json", str(file)]
-    assert main(words) == 0
+    argv = ["plan", "--params", "6.7B", "--nvme-path", str(tmp_path), "--json", str(file)]
+    assert main(argv) == 0
     printed = capsys.readouterr().out
     assert "6.7 billion parameters on 1 x a CPU" in printed
     assert "51.2 GiB" in printed
@@ -54,15 +54,15 @@ def test_a_model_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("argv", "problem"),
     [
         (["--params", "6.7B"], "name a drive with --nvme-path"),
         (["--params", "13B", "--nvme-path", "/", "--host-memory", "0"], "of NVMe are needed, 100.0 GiB are free"),
         (["--params", "6.7B", "--nvme-path", "/", "--host-memory", "90GiB"], "lower --host-memory"),
     ],
 )
-def test_a_model_that_does_not_fit(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *words]) == 1
+def test_a_model_that_does_not_fit(argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *argv]) == 1
     assert problem in " ".join(capsys.readouterr().out.split())
 
 
@@ -85,9 +85,9 @@ def test_what_is_no_number_of_parameters(text: str) -> None:
         plan._count(text)
 
 
-@pytest.mark.parametrize("words", [[], ["--params", "1B", "--model", "x"], ["--layers", "2"], ["--hidden", "2"]])
-def test_one_model_is_asked_for(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *words]) == 1
+@pytest.mark.parametrize("argv", [[], ["--params", "1B", "--model", "x"], ["--layers", "2"], ["--hidden", "2"]])
+def test_one_model_is_asked_for(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *argv]) == 1
     assert "give exactly one model" in capsys.readouterr().err
 
 
@@ -103,8 +103,8 @@ def test_a_model_that_nobody_knows(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--layers", "2", "--hidden", "256", "--nvme-path", str(tmp_path), "--seconds", "2"]
-    assert main(words) == 0
+    argv = ["plan", "--layers", "2", "--hidden", "256", "--nvme-path", str(tmp_path), "--seconds", "2"]
+    assert main(argv) == 0
     assert "shortest step" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
@@ -112,8 +112,8 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.usefixtures("machine")
 def test_a_picture(tmp_path: Path) -> None:
     file = tmp_path / "plan.png"
-    words = ["plan", "--params", "6.7B", "--nvme-path", str(tmp_path), "--gpu-memory", "8GiB", "--plot", str(file)]
-    assert main(words) == 0
+    argv = ["plan", "--params", "6.7B", "--nvme-path", str(tmp_path), "--gpu-memory", "8GiB", "--plot", str(file)]
+    assert main(argv) == 0
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert file.stat().st_size > 10_000
 
@@ -123,13 +123,13 @@ def test_a_picture(tmp_path: Path) -> None:
 def test_a_picture_that_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, problem: str
 ) -> None:
-    words = ["plan", "--params", "6.7B", "--nvme-path", str(tmp_path), "--plot", str(tmp_path / name)]
-    assert main(words) == 1
+    argv = ["plan", "--params", "6.7B", "--nvme-path", str(tmp_path), "--plot", str(tmp_path / name)]
+    assert main(argv) == 1
     assert problem in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("machine")
 def test_gpu_memory_takes_what_fits_nowhere_else(tmp_path: Path) -> None:
-    words = ["plan", "--params", "6.7B", "--host-memory", "60GiB"]
-    assert main(words) == 1
-    assert main([*words, "--gpu-memory", "44GiB"]) == 0
+    argv = ["plan", "--params", "6.7B", "--host-memory", "60GiB"]
+    assert main(argv) == 1
+    assert main([*argv, "--gpu-memory", "44GiB"]) == 0

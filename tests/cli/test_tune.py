@@ -78,14 +78,14 @@ class TestRealRun:
         assert list(folder.iterdir()) == []
         assert list(cache.iterdir()) == []
         content = json.loads(file.read_text())
-        (found,) = content["paths"]
-        assert found["backend"] in BACKENDS
-        default = found["tencache"]["tried"][0]
-        assert default["settings"] == tencache_grid(found["backend"])[0]
+        (result,) = content["paths"]
+        assert result["backend"] in BACKENDS
+        default = result["tencache"]["tried"][0]
+        assert default["settings"] == tencache_grid(result["backend"])[0]
         rates = [default[f"{kind}_bytes_per_s"] for kind in ("read", "write", "mixed")]
         assert min(rates) > 0
         assert all(f"{rate / 1e9:.2f}" in output for rate in rates)
-        section = found["stock_config"]
+        section = result["stock_config"]
         if section is None:
             assert "stock was not measured" in output
         else:
@@ -96,7 +96,7 @@ class TestRealRun:
             assert parsed | section["aio"] == parsed
             assert type(parsed["single_submit"]) is type(parsed["overlap_events"]) is bool
             assert parsed["intra_op_parallelism"] >= 1
-        settings = found["tencache_config"]
+        settings = result["tencache_config"]
         assert options_from(settings["tencache"]).io_lanes >= 1
         assert read_aio_section(settings)["block_size"] % 4096 == 0
         assert [one["drive_writes_per_day"] for one in content["endurance"]] == pytest.approx(
@@ -114,30 +114,30 @@ class TestRealRun:
             return real_open(path, flags, *rest, **named)
 
         monkeypatch.setattr(os, "open", without_direct)
-        found = tune_measure.measure_path(tmp_path, 0.5)
-        assert not found.direct
-        assert any("refuses O_DIRECT" in line and str(tmp_path) in line for line in found.warnings)
-        assert found.stock is None
-        assert found.stock_section() is None
-        assert any("needs O_DIRECT" in note for note in found.notes)
+        result = tune_measure.measure_path(tmp_path, 0.5)
+        assert not result.direct
+        assert any("refuses O_DIRECT" in line and str(tmp_path) in line for line in result.warnings)
+        assert result.stock is None
+        assert result.stock_section() is None
+        assert any("needs O_DIRECT" in note for note in result.notes)
         assert list(tmp_path.iterdir()) == []
 
     def test_memory_and_networks_are_warned_of(self, tmp_path: Path) -> None:
-        for kind, words in (("tmpfs", "RAM, not a disk"), ("nfs4", "over a network"), ("ext4", "")):
+        for kind, fragment in (("tmpfs", "RAM, not a disk"), ("nfs4", "over a network"), ("ext4", "")):
             warnings = tune_measure.warnings_of(tmp_path, filesystem.FileSystem(kind, "/", "none"), True)
-            assert len(warnings) == bool(words)
-            assert all(words in line and str(tmp_path) in line for line in warnings)
+            assert len(warnings) == bool(fragment)
+            assert all(fragment in line and str(tmp_path) in line for line in warnings)
 
     def test_the_slowest_case_still_has_a_figure_for_each_direction(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tune_measure, "file_system_of", lambda folder: filesystem.FileSystem("tmpfs", "/", "none"))
         monkeypatch.setattr(tune_measure, "block_device_of", lambda folder: None)
-        found = tune_measure.measure_path(tmp_path, 0.01)
-        assert found.tencache.default.read_bytes_per_s is not None
-        assert found.tencache.best is found.tencache.default  # one round decides nothing
-        assert "RAM, not a disk" in found.warnings[0]
-        assert (found.device, found.logical_block_nbytes) == ("", None)
+        result = tune_measure.measure_path(tmp_path, 0.01)
+        assert result.tencache.default.read_bytes_per_s is not None
+        assert result.tencache.best is result.tencache.default  # one round decides nothing
+        assert "RAM, not a disk" in result.warnings[0]
+        assert (result.device, result.logical_block_nbytes) == ("", None)
 
     def test_a_failing_device_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(self: Any, kind: Any, slot: int, turn: int) -> Any:
@@ -201,12 +201,12 @@ class TestAdvice:
 
     def test_of_equals_the_one_closest_to_the_default_wins(self) -> None:
         default = measured(rounds=(1.0,) * LEAST_ROUNDS, io_lanes=8, queue_depth=8)
-        near = measured(rounds=(1.5,) * LEAST_ROUNDS, io_lanes=8, queue_depth=32)
+        closest = measured(rounds=(1.5,) * LEAST_ROUNDS, io_lanes=8, queue_depth=32)
         far = measured(rounds=(1.55,) * LEAST_ROUNDS, io_lanes=2, queue_depth=32)
         much_faster = measured(rounds=(2.0,) * LEAST_ROUNDS, io_lanes=2, queue_depth=32)
-        assert Choice(tried=(default, far, near)).best == near
-        assert Choice(tried=(default, near, far)).gain == pytest.approx(0.5)
-        assert Choice(tried=(default, near, much_faster)).best == much_faster
+        assert Choice(tried=(default, far, closest)).best == closest
+        assert Choice(tried=(default, closest, far)).gain == pytest.approx(0.5)
+        assert Choice(tried=(default, closest, much_faster)).best == much_faster
 
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_grids_begin_with_the_defaults_and_can_be_set(self, backend: str) -> None:

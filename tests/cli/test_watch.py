@@ -24,10 +24,10 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    found = tmp_path / "tencache"
+    path = tmp_path / "tencache"
     for module in (channel_module, channel_client):
-        monkeypatch.setattr(module, "folders", lambda: [found])
-    return found
+        monkeypatch.setattr(module, "folders", lambda: [path])
+    return path
 
 
 def record(step: int, seconds: float, nvme_read: int) -> StepRecord:
@@ -129,11 +129,11 @@ def test_it_refreshes_with_the_rates_since_then_until_the_job_ends(capsys: pytes
     counted = [0]
 
     def answer() -> dict[str, Any]:
-        found = snapshot()
+        state = snapshot()
         counted[0] += 1
-        found["engines"][0]["stats"]["total"]["nbytes"]["nvme_read"] += counted[0] * 1024 * MIB
+        state["engines"][0]["stats"]["total"]["nbytes"]["nvme_read"] += counted[0] * 1024 * MIB
         asked.release()
-        return found
+        return state
 
     channel = serve(answer)
 

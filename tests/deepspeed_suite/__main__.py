@@ -59,11 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
         Mode.offload, files, [test for test in failing if test in with_mode[Mode.nvme]]
     )
 
-    found = differences(stock, with_mode, exclusions)
+    unexpected = differences(stock, with_mode, exclusions)
     complete = options.files == [""] and not options.expression
-    complaints = stale(exclusions, stock, found, complete)
-    print(report(stock, with_mode, found, complaints))
-    return int(bool(complaints) or not all(difference.accounted_for for difference in found))
+    complaints = stale(exclusions, stock, unexpected, complete)
+    print(report(stock, with_mode, unexpected, complaints))
+    return int(bool(complaints) or not all(difference.accounted_for for difference in unexpected))
 
 
 if __name__ == "__main__":

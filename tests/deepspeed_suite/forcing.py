@@ -106,7 +106,7 @@ class Forcing:
 
     Attributes:
         mode: how configs are changed.
-        folder: the test's own: NVMe files go to ``nvme`` below it, what was seen in configs to ``seen``.
+        folder: the test's own: NVMe files go to ``nvme`` below it, records of the parsed configs to ``seen``.
     """
 
     mode: Mode
@@ -123,7 +123,7 @@ class Forcing:
         make_older_tests_do()
 
     def seen(self) -> set[Seen]:
-        """What was found in the configs of the test so far, by all processes."""
+        """Records of the configs that the test's processes have parsed so far."""
         return {Seen(path.name) for path in (self.folder / "seen").iterdir()}
 
     @staticmethod
@@ -183,10 +183,10 @@ def _parsed(config: Any) -> Mapping[str, Any] | None:
     import hjson
 
     try:
-        found = hjson.loads(Path(config).read_text())
+        parsed = hjson.loads(Path(config).read_text())
     except hjson.HjsonDecodeError:
         return None
-    return found if isinstance(found, dict) else None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def make_cpu_do() -> None:

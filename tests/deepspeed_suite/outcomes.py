@@ -104,14 +104,14 @@ class Difference:
 
 def read_results(path: Path) -> dict[str, Result]:
     """The results in a file of JSON lines, the last of each test; tests that started and never ended are missing."""
-    found: dict[str, Result] = {}
+    results: dict[str, Result] = {}
     for line in _lines(path):
         if "outcome" in line:
             given = {key: value for key, value in line.items() if key in Result.__dataclass_fields__}
             given |= {"outcome": Outcome(line["outcome"])}
             given |= {"seen": frozenset(Seen(name) for name in line.get("seen", ()))}
-            found[line["test"]] = Result(**given)
-    return found
+            results[line["test"]] = Result(**given)
+    return results
 
 
 def unfinished(path: Path, nth_line: int = 0) -> list[str]:
@@ -149,14 +149,14 @@ def read_exclusions(path: Path) -> list[Exclusion]:
     Raises:
         ValueError: an entry without a reason, an error or a mode, or with a key that nothing reads.
     """
-    found = []
+    exclusions = []
     for entry in tomllib.loads(path.read_text())["excluded"]:
         wanted = set(Exclusion.__dataclass_fields__)
         if set(entry) != wanted or not all(entry.values()):
             raise ValueError(f"an exclusion has the keys {sorted(wanted)}, none of them empty, not {entry}")
         modes = frozenset(Mode(mode) for mode in entry["modes"])
-        found.append(Exclusion(**entry | {"modes": modes, "kind": Kind(entry["kind"])}))
-    return found
+        exclusions.append(Exclusion(**entry | {"modes": modes, "kind": Kind(entry["kind"])}))
+    return exclusions
 
 
 def to_run(mode: Mode, stock: Mapping[str, Result]) -> list[str]:
@@ -175,7 +175,7 @@ def differences(
 
     A failure of ``nvme`` that stock's CPU offload shares, with the same error but for numbers, is marked so.
     """
-    found = []
+    unexpected = []
     shared_with = with_mode.get(Mode.offload, {})
     for mode in (Mode.line, Mode.nvme):
         for test in to_run(mode, stock):
@@ -185,8 +185,8 @@ def differences(
             exclusion = next((entry for entry in exclusions if entry.covers(mode, result)), None)
             other = shared_with.get(test) if mode == Mode.nvme else None
             shared = other is not None and _same_failure(result, other)
-            found.append(Difference(mode, result, exclusion, shared))
-    return found
+            unexpected.append(Difference(mode, result, exclusion, shared))
+    return unexpected
 
 
 def _same_failure(result: Result, other: Result) -> bool:
@@ -199,9 +199,9 @@ def _without_numbers(error: str) -> str:
 
 
 def stale(
-    exclusions: Iterable[Exclusion], stock: Mapping[str, Result], found: Sequence[Difference], complete: bool
+    exclusions: Iterable[Exclusion], stock: Mapping[str, Result], differences: Sequence[Difference], complete: bool
 ) -> list[str]:
-    """What is wrong with the table itself: entries that account for no failure.
+    """Problems of the table itself: entries that account for no failure.
 
     Args:
         complete: whether all tests of the selection were run. If not, entries about tests that did not run are left
@@ -209,7 +209,7 @@ def stale(
     """
     complaints = []
     for entry in exclusions:
-        if any(difference.exclusion is entry for difference in found):
+        if any(difference.exclusion is entry for difference in differences):
             continue
         named = [test for test in stock if entry.names(test)]
         if named or complete:
@@ -221,7 +221,7 @@ def stale(
 def report(
     stock: Mapping[str, Result],
     with_mode: Mapping[Mode, Mapping[str, Result]],
-    found: Sequence[Difference],
+    unexpected: Sequence[Difference],
     complaints: Sequence[str],
 ) -> str:
     """The tables that the runner prints."""
@@ -231,9 +231,9 @@ def report(
         counts = Counter(result.outcome for result in results.values())
         lines.append(f"{mode:8} {len(results):6} " + " ".join(f"{counts[outcome]:8}" for outcome in Outcome))
     for title, chosen in (
-        ("not accounted for", [item for item in found if not item.accounted_for]),
-        ("excluded", [item for item in found if item.exclusion is not None]),
-        ("stock's CPU offload fails likewise", [item for item in found if item.exclusion is None and item.shared]),
+        ("not accounted for", [item for item in unexpected if not item.accounted_for]),
+        ("excluded", [item for item in unexpected if item.exclusion is not None]),
+        ("stock's CPU offload fails likewise", [item for item in unexpected if item.exclusion is None and item.shared]),
     ):
         lines += ["", f"{title}: {len(chosen)}"]
         for item in chosen:

@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--suite-folder", type=Path, help="work of this process")
     group.addoption("--suite-results", type=Path, help="JSON lines are appended here")
     group.addoption("--suite-tests", type=Path, help="JSON: the tests to run; null for all")
-    group.addoption("--suite-ids", type=Path, help="JSON: the node ids of what was collected are written here")
+    group.addoption("--suite-ids", type=Path, help="JSON: file for the node ids of the collected tests")
     group.addoption("--suite-job", type=int, default=0, help="number of this process among those at the same time")
 
 

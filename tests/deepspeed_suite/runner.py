@@ -92,14 +92,14 @@ class Runner:
 
     def _collect(self, mode: Mode, files: Sequence[str]) -> list[str]:
         """Node ids of the tests of files, in pytest's order."""
-        found = self.work / "collected.json"
-        found.unlink(missing_ok=True)
+        collected = self.work / "collected.json"
+        collected.unlink(missing_ok=True)
         if not files:
             return []
-        ended = self._run_pytest(mode, files, None, 0, "--collect-only", "--suite-ids", str(found))
-        if not found.exists() or ended.code not in (0, 5):
+        ended = self._run_pytest(mode, files, None, 0, "--collect-only", "--suite-ids", str(collected))
+        if not collected.exists() or ended.code not in (0, 5):
             raise RuntimeError(f"pytest could not collect {files} (exit status {ended.code}):\n{ended.log[-3000:]}")
-        ids: list[str] = json.loads(found.read_text())
+        ids: list[str] = json.loads(collected.read_text())
         return ids
 
     def _run_batch(self, mode: Mode, tests: Sequence[str], numbers: queue.SimpleQueue[int]) -> None:

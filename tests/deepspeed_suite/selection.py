@@ -63,10 +63,10 @@ def selected_files(tests: Path) -> list[str]:
     Raises:
         FileNotFoundError: a pattern finds nothing: the checkout is of another version, or none.
     """
-    found: dict[str, None] = {}
+    selected: dict[str, None] = {}
     for pattern in SELECTED:
         matches = sorted((tests / "unit").glob(pattern))
         if not matches:
             raise FileNotFoundError(f"{tests / 'unit' / pattern} finds no file of DeepSpeed's tests")
-        found |= dict.fromkeys(str(path.relative_to(tests)) for path in matches)
-    return [file for file in found if file.removeprefix("unit/") not in LEFT_OUT]
+        selected |= dict.fromkeys(str(path.relative_to(tests)) for path in matches)
+    return [file for file in selected if file.removeprefix("unit/") not in LEFT_OUT]

@@ -127,10 +127,10 @@ def test_only_what_stock_passes_and_a_mode_changes_is_run() -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.failed, Outcome.skipped, Outcome.hung, Outcome.crashed])
 def test_whatever_is_not_a_pass_is_a_difference(outcome: Outcome) -> None:
-    (found,) = differences(_stock("a", "b"), {Mode.nvme: {"a": Result("a", outcome)} | _stock("b")}, [])
-    assert found.result.test == "a"
-    assert not found.accounted_for
-    assert "not accounted for: 1" in report(_stock("a", "b"), {}, [found], [])
+    (difference,) = differences(_stock("a", "b"), {Mode.nvme: {"a": Result("a", outcome)} | _stock("b")}, [])
+    assert difference.result.test == "a"
+    assert not difference.accounted_for
+    assert "not accounted for: 1" in report(_stock("a", "b"), {}, [difference], [])
 
 
 def test_an_exclusion_covers_its_tests_with_its_error_in_its_mode_only() -> None:
@@ -143,9 +143,9 @@ def test_an_exclusion_covers_its_tests_with_its_error_in_its_mode_only() -> None
         (_excluded("f.py::T::t[*]", error="KeyError"), False),
         (_excluded("f.py::T::t[*]", mode=Mode.line), False),
     ):
-        (found,) = differences(stock, failures, [entry])
-        assert found.accounted_for is covered
-        assert bool(stale([entry], stock, [found], complete=True)) is not covered
+        (difference,) = differences(stock, failures, [entry])
+        assert difference.accounted_for is covered
+        assert bool(stale([entry], stock, [difference], complete=True)) is not covered
 
 
 def test_a_stale_exclusion_is_an_error_unless_its_tests_were_not_run() -> None:
@@ -164,7 +164,7 @@ def test_a_failure_that_stock_s_cpu_offload_shares_is_no_difference_of_tencache(
     for test, (error, other) in shared.items():
         with_mode[Mode.nvme] |= _failed(test, error)
         with_mode[Mode.offload] |= _failed(test, other)
-    assert [found.shared for found in differences(_stock("a", "b"), with_mode, [])] == [True, False]
+    assert [difference.shared for difference in differences(_stock("a", "b"), with_mode, [])] == [True, False]
 
 
 def test_every_exclusion_has_a_reason() -> None:

@@ -64,9 +64,9 @@ class Outcome:
         ended = f"exit status {self.finished.code}" if self.finished.code is not None else "killed at its time limit"
         log = f"{ended}; the log ends with\n{self.finished.log[-TAIL_CHARACTERS:]}"
         for other, results in enumerate(self.per_rank):
-            found = results.get(f"{name}/{engine}")
-            assert found is not None, f"case {name} with {engine} did not run on rank {other}; {log}"
-            assert "error" not in found, f"{name} with {engine}, rank {other}:\n{found['traceback']}"
+            recorded = results.get(f"{name}/{engine}")
+            assert recorded is not None, f"case {name} with {engine} did not run on rank {other}; {log}"
+            assert "error" not in recorded, f"{name} with {engine}, rank {other}:\n{recorded['traceback']}"
         return self.per_rank[rank][f"{name}/{engine}"]
 
     @property

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on storage that goes wrong in the middle: run like ``training.py``, many cases in one process.
 
-Two steps are trained, then the fault begins, then three more steps follow. What is reported: the error of each rank,
+Two steps are trained, then the fault begins, then three more steps follow. Reported are the error of each rank,
 how long it took, and, where training went on, its losses and a hash of every weight. Stock's NVMe offload takes the
 same cases, but those that need TenCache's own fault injection; it may abort or hang, so give it one case a process.
 """
@@ -62,10 +62,10 @@ class Circumstance:
     def _stored(self) -> list[tuple[NvmePath, ExtentStore, str]]:
         """TenCache's files of the case's kind, which have no names to find them by."""
         kind = self._case["what"]
-        found = [(path, store) for path in self._paths for each, store, _ in path.stores if each == kind]
+        stored = [(path, store) for path in self._paths for each, store, _ in path.stores if each == kind]
         return [
             (p, store, name)
-            for p, store in found
+            for p, store in stored
             for name in store.paths
             if Path(name).parent == Path(p.scratch.folder)
         ]
@@ -115,11 +115,11 @@ def describe(error: BaseException) -> dict[str, Any]:
     root: BaseException | None = error
     while root is not None and not isinstance(root, StorageError):
         root = root.__cause__ or root.__context__
-    found = {"failure": f"{type(error).__name__}: {error}", "notes": getattr(root, "__notes__", [])}
+    result = {"failure": f"{type(error).__name__}: {error}", "notes": getattr(root, "__notes__", [])}
     if isinstance(root, StorageError):
-        found |= {"type": type(root).__name__, "path": root.path, "offset": root.offset, "tag": root.tag}
-        found |= {"errno": root.errno, "operation": root.operation}
-    return found
+        result |= {"type": type(root).__name__, "path": root.path, "offset": root.offset, "tag": root.tag}
+        result |= {"errno": root.errno, "operation": root.operation}
+    return result
 
 
 def run_on_a_small_device(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
@@ -149,9 +149,9 @@ def run_on_a_small_device(case: dict[str, Any], engine_name: str, folder: str, r
 @functools.cache
 def least_memory(nvme: str) -> dict[str, int]:
     """So little staging memory that every pass reads weights and chunks again: nothing is missed by luck."""
-    found = training.smallest_staging_nbytes({"model": "mlp"}, nvme)
+    smallest = training.smallest_staging_nbytes({"model": "mlp"}, nvme)
     training.wait_until_closed()
-    return {"staging_memory": found}
+    return {"staging_memory": smallest}
 
 
 def forget_what_was_read_ahead(engine: Any) -> None:

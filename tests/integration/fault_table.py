@@ -186,7 +186,7 @@ def told(ended: Ended, clean: Ended, timeout_s: float) -> str:
         return f"hangs in step {3 + ended.n_steps}: killed after {timeout_s:.0f} s"
     for result, reference in zip(ended.results, clean.results, strict=True):
         pairs = zip(result["losses"], reference["losses"], strict=True)
-        wrong = [step for step, (found, right) in enumerate(pairs, 1) if found != right]
+        wrong = [step for step, (loss, right) in enumerate(pairs, 1) if loss != right]
         if wrong:
             return f"CONTINUES WITH WRONG NUMBERS: losses differ from step {wrong[0]}"
         if result["weights"] != reference["weights"]:

@@ -42,10 +42,10 @@ def least_gds_memory(case: dict[str, Any], folder: str) -> int:
     try:
         training.build(case | {"tencache": options}, "tencache", f"{folder}/nvme")
     except ValueError as error:
-        found = re.search(r"needs at least (\d+)", str(error))
-        if found is None:
+        match = re.search(r"needs at least (\d+)", str(error))
+        if match is None:
             raise
-        return int(found.group(1))
+        return int(match.group(1))
     raise RuntimeError("one byte of GPU memory was accepted")
 
 

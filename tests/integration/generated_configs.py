@@ -143,10 +143,10 @@ class Generated:
     mistakes: list[str] = field(default_factory=list)
 
     def section(self, *path: str) -> dict[str, Any]:
-        found = self.config
+        result = self.config
         for part in path:
-            found = found[part]
-        return found
+            result = result[part]
+        return result
 
     def write(self, path: tuple[str, ...], value: Any) -> None:
         section = self.section(*path[:-1])
@@ -156,10 +156,10 @@ class Generated:
 
     def is_whole(self, *path: str) -> bool:
         """Whether the section is still one, after the mistakes made so far."""
-        found: Any = self.config
+        value: Any = self.config
         for part in path:
-            found = found.get(part) if isinstance(found, dict) else None
-        return isinstance(found, dict)
+            value = value.get(part) if isinstance(value, dict) else None
+        return isinstance(value, dict)
 
 
 def _right(draw: Any, generated: Generated, section: tuple[str, ...], keys: Any) -> None:

@@ -69,7 +69,7 @@ class OrdinaryMemory(OrdinaryDevice):
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > self._free_nbytes():
             raise MemoryLimitError(f"{nbytes} bytes are not there")
-        # Poisoned: whoever reads before writing is wrong.
+        # Poisoned: reading before writing gives wrong results.
         memory = torch.full((nbytes,), 0xCB, dtype=torch.uint8)
         self._given.append(weakref.ref(memory.untyped_storage()))
         return memory
@@ -123,14 +123,14 @@ class RandomMoves:
 @contextlib.contextmanager
 def little_room(case: dict[str, Any]) -> Iterator[None]:
     """What a case says is left of host memory and of the drives."""
-    found = session.available_nbytes, session._free_together
+    original = session.available_nbytes, session._free_together
     if "host_available" in case:
         session.available_nbytes = lambda: case["host_available"]
         session._free_together = lambda paths: case.get("nvme_free", 0)
     try:
         yield
     finally:
-        session.available_nbytes, session._free_together = found
+        session.available_nbytes, session._free_together = original
 
 
 def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:

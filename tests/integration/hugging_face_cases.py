@@ -131,12 +131,12 @@ class Case:
 
 def file_digests(folder: Path) -> dict[str, str]:
     """A hash of every tensor in the model files of a folder."""
-    found = {}
+    digests = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(path).items():
             value = tensor.contiguous().view(torch.uint8).numpy()
-            found[name] = hashlib.sha256(value.tobytes()).hexdigest()
-    return found
+            digests[name] = hashlib.sha256(value.tobytes()).hexdigest()
+    return digests
 
 
 def tensor_digests(state: dict[str, torch.Tensor] | None) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def trainer_trains(case: Case) -> None:
 
 
 def trainer_resumes(case: Case, saved_by: str | None = None) -> None:
-    """Goes on from the middle of the scenario before; to be compared with the run that never stopped."""
+    """Continues from the middle of the previous scenario; to be compared with the run that never stopped."""
     earlier = case.shared / f"trainer_trains-{saved_by or case.engine}"
     trainer = trainer_for(case, eval_strategy="steps", eval_steps=2)
     trainer.train(resume_from_checkpoint=str(earlier / "checkpoint-2"))
@@ -285,7 +285,7 @@ def trainer_trains_twice(case: Case) -> None:
 
 
 def from_pretrained_and_generate(case: Case) -> None:
-    """A script of its own: weights loaded under ZeRO-3, trained, and used for generation in between."""
+    """A custom script: weights loaded under ZeRO-3, trained, and used for generation in between."""
     config = case.config(automatic=False)
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
     kept = HfDeepSpeedConfig(config)  # has to live until the model is loaded
@@ -305,8 +305,8 @@ def from_pretrained_and_generate(case: Case) -> None:
         engine.step()
         engine.eval()
         with torch.no_grad():
-            made = engine.module.generate(prompt, max_new_tokens=4, do_sample=False, synced_gpus=True)
-        case.seen[f"generated {step}"] = made.tolist()
+            created = engine.module.generate(prompt, max_new_tokens=4, do_sample=False, synced_gpus=True)
+        case.seen[f"generated {step}"] = created.tolist()
     case.seen["weights"] = training.digests(engine.module)
     engine.destroy()
 
@@ -383,5 +383,5 @@ def begin_anew() -> None:
 
 
 def join_ranks() -> None:
-    """Without a backend accelerate would take each rank on the CPU for a job of its own."""
+    """Without a backend accelerate would treat each rank on the CPU as a separate job."""
     PartialState(backend=None if torch.cuda.is_available() else "gloo")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of three other programs with optimizer steps that go on in the background, slowly: whoever does not wait
-for a weight, a gradient or the state gets a wrong one.
+"""The cases of three other programs with slow optimizer steps in the background: a reader that does not wait for a
+weight, a gradient or the state gets a wrong one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.update import ChunkedUpdate
 
 DELAY_S, DELAYED = 0.003, 7
-"""So long takes each of so many chunks that are updated in the background."""
+"""Additional seconds per chunk in the background, and the number of chunks that get them."""
 
 plain_config = training.config_for
 plain_finish = ChunkedUpdate._finish

@@ -76,20 +76,20 @@ class Saver:
 
     def save(self, attempt: str, tag: str | None = None) -> None:
         tag = tag or attempt
-        found: dict[str, Any] = {"failure": ""}
+        outcome: dict[str, Any] = {"failure": ""}
         t_start = time.monotonic()
         try:
             self.engine.save_checkpoint(str(self.folder), tag=tag)
         except Exception as error:
-            found["failure"] = f"{type(error).__name__}: {error}"
-            found["storage"] = isinstance(error, StorageError)
-            found["notes"] = getattr(error, "__notes__", [])
-        found["seconds"] = time.monotonic() - t_start
+            outcome["failure"] = f"{type(error).__name__}: {error}"
+            outcome["storage"] = isinstance(error, StorageError)
+            outcome["notes"] = getattr(error, "__notes__", [])
+        outcome["seconds"] = time.monotonic() - t_start
         deepspeed.comm.barrier()
-        found["latest"] = (self.folder / "latest").read_text()
-        found["files"] = self.files(tag)
+        outcome["latest"] = (self.folder / "latest").read_text()
+        outcome["files"] = self.files(tag)
         deepspeed.comm.barrier()
-        self.result[attempt] = found
+        self.result[attempt] = outcome
 
     def files(self, tag: str) -> dict[str, str]:
         states = sorted(path for path in (self.folder / tag).iterdir() if not path.name.endswith(".py"))
@@ -205,7 +205,7 @@ def memory(what: str) -> int:
 
 
 def copies(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
-    """Whoever is not DeepSpeed's own writer gets values that training does not change, frozen weights included."""
+    """All writers other than DeepSpeed's own get values that training does not change, frozen weights included."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     kept: dict[str, Any] = {}
@@ -224,10 +224,10 @@ def copies(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
     expected = {}
     for name in kept:
         expected |= flat(torch.load(s.folder / "streamed" / name, weights_only=False), name)
-    found = {}
+    tensors = {}
     for name, state in kept.items():
-        found |= flat(state, name)
-    s.result |= {"expected": hashes(expected), "found": hashes(found), "outside": hashes(flat(outside, ""))}
+        tensors |= flat(state, name)
+    s.result |= {"expected": hashes(expected), "actual": hashes(tensors), "outside": hashes(flat(outside, ""))}
     return s.end()
 
 
@@ -236,10 +236,10 @@ def flat(value: Any, name: str) -> dict[str, torch.Tensor]:
     if torch.is_tensor(value):
         return {name: value}
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, inner in items:
-        found |= flat(inner, f"{name}.{key}")
-    return found
+        tensors |= flat(inner, f"{name}.{key}")
+    return tensors
 
 
 SCENARIOS: dict[str, Callable[[dict[str, Any], str, int], dict[str, Any]]] = {

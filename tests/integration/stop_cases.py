@@ -31,7 +31,7 @@ STEPS_BEFORE, STEPS_AFTER = 2, 2
 
 def holders(folder: Path, name: str = "") -> list[int]:
     """Processes that have a file below the folder open whose name, now or once, has ``name`` in it."""
-    found = set()
+    pids = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         links = []
         with contextlib.suppress(OSError):  # it has ended, or is another user's
@@ -39,19 +39,19 @@ def holders(folder: Path, name: str = "") -> list[int]:
                 with contextlib.suppress(FileNotFoundError):  # closed meanwhile: one file, not the process
                     links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
         if any(link.startswith(f"{folder.resolve()}/") and name in link for link in links):
-            found.add(int(pid))
-    return sorted(found)
+            pids.add(int(pid))
+    return sorted(pids)
 
 
 def left_in(folder: Path) -> dict[str, int]:
     """Files and their bytes of storage; folders that are empty end in a slash."""
-    found = {}
+    sizes = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            found[str(path.relative_to(folder))] = path.stat().st_blocks * 512
+            sizes[str(path.relative_to(folder))] = path.stat().st_blocks * 512
         elif not any(path.iterdir()):
-            found[f"{path.relative_to(folder)}/"] = 0
-    return found
+            sizes[f"{path.relative_to(folder)}/"] = 0
+    return sizes
 
 
 # The trainer

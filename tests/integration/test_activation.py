@@ -113,8 +113,8 @@ class Script:
         finished = self.harness.execute(command, folder=self.folder, env=env, timeout_s=120).succeeded()
         return finished, self.report()
 
-    def launcher(self, ranks: int, words: list[str], **env: str | None) -> tuple[Any, dict[str, Any]]:
-        finished = self.harness.launch(ranks, words, folder=self.folder, env=env, timeout_s=120).succeeded()
+    def launcher(self, ranks: int, argv: list[str], **env: str | None) -> tuple[Any, dict[str, Any]]:
+        finished = self.harness.launch(ranks, argv, folder=self.folder, env=env, timeout_s=120).succeeded()
         return finished, self.report()
 
     def report(self) -> dict[str, Any]:
@@ -128,13 +128,13 @@ def script(harness: Any) -> Script:
 
 def ours(report: dict[str, Any], index: int = 0) -> bool:
     engine = report["engines"][index]
-    found = {
+    result = {
         engine["optimizer"] == "tencache_ds.integration.stage3.TenCacheZeroOptimizer_Stage3",
         engine["coordinator"] == "TenCacheCoordinator",
         engine["swapper"] == "tencache_ds.integration.param_swapper.ParamSwapper",
     }
-    assert len(found) == 1, f"half active: {engine}"
-    return found.pop()
+    assert len(result) == 1, f"half active: {engine}"
+    return result.pop()
 
 
 def test_without_the_key_nothing_is_replaced(script: Script) -> None:
@@ -171,8 +171,8 @@ def test_unedited_script_under_the_launcher_with_the_alias(script: Script) -> No
 
 def test_run_module_under_the_launcher(script: Script) -> None:
     script.config("nvme", offload_engine="tencache", tencache={"io_backend": "posix"})
-    words = ["--module", "tencache_ds.run", str(script.path), *script.arguments]
-    _, report = script.launcher(1, words, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    argv = ["--module", "tencache_ds.run", str(script.path), *script.arguments]
+    _, report = script.launcher(1, argv, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert ours(report)
     assert report["main"] == "__main__"
     assert report["argv"][0] == str(script.path)

@@ -49,20 +49,20 @@ def on_ranks(
     timeout_s: float = 20,
 ) -> list[Any]:
     """What ``act`` gave on each rank, or its error; None where the rank did not come."""
-    found: list[Any] = [None] * RANKS
+    results: list[Any] = [None] * RANKS
 
     def run(rank: int) -> None:
         try:
-            found[rank] = act(Agreement(stores[rank], rank, RANKS, timeout_s), rank)
+            results[rank] = act(Agreement(stores[rank], rank, RANKS, timeout_s), rank)
         except Exception as error:
-            found[rank] = error
+            results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(50)
-    return found
+    return results
 
 
 def values(posts: Sequence[Post]) -> list[Any]:
@@ -71,30 +71,30 @@ def values(posts: Sequence[Post]) -> list[Any]:
 
 def test_all_get_what_the_first_rank_makes_of_all_posts(stores: list[Any]) -> None:
     for meeting in range(3):
-        found = on_ranks(stores, lambda one, rank: one.reach("memory", {"rank": rank, "n": meeting}, values))  # noqa: B023
-        assert found == [[{"rank": rank, "n": meeting} for rank in range(RANKS)]] * RANKS
+        result = on_ranks(stores, lambda one, rank: one.reach("memory", {"rank": rank, "n": meeting}, values))  # noqa: B023
+        assert result == [[{"rank": rank, "n": meeting} for rank in range(RANKS)]] * RANKS
 
 
 def test_an_error_is_raised_on_every_rank(stores: list[Any]) -> None:
     def refuse(posts: Sequence[Post]) -> None:
         raise AgreementError(agreement.difference("the device", values(posts), posts))
 
-    found = on_ranks(stores, lambda one, rank: one.reach("memory", "cpu" if rank == 1 else "nvme", refuse))
-    for error in found:
+    result = on_ranks(stores, lambda one, rank: one.reach("memory", "cpu" if rank == 1 else "nvme", refuse))
+    for error in result:
         assert isinstance(error, AgreementError)
         assert "the ranks differ in the device: nvme on ranks 0, 2 (" in str(error)
         assert "; cpu on rank 1 (" in str(error)
 
 
 def test_a_bug_on_the_first_rank_keeps_nobody_waiting(stores: list[Any]) -> None:
-    found = on_ranks(stores, lambda one, rank: one.reach("memory", rank, lambda posts: posts[RANKS]))
-    assert isinstance(found[0], IndexError)
-    assert [type(error) for error in found[1:]] == [AgreementError] * 2
+    result = on_ranks(stores, lambda one, rank: one.reach("memory", rank, lambda posts: posts[RANKS]))
+    assert isinstance(result[0], IndexError)
+    assert [type(error) for error in result[1:]] == [AgreementError] * 2
 
 
 def test_ranks_at_different_places_of_a_program_are_told(stores: list[Any]) -> None:
-    found = on_ranks(stores, lambda one, rank: one.reach("memory" if rank else "weights", rank, values))
-    for error in found:
+    result = on_ranks(stores, lambda one, rank: one.reach("memory" if rank else "weights", rank, values))
+    for error in result:
         assert "weights on rank 0 (" in str(error)
         assert "memory on ranks 1, 2 (" in str(error)
 
@@ -106,10 +106,10 @@ def test_who_does_not_come_is_named(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(agreement.logger, "propagate", True)
     with caplog.at_level("WARNING"):
-        found = on_ranks(stores, lambda one, rank: one.reach("memory", rank, values), present, timeout_s=0.3)
+        result = on_ranks(stores, lambda one, rank: one.reach("memory", rank, values), present, timeout_s=0.3)
     for rank in present:
-        assert f"{missing} did not respond within" in str(found[rank])
-        assert '"offload_engine": "tencache"' in str(found[rank])
+        assert f"{missing} did not respond within" in str(result[rank])
+        assert '"offload_engine": "tencache"' in str(result[rank])
     assert f"is waiting for {missing} to agree on memory" in caplog.text
 
 
@@ -135,11 +135,11 @@ def test_homes_name_the_first_weight_that_differs() -> None:
     compare_homes(posts([first, second], [first, second]))
     with pytest.raises(AgreementError) as caught:
         compare_homes(posts([first, second], [first, ["b.weight", 1, 64, True]], [first, second]))
-    for words in (
+    for fragment in (
         "weight 'b.weight'",
         "64 elements, in host memory on ranks 0, 2 (host0)",
         "on NVMe on rank 1 (host1)",
     ):
-        assert words in str(caught.value)
+        assert fragment in str(caught.value)
     with pytest.raises(AgreementError, match=r"'b.weight'.* no such weight on rank 0 \(host0\)"):
         compare_homes(posts([first], [first, second]))

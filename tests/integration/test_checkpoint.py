@@ -146,10 +146,10 @@ def assert_resumes(saved: Any, loaded: Any, name: str) -> None:
     for rank in saved.ranks:
         uninterrupted = saved.result(f"save_{name}", "stock", rank)
         assert saved.result(f"save_{name}", "tencache", rank)["losses"] == uninterrupted["losses"]
-        found = {pair: loaded.result(f"load_{name}_of_{pair[0]}", pair[1], rank) for pair in PAIRS}
-        expected = found["stock", "stock"] if name in LOADS_SOMETHING_ELSE else uninterrupted
-        for pair, result in found.items():
-            assert result["weights"] == found["stock", "stock"]["weights"], pair
+        actual = {pair: loaded.result(f"load_{name}_of_{pair[0]}", pair[1], rank) for pair in PAIRS}
+        expected = actual["stock", "stock"] if name in LOADS_SOMETHING_ELSE else uninterrupted
+        for pair, result in actual.items():
+            assert result["weights"] == actual["stock", "stock"]["weights"], pair
             assert result["losses"] == expected["losses"], pair
             assert result["final_weights"] == expected["final_weights"], pair
 

@@ -183,20 +183,20 @@ def outcome(harness: Any) -> Any:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(outcome: Any, name: str) -> None:
-    found = outcome.result(name, "tencache")
-    print(found["failure"])
-    for words in REFUSED[name][1]:
-        assert words in found["failure"]
-    assert found["threads"] == []
-    assert found["scratch"] == [], "nothing may be left on the disk"
+    result = outcome.result(name, "tencache")
+    print(result["failure"])
+    for fragment in REFUSED[name][1]:
+        assert fragment in result["failure"]
+    assert result["threads"] == []
+    assert result["scratch"] == [], "nothing may be left on the disk"
 
 
 @pytest.mark.parametrize("name", WORKS)
 def test_works(outcome: Any, name: str) -> None:
-    found = outcome.result(name, "tencache")
-    assert found["failure"] == ""
-    assert found["losses"] == outcome.result("afterwards", "stock")["losses"]
-    assert found["scratch"] == []
+    result = outcome.result(name, "tencache")
+    assert result["failure"] == ""
+    assert result["losses"] == outcome.result("afterwards", "stock")["losses"]
+    assert result["scratch"] == []
 
 
 def test_backend_without_permission_to_lock(outcome: Any) -> None:

@@ -27,11 +27,11 @@ calls = st.lists(
 
 
 def steps_of(calls: list[tuple[tuple[float, float], str, int]]) -> list[tuple[int, tuple[float, float]]]:
-    found, step = [], 0
+    result, step = [], 0
     for betas, how, target in calls:
         step = {"next": step + 1, "same": step, "jump": target}[how]
-        found.append((step, betas))
-    return found
+        result.append((step, betas))
+    return result
 
 
 @settings(max_examples=200, deadline=None)

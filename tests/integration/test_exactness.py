@@ -223,12 +223,12 @@ def test_optimizer_state_uses_the_host_memory_that_weights_and_gradients_leave(s
         ("host_memory_for_state", 20 * 2**20),
         ("host_memory_for_state_least_staging", 24 * 2**20),
     ):
-        found = settings.result(f"settings_{name}", "tencache")["stats"]
-        assert found["resident_weight_nbytes"] == everything["resident_weight_nbytes"]
-        left = host_nbytes - found["resident_weight_nbytes"] - gradient_nbytes - found["resident_state_nbytes"]
+        result = settings.result(f"settings_{name}", "tencache")["stats"]
+        assert result["resident_weight_nbytes"] == everything["resident_weight_nbytes"]
+        left = host_nbytes - result["resident_weight_nbytes"] - gradient_nbytes - result["resident_state_nbytes"]
         assert 0 <= left < 2 * chunk_nbytes
-        moved = found["last_step"]["nbytes"]
-        assert moved["nvme_read"] == moved["nvme_write"] == found["stored_nbytes"] > 0
+        moved = result["last_step"]["nbytes"]
+        assert moved["nvme_read"] == moved["nvme_write"] == result["stored_nbytes"] > 0
 
 
 def test_split_master_weights_save_two_bytes_per_parameter(one_rank: Any, settings: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thousand generated configs: each is refused with an error that names the key, or means what was written."""
+"""A thousand generated configs: each is refused with an error that names the key, or has the written meaning."""
 
 from __future__ import annotations
 
@@ -53,28 +53,28 @@ def test_refused_by_name_or_meant_as_written(folder: Path, generated: Generated)
 def value_of(parsed: Any, path: tuple[str, ...]) -> Any:
     if path[0] == "aio":
         return parsed.aio_config[path[1]]
-    found = parsed.tencache if path[0] == "tencache" else parsed.zero_config
+    result = parsed.tencache if path[0] == "tencache" else parsed.zero_config
     for part in path[1:]:
-        found = getattr(found, part.removeprefix("stage3_"))
-    return found
+        result = getattr(result, part.removeprefix("stage3_"))
+    return result
 
 
-def equal(found: Any, meaning: Any) -> bool:
-    if isinstance(meaning, bool) and isinstance(found, str):  # a flag of the aio section, as it was written
-        return found.lower() == str(meaning).lower()
+def equal(result: Any, meaning: Any) -> bool:
+    if isinstance(meaning, bool) and isinstance(result, str):  # a flag of the aio section, as it was written
+        return result.lower() == str(meaning).lower()
     if isinstance(meaning, float):
-        return math.isclose(found, meaning)
-    if isinstance(found, Path):
-        return found == Path(meaning)
-    return bool(found == meaning)
+        return math.isclose(result, meaning)
+    if isinstance(result, Path):
+        return result == Path(meaning)
+    return bool(result == meaning)
 
 
 def test_trains_as_stock_does_or_is_refused(harness: Any) -> None:
     case = {"examples": N_EXAMPLES}
     cases = [("generated", case, "tencache")]
     outcome = harness.run(cases, program="generated_cases.py", timeout_s=120 + 5 * N_EXAMPLES)
-    found = outcome.result("generated", "tencache")
-    print(found["counts"])
-    assert not found["wrong"], "\n\n".join(found["wrong"])
-    assert found["left"] == [], "nothing may be left on the disk"
-    assert found["counts"]["trained"] >= N_EXAMPLES // 3
+    result = outcome.result("generated", "tencache")
+    print(result["counts"])
+    assert not result["wrong"], "\n\n".join(result["wrong"])
+    assert result["left"] == [], "nothing may be left on the disk"
+    assert result["counts"]["trained"] >= N_EXAMPLES // 3

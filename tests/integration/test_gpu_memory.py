@@ -257,9 +257,9 @@ def test_chunks_have_moved(one_rank: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", SHRINKS)
 def test_memory_that_training_needs_is_given_back(one_rank: Any, name: str) -> None:
-    found = one_rank.result(name, "tencache")["device_nbytes"]
-    assert min(found[3]) > 0
-    assert found[-1] == [0 if name == "shrinks_ram" else found[-1][0], 0]
+    actual = one_rank.result(name, "tencache")["device_nbytes"]
+    assert min(actual[3]) > 0
+    assert actual[-1] == [0 if name == "shrinks_ram" else actual[-1][0], 0]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -50,11 +50,11 @@ def together(harness: Any) -> Any:
 
 def equal(outcome: Any, name: str) -> None:
     for rank in outcome.ranks:
-        found = outcome.result(name, "tencache", rank)
+        result = outcome.result(name, "tencache", rank)
         expected = outcome.result(name, "stock", rank)
-        assert found.keys() == expected.keys()
+        assert result.keys() == expected.keys()
         for key in expected.keys() - {"facts"}:
-            assert found[key] == expected[key], key
+            assert result[key] == expected[key], key
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -80,10 +80,10 @@ def test_a_resumed_trainer_ends_as_if_it_had_never_stopped(alone: Any, together:
     outcome = alone if ranks == 1 else together
     for rank in outcome.ranks:
         expected = outcome.result("trainer_trains", "stock", rank)
-        found = outcome.result(name, "tencache", rank)
-        assert found["losses"] == expected["losses"][len(expected["losses"]) // 2 :]
+        result = outcome.result(name, "tencache", rank)
+        assert result["losses"] == expected["losses"][len(expected["losses"]) // 2 :]
         for key in expected.keys() - {"losses", "facts"}:
-            assert found[key] == expected[key], key
+            assert result[key] == expected[key], key
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -63,8 +63,8 @@ def test_the_known_kinds_are_those_that_the_first_step_makes(name: str, options:
     optimizer = getattr(torch.optim, name)([param], lr=1e-3, **(TORCH[name] if options else {}))
     known = known_kinds(optimizer, torch.float32)
     optimizer.step()
-    made = {kind: value.dtype for kind, value in optimizer.state[param].items() if value.shape == param.shape}
-    assert dict(known) == made
+    created = {kind: value.dtype for kind, value in optimizer.state[param].items() if value.shape == param.shape}
+    assert dict(known) == created
 
 
 def test_a_resident_sub_group_holds_the_optimizers_own_tensors() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer steps that go on while the next forward pass runs: the same numbers, bit for bit, as stock CPU offload."""
+"""Optimizer steps that continue during the next forward pass: the same numbers, bit for bit, as stock CPU offload."""
 
 from __future__ import annotations
 
@@ -156,9 +156,9 @@ def test_checkpoints_have_the_finished_step(one_rank: Any, name: str) -> None:
 
 def test_a_job_that_is_killed_in_the_middle_of_a_step_resumes(one_rank: Any, resumed: Any) -> None:
     expected = one_rank.result("never_stopped", "stock")["result"]
-    found = resumed.result("resumed", "tencache")["result"]
-    assert found["losses"] == expected["losses"]
-    assert found["final_weights"] == expected["final_weights"]
+    actual = resumed.result("resumed", "tencache")["result"]
+    assert actual["losses"] == expected["losses"]
+    assert actual["final_weights"] == expected["final_weights"]
 
 
 @pytest.mark.parametrize("name", RECOVERS)

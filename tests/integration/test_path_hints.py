@@ -27,5 +27,5 @@ def test_missing_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto() -> None:
-    with pytest.raises(ConfigError, match='"auto" is filled in by nobody here'):
+    with pytest.raises(ConfigError, match='"auto" is not filled in here'):
         check_nvme_path(KEY, "auto")

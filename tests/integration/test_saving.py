@@ -61,15 +61,15 @@ def test_a_save_that_cannot_be_right_says_so_and_leaves_the_last_one(
 @pytest.mark.parametrize(("scenario", "attempt", "cause"), FAILS)
 def test_all_ranks_hear_that_one_could_not_save(together: Any, scenario: str, attempt: str, cause: str) -> None:
     for rank in together.ranks:
-        found = together.result(scenario, "tencache", rank)[attempt]
-        assert found["latest"] == "good"
-        assert found["files"] == {}
-        assert found["seconds"] < 30
+        actual = together.result(scenario, "tencache", rank)[attempt]
+        assert actual["latest"] == "good"
+        assert actual["files"] == {}
+        assert actual["seconds"] < 30
         if rank == FAILING_RANK:
-            assert cause in found["failure"]
-            assert found["storage"]
+            assert cause in actual["failure"]
+            assert actual["storage"]
         else:
-            assert found["failure"].startswith(f"CheckpointError: the checkpoint was not saved: rank {FAILING_RANK} ")
+            assert actual["failure"].startswith(f"CheckpointError: the checkpoint was not saved: rank {FAILING_RANK} ")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -104,7 +104,7 @@ def test_saving_reads_the_state_once_and_holds_little_of_it(alone: Any) -> None:
 
 def test_other_checkpoint_engines_and_users_get_copies(alone: Any) -> None:
     result = alone.result("copies", "tencache")
-    assert any("frozen_param_fragments" in name for name in result["found"])
-    assert result["found"] == result["expected"]
+    assert any("frozen_param_fragments" in name for name in result["actual"])
+    assert result["actual"] == result["expected"]
     assert any("exp_avg_sq" in name for name in result["outside"])
     assert set(result["outside"].values()) <= set(result["expected"].values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which DeepSpeed is accepted without a word."""
+"""The DeepSpeed versions accepted without a warning."""
 
 from __future__ import annotations
 

@@ -52,6 +52,6 @@ def test_the_fault_table_shows_what_stock_does_with_a_read_that_fails(harness: A
     chosen = ["--engines", "stock", "--rows", "no fault", "EIO on read", "--kinds", "optimizer"]
     command = [sys.executable, str(script), *chosen, "--folder", str(folder), "--json", str(outcomes)]
     harness.execute(command, folder=folder, timeout_s=200).succeeded()
-    found = {name: of["stock"] for name, of in json.loads(outcomes.read_text()).items()}
-    print(f"stock NVMe offload, reads of optimizer state that fail: {found['EIO on read, optimizer']}")
-    assert found["no fault, optimizer"] == "continues, same losses and weights"
+    result = {name: of["stock"] for name, of in json.loads(outcomes.read_text()).items()}
+    print(f"stock NVMe offload, reads of optimizer state that fail: {result['EIO on read, optimizer']}")
+    assert result["no fault, optimizer"] == "continues, same losses and weights"

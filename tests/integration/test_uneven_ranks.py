@@ -50,11 +50,11 @@ def outcome(harness: Any) -> Any:
 @pytest.mark.parametrize("name", AGREE)
 def test_what_can_be_agreed_on_is(outcome: Any, name: str) -> None:
     for rank in outcome.ranks:
-        found = outcome.result(name, "tencache", rank)
-        assert found["failure"] == ""
-        assert found["losses"] == outcome.result("alike", "stock", rank)["losses"]
-        assert found["local_ranks"] == 2
-        assert found["resident_nbytes"] == outcome.result(name, "tencache", 0)["resident_nbytes"]
+        result = outcome.result(name, "tencache", rank)
+        assert result["failure"] == ""
+        assert result["losses"] == outcome.result("alike", "stock", rank)["losses"]
+        assert result["local_ranks"] == 2
+        assert result["resident_nbytes"] == outcome.result(name, "tencache", 0)["resident_nbytes"]
 
 
 def test_the_smallest_figure_counts_and_is_announced(outcome: Any) -> None:
@@ -67,14 +67,14 @@ def test_the_smallest_figure_counts_and_is_announced(outcome: Any) -> None:
 @pytest.mark.parametrize("name", REFUSE)
 def test_what_cannot_is_an_error_on_every_rank(outcome: Any, name: str) -> None:
     for rank in outcome.ranks:
-        found = outcome.result(name, "tencache", rank)
-        assert found["failure"].startswith("AgreementError: the ranks differ in ")
-        for words in REFUSE[name][1]:
-            assert words in found["failure"]
-        assert found["seconds"] < 20
+        result = outcome.result(name, "tencache", rank)
+        assert result["failure"].startswith("AgreementError: the ranks differ in ")
+        for fragment in REFUSE[name][1]:
+            assert fragment in result["failure"]
+        assert result["seconds"] < 20
 
 
 def test_a_rank_without_tencache_is_named(outcome: Any) -> None:
-    found = outcome.per_rank[0]["on_one_rank/tencache"]
-    for words in ("AgreementError", "rank 1 did not respond within 2 s", "run without TenCache", '"offload_engine"'):
-        assert words in found["failure"]
+    result = outcome.per_rank[0]["on_one_rank/tencache"]
+    for fragment in ("AgreementError", "rank 1 did not respond within 2 s", "run without TenCache", '"offload_engine"'):
+        assert fragment in result["failure"]

@@ -7,7 +7,7 @@ from tencache_ds.integration.config_checks import unused_keys
 
 
 @pytest.mark.parametrize(
-    ("config", "found"),
+    ("config", "unused"),
     [
         ({}, ()),
         ({"zero_optimization": None, "aio": "auto"}, ()),
@@ -25,5 +25,5 @@ from tencache_ds.integration.config_checks import unused_keys
         ),
     ],
 )
-def test_keys_of_deepspeeds_own_engine(config: dict, found: tuple[str, ...]) -> None:
-    assert unused_keys(config) == found
+def test_keys_of_deepspeeds_own_engine(config: dict, unused: tuple[str, ...]) -> None:
+    assert unused_keys(config) == unused

@@ -233,11 +233,11 @@ def digests(model: nn.Module) -> dict[str, str]:
     """A hash of every weight's value. Collective."""
     import deepspeed
 
-    found = {}
+    by_name = {}
     for name, param in model.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
-            found[name] = digest(param.data)
-    return found
+            by_name[name] = digest(param.data)
+    return by_name
 
 
 def smallest_staging_nbytes(case: dict[str, Any], nvme: str) -> int:
@@ -245,22 +245,22 @@ def smallest_staging_nbytes(case: dict[str, Any], nvme: str) -> int:
     try:
         build(case | {"tencache": case.get("tencache", {}) | {"staging_memory": 1}}, "tencache", nvme)
     except ValueError as error:
-        found = re.search(r"needs at least (\d+)", str(error))
-        if found is None:
+        match = re.search(r"needs at least (\d+)", str(error))
+        if match is None:
             raise
-        return int(found.group(1))
+        return int(match.group(1))
     raise RuntimeError("one byte of staging memory was accepted")
 
 
 def scratch_engines(folder: str) -> list[str]:
     """Those whose scratch files below a folder this process has open: path and number; the files have no names."""
-    found = set()
+    engines = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing
             link = os.readlink(f"/proc/self/fd/{descriptor}")
             if link.startswith(f"{os.path.abspath(folder)}/") and "/tencache-engine-" in link:
-                found.add(link.split("-rank")[0])
-    return sorted(found)
+                engines.add(link.split("-rank")[0])
+    return sorted(engines)
 
 
 def wait_until_closed() -> None:

@@ -49,7 +49,7 @@ def model_for(case: Case) -> Any:
 
 
 def finish(case: Case, trainer: Any) -> None:
-    """What is seen of a trained model."""
+    """Observable results of a trained model."""
     case.check_engine(trainer.deepspeed)
     case.seen["log"] = [{key: entry[key] for key in METRICS if key in entry} for entry in trainer.state.log_history]
     case.seen["weights"] = training.digests(trainer.deepspeed.module)

@@ -303,7 +303,7 @@ def evaluate_between(engine_name: str, folder: str, rank: int) -> dict[str, Any]
 
 
 def check_evaluation_reads_ahead(engine: Any, tokens: torch.Tensor) -> None:
-    """Evaluations that follow one another have an order of their own: none begins with a read on demand."""
+    """Consecutive evaluations have their own order: none begins with a read on demand."""
     import tencache_ds
 
     engine.eval()
@@ -584,10 +584,10 @@ def actor_and_critic(engine_name: str, folder: str, rank: int) -> dict[str, Any]
         config = training.config_for(case, engine_name, os.path.join(folder, "nvme"))
         torch.manual_seed(7)
         with deepspeed.zero.Init(config_dict_or_path=config):
-            made = [Mlp(), Mlp(depth=3), Mlp(depth=2)]
+            models = [Mlp(), Mlp(depth=3), Mlp(depth=2)]
         engines = [
             deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-            for model in made[:2]
+            for model in models[:2]
         ]
         generator = torch.Generator().manual_seed(1000 + rank)
 
@@ -597,12 +597,12 @@ def actor_and_critic(engine_name: str, folder: str, rank: int) -> dict[str, Any]
         losses = [turn(engine) for _ in range(3) for engine in engines]
         engines[0].destroy()
         losses.append(turn(engines[1]))
-        seen[place] = losses, [digests(model) for model in made]
-        del made[0], engines[0]
+        seen[place] = losses, [digests(model) for model in models]
+        del models[0], engines[0]
         gc.collect()
         losses.append(turn(engines[0]))
         engines[0].destroy()
-        seen[f"{place}, later"] = losses, [digests(model) for model in made]
+        seen[f"{place}, later"] = losses, [digests(model) for model in models]
     return seen
 
 
@@ -746,13 +746,13 @@ def wait_until(condition: Callable[[], bool]) -> bool:
 
 def scratch_files(folder: str) -> list[str]:
     """The kind and path of each scratch file that this process has open; they have no names."""
-    found = set()
+    files = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing
             link = os.readlink(f"/proc/self/fd/{descriptor}")
             if link.startswith(f"{os.path.abspath(folder)}/") and "/tencache-engine-" in link:
-                found.add(f"{'optimizer' if 'optimizer' in link else 'weights'}-{link}")
-    return sorted(found)
+                files.add(f"{'optimizer' if 'optimizer' in link else 'weights'}-{link}")
+    return sorted(files)
 
 
 def failed_initialize(engine_name: str, folder: str, rank: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@
 //   short                half of it moves, which is reported
 //   zero                 nothing moves, which is reported
 //   torn                 half of it moves, all of it is reported
-//   flip                 one bit of what was moved changes, success is reported
+//   flip                 one bit of the transferred data changes, success is reported
 //   hang                 never ends
 //   transient            refused, interrupted, partial and short calls, all of which a program must survive
 // op is read, write or any; match is text in the file's path; each every-th transfer is hit, at most times of them.
@@ -113,7 +113,7 @@ static struct mark* prepare(struct iocb* control)
     return mark;
 }
 
-// One bit in the middle of what was moved: the exponent of an fp32 number, or of one of two bf16 numbers.
+// One bit in the middle of the transferred data: the exponent of an fp32 number, or of one of two bf16 numbers.
 static void flip_bit(const struct iocb* control, unsigned long nbytes)
 {
     const unsigned long at = nbytes / 2 / PAGE * PAGE + 3;

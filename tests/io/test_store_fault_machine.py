@@ -376,8 +376,8 @@ class FaultyStoreMachine(RuleBasedStateMachine):
             assert self.n_wrong_bits(request) <= (0 if self.whole else n_flips)
 
     def n_wrong_bits(self, request: Request) -> int:
-        found = request.buffer.view(torch.int64)
-        wrong = (found ^ request.value)[found != request.value].tolist()
+        result = request.buffer.view(torch.int64)
+        wrong = (result ^ request.value)[result != request.value].tolist()
         return sum((word % 2**64).bit_count() for word in wrong)
 
     def expect_fault(self, request: Request, error: StorageError | None) -> None:

@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 class Device:
-    """Folders whose files may have so many bytes together."""
+    """Folders with a limit on the total size of their files."""
 
     def __init__(self, monkeypatch):
         self.limits = {}
@@ -51,10 +51,10 @@ def device(monkeypatch):
 
 @pytest.fixture
 def folders(tmp_path):
-    found = [tmp_path / name for name in "abc"]
-    for folder in found:
+    paths = [tmp_path / name for name in "abc"]
+    for folder in paths:
         folder.mkdir()
-    return [str(folder) for folder in found]
+    return [str(folder) for folder in paths]
 
 
 def make(folders, *, preallocate_nbytes=0, growth_nbytes=4 * PAGE, n_files=2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in torch.save's format whose tensors come piece by piece: everybody who reads such files reads these."""
+"""Files in torch.save's format, written piece by piece: all readers of the format accept them."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_what_torch_loads_is_what_was_written(tmp_path_factory, tensors, step):
     write_archive({"flat": list(values)}, str(path), in_pieces(values, step))
     for options in ({"weights_only": True}, {"weights_only": False, "mmap": True}):
         loaded = torch.load(path, **options)["flat"]
-        for tensor, found in zip(values, loaded, strict=True):
-            assert found.dtype is tensor.dtype
-            assert found.requires_grad is tensor.requires_grad
-            assert torch.equal(found.detach(), values[tensor])
-            assert found.data_ptr() % found.element_size() == 0
+        for tensor, result in zip(values, loaded, strict=True):
+            assert result.dtype is tensor.dtype
+            assert result.requires_grad is tensor.requires_grad
+            assert torch.equal(result.detach(), values[tensor])
+            assert result.data_ptr() % result.element_size() == 0
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
 
@@ -85,11 +85,11 @@ def test_an_object_without_deferred_tensors_is_saved_as_torch_saves_it(tmp_path)
     records[stock] = {name: data for name, data in records[stock].items() if name in records[ours]}
     assert records[ours] == records[stock]
     for options in ({}, {"mmap": True}):
-        found = torch.load(ours, weights_only=False, **options)
-        assert found["nested"][0]["view"].untyped_storage()._cdata == found["nested"][0]["a"].untyped_storage()._cdata
-        assert torch.equal(found["parameter"], obj["parameter"])
-        assert found["parameter"].stride() == (1, 3)
-        assert torch.equal(found["complex"], obj["complex"])
+        result = torch.load(ours, weights_only=False, **options)
+        assert result["nested"][0]["view"].untyped_storage()._cdata == result["nested"][0]["a"].untyped_storage()._cdata
+        assert torch.equal(result["parameter"], obj["parameter"])
+        assert result["parameter"].stride() == (1, 3)
+        assert torch.equal(result["complex"], obj["complex"])
 
 
 def test_storages_are_aligned_as_by_torch(tmp_path):
@@ -114,10 +114,10 @@ def test_lengths_and_offsets_beyond_4_gib(tmp_path):
         file.write(last, torch.arange(5.0))
 
     write_archive([first, last], str(path), fill)
-    found = torch.load(path, mmap=True)
-    assert found[0].shape == (numel,)
-    assert found[0][-3:].tolist() == [0.0, 1.0, 2.0]
-    assert found[1].tolist() == [0, 1, 2, 3, 4]
+    result = torch.load(path, mmap=True)
+    assert result[0].shape == (numel,)
+    assert result[0][-3:].tolist() == [0.0, 1.0, 2.0]
+    assert result[1].tolist() == [0, 1, 2, 3, 4]
     with zipfile.ZipFile(path) as archive:
         sizes = {info.filename: info.file_size for info in archive.infolist()}
         assert sizes["states/data/0"] == 4 * numel

@@ -100,14 +100,14 @@ class PoolFixture:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., PoolFixture]]:
-    made: list[PoolFixture] = []
+    pools: list[PoolFixture] = []
 
     def build(*args: Any, **kwargs: Any) -> PoolFixture:
-        made.append(PoolFixture(*args, **kwargs))
-        return made[-1]
+        pools.append(PoolFixture(*args, **kwargs))
+        return pools[-1]
 
     yield build
-    for fixture in made:
+    for fixture in pools:
         fixture.threads.shutdown(wait=True)
         fixture.pool.close(timeout_s=5)
         assert fixture.arena.nbytes_in_use == 0

@@ -32,9 +32,9 @@ def record(seconds: float = 10.0, update: float = 0.0, background: float = 0.0, 
     ],
 )  # fmt: skip
 def test_a_step_is_divided(figures: dict[str, Any], expected: dict[str, float]):
-    found = shares(figures)
-    assert found == pytest.approx(expected)
-    assert sum(found.values()) == pytest.approx(figures["seconds"])
+    actual = shares(figures)
+    assert actual == pytest.approx(expected)
+    assert sum(actual.values()) == pytest.approx(figures["seconds"])
     resource, share = binding(figures)
     assert expected[resource] == max(expected.values())
     assert share == pytest.approx(expected[resource] / figures["seconds"])

@@ -28,11 +28,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A runtime folder of this test's own, with a path that is too long for a socket."""
-    found = tmp_path / ("x" * 120) / "tencache"
-    found.parent.mkdir()
+    path = tmp_path / ("x" * 120) / "tencache"
+    path.parent.mkdir()
     for module in (channel_module, channel_client, channel_folder):
-        monkeypatch.setattr(module, "folders", lambda: [found])
-    return found
+        monkeypatch.setattr(module, "folders", lambda: [path])
+    return path
 
 
 def answer(request: dict[str, Any], client: Client) -> None:
@@ -54,14 +54,14 @@ gone: list[int] = []
 
 @pytest.fixture
 def channel() -> Iterator[Channel]:
-    found = Channel(answer)
-    yield found
-    found.close()
+    server = Channel(answer)
+    yield server
+    server.close()
 
 
 def ask(command: str, endpoint: Endpoint | None = None) -> list[dict[str, Any]]:
-    (found,) = [endpoint] if endpoint else endpoints()
-    return list(found.ask({"command": command}, 5.0))
+    (result,) = [endpoint] if endpoint else endpoints()
+    return list(result.ask({"command": command}, 5.0))
 
 
 def test_a_question_is_answered_and_only_its_user_may_ask(channel: Channel, folder: Path):
@@ -101,9 +101,9 @@ def test_clients_that_hang_are_dropped(channel: Channel, monkeypatch: pytest.Mon
     with channel_folder.opened(channel.path.parent) as descriptor:
         silent = [channel_folder.connect(descriptor, channel.path.name, 1.0) for _ in range(channel_module.MAX_CLIENTS)]
     t_end = time.monotonic() + 10
-    while not (found := ask("count")) and time.monotonic() < t_end:  # all are served again when the silent are gone
+    while not (result := ask("count")) and time.monotonic() < t_end:  # all are served again when the silent are gone
         time.sleep(0.05)
-    assert len(found) == 3
+    assert len(result) == 3
     for connection in silent:
         assert connection is not None
         connection.close()
@@ -210,13 +210,13 @@ def test_jobs_are_processes_with_the_same_run_id(folder: Path):
 
     channels = [snapshot(1, "a"), snapshot(0, "a"), snapshot(2, "b")]
     try:
-        found, silent = jobs()
+        running, silent = jobs()
     finally:
         for each in channels:
             each.close()
     assert silent == []
-    assert {job.run_id: [process.rank for process in job.processes] for job in found} == {"a": [0, 1], "b": [2]}
-    assert select(found, None) is None
-    assert select(found, "b") is select(found, "1002")
-    assert select(found[:1], None) is found[0]
-    assert select(found, "1003") is None
+    assert {job.run_id: [process.rank for process in job.processes] for job in running} == {"a": [0, 1], "b": [2]}
+    assert select(running, None) is None
+    assert select(running, "b") is select(running, "1002")
+    assert select(running[:1], None) is running[0]
+    assert select(running, "1003") is None

@@ -21,14 +21,14 @@ def test_rates_and_stored_bytes():
 
 def test_engines_that_share_a_path_are_one_entry():
     weights, optimizer = Contents("weights", 1, 5), Contents("optimizer", 2, 7)
-    found = summed(
+    result = summed(
         [
             stats("/a", read=1, written=2, seconds=1.0, contents=[weights]),
             stats("/b", read=50),
             stats("/a", read=10, written=20, seconds=0.5, rate=4.0, contents=[optimizer]),
         ]
     )
-    assert found == (
+    assert result == (
         stats("/a", read=11, written=22, seconds=1.5, rate=4.0, contents=[weights, optimizer]),
         stats("/b", read=50),
     )

@@ -15,9 +15,9 @@ from tencache_ds.observability.spans import Category, RecordedSpan, Recorder, sp
 
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
-    found = Recorder()
-    spans.install(found)
-    yield found
+    instance = Recorder()
+    spans.install(instance)
+    yield instance
     spans.install(None)
 
 
@@ -88,7 +88,7 @@ def test_memory_is_bounded_and_what_is_missing_counted():
 def test_phases_follow_each_other(recorder: Recorder):
     for name in ("forward", "backward", None, "optimizer step", None):
         spans.phase(name)
-    assert [found.name for found in recorder.spans] == ["forward", "backward", "optimizer step"]
+    assert [span.name for span in recorder.spans] == ["forward", "backward", "optimizer step"]
     forward, backward, _ = recorder.spans
     assert forward.t_end_ns == backward.t_start_ns
 
@@ -96,9 +96,9 @@ def test_phases_follow_each_other(recorder: Recorder):
 def test_stalls_are_spans_with_what_was_waited_for(recorder: Recorder):
     with Counters().stall(Stall.WEIGHT_READ, "weight id 3 (8x8)", 4096):
         pass
-    (found,) = recorder.spans
-    assert isinstance(found, RecordedSpan)
-    assert (found.name, found.what, found.nbytes) == ("tencache::wait::weight_read", "weight id 3 (8x8)", 4096)
+    (span,) = recorder.spans
+    assert isinstance(span, RecordedSpan)
+    assert (span.name, span.what, span.nbytes) == ("tencache::wait::weight_read", "weight id 3 (8x8)", 4096)
 
 
 def test_the_profiler_of_torch_shows_spans_without_a_recorder():

@@ -11,8 +11,8 @@ from tests.observability.test_trace_file import AUTOGRAD, BACKGROUND, TRAINING, 
 
 
 def test_each_moment_belongs_to_the_innermost_interval():
-    found = exclusive([(0, 10, "forward"), (2, 6, "fetch"), (3, 5, "stall"), (12, 20, "backward")], 0, 15)
-    assert found == pytest.approx({"forward": 6, "fetch": 2, "stall": 2, "backward": 3, NOTHING: 2})
+    result = exclusive([(0, 10, "forward"), (2, 6, "fetch"), (3, 5, "stall"), (12, 20, "backward")], 0, 15)
+    assert result == pytest.approx({"forward": 6, "fetch": 2, "stall": 2, "backward": 3, NOTHING: 2})
 
 
 def test_what_began_before_the_first_step_is_cut():
@@ -22,10 +22,10 @@ def test_what_began_before_the_first_step_is_cut():
 @given(st.lists(st.tuples(st.integers(-5, 25), st.integers(0, 12), st.sampled_from("abc")), max_size=30))
 def test_the_parts_add_up_to_the_whole(spans: list[tuple[int, int, str]]):
     intervals = [(start, start + length, cause) for start, length, cause in spans]
-    found = exclusive(intervals, 0, 20)
-    assert sum(found.values()) == pytest.approx(20)
+    result = exclusive(intervals, 0, 20)
+    assert sum(result.values()) == pytest.approx(20)
     inside = [(max(a, 0), min(b, 20)) for a, b, _ in intervals if b > 0 and a < 20]
-    assert covered(inside) == pytest.approx(20 - found.get(NOTHING, 0.0))
+    assert covered(inside) == pytest.approx(20 - result.get(NOTHING, 0.0))
 
 
 def test_intervals_that_overlap_are_covered_once():
@@ -47,8 +47,8 @@ def test_a_step_by_cause():
         span("nvme::read", "nvme", "NVMe read", 20, 40, "optimizer chunk 0.1", 1000),
         span("nvme::read", "nvme", "NVMe read", 30, 50, "optimizer chunk 0.2", 2000),
     ]
-    (found,) = summarize(trace_events([recording(spans)]))
-    ms = {cause: seconds * 1000 for cause, seconds in found.seconds.items()}
+    (summary,) = summarize(trace_events([recording(spans)]))
+    ms = {cause: seconds * 1000 for cause, seconds in summary.seconds.items()}
     assert ms == pytest.approx(
         {
             "gathering weights": 4,
@@ -61,12 +61,12 @@ def test_a_step_by_cause():
             NOTHING: 5,
         }
     )
-    assert sum(found.seconds.values()) == pytest.approx(found.step_seconds) == pytest.approx(0.1)
-    assert [(wait.cause, wait.what, wait.count) for wait in found.waits] == [
+    assert sum(summary.seconds.values()) == pytest.approx(summary.step_seconds) == pytest.approx(0.1)
+    assert [(wait.cause, wait.what, wait.count) for wait in summary.waits] == [
         ("weight_read", "layers.0.weight (8x8)", 2),
         ("update", "layers.0.weight, weight id 8", 1),
     ]
-    read, to_device = found.links
+    read, to_device = summary.links
     assert (read.link, read.nbytes) == ("NVMe read", 3000)
     assert read.busy_seconds == pytest.approx(0.03)
     assert (to_device.link, to_device.nbytes, to_device.busy_seconds) == ("host to device", 4096, None)

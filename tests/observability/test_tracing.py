@@ -31,7 +31,7 @@ def test_whole_steps_are_recorded_from_the_one_asked_for(counters: Counters):
     for _ in range(7):
         step(counters)
     assert [each.step for each in trace.steps] == [3, 4, 5]
-    assert [found.what for found in trace.spans] == ["step 3", "step 4", "step 5"]
+    assert [span.what for span in trace.spans] == ["step 3", "step 4", "step 5"]
     assert all(a.t_end_ns == b.t_start_ns for a, b in zip(trace.steps, trace.steps[1:], strict=False))
     assert [each.record["step"] for each in trace.steps] == [3, 4, 5]
     assert trace.over.is_set()
@@ -65,7 +65,7 @@ def test_steps_of_another_engine_do_not_count(counters: Counters):
     step(other)
     step(counters)
     assert len(trace.steps) == 1
-    assert [found.what for found in trace.spans] == ["step 4", "step 2"], "what else the process does is shown"
+    assert [span.what for span in trace.spans] == ["step 4", "step 2"], "what else the process does is shown"
 
 
 def test_one_trace_at_a_time(counters: Counters):

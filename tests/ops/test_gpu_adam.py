@@ -136,5 +136,5 @@ def test_a_run_without_gradient_or_weight(op: Any, team: Any, adam: TritonAdam) 
             60
         )
         launch(scalars_at(setting, step, powers))
-    found = State(*(each.cpu() for each in arrays), expected.weight)
-    assert found.differing(expected) == 0
+    actual = State(*(each.cpu() for each in arrays), expected.weight)
+    assert actual.differing(expected) == 0

@@ -161,9 +161,9 @@ def differences(
     """Elements in which the op and DeepSpeed's sequence of passes differ after some steps."""
     generator = torch.Generator().manual_seed(setting.numel)
     master = torch.randn(setting.numel, generator=generator)
-    expected, found = State.of(master, setting.weight_dtype), State.of(master, setting.weight_dtype)
+    expected, actual = State.of(master, setting.weight_dtype), State.of(master, setting.weight_dtype)
     if split:
-        found.split(team)
+        actual.split(team)
     powers = BetaPowers(setting.betas)
     stock.create_adam(STOCK_ID, setting.lr, *setting.betas, setting.eps, setting.weight_decay, setting.decoupled, False)
     width = op.adam_variant()[1]
@@ -179,7 +179,7 @@ def differences(
         expected.weight.copy_(expected.master)
         pieces = [(0, setting.numel)] if runs is None else runs
         job = team.adam(
-            [(found.split_run if split else found.run)(gradient, *piece) for piece in pieces],
+            [(actual.split_run if split else actual.run)(gradient, *piece) for piece in pieces],
             DTYPES[setting.gradient_dtype],
             DTYPES[setting.weight_dtype],
             setting.numel % width,
@@ -189,8 +189,8 @@ def differences(
         assert job.wait(60)
     stock.destroy_adam(STOCK_ID)
     if split:
-        found.join(team)
-    return found.differing(expected)
+        actual.join(team)
+    return actual.differing(expected)
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -306,14 +306,14 @@ def test_what_would_be_lost_is_noticed(op: Any, team: Any, master: int, exp_avg_
 
 def variants(op: Any) -> list[str]:
     """The instruction sets of this processor and build."""
-    found = []
+    names = []
     team = op.Team(1)
     for name in ("avx512", "avx2", "neon"):
         with contextlib.suppress(ValueError):
             team.split([], name)
-            found.append(name)
+            names.append(name)
     team.close()
-    return found
+    return names
 
 
 def test_where_runs_are_cut_changes_no_bit(op: Any, team: Any, stock: Any) -> None:

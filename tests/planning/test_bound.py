@@ -82,17 +82,17 @@ def test_the_table_of_bounds(fields, read, written, disk_s, tmpfs_s):
     assert asked.nvme_read_nbytes == pytest.approx(read * NUMEL)
     assert asked.nvme_write_nbytes == pytest.approx(written * NUMEL)
     for rates, seconds in ((DISK, disk_s), (TMPFS, tmpfs_s)):
-        found = bound(asked, h200(rates))
-        assert found.limit is Resource.NVME
-        assert round(found.seconds, 1) == seconds
+        limit = bound(asked, h200(rates))
+        assert limit.limit is Resource.NVME
+        assert round(limit.seconds, 1) == seconds
 
 
 def test_the_cpu_tier_of_the_table():
     """CPU Adam 0.23 s, weights to the GPU twice 0.10 s, gradients back 0.05 s, the GPU less than that."""
-    found = bound(demand(), h200(DISK))
-    assert found.limit is Resource.CPU
+    limit = bound(demand(), h200(DISK))
+    assert limit.limit is Resource.CPU
     expected = {Resource.NVME: 0.0, Resource.H2D: 0.10, Resource.D2H: 0.05, Resource.CPU: 0.23, Resource.GPU: 0.02}
-    assert {resource: round(seconds, 2) for resource, seconds in found.by_resource.items()} == expected
+    assert {resource: round(seconds, 2) for resource, seconds in limit.by_resource.items()} == expected
 
 
 def test_micro_steps_fetch_weights_again_and_write_them_once():
@@ -121,11 +121,11 @@ def test_hosts_share_nothing():
 
 
 def test_everything_on_the_gpu_moves_nothing():
-    found = bound(demand(weights_gpu=1, optimizer_gpu=1), h200(DISK))
+    limit = bound(demand(weights_gpu=1, optimizer_gpu=1), h200(DISK))
     idle = (Resource.NVME, Resource.H2D, Resource.D2H, Resource.CPU)
-    assert [found.by_resource[resource] for resource in idle] == [0.0] * 4
-    assert found.limit is Resource.GPU
-    assert found.seconds == pytest.approx(6 * NUMEL * 2048 / 700e12 + NUMEL / 118e9)
+    assert [limit.by_resource[resource] for resource in idle] == [0.0] * 4
+    assert limit.limit is Resource.GPU
+    assert limit.seconds == pytest.approx(6 * NUMEL * 2048 / 700e12 + NUMEL / 118e9)
 
 
 def test_weights_updated_elsewhere_cross_the_bus_once():
@@ -142,8 +142,8 @@ def test_recomputed_activations_cost_a_third_more_arithmetic():
 
 def test_without_a_gpu_the_ranks_of_a_host_train_on_the_same_cores():
     hardware = Hardware(cpu="EPYC", cores=2, memory_nbytes=1 << 34, matmul_flops_per_s=1e12)
-    found = bound(demand(ranks_on_host=2), hardware)
-    assert found.by_resource == {Resource.GPU: 6 * NUMEL * 2048 / 1e12}
+    limit = bound(demand(ranks_on_host=2), hardware)
+    assert limit.by_resource == {Resource.GPU: 6 * NUMEL * 2048 / 1e12}
 
 
 @pytest.mark.parametrize("name", [*RATE_NAMES, "storage"])
@@ -267,9 +267,9 @@ def machines(draw) -> Hardware:
 
 @given(demands(), machines())
 def test_the_bound_is_the_longest_of_the_resources(asked, hardware):
-    found = bound(asked, hardware)
-    assert found.seconds == max(found.by_resource.values()) == found.by_resource[found.limit]
-    assert all(0 <= seconds < math.inf for seconds in found.by_resource.values())
+    limit = bound(asked, hardware)
+    assert limit.seconds == max(limit.by_resource.values()) == limit.by_resource[limit.limit]
+    assert all(0 <= seconds < math.inf for seconds in limit.by_resource.values())
 
 
 @given(demands(), machines(), FACTOR, st.sampled_from(RATE_NAMES))

@@ -102,8 +102,8 @@ def test_the_user_may_name_another_share() -> None:
 def test_the_users_figures_that_differ_are_named() -> None:
     budget = plan_host_memory([memory(100, "a", wanted=7), memory(100, "b"), memory(100, "b", wanted=9)])
     assert budget.host_nbytes == 7
-    for words in ("7 bytes on rank 0 (host-a)", "automatic on rank 1 (host-b)", "9 bytes on rank 2", "same config"):
-        assert words in budget.warning
+    for argv in ("7 bytes on rank 0 (host-a)", "automatic on rank 1 (host-b)", "9 bytes on rank 2", "same config"):
+        assert argv in budget.warning
 
 
 @given(
@@ -136,9 +136,9 @@ def least(shards: list[int], largest: int, chunks: int) -> int:
     message = str(caught.value)
     assert '"tencache.staging_memory" is 0 bytes' in message
     assert '"tencache.chunk_size"' in message
-    found = re.search(r"needs at least (\d+) per rank", message)
-    assert found is not None
-    return int(found.group(1))
+    match = re.search(r"needs at least (\d+) per rank", message)
+    assert match is not None
+    return int(match.group(1))
 
 
 def check(plan, shards, largest, chunks):

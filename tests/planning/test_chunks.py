@@ -96,11 +96,11 @@ def test_every_segment_ends_in_exactly_one_of_the_chunks(given_segments, step):
     starts, numels = given_segments
     end = max((s + n for s, n in zip(starts, numels, strict=True)), default=0)
     chunks = [Chunk(0, i, s, min(step, end - s), (), 0) for i, s in enumerate(range(0, end, step))]
-    found = [overlap for chunk in chunks for overlap in overlaps(chunk, starts, numels)]
+    actual = [overlap for chunk in chunks for overlap in overlaps(chunk, starts, numels)]
     filled = [index for index, n in enumerate(numels) if n]
-    assert sorted(overlap.segment for overlap in found if overlap.last) == filled
+    assert sorted(overlap.segment for overlap in actual if overlap.last) == filled
     for index in filled:
-        assert sum(overlap.numel for overlap in found if overlap.segment == index) == numels[index]
+        assert sum(overlap.numel for overlap in actual if overlap.segment == index) == numels[index]
 
 
 def test_segments_of_another_length_than_their_starts():

@@ -33,15 +33,15 @@ trainings = st.builds(
 
 @given(trainings, st.integers(0, 2**50))
 def test_everything_is_somewhere_and_the_budget_is_used_first(training: Training, budget: int) -> None:
-    found = forecast(training, budget, MACHINE)
-    assert found.host_nbytes + found.nvme_nbytes == training.nbytes
+    plan = forecast(training, budget, MACHINE)
+    assert plan.host_nbytes + plan.nvme_nbytes == training.nbytes
     gradients = training.numel * training.gradient_nbytes
-    assert found.gradients.host_nbytes == gradients
-    assert found.host_nbytes <= max(budget, min(budget, training.numel * training.weight_nbytes) + gradients)
-    if found.nvme_nbytes:
-        assert found.host_nbytes >= budget
-    if found.weights.nvme_nbytes:
-        assert found.state.host_nbytes == 0, "weights come first"
+    assert plan.gradients.host_nbytes == gradients
+    assert plan.host_nbytes <= max(budget, min(budget, training.numel * training.weight_nbytes) + gradients)
+    if plan.nvme_nbytes:
+        assert plan.host_nbytes >= budget
+    if plan.weights.nvme_nbytes:
+        assert plan.state.host_nbytes == 0, "weights come first"
 
 
 @given(trainings, st.lists(st.integers(0, 2**45), min_size=2, max_size=6), st.integers(0, 2**45))
@@ -55,17 +55,17 @@ def test_more_memory_is_never_slower(training: Training, budgets: list[int], oth
 
 @given(trainings, st.integers(0, 2**45), st.integers(0, 2**45))
 def test_what_is_in_gpu_memory_is_updated_there(training: Training, host: int, gpu: int) -> None:
-    found = forecast(training, host, MACHINE, gpu_budget_nbytes=gpu)
-    assert found.gpu_nbytes <= gpu
-    state = found.state
+    plan = forecast(training, host, MACHINE, gpu_budget_nbytes=gpu)
+    assert plan.gpu_nbytes <= gpu
+    state = plan.state
     assert state.gpu_nbytes + state.host_nbytes + state.nvme_nbytes == training.numel * training.state_nbytes
-    assert found.gradients.gpu_nbytes * training.state_nbytes == state.gpu_nbytes * training.gradient_nbytes
+    assert plan.gradients.gpu_nbytes * training.state_nbytes == state.gpu_nbytes * training.gradient_nbytes
     if state.gpu_nbytes:
         updated = state.gpu_nbytes // training.state_nbytes
-        assert found.weights.gpu_nbytes >= updated * training.weight_nbytes, "state goes there with its weights"
+        assert plan.weights.gpu_nbytes >= updated * training.weight_nbytes, "state goes there with its weights"
     at_start = forecast(training, host, MACHINE)
-    assert found.host_nbytes <= at_start.host_nbytes
-    assert found.nvme_nbytes <= at_start.nvme_nbytes
+    assert plan.host_nbytes <= at_start.host_nbytes
+    assert plan.nvme_nbytes <= at_start.nvme_nbytes
 
 
 def test_where_the_drive_is_the_limit_state_comes_before_weights() -> None:

@@ -22,7 +22,7 @@ def trial(gds: float, staged: float = 1e9, compatibility: str = "") -> GdsTrial:
 
 
 @pytest.mark.parametrize(
-    ("found", "use", "said"),
+    ("trial", "use", "said"),
     [
         (trial(1.1e9), True, "faster, 1.10 GB/s, staged 1.00 GB/s"),
         (trial(0.9e9), False, "it is not faster, 0.90 GB/s, staged 1.00 GB/s"),
@@ -33,8 +33,8 @@ def trial(gds: float, staged: float = 1e9, compatibility: str = "") -> GdsTrial:
         (GdsTrial("KvikIO is not installed", DRIVER, 9e9, 1e9), False, "KvikIO is not installed"),
     ],
 )
-def test_automatic(found, use, said):
-    choice = choose_gds("auto", found)
+def test_automatic(trial, use, said):
+    choice = choose_gds("auto", trial)
     assert choice.use is use
     assert said in choice.reason
     assert choice.warning == ""

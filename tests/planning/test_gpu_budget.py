@@ -22,10 +22,10 @@ def usage(free: int, cached: int = 0, allocated: int = 0, peak: int = 0) -> GpuU
 
 def test_an_automatic_budget_leaves_room_for_a_step_twice_as_large():
     # 10 GiB of activations: 130 are available, the step takes 10 of them, and 10 stay free.
-    found = usage(free=120, cached=10, allocated=5, peak=15)
-    assert gpu_budget(found, None).nbytes == 110 * GIB
-    assert headroom(found) == 10 * GIB
-    assert "10.00 GiB stay free" in gpu_budget(found, None).reason
+    result = usage(free=120, cached=10, allocated=5, peak=15)
+    assert gpu_budget(result, None).nbytes == 110 * GIB
+    assert headroom(result) == 10 * GIB
+    assert "10.00 GiB stay free" in gpu_budget(result, None).reason
 
 
 def test_something_stays_free_beside_the_smallest_activations():
@@ -34,11 +34,11 @@ def test_something_stays_free_beside_the_smallest_activations():
 
 
 def test_a_figure_of_the_user_counts_as_far_as_a_step_leaves_it_free():
-    found = usage(free=20, cached=2, allocated=5, peak=9)
-    assert gpu_budget(found, 18 * GIB).nbytes == 18 * GIB
-    assert gpu_budget(found, 19 * GIB).nbytes == 18 * GIB
-    assert "18.00 GiB free" in gpu_budget(found, 19 * GIB).reason
-    assert gpu_budget(found, 0).nbytes == 0
+    result = usage(free=20, cached=2, allocated=5, peak=9)
+    assert gpu_budget(result, 18 * GIB).nbytes == 18 * GIB
+    assert gpu_budget(result, 19 * GIB).nbytes == 18 * GIB
+    assert "18.00 GiB free" in gpu_budget(result, 19 * GIB).reason
+    assert gpu_budget(result, 0).nbytes == 0
 
 
 @given(st.lists(st.lists(st.integers(1, 100), max_size=6), max_size=4), st.data())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes to GPU memory, against every choice there is, and in cases that can be told in words."""
+"""The choice for GPU memory, compared with all possible choices, and in cases with a known answer."""
 
 from __future__ import annotations
 

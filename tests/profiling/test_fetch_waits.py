@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is recorded of fetches, with a clock that a test sets, and with the real ones."""
+"""Records of fetches, with a clock that a test sets, and with the real ones."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_waits_add_up_over_passes_and_are_divided_by_bytes():
     fetch(recorder, clock, 0.3, {1: 100, 2: 200})
     fetch(recorder, clock, 0.5, {})
     fetch(recorder, clock, 0.2, {2: 50})
-    found = recorder.waits()
-    assert found == {1: FetchWait(1, pytest.approx(0.1)), 2: FetchWait(2, pytest.approx(0.4))}
+    result = recorder.waits()
+    assert result == {1: FetchWait(1, pytest.approx(0.1)), 2: FetchWait(2, pytest.approx(0.4))}
 
 
 def test_a_fetch_that_was_not_begun_counts_nothing():

@@ -48,10 +48,10 @@ server:/home /mnt/my\\040share nfs4 rw 0 0
 )
 def test_longest_and_latest_mount_wins(monkeypatch: pytest.MonkeyPatch, path: str, kind: str, device: str) -> None:
     monkeypatch.setattr(filesystem, "existing_parent", lambda path: path)
-    found = file_system_of(Path(path), MOUNTS)
-    assert (found.kind, found.device) == (kind, device)
-    assert found.in_memory is (kind == "tmpfs")
-    assert found.over_network is (kind == "nfs4")
+    file_system = file_system_of(Path(path), MOUNTS)
+    assert (file_system.kind, file_system.device) == (kind, device)
+    assert file_system.in_memory is (kind == "tmpfs")
+    assert file_system.over_network is (kind == "nfs4")
 
 
 def test_existing_parent(tmp_path: Path) -> None:
@@ -126,12 +126,12 @@ def test_the_device_of_a_file_system_without_one_comes_from_the_mount_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     real_stat = os.stat
-    found = {"/pool": (0, 40, 0), "/dev/nvme0n1p2": (0, 6, os.makedev(259, 2))}
+    result = {"/pool": (0, 40, 0), "/dev/nvme0n1p2": (0, 6, os.makedev(259, 2))}
 
     def stat(path, *rest, **named):
-        if str(path) not in found:
+        if str(path) not in result:
             return real_stat(path, *rest, **named)
-        major, minor, rdev = found[str(path)]
+        major, minor, rdev = result[str(path)]
         return type("Status", (), {"st_dev": os.makedev(major, minor), "st_rdev": rdev})
 
     for source, number in (("/dev/nvme0n1p2", (259, 2)), ("overlay", None), ("/dev/gone", None)):

@@ -35,8 +35,8 @@ def test_version_2_counts_the_group_and_those_above(tmp_path: Path) -> None:
         "sys/fs/cgroup/pod/box/cpu.max": "max 100000\n",
         "sys/fs/cgroup/pod/box/step/cpu.max": "750000 100000\n",
     }
-    found = core_quotas(machine(tmp_path, "0::/pod/box/step\n", V2, files))
-    assert [quota.cores for quota in found] == [7.5, 4.0]
+    quotas = core_quotas(machine(tmp_path, "0::/pod/box/step\n", V2, files))
+    assert [quota.cores for quota in quotas] == [7.5, 4.0]
 
 
 def test_version_1_has_two_files_and_minus_one_for_no_quota(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_version_1_has_two_files_and_minus_one_for_no_quota(tmp_path: Path) -> N
         f"{top}/cpu.cfs_quota_us": "-1\n",
         f"{top}/cpu.cfs_period_us": "100000\n",
     }
-    found = core_quotas(machine(tmp_path, "4:cpu,cpuacct:/box\n", V1, files))
-    assert [quota.cores for quota in found] == [1.5]
+    quotas = core_quotas(machine(tmp_path, "4:cpu,cpuacct:/box\n", V1, files))
+    assert [quota.cores for quota in quotas] == [1.5]
 
 
 def test_ranks_of_one_group_see_the_same_identity(tmp_path: Path) -> None:

@@ -31,43 +31,43 @@ pytestmark = pytest.mark.timeout(240)  # DeepSpeed may compile its operator
 def test_probe_measures_this_machine_and_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     lines: list[str] = []
-    found = probe(tmp_path, seconds=1.0, request_nbytes=MIB, cpu_threads=1, progress=lines.append)
+    hardware = probe(tmp_path, seconds=1.0, request_nbytes=MIB, cpu_threads=1, progress=lines.append)
     assert os.listdir(tmp_path) == []
-    assert found.storage is not None
-    assert found.storage.request_nbytes == MIB
-    assert found.storage.lanes in LANES
-    assert found.storage.filesystem == file_system_of(tmp_path).kind != "unknown"
-    assert all(getattr(found, name) > 0 for name in RATES)
-    assert [getattr(found, name) for name in (*GPU_RATES, "gpu", "gpu_memory_nbytes")] == [None] * 5
-    assert found.gpus == 0
-    assert found.cores == len(os.sched_getaffinity(0))
-    assert found.cpu
-    assert found.memory_nbytes > 64 * MIB
-    assert found.probe_s > 0
-    assert str(tmp_path) not in found.model_dump_json()
-    assert Hardware.model_validate_json(found.model_dump_json()) == found
+    assert hardware.storage is not None
+    assert hardware.storage.request_nbytes == MIB
+    assert hardware.storage.lanes in LANES
+    assert hardware.storage.filesystem == file_system_of(tmp_path).kind != "unknown"
+    assert all(getattr(hardware, name) > 0 for name in RATES)
+    assert [getattr(hardware, name) for name in (*GPU_RATES, "gpu", "gpu_memory_nbytes")] == [None] * 5
+    assert hardware.gpus == 0
+    assert hardware.cores == len(os.sched_getaffinity(0))
+    assert hardware.cpu
+    assert hardware.memory_nbytes > 64 * MIB
+    assert hardware.probe_s > 0
+    assert str(tmp_path) not in hardware.model_dump_json()
+    assert Hardware.model_validate_json(hardware.model_dump_json()) == hardware
     assert [line.split(":")[0] for line in lines] == ["host memory", "CPU Adam", "CPU", "storage"]
 
 
 @pytest.mark.gpu
 def test_probe_measures_a_gpu(monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    found = probe(None, seconds=2.0)
-    assert found.storage is None
-    assert all(getattr(found, name) > 0 for name in (*RATES, *GPU_RATES))
-    assert found.gpu == torch.cuda.get_device_name()
-    assert found.gpus == torch.cuda.device_count()
-    assert found.gpu_memory_nbytes is not None
-    assert found.gpu_memory_nbytes > 0
+    hardware = probe(None, seconds=2.0)
+    assert hardware.storage is None
+    assert all(getattr(hardware, name) > 0 for name in (*RATES, *GPU_RATES))
+    assert hardware.gpu == torch.cuda.get_device_name()
+    assert hardware.gpus == torch.cuda.device_count()
+    assert hardware.gpu_memory_nbytes is not None
+    assert hardware.gpu_memory_nbytes > 0
 
 
 @pytest.mark.parametrize("seconds", [0.3, 1.0])
 def test_storage_keeps_to_its_time(tmp_path, seconds):
     start = time.perf_counter()
-    found = measure_storage(tmp_path, seconds=seconds, request_nbytes=MIB)
+    storage = measure_storage(tmp_path, seconds=seconds, request_nbytes=MIB)
     # A few requests at each number in flight are always made, and the disk may be busy with something else.
     assert time.perf_counter() - start < 5 * seconds + 5
-    assert min(found.read_bytes_per_s, found.write_bytes_per_s, found.mixed_bytes_per_s) > 0
+    assert min(storage.read_bytes_per_s, storage.write_bytes_per_s, storage.mixed_bytes_per_s) > 0
     assert os.listdir(tmp_path) == []
 
 
@@ -80,9 +80,9 @@ def test_without_direct_io_it_says_so(tmp_path, monkeypatch):
         return real_open(path, flags, *rest, **named)
 
     monkeypatch.setattr(os, "open", open_without_direct_io)
-    found = measure_storage(tmp_path, seconds=0.3, request_nbytes=MIB)
-    assert not found.direct
-    assert min(found.read_bytes_per_s, found.write_bytes_per_s, found.mixed_bytes_per_s) > 0
+    storage = measure_storage(tmp_path, seconds=0.3, request_nbytes=MIB)
+    assert not storage.direct
+    assert min(storage.read_bytes_per_s, storage.write_bytes_per_s, storage.mixed_bytes_per_s) > 0
     assert os.listdir(tmp_path) == []
 
 

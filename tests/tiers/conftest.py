@@ -53,7 +53,7 @@ class Storage:
         self.counters = Counters()
 
     def assert_idle(self) -> None:
-        """Nothing is leased once what was given back has come back."""
+        """Nothing is leased once all returned buffers are free."""
         self.pool.drain(timeout_s=TIMEOUT_S)
         self.pool.assert_idle()
 

@@ -39,7 +39,7 @@ N_CHUNKS = (4, 2)
 
 
 class Device(OrdinaryDevice):
-    """Ordinary memory, so many bytes of it."""
+    """Ordinary memory with a limit in bytes."""
 
     def __init__(self, nbytes: int = 2**30) -> None:
         self.left_nbytes = nbytes
@@ -126,9 +126,9 @@ def test_state_keeps_its_values_wherever_it_moves(rounds, whole):
                 bench.change(number + 1)
                 bench.check()
             for index, count in ((0, 4), (1, 2)):
-                found = bench.tier.places(index)
-                assert len(found) == count
-                for chunk, place in zip(bench.tier.chunks(index), found, strict=True):
+                result = bench.tier.places(index)
+                assert len(result) == count
+                for chunk, place in zip(bench.tier.chunks(index), result, strict=True):
                     assert bench.tier.on_device(chunk) is (place is Place.GPU)
         finally:
             bench.close()
@@ -223,13 +223,13 @@ class Weights:
         self.tensors = [torch.zeros(numel, dtype=torch.bfloat16) for numel in numels]
 
     def open(self, chunk):
-        found, start = [], 0
+        result, start = [], 0
         for tensor in self.tensors:
             low, high = max(start, chunk.start), min(start + tensor.numel(), chunk.start + chunk.numel)
             if low < high:
-                found.append((low - chunk.start, tensor[low - start : high - start]))
+                result.append((low - chunk.start, tensor[low - start : high - start]))
             start += tensor.numel()
-        return found
+        return result
 
     def close(self, chunk) -> None: ...
 

@@ -261,13 +261,13 @@ class GradientMachine(RuleBasedStateMachine):
         for key, numel in enumerate(self.numels):
             expected = self.model.get(key, torch.zeros(numel)).to(self.dtype)
             assert torch.equal(self.tier.segment(key), expected)
-        found = self.tier.pieces(start, expected_numel := min(numel, dense.numel() - start))
+        actual = self.tier.pieces(start, expected_numel := min(numel, dense.numel() - start))
         assert self.tier.all_finite(3)
         if self.tier.any_replaced:
             return
-        assert found is not None
+        assert actual is not None
         position = 0
-        for first, tensor in found:
+        for first, tensor in actual:
             assert first == position
             assert torch.equal(tensor.float(), dense[start + first : start + first + tensor.numel()])
             position += tensor.numel()

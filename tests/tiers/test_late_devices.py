@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device that answers after everybody stopped waiting: its bytes land in memory that is mapped and nobody else's."""
+"""A device that answers after all waits have ended: its bytes land in memory that is mapped and not reused."""
 
 from __future__ import annotations
 

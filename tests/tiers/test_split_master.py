@@ -45,13 +45,13 @@ class Weights:
         self.in_memory = True
 
     def of(self, chunk: Any) -> list[tuple[int, torch.Tensor]]:
-        found, first = [], 0
+        actual, first = [], 0
         for part in self.parts:
             low, high = max(first, chunk.start), min(first + part.numel(), chunk.start + chunk.numel)
             if low < high:
-                found.append((low - chunk.start, part[low - first : high - first]))
+                actual.append((low - chunk.start, part[low - first : high - first]))
             first += part.numel()
-        return found
+        return actual
 
     def rounded(self, chunk: Any) -> list[tuple[int, torch.Tensor]] | None:
         return self.of(chunk) if self.in_memory else None
@@ -84,12 +84,12 @@ class Bench:
 
     @property
     def n_split(self) -> int:
-        found = []
+        actual = []
         for chunk in self.tier.chunks(0):
             used = self.tier.take(chunk, split=True)
-            found.append(REMAINDER in used.views)
+            actual.append(REMAINDER in used.views)
             self.tier.put(used, changed=False)
-        return sum(found)
+        return sum(actual)
 
     def update(self) -> None:
         self.n_steps += 1
@@ -186,8 +186,8 @@ def test_nothing_that_is_done_with_it_sees_a_difference(adam: FusedAdam, operati
                 for bench in benches:
                     bench.do(operation, first)
                     bench.storage.assert_idle()
-                for found, expected in zip(*(bench.value() for bench in benches), strict=True):
-                    assert torch.equal(found, expected), operation
+                for actual, expected in zip(*(bench.value() for bench in benches), strict=True):
+                    assert torch.equal(actual, expected), operation
         finally:
             for bench in benches:
                 bench.close()

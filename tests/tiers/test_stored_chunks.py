@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks on NVMe: what is read ahead of a pass, and which buffers are held when."""
+"""Chunks on NVMe: the read-ahead of a pass, and the lifetime of buffers."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_a_changed_chunk_is_written_and_a_blank_one_is_not_read(bench):
     assert not lease.buffer[:NBYTES].any()
     lease.buffer.fill_(77)
     bench.stored.put(bench.chunks[1], lease, changed=True)
-    with bench.stored.reading(bench.chunks[1]) as found:
-        assert bool((found == 77).all())
+    with bench.stored.reading(bench.chunks[1]) as result:
+        assert bool((result == 77).all())
     bench.storage.assert_idle()
 
 

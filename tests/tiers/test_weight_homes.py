@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights stay in host memory, and what is said of each."""
+"""Which weights stay in host memory, and the report about each."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_host_memory_of_a_weight_in_device_memory_is_freed_and_made_again(arena)
     homes.free_unused()
     assert homes.unused_host_nbytes == homes.resident_nbytes == arena.nbytes_in_use == 0
     assert homes.host_nbytes_of([0, 1]) == large.nbytes + small.nbytes
-    held.fill_(1)  # whoever looks at it still may
+    held.fill_(1)  # remaining readers still may
     homes.make_host_memory(small)
     assert small.host.dtype is torch.bfloat16
     assert not small.host.any()

@@ -336,7 +336,7 @@ def test_a_weight_needed_now_takes_the_buffer_of_one_that_was_read_unnoticed(sta
 
 
 class Backward:
-    """An order of uses: the last weight registered is needed first, and what was dropped is told."""
+    """An order of uses: the last weight registered is needed first, and dropped weights are reported."""
 
     def __init__(self) -> None:
         self.dropped: list[int] = []
@@ -368,7 +368,7 @@ def test_a_kept_weight_is_not_read_again(staged):
     assert staged.tier.ready(0)
     assert staged.storage.pool.stats().nbytes_leased == P
     staged.check(0)
-    assert event.done  # whoever has it now may change it
+    assert event.done  # the new holder may change it
     staged.tier.give_back(0)
     assert staged.storage.counters.total().nbytes["nvme_read"] == read + P
     assert (staged.count(Access.DEMAND), staged.count(Access.PREFETCHED)) == (1, 1)

@@ -17,7 +17,7 @@ IoQueue::IoQueue(const QueueOptions& options) : core_(std::make_shared<Core>(opt
 {
     try {
         core_->start();
-    } catch (...) {  // a thread could not be made: end those that were
+    } catch (...) {  // a thread could not be created: end those that were
         core_->close(0, true);
         throw;
     }

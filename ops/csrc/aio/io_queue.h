@@ -54,11 +54,11 @@ struct Transfer {
     std::int64_t nbytes;
 };
 
-// The end of a request. Of several errors the first is told.
+// The end of a request. Of several errors, the first is reported.
 struct Completion {
     std::uint64_t id;
     int error;                  // errno; 0 on success and at the end of the file
-    bool end_of_file;           // a read found the end of the file before its own end
+    bool end_of_file;           // a read reached the end of the file before its own end
     bool in_flight;             // given up while the kernel still had a part of it: the buffer may still be used
     std::int64_t error_offset;  // the block that failed
     std::int64_t error_nbytes;
@@ -82,7 +82,7 @@ public:
     IoQueue(const IoQueue&) = delete;
     IoQueue& operator=(const IoQueue&) = delete;
 
-    // False when the queue is closed, or this is a forked child of the process that made it. Throws
+    // False when the queue is closed, or this is a forked child of the process that created it. Throws
     // std::invalid_argument for an id in use.
     bool submit(const Transfer& transfer);
     // Lets a request that failed before it could be submitted end like all others: by a completion.

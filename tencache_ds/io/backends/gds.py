@@ -207,8 +207,8 @@ def plain_cause(error: BaseException) -> str:
 
 def errno_in(text: str) -> int | None:
     """The errno whose text a message of KvikIO ends with."""
-    found = [number for number in errno.errorcode if text.rstrip(" .)").endswith(os.strerror(number))]
-    return max(found, key=lambda number: len(os.strerror(number)), default=None)
+    numbers = [number for number in errno.errorcode if text.rstrip(" .)").endswith(os.strerror(number))]
+    return max(numbers, key=lambda number: len(os.strerror(number)), default=None)
 
 
 def _move_all(operation: Operation, file: DeviceFile, offset: int, piece: torch.Tensor) -> None:

@@ -153,7 +153,7 @@ class LanePool:
         if os.getpid() != self._pid or self._closed:
             return
         if threading.current_thread() in self._threads:
-            raise RuntimeError("a storage backend cannot be closed from a callback of its own requests")
+            raise RuntimeError("a storage backend cannot be closed from a callback of one of its requests")
         self._end_lanes()
         self._closed = True
         atexit.unregister(self._at_exit)

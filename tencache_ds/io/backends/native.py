@@ -176,7 +176,7 @@ class NativeBackend:
         if os.getpid() != self._pid:
             return
         if threading.current_thread() in self._finishers:
-            raise RuntimeError("a storage backend cannot be closed from a callback of its own requests")
+            raise RuntimeError("a storage backend cannot be closed from a callback of one of its requests")
         self._stop(self._close_timeout_s, drop_waiting=False)
         atexit.unregister(self._at_exit)
         stuck, self._stuck = self._stuck, []

@@ -54,14 +54,14 @@ class BackendEntry:
         open: gives a new one; raises ConfigError where it cannot work.
         in_blocks: the kernel gets its requests in blocks, so that ``block_nbytes`` and ``queue_depth`` count.
         pinned_only: it would have to copy buffers that are not pinned, for which ``"auto"`` passes it over.
-        found: what ``"auto"`` says when this one could be opened; "" for one that always can.
+        reason: logged when ``"auto"`` selects this one; "" for one that works everywhere.
     """
 
     name: str
     open: Callable[[BackendSettings], StorageBackend]
     in_blocks: bool = False
     pinned_only: bool = False
-    found: str = ""
+    reason: str = ""
 
 
 def _native(settings: BackendSettings) -> StorageBackend:
@@ -88,13 +88,13 @@ def _posix(settings: BackendSettings) -> StorageBackend:
 BACKENDS: dict[str, BackendEntry] = {
     entry.name: entry
     for entry in (
-        BackendEntry("native", _native, in_blocks=True, found="the native op loads"),
+        BackendEntry("native", _native, in_blocks=True, reason="the native op loads"),
         BackendEntry(
             "aio",
             _aio,
             in_blocks=True,
             pinned_only=True,
-            found="DeepSpeed's async_io op loads and the buffers are pinned",
+            reason="DeepSpeed's async_io op loads and the buffers are pinned",
         ),
         BackendEntry("posix", _posix),
     )
@@ -127,7 +127,7 @@ def open_backend(kind: str, settings: BackendSettings) -> tuple[StorageBackend, 
             reasons.append(f"the buffers are not pinned, which {entry.name} would have to copy")
             continue
         try:
-            return entry.open(settings), "; ".join([*reasons, entry.found])
+            return entry.open(settings), "; ".join([*reasons, entry.reason])
         except ConfigError as error:
             reasons.append(f"{entry.name} does not work here: {error}")
     return fallback.open(settings), "; ".join(reasons)

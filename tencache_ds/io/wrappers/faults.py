@@ -92,7 +92,7 @@ class FaultBackend(PassThroughBackend):
         self._at_exit = stop_at_exit(self)
 
     def inject(self, faults: Sequence[Fault]) -> None:
-        """Replaces the rules from now on, with counts at zero and lost folders found again. Any thread."""
+        """Replaces the rules from now on, with counts at zero and lost folders restored. Any thread."""
         with self._changed:
             self._faults = [fault for fault in faults if fault.rank in (None, self._rank)]
             self._n_matched = [0] * len(self._faults)
@@ -109,7 +109,7 @@ class FaultBackend(PassThroughBackend):
         if os.getpid() != self._pid:
             return
         if threading.current_thread() is self._thread:
-            raise RuntimeError("a storage backend cannot be closed from a callback of its own requests")
+            raise RuntimeError("a storage backend cannot be closed from a callback of one of its requests")
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -194,10 +194,10 @@ def trial(folder, files, *, nbytes: int = 2 * MIB, **options):
 
 
 def test_a_round_trip_that_works(tmp_path, files):
-    found = trial(tmp_path, files)
-    assert (found.problem, found.compatibility) == ("", "")
-    assert found.gds_bytes_per_s > 0
-    assert found.staged_bytes_per_s > 0
+    result = trial(tmp_path, files)
+    assert (result.problem, result.compatibility) == ("", "")
+    assert result.gds_bytes_per_s > 0
+    assert result.staged_bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -209,23 +209,23 @@ def test_the_slower_way_is_found(tmp_path):
             threading.Event().wait(0.05)
             return super().raw_read(buf, size, file_offset)
 
-    found = trial(tmp_path, Slow, compatibility=lambda: "no driver")
-    assert found.compatibility == "no driver"
-    assert found.gds_bytes_per_s < found.staged_bytes_per_s
+    result = trial(tmp_path, Slow, compatibility=lambda: "no driver")
+    assert result.compatibility == "no driver"
+    assert result.gds_bytes_per_s < result.staged_bytes_per_s
 
 
 def test_a_round_trip_that_changes_bytes(tmp_path):
     with new_kind(wrong=True) as files:
-        found = trial(tmp_path, files)
-    assert "differs from the data written" in found.problem
+        result = trial(tmp_path, files)
+    assert "differs from the data written" in result.problem
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_round_trip_that_fails(tmp_path):
     with new_kind(failing="KvikIO failure at: /src/io.hpp:1: POSIX error on pread: Input/output error") as files:
-        found = trial(tmp_path, files)
-    assert "round trip" in found.problem
-    assert "Input/output error" in found.problem
+        result = trial(tmp_path, files)
+    assert "round trip" in result.problem
+    assert "Input/output error" in result.problem
     assert list(tmp_path.iterdir()) == []
 
 
@@ -454,7 +454,7 @@ def test_gpu_memory_is_quiet_when_it_is_handed_out(gpu_arena, gpu_pool):
 @pytest.mark.gds
 @pytest.mark.timeout(60)
 def test_gpu_trial(cuda, tmp_path):
-    found = try_gds(
+    result = try_gds(
         str(tmp_path / "trial.bin"),
         cuda,
         lambda: PosixBackend(8),
@@ -463,8 +463,8 @@ def test_gpu_trial(cuda, tmp_path):
         request_nbytes=8 * MIB,
         timeout_s=TIMEOUT_S,
     )
-    print(found)
-    assert found.problem == ""
-    assert found.gds_bytes_per_s > 1e8
-    assert found.staged_bytes_per_s > 1e8
+    print(result)
+    assert result.problem == ""
+    assert result.gds_bytes_per_s > 1e8
+    assert result.staged_bytes_per_s > 1e8
     assert list(tmp_path.iterdir()) == []

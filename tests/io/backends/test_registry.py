@@ -60,7 +60,7 @@ def refuse(builder, op_name):
 
 def test_a_backend_is_one_entry(monkeypatch):
     posix = BACKENDS["posix"]
-    uring = BackendEntry("uring", posix.open, found="io_uring is allowed")
+    uring = BackendEntry("uring", posix.open, reason="io_uring is allowed")
     monkeypatch.setattr(registry, "BACKENDS", {"uring": uring, "posix": posix})
     for kind, wanted in (("uring", "asked for"), ("auto", "io_uring is allowed")):
         backend, reason = open_backend(kind, NOT_PINNED)

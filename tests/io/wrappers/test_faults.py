@@ -344,7 +344,7 @@ def test_what_the_wrapper_ends_itself_ends_in_its_own_thread(posix, path):
         seen.append(threading.current_thread().name)
         posix.close()
 
-    with pytest.raises(RuntimeError, match="cannot be closed from a callback of its own requests"):
+    with pytest.raises(RuntimeError, match="cannot be closed from a callback of one of its requests"):
         posix.submit(Operation.WRITE, path, 0, aligned(PAGE), finish=finish).wait(30)
     assert seen == ["tencache-faults"]
 
