@@ -161,7 +161,7 @@ class InferenceHomes:
                 released += self._moves.release(key)
         except TenCacheError as error:
             self._stuck = True
-            logger.warning("a forward pass needs GPU memory, but the weights in it have nowhere to go: %s", error)
+            logger.warning("a forward pass needs GPU memory, but the weights in it fit nowhere else: %s", error)
         if released:
             self._watch.released(released)
             self._left_nbytes += released

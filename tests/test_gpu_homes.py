@@ -402,7 +402,7 @@ def test_without_host_memory_weights_stay_and_training_goes_on(life, caplog):
     assert training.step(0.1)[-1] == 0
     assert set(training.weights.there) == {0, 1, 2}
     training.step(0.1)
-    assert caplog.text.count("has nowhere to go: the host is full") == 1
+    assert caplog.text.count("fit nowhere else: the host is full") == 1
     del training.weights.to_host
 
 
