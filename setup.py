@@ -69,6 +69,7 @@ setup(
     package_dir={f"tencache_ds.{folder}": folder for folder in MAPPED_FOLDERS},
     package_data={
         "tencache_ds": ["py.typed"],
+        "tencache_ds.benchmarks": ["**/*.j2"],
         "tencache_ds.configs": ["*.json"],
         "tencache_ds.ops": ["**/*.cpp", "**/*.h", "**/*.inc", "**/*.cu", "**/*.cuh"],
     },

@@ -22,7 +22,6 @@ from .comparison.process import describe_command
 from .comparison.runner import RESULT_FILE, Options, OutOfTime, Session
 from .comparison.suites import SETS, Plan, paper, paper_models, parse_entries, smoke, workload_of
 from .record import Benchmark, Outcome
-from .reporting.report import write_report
 from .workloads import SPECS
 
 EXIT_PROBLEM = 1
@@ -217,6 +216,8 @@ def _chosen(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan,
 
 
 def _report(folder: Path, arguments: argparse.Namespace) -> Path:
+    from .reporting.report import write_report  # pandas and matplotlib take seconds, which --help need not wait for
+
     benchmark = Benchmark.read(folder / RESULT_FILE)
     repeat = Benchmark.read(arguments.repeat / RESULT_FILE) if arguments.repeat else None
     return write_report(benchmark, folder, name=arguments.name, baseline=arguments.baseline, repeat=repeat)

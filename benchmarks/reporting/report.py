@@ -1,59 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A benchmark as a Markdown page with plots beside it: the answer first, then how it was measured, then the details."""
+"""A benchmark as a Markdown page with plots beside it: the answer first, then how it was measured, then the details.
+
+The page is ``report.md.j2``; its figures are those of :mod:`.figures`.
+"""
 
 from __future__ import annotations
 
+import math
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..record import Benchmark, Configuration, Outcome
-from . import plots, report_sections
-from .losses import compare_losses
-from .markdown import GB, GIB, MISSING, gib, gist, joined, number, percent, plain, table, without_paths
-from .peaks import check_caps
-from .repeatability import repeat_sentence, repeatability_section
-from .report_tuning import tuning_section
-from .spread import (
-    SpeedRatio,
-    Tier,
-    baseline_for,
-    best_peer,
-    bound_fraction,
-    in_turns,
-    is_ours,
-    run_median,
-    speed_ratio,
-    step_mean,
-    step_seconds,
-    step_spread,
-    tier_of,
-)
+import jinja2
+import pandas as pd
+
+from ..record import Benchmark, Outcome
+from . import text
+from .figures import Figures, LossComparison, Tier, all_figures, baseline_for, best_peer, compare_losses
+from .plots import Plot, write_plots
 
 MAX_ANSWERS = 6
 """TenCache configurations with a sentence of their own at the top; the rest is in the table."""
 
-TURNS = (
-    "All configurations of a round were in memory at once and had their measured steps in turns; the first step of "
-    "each turn does not count. "
-)
+REPEATABLE = 0.05
+"""Two measurements of a speed that differ by no more than this fraction count as the same."""
 
 VERBS = {Outcome.failed: "failed", Outcome.cannot_run: "could not run"}
 
 RESOURCES = {"nvme": "NVMe", "h2d": "host to GPU", "d2h": "GPU to host", "cpu": "CPU", "gpu": "GPU"}
 """Names of what can set a bound (``tencache_ds.planning.bound.Resource``)."""
 
-RESULT_HEADER = (
-    "configuration", "s/step (min-max)", "speed", "fwd / bwd / update, s", "NVMe read + written, B/param",
-    "storage wait, s", "peak RSS GiB, start / steady", "pinned GiB", "GPU peak GiB", "start s, model + initialize",
-    "tokens/s", "fraction of bound",
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
 )  # fmt: skip
+_TEMPLATES.filters |= text.FILTERS
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A speed that was measured twice."""
+
+    other: Figures
+    again: Figures
+    baseline: Figures
+    first: float
+    second: float
+
+    @property
+    def difference(self) -> float:
+        """Between the two, as a fraction of the first."""
+        return abs(self.second - self.first) / self.first
 
 
 def write_report(
     benchmark: Benchmark, folder: Path, *, name: str, baseline: str | None = None, repeat: Benchmark | None = None
 ) -> Path:
     """Writes ``<folder>/<name>.md`` and its plots ``<folder>/<name>_<plot>.png``.
-
-    Without matplotlib the page is written all the same and says how to get the plots.
 
     Args:
         benchmark: what to report; anything in it may have failed.
@@ -72,357 +77,292 @@ def write_report(
     """
     if Path(name).name != name or not name:
         raise ValueError(f'the name of a report is a file name without a folder, got "{name}"')
-    check_baseline(benchmark, baseline)
+    _check_baseline(benchmark, baseline)
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = plots.write_plots(benchmark, folder, name) if plots.available() else None
+    plots = write_plots(benchmark, folder, name)
     page = folder / f"{name}.md"
-    page.write_text(render(benchmark, drawn, baseline=baseline, repeat=repeat))
+    page.write_text(render(benchmark, plots, baseline=baseline, repeat=repeat))
     return page
 
 
-def check_baseline(benchmark: Benchmark, baseline: str | None) -> None:
-    """Whether everything can be compared with ``baseline``; None is left to the report.
+def _check_baseline(benchmark: Benchmark, baseline: str | None) -> None:
+    """None is left to the report.
 
     Raises:
         ValueError: it is not a configuration of the benchmark, or trains with other semantics.
     """
-    if baseline is None:
-        return
-    chosen = next((configuration for configuration in benchmark.configurations if configuration.name == baseline), None)
-    if chosen is None:
-        names = ", ".join(configuration.name for configuration in benchmark.configurations)
+    semantics = {configuration.name: configuration.semantics for configuration in benchmark.configurations}
+    if baseline is not None and baseline not in semantics:
+        names = ", ".join(semantics)
         raise ValueError(f'the baseline "{baseline}" is not in this benchmark; its configurations are: {names}')
-    if chosen.semantics:
-        raise ValueError(f'"{baseline}" cannot be the baseline: it trains differently ({chosen.semantics})')
+    if baseline is not None and semantics[baseline]:
+        raise ValueError(f'"{baseline}" cannot be the baseline: it trains differently ({semantics[baseline]})')
 
 
 def render(
-    benchmark: Benchmark,
-    drawn: list[plots.Plot] | None = None,
-    *,
-    baseline: str | None = None,
-    repeat: Benchmark | None = None,
+    benchmark: Benchmark, plots: Sequence[Plot] = (), *, baseline: str | None = None, repeat: Benchmark | None = None
 ) -> str:
-    """The page as text. ``drawn`` are the plots that lie beside it; None means that they could not be drawn."""
-    sections = [
-        f"# {plain(benchmark.title)}",
-        "\n".join(f"- {sentence}" for sentence in summary(benchmark, baseline, repeat)),
-        "## Machine and workload",
-        setting(benchmark),
-        "## Results",
-        results(benchmark, baseline),
-        report_sections.failures(benchmark),
-        "## Losses",
-        report_sections.losses(benchmark),
-        "## Memory caps",
-        report_sections.caps(benchmark),
-        "## Bytes per step",
-        report_sections.traffic(benchmark),
-        "## TenCache: places",
-        report_sections.places(benchmark),
-        "## TenCache: weights and waits",
-        report_sections.accesses(benchmark),
-        "## Tuning",
-        tuning_section(benchmark),
-        "## Energy and endurance",
-        report_sections.energy(benchmark),
-    ]
+    """The page as text; ``plots`` lie beside it."""
+    figures = all_figures(benchmark)
+    compared = compare_losses(list(figures.values()))
+    baselines = {name: baseline_for(figures, name, baseline) for name in figures}
+    repeated = _repeated(figures, baselines, repeat) if repeat is not None else []
+    sentences = _answers(benchmark, figures, baselines) + _caveats(benchmark, figures, compared)
     if repeat is not None:
-        sections += ["## Repeatability", repeatability_section(benchmark, repeat, baseline)]
-    sections += ["## Plots", _plots(benchmark, drawn)]
-    return "\n\n".join(section for section in sections if section) + "\n"
+        sentences.append(_repeat_sentence(repeated))
+    footnotes: list[str] = []
+
+    def note(words: str) -> str:
+        """The mark of a footnote; the same text keeps its mark."""
+        if words not in footnotes:
+            footnotes.append(words)
+        return f" <sup>{footnotes.index(words) + 1}</sup>"
+
+    tokens = {f.label: f.balance_tokens for f in figures.values() if f.balance_tokens is not None}
+    sides = {count < benchmark.workload.tokens_per_step for count in tokens.values()}
+    slower = (
+        "for some storage, for others arithmetic" if len(sides) > 1 else "arithmetic" if True in sides else "storage"
+    )
+    counted = [f for f in figures.values() if f.stats]
+    return _TEMPLATES.get_template("report.md.j2").render(
+        benchmark=benchmark, hardware=benchmark.hardware, workload=benchmark.workload,
+        numel=max((run.numel for run in benchmark.runs), default=0), rates=_rates(benchmark),
+        in_turns=any(step.turn for run in benchmark.runs for step in run.steps),
+        sentences=sentences or ["Nothing was measured."],
+        figures=list(figures.values()), labels={f.name: f.label for f in figures.values()},
+        results=[_cells(benchmark, f, baselines[f.name], baseline, note) for f in figures.values()],
+        baseline=figures[baseline] if baseline is not None else None,
+        best_peers=[f"{peer.label} ({tier})" for tier in Tier if (peer := best_peer(figures, tier)) is not None],
+        footnotes=footnotes, slower=slower,
+        balance=[f"{label}: {float(f'{count:.2g}'):,.0f}" for label, count in tokens.items()],
+        errors=[run for run in benchmark.runs if run.outcome is Outcome.failed],
+        compared=compared, without=[figures[name].label for name in compared.without],
+        groups=_loss_groups(compared, figures), scales=_loss_scales(list(figures.values())),
+        counted=counted, rare=_rare_events(counted), trials={f.name: _trials(f) for f in figures.values() if f.trials},
+        kinds=_names(counted, "accesses"),
+        causes={cause: f"{cause.replace('_', ' ')} wait, s/step" for cause in _names(counted, "stall_seconds")},
+        energy_known=any(f.per_run[["gpu_energy_j", "cpu_energy_j"]].notna().any(axis=None) for f in figures.values()),
+        repeat=repeat, repeated=repeated, repeat_sentence=_repeat_sentence(repeated), REPEATABLE=REPEATABLE,
+        unlike=_unlike(benchmark, repeat) if repeat is not None else [],
+        plots=plots,
+    )  # fmt: skip
 
 
-def summary(benchmark: Benchmark, baseline: str | None = None, repeat: Benchmark | None = None) -> list[str]:
-    """The answer in a few sentences: speeds, then what has to be known to believe them."""
-    ours = [configuration for configuration in benchmark.configurations if is_ours(configuration)]
-    measured = [configuration for configuration in ours if step_seconds(benchmark, configuration.name)]
-    sentences = [_answer(benchmark, configuration, baseline) for configuration in measured[:MAX_ANSWERS]]
+def _answers(benchmark: Benchmark, figures: dict[str, Figures], baselines: dict[str, Figures | None]) -> list[str]:
+    """The speed of TenCache's configurations."""
+    sentences = []
+    measured = [f for f in figures.values() if f.is_ours and f.measured]
+    for f in measured[:MAX_ANSWERS]:
+        sentence = f"**{f.label}**: {text.number(f.median_s)} s per step"
+        against = baselines[f.name]
+        ratio = f.speed_over(against) if against is not None and against is not f else None
+        if against is not None and ratio is not None:
+            slow = text.number(against.median_s)
+            sentence += f", **{ratio.of_medians:.2f}x** the speed of {against.label} ({slow} s)"
+        if pd.notna(f.bound_fraction):
+            sentence += f", {f.bound_fraction:.2f} of the bound of this machine{_bottleneck(benchmark, f)}"
+        sentences.append(f"{sentence}.")
     if len(measured) > MAX_ANSWERS:
         sentences.append(f"{len(measured) - MAX_ANSWERS} more TenCache configurations are in the table.")
-    sentences += _failed(benchmark)
-    compared = compare_losses(benchmark)
-    runs = sum(len(rounds) for group in compared.groups for rounds in group.rounds.values())
-    if runs > 1 and len(compared.groups) == 1:
-        sentences.append(f"Losses of all {runs} runs are identical bit for bit over {compared.steps} steps.")
-    elif len(compared.groups) > 1:
-        sentences.append(f"**Losses differ**: {len(compared.groups)} groups of runs, see [Losses](#losses).")
-    skipped = sum(step.skipped for run in benchmark.runs for step in run.measured)
-    if skipped:
-        sentences.append(f"**{skipped} measured steps were skipped by the loss scaler**, see [Losses](#losses).")
-    over = [
-        plain(configuration.label)
-        for configuration in benchmark.configurations
-        if (check := check_caps(benchmark, configuration.name)) is not None and check.exceeded
-    ]
-    if over:
-        sentences.append(f"**Memory cap exceeded** by {joined(over)}, see [Memory caps](#memory-caps).")
-    if benchmark.on_tmpfs:
-        sentences.append("**Storage is tmpfs**: host memory that stands in for a fast NVMe array, not a drive.")
-    if repeat is not None:
-        sentences.append(repeat_sentence(benchmark, repeat, baseline))
-    return sentences or ["Nothing was measured."]
-
-
-def _failed(benchmark: Benchmark) -> list[str]:
-    sentences = []
-    peers: dict[Outcome, list[str]] = {Outcome.failed: [], Outcome.cannot_run: []}
-    for configuration in benchmark.configurations:
-        failure = benchmark.failure_of(configuration.name)
-        if failure is not None and is_ours(configuration):
-            sentences.append(f"**{plain(configuration.label)} {VERBS[failure.outcome]}**: {gist(failure.error)}")
-        elif failure is not None:
-            peers[failure.outcome].append(plain(configuration.label))
-    sentences += [f"{joined(labels)} {VERBS[how]}: see the table." for how, labels in peers.items() if labels]
     return sentences
 
 
-def _answer(benchmark: Benchmark, configuration: Configuration, baseline: str | None) -> str:
-    seconds = step_seconds(benchmark, configuration.name)
-    assert seconds is not None
-    parts = [f"**{plain(configuration.label)}**: {number(seconds.median)} s per step"]
-    against = baseline_for(benchmark, configuration, baseline)
-    if against is not None and against != configuration.name:
-        ratio = speed_ratio(benchmark, against, configuration.name)
-        slow = step_seconds(benchmark, against)
-        if ratio is not None and slow is not None:
-            label = next(plain(other.label) for other in benchmark.configurations if other.name == against)
-            parts.append(f"**{ratio.of_medians:.2f}x** the speed of {label} ({number(slow.median)} s)")
-    fraction = bound_fraction(benchmark, configuration.name)
-    if fraction is not None:
-        parts.append(f"{fraction:.2f} of the bound of this machine{_limit(benchmark, configuration.name)}")
-    return ", ".join(parts) + "."
-
-
-def _limit(benchmark: Benchmark, name: str) -> str:
-    limit = benchmark.limits.get(name)
-    if limit == "gpu" and not benchmark.hardware.gpus:
-        return " (arithmetic)"
-    return f" ({RESOURCES.get(limit, plain(limit))})" if limit else ""
-
-
-def setting(benchmark: Benchmark) -> str:
-    """Machine, rates, versions, workload, storage, and the command that repeats it."""
-    hardware, workload = benchmark.hardware, benchmark.workload
-    gpu = f"{hardware.gpus} x {hardware.gpu} ({_whole_gib(hardware.gpu_memory_nbytes)})" if hardware.gpu else "no GPU"
-    machine = f"{hardware.cpu}, {hardware.cores} cores, {_whole_gib(hardware.memory_nbytes)} of memory, {gpu}"
-    numel = max((run.numel for run in benchmark.runs), default=0)
-    size = f" ({number(numel / GB)} B parameters)" if numel else ""
-    trained = (
-        f"{workload.model}{size}, {workload.precision}, {workload.ranks} rank{'s' if workload.ranks != 1 else ''}, "
-        f"batch {workload.micro_batch} x {workload.sequence} tokens per micro-step and rank, "
-        f"{workload.accumulation} micro-step{'s' if workload.accumulation != 1 else ''} per optimizer step "
-        f"({workload.tokens_per_step:,} tokens), activation checkpointing "
-        f"{'on' if workload.activation_checkpointing else 'off'}"
-        + (f", {workload.busy_cores} processes beside it that keep a core busy each" if workload.busy_cores else "")
-    )
-    versions = ", ".join(f"{what} {version}" for what, version in benchmark.versions.items())
-    paragraph = (
-        f"Machine: {plain(machine)}. Storage: {_storage(benchmark)}. Workload: {plain(trained)}. "
-        f"{TURNS if in_turns(benchmark) else ''}"
-        f"Versions: {plain(versions) or 'not recorded'}. Started {plain(benchmark.started_at)}."
-    )
-    return "\n\n".join(
-        [
-            paragraph,
-            f"What the probe measured on it{f' in {number(hardware.probe_s)} s' if hardware.probe_s else ''}:",
-            _rates(benchmark),
-            "To repeat it:",
-            f"```bash\n{without_paths(benchmark.command.strip())}\n```",
-        ]
-    )
-
-
-def _whole_gib(nbytes: int | None) -> str:
-    return "size unknown" if nbytes is None else f"{nbytes / GIB:.0f} GiB"
-
-
-def _storage(benchmark: Benchmark) -> str:
-    storage = benchmark.hardware.storage
+def _caveats(benchmark: Benchmark, figures: dict[str, Figures], compared: LossComparison) -> list[str]:
+    """What has to be known to believe the answers."""
+    failures = [(f, f.failure) for f in figures.values() if f.failure is not None]
+    sentences = [f"**{f.label} {VERBS[run.outcome]}**: {text.gist(run.error)}" for f, run in failures if f.is_ours]
+    for outcome, verb in VERBS.items():
+        if labels := [f.label for f, run in failures if run.outcome is outcome and not f.is_ours]:
+            sentences.append(f"{text.joined(labels)} {verb}: see the table.")
+    n_runs = sum(len(rounds) for group in compared.groups for rounds in group.rounds.values())
+    if len(compared.groups) > 1:
+        sentences.append(f"**Losses differ**: {len(compared.groups)} groups of runs, see [Losses](#losses).")
+    elif n_runs > 1:
+        sentences.append(f"Losses of all {n_runs} runs are identical bit for bit over {compared.steps} steps.")
+    if skipped := sum(step.skipped for run in benchmark.runs for step in run.measured):
+        sentences.append(f"**{skipped} measured steps were skipped by the loss scaler**, see [Losses](#losses).")
+    if over := [f.label for f in figures.values() if f.cap_check is not None and f.cap_check.excesses]:
+        sentences.append(f"**Memory cap exceeded** by {text.joined(over)}, see [Memory caps](#memory-caps).")
     if benchmark.on_tmpfs:
-        return "**tmpfs**, host memory that stands in for a fast NVMe array (it takes memory bandwidth and CPU time)"
-    if storage is None:
-        return plain(benchmark.storage)
-    direct = "direct I/O" if storage.direct else "**no direct I/O: the page cache took part**"
-    device = f", {plain(storage.device)}" if storage.device else ""
-    return (
-        f"{plain(benchmark.storage)}{device}, {plain(storage.filesystem)}, {direct}, probed with {storage.lanes} "
-        f"requests of {storage.request_nbytes / 2**20:g} MiB in flight"
-    )
+        sentences.append("**Storage is tmpfs**: host memory that stands in for a fast NVMe array, not a drive.")
+    return sentences
 
 
-def _rates(benchmark: Benchmark) -> str:
-    hardware, storage = benchmark.hardware, benchmark.hardware.storage
-    rates = [
-        ("NVMe read", storage and storage.read_bytes_per_s, "GB/s"),
-        ("NVMe write", storage and storage.write_bytes_per_s, "GB/s"),
-        ("NVMe read + write together", storage and storage.mixed_bytes_per_s, "GB/s"),
-        ("host to GPU", hardware.h2d_bytes_per_s, "GB/s"),
-        ("GPU to host", hardware.d2h_bytes_per_s, "GB/s"),
-        ("memory copy", hardware.memory_copy_bytes_per_s, "GB/s"),
-        ("CPU Adam", hardware.cpu_adam_params_per_s, "Gparam/s"),
-        ("GPU Adam", hardware.gpu_adam_params_per_s, "Gparam/s"),
-        ("matmul", hardware.matmul_flops_per_s and hardware.matmul_flops_per_s / 1000, "TFLOP/s"),
-    ]
-    known = [(what, f"{number(rate / GB)} {unit}") for what, rate, unit in rates if rate]
-    return table([what for what, _ in known], [[rate for _, rate in known]]) if known else "Nothing: it was not probed."
+def _bottleneck(benchmark: Benchmark, figures: Figures) -> str:
+    """What sets the bound of a configuration, in brackets."""
+    if figures.limit == "gpu" and not benchmark.hardware.gpus:
+        return " (arithmetic)"
+    return f" ({RESOURCES.get(figures.limit, figures.limit)})" if figures.limit else ""
 
 
-def results(benchmark: Benchmark, baseline: str | None = None) -> str:
-    """The main table, its footnotes, and what its last column means."""
-    footnotes: list[str] = []
-    rows = [_row(benchmark, configuration, baseline, footnotes) for configuration in benchmark.configurations]
-    notes = [
-        "s/step is the median over the measured steps of all rounds, with the extremes and half of their distance. "
-        f"{_baseline_note(benchmark, baseline)} In brackets: median of the ratios within each "
-        f"{'turn' if in_turns(benchmark) else 'round'}, and their range. "
-        "Phases and waits are medians, bytes are means, memory is the largest of any run, start is a median of runs.",
-        *(f"<sup>{index}</sup> {note}" for index, note in enumerate(footnotes, start=1)),
-        "**What the fraction means.** The bound is the shortest step that this machine allows for what a row keeps "
-        "where: the longest of the times that its bytes and operations take on each resource at the rates of the "
-        "probe, all at once. A fraction of 0.95 means that 95 % of the step is that time on the resource in brackets, "
-        "and what is left to gain without moving fewer bytes is the other 5 %.",
-        *balance(benchmark),
-    ]
-    return "\n\n".join([table(RESULT_HEADER, rows), *notes])
+def _repeat_sentence(repeated: list[Repeated]) -> str:
+    """The difference in speed between two measurements."""
+    if not repeated:
+        return "**Nothing was measured twice**: the second measurement has no speed in common with the first."
+    worst = max(repeated, key=lambda one: one.difference)
+    difference = text.percent(worst.difference, 1)
+    if worst.difference <= REPEATABLE:
+        return f"Measured twice, all speeds agree within {difference}."
+    return f"**Measured twice, the speeds differ** by up to {difference} ({worst.other.label})."
 
 
-def balance(benchmark: Benchmark) -> list[str]:
-    """On which side of the point the workload lies where arithmetic takes as long as storage; empty without storage."""
-    workload = benchmark.workload
-    points = [
-        f"{plain(configuration.label)}: {float(f'{tokens:.2g}'):,.0f}"
-        for configuration in benchmark.configurations
-        if (tokens := benchmark.balance_tokens.get(configuration.name)) is not None
-    ]
-    if not points:
-        return []
-    sides = {tokens < workload.tokens_per_step for tokens in benchmark.balance_tokens.values()}
-    side = "for some storage, for others arithmetic" if len(sides) > 1 else "arithmetic" if True in sides else "storage"
+def _cells(
+    benchmark: Benchmark, f: Figures, against: Figures | None, chosen: str | None, note: Callable[[str], str]
+) -> list[str]:
+    """The row of a configuration in the main table."""
+    label, missing = f.label, text.MISSING
+    if f.configuration.semantics:
+        label += note(f"Different semantics, in no ratio: {text.plain(f.configuration.semantics)}.")
+    if f.failure is not None:
+        return [label, f"{VERBS[f.failure.outcome]}: {text.gist(f.failure.error)}", *[missing] * 10]
+    if not f.runs:
+        return [label, "not run", *[missing] * 10]
+    if f.lost:
+        label += note(f"{len(f.lost)} of {len(f.started)} runs failed: {text.gist(f.lost[-1].error)}.")
+    steps, per_run, seconds = f.steps, f.per_run, f.steps.seconds
+    time, phases, moved, tokens = "no measured step", missing, missing, missing
+    if f.measured:
+        spread = text.percent((seconds.max() - seconds.min()) / 2 / f.median_s if f.median_s else 0.0, 1)
+        extremes = f"{text.number(seconds.min())}-{text.number(seconds.max())}"
+        time = f"**{text.number(f.median_s)}** ({extremes}, ±{spread})"
+        phases = " / ".join(text.number(steps[key].median()) for key in ("forward_s", "backward_s", "update_s"))
+        numel = per_run.numel.median()
+        if numel:
+            moved = " + ".join(f"{steps[f'nvme_{way}_nbytes'].mean() / numel:.1f}" for way in ("read", "write"))
+        tokens = f"{benchmark.workload.tokens_per_step / f.median_s:,.0f}" if f.median_s else missing
+    rss = [text.gib(per_run[f"peak_rss_{when}_nbytes"].max()) for when in ("start", "steady")]
+    fraction = text.fixed(f.bound_fraction, 2)
+    if fraction != missing:
+        fraction += _bottleneck(benchmark, f)
+    if round(f.bound_fraction, 2) > 1:
+        fraction += note(
+            "A fraction above 1: the run was faster than the rates of the probe allow, so the machine was slower "
+            "while it was probed, or the placement on which the bound rests is not what the run had."
+        )
     return [
-        "**Storage or arithmetic.** Tokens per step with which arithmetic takes as long as NVMe, at the probe's rates "
-        f"and in {workload.accumulation} micro-step{'s' if workload.accumulation != 1 else ''}: {'; '.join(points)}. "
-        f"This workload has {workload.tokens_per_step:,}: {side} is the slower one. `--micro-batch` and "
-        "`--accumulation` take several numbers, to measure both sides."
-    ]
-
-
-def _baseline_note(benchmark: Benchmark, baseline: str | None) -> str:
-    labels = {configuration.name: plain(configuration.label) for configuration in benchmark.configurations}
-    if baseline is not None:
-        missing = "" if step_seconds(benchmark, baseline) else ", **which has no measured step**"
-        return f"Speed is relative to {labels[baseline]}{missing}."
-    best = {tier: name for tier in Tier if (name := best_peer(benchmark, tier)) is not None}
-    if not best:
-        return "There is no speed, because no peer with the same semantics was measured."
-    named = joined([f"{labels[name]} ({tier})" for tier, name in best.items()])
-    return f"Speed is relative to the fastest peer with the same semantics in the same lowest tier: {named}."
-
-
-def _row(benchmark: Benchmark, configuration: Configuration, baseline: str | None, footnotes: list[str]) -> list[str]:
-    name, label = configuration.name, plain(configuration.label)
-    if configuration.semantics:
-        label += _footnote(footnotes, f"Different semantics, in no ratio: {plain(configuration.semantics)}.")
-    runs = benchmark.runs_of(name)
-    failure = benchmark.failure_of(name)
-    empty = [MISSING] * (len(RESULT_HEADER) - 2)
-    if failure is not None:
-        return [label, f"{VERBS[failure.outcome]}: {gist(failure.error)}", *empty]
-    if not runs:
-        return [label, "not run", *empty]
-    lost = [run for run in benchmark.runs if run.configuration == name and run.outcome is not Outcome.ok]
-    if lost:
-        label += _footnote(footnotes, f"{len(lost)} of {len(lost) + len(runs)} runs failed: {gist(lost[-1].error)}.")
-    seconds = step_seconds(benchmark, name)
-    memories = [run.memory for run in runs if run.memory is not None]
-    tokens = benchmark.workload.tokens_per_step / seconds.median if seconds and seconds.median else None
-    rss = (max(memory.peak_rss_start_nbytes for memory in memories) if memories else None,
-           max(memory.peak_rss_steady_nbytes for memory in memories) if memories else None)  # fmt: skip
-    start = run_median(benchmark, name, lambda run: run.model_s), run_median(benchmark, name, lambda r: r.initialize_s)
-    return [
-        label,
-        f"**{number(seconds.median)}** ({number(seconds.least)}-{number(seconds.most)}, "
-        f"±{percent(seconds.half_spread, 1)})" if seconds else "no measured step",
-        _speed(benchmark, configuration, baseline),
-        _phases(benchmark, name),
-        _bytes_per_parameter(benchmark, name),
-        number(wait.median if (wait := step_spread(benchmark, name, lambda step: step.storage_wait_s)) else None),
-        f"{gib(rss[0])} / {gib(rss[1])}" if memories else MISSING,
-        gib(max((memory.pinned_nbytes for memory in memories), default=None)),
-        gib(max((memory.gpu_peak_nbytes for memory in memories), default=None)),
-        f"{number(start[0])} + {number(start[1])}",
-        MISSING if tokens is None else f"{tokens:,.0f}",
-        _fraction(benchmark, name, footnotes),
+        label, time, _speed(f, against, chosen), phases, moved, text.number(steps.storage_wait_s.median()),
+        " / ".join(rss) if missing not in rss else missing, text.gib(per_run.pinned_nbytes.max()),
+        text.gib(per_run.gpu_peak_nbytes.max()),
+        f"{text.number(per_run.model_s.median())} + {text.number(per_run.initialize_s.median())}", tokens, fraction,
     ]  # fmt: skip
 
 
-def _footnote(footnotes: list[str], text: str) -> str:
-    """The mark of a footnote; the same text keeps its mark."""
-    if text not in footnotes:
-        footnotes.append(text)
-    return f" <sup>{footnotes.index(text) + 1}</sup>"
-
-
-def _speed(benchmark: Benchmark, configuration: Configuration, baseline: str | None) -> str:
-    against = baseline_for(benchmark, configuration, baseline)
+def _speed(f: Figures, against: Figures | None, chosen: str | None) -> str:
+    """The speed of a configuration and how it varies between rounds, or between the turns of rounds."""
     if against is None:
-        return MISSING
-    if against == configuration.name:
-        if step_seconds(benchmark, against) is None:
-            return MISSING
-        tier = tier_of(benchmark, configuration) if baseline is None else None
-        return f"1 (baseline, {tier} tier)" if tier else "1 (baseline)"
-    ratio = speed_ratio(benchmark, against, configuration.name)
-    return MISSING if ratio is None else format_ratio(ratio)
+        return text.MISSING
+    if against is f:
+        tier = f", {f.tier} tier" if f.tier is not None and chosen is None else ""
+        return f"1 (baseline{tier})" if f.measured else text.MISSING
+    ratio = f.speed_over(against)
+    if ratio is None:
+        return text.MISSING
+    turns = ratio.turns
+    varies = f"{turns.median():.2f}x, {turns.min():.2f}x-{turns.max():.2f}x"
+    return f"**{ratio.of_medians:.2f}x** ({ {0: 'no round in common', 1: 'one round'}.get(turns.size, varies) })"
 
 
-def format_ratio(ratio: SpeedRatio) -> str:
-    """A speed and how it varies between rounds, or between the turns of rounds."""
-    turns = ratio.over_turns
-    if turns is None:
-        return f"**{ratio.of_medians:.2f}x** (no round in common)"
-    if turns.count == 1:
-        return f"**{ratio.of_medians:.2f}x** (one round)"
-    return f"**{ratio.of_medians:.2f}x** ({turns.median:.2f}x, {turns.least:.2f}x-{turns.most:.2f}x)"
-
-
-def _phases(benchmark: Benchmark, name: str) -> str:
-    phases = (
-        step_spread(benchmark, name, lambda step: step.forward_s),
-        step_spread(benchmark, name, lambda step: step.backward_s),
-        step_spread(benchmark, name, lambda step: step.update_s),
-    )
-    return " / ".join(number(phase.median) for phase in phases if phase is not None) or MISSING
-
-
-def _bytes_per_parameter(benchmark: Benchmark, name: str) -> str:
-    numel = run_median(benchmark, name, lambda run: run.numel)
-    read = step_mean(benchmark, name, lambda step: step.nvme_read_nbytes)
-    written = step_mean(benchmark, name, lambda step: step.nvme_write_nbytes)
-    if not numel or read is None or written is None:
-        return MISSING
-    return f"{read / numel:.1f} + {written / numel:.1f}"
-
-
-def _fraction(benchmark: Benchmark, name: str, footnotes: list[str]) -> str:
-    fraction = bound_fraction(benchmark, name)
-    if fraction is None:
-        return MISSING
-    text = f"{fraction:.2f}{_limit(benchmark, name)}"
-    if round(fraction, 2) > 1:
-        text += _footnote(
-            footnotes,
-            "A fraction above 1: the run was faster than the rates of the probe allow, so the machine was slower "
-            "while it was probed, or the placement on which the bound rests is not what the run had.",
+def _loss_groups(compared: LossComparison, figures: dict[str, Figures]) -> list[dict[str, Any]]:
+    """The groups as the page shows them."""
+    groups = []
+    for index, group in enumerate(compared.groups):
+        members = []
+        for name, rounds in group.rounds.items():
+            some = f" (round{'s' if len(rounds) > 1 else ''} {text.joined([str(index + 1) for index in rounds])})"
+            members.append(figures[name].label + (some if len(rounds) < len(figures[name].runs) else ""))
+        sizes = [f"{size:.1e}" if math.isfinite(size) else "not finite" for size in (group.there, group.largest)]
+        letter = string.ascii_uppercase[index % 26] * (1 + index // 26)
+        groups.append(
+            {"letter": letter, "members": members, "first": group.first, "there": sizes[0], "largest": sizes[1]}
         )
-    return text
+    return groups
 
 
-def _plots(benchmark: Benchmark, drawn: list[plots.Plot] | None) -> str:
-    if drawn is None:
-        return "The plots need matplotlib: `pip install tencache-ds[bench]`, then write the report again."
-    if not drawn:
-        return "There is nothing to plot: no step was measured."
-    return "\n\n".join(
-        f'<img src="{plot.path.name}" alt="{plot.title}" width="{plot.width_px}">\n\n{plot.caption}' for plot in drawn
-    )
+def _loss_scales(figures: list[Figures]) -> list[tuple[str, list[int], list[str]]]:
+    """Of each run its skipped steps and its loss scales; empty where no step was skipped and all scales are alike."""
+    runs = [(f.label, run) for f in figures for run in f.runs]
+    length = min((len(run.steps) for _, run in runs), default=0)
+    scales = {tuple(step.loss_scale for step in run.steps[:length]) for _, run in runs}
+    if len(scales) <= 1 and not any(step.skipped for _, run in runs for step in run.steps):
+        return []
+    found = []
+    for label, run in runs:
+        skipped = [index for index, step in enumerate(run.steps, start=1) if step.skipped]
+        known = pd.Series([step.loss_scale for step in run.steps], dtype=float).dropna()
+        changes = [f"{scale:g}" for scale in known[known != known.shift()]]
+        found.append((f"{label}, round {run.round + 1}", skipped, changes))
+    return found
+
+
+def _names(counted: list[Figures], kind: str) -> list[str]:
+    """The names of all of TenCache's counts of a kind."""
+    return list(dict.fromkeys(name for f in counted for name in f.total(kind).index))
+
+
+def _rare_events(counted: list[Figures]) -> list[str]:
+    """What TenCache counts because it should not happen often, of the configurations where it did."""
+    events = {f.label: f.total("events") for f in counted}
+    return [
+        f"{label}: {text.joined([f'{count:.0f} x {event}' for event, count in found[found > 0].items()])}"
+        for label, found in events.items()
+        if found.any()
+    ]
+
+
+def _trials(f: Figures) -> list[list[str]]:
+    """Header and rows of the table of a search: the knobs that were varied, and seconds per step or the error."""
+    knobs = pd.DataFrame([trial.knobs for trial in f.trials], dtype=object).map(repr)
+    varied = knobs.columns[knobs.nunique() > 1]
+    seconds = [t.median_s if t.outcome is Outcome.ok and t.measured else math.inf for t in f.trials]
+    rows = [["trial", *map(text.plain, varied), "s/step"]]
+    for index, (trial, median_s) in enumerate(zip(f.trials, seconds, strict=True), start=1):
+        ended = "no measured step" if trial.outcome is Outcome.ok else text.gist(trial.error, 120)
+        if math.isfinite(median_s):
+            ended = f"**{text.number(median_s)}**" if median_s == min(seconds) else text.number(median_s)
+        rows.append([str(index), *(text.setting(trial.knobs.get(knob)) for knob in varied), ended])
+    return rows
+
+
+def _rates(benchmark: Benchmark) -> dict[str, str]:
+    hardware, storage = benchmark.hardware, benchmark.hardware.storage
+    rates: list[tuple[str, float | None, str, float]] = [
+        ("host to GPU", hardware.h2d_bytes_per_s, "GB/s", 1e9),
+        ("GPU to host", hardware.d2h_bytes_per_s, "GB/s", 1e9),
+        ("memory copy", hardware.memory_copy_bytes_per_s, "GB/s", 1e9),
+        ("CPU Adam", hardware.cpu_adam_params_per_s, "Gparam/s", 1e9),
+        ("GPU Adam", hardware.gpu_adam_params_per_s, "Gparam/s", 1e9),
+        ("matmul", hardware.matmul_flops_per_s, "TFLOP/s", 1e12),
+    ]
+    if storage is not None:
+        rates = [
+            ("NVMe read", storage.read_bytes_per_s, "GB/s", 1e9),
+            ("NVMe write", storage.write_bytes_per_s, "GB/s", 1e9),
+            ("NVMe read + write together", storage.mixed_bytes_per_s, "GB/s", 1e9),
+            *rates,
+        ]
+    return {what: f"{text.number(rate, scale)} {unit}" for what, rate, unit, scale in rates if rate}
+
+
+def _repeated(figures: dict[str, Figures], baselines: dict[str, Figures | None], repeat: Benchmark) -> list[Repeated]:
+    """Every speed that both measurements have, each relative to the baseline it has in the first."""
+    again, found = all_figures(repeat), []
+    for name, other in figures.items():
+        baseline = baselines[name]
+        if baseline is None or baseline is other or not {name, baseline.name} <= again.keys():
+            continue
+        first, second = other.speed_over(baseline), again[name].speed_over(again[baseline.name])
+        if first is not None and second is not None:
+            found.append(Repeated(other, again[name], baseline, first.of_medians, second.of_medians))
+    return found
+
+
+def _unlike(first: Benchmark, second: Benchmark) -> list[str]:
+    """Differences that make this no repetition. Rates vary from probe to probe and are left out."""
+    aspects: dict[str, Callable[[Benchmark], object]] = {
+        "workload": lambda b: b.workload,
+        "storage": lambda b: b.storage,
+        "versions": lambda b: b.versions,
+        "CPU": lambda b: (b.hardware.cpu, b.hardware.cores),
+        "GPU": lambda b: (b.hardware.gpu, b.hardware.gpus),
+    }
+    return [what for what, aspect in aspects.items() if aspect(first) != aspect(second)]

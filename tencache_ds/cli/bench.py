@@ -32,6 +32,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         from tencache_ds.benchmarks import command
         from tencache_ds.benchmarks.inference import command as inference
+        from tencache_ds.benchmarks.reporting import report  # noqa: F401  # now, not after hours of measuring
     except ModuleNotFoundError as error:
         print(f"error: {error.name} is missing: pip install 'tencache-ds[bench]'", file=sys.stderr)
         return 1

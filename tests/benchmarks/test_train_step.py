@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
 import os
@@ -30,6 +31,21 @@ pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS, WARMUP = 3, 1
+
+
+def test_what_trains_imports_nothing_of_the_report() -> None:
+    """Start-up time and memory are measured: pandas and matplotlib would be most of either."""
+    package = ROOT / "benchmarks"
+    files = [package / name for name in ("__init__.py", "record.py", "turns.py", "workloads.py")]
+    for file in [*files, *(package / "training").glob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = {(node.module or "").split(".")[0], *(alias.name for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                names = {alias.name.split(".")[0] for alias in node.names}
+            else:
+                continue
+            assert not names & {"adjustText", "comparison", "jinja2", "matplotlib", "pandas", "reporting", "scipy"}, file
 
 
 def config_on(path: Path, engine: str) -> dict[str, Any]:

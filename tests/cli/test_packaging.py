@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED_FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
 FOLDERS = {"tencache_ds": "tencache_ds"} | {name: f"tencache_ds/{name}" for name in ("ops", "configs", "benchmarks")}
-INSTALLED_SUFFIXES = {".py", ".json", ".cpp", ".h", ".inc", ".cu", ".cuh", ".typed"}
+INSTALLED_SUFFIXES = {".py", ".j2", ".json", ".cpp", ".h", ".inc", ".cu", ".cuh", ".typed"}
 
 
 def installed_files(folder: str) -> set[str]:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the report writes tables, numbers and errors in Markdown."""
+"""How the report writes numbers, errors and settings: the filters of its template."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pandas as pd
 
 MISSING = "-"
 """The text of a cell without a figure."""
@@ -14,30 +17,6 @@ GB = 10**9
 
 _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Timeout|Interrupt|Exit|Killed|Busy)\w*\b")
 _PATH = re.compile(r"(?<![\w./])/(?:[\w.+@-]+/)+([\w.+@-]*)")
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> str:
-    """A table.
-
-    Args:
-        header: names of the columns.
-        rows: their cells.
-        words: how many of the first columns hold words, which stand to the left; figures stand to the right.
-
-    Raises:
-        ValueError: a row has another number of cells than the header.
-    """
-    lines = [f"| {' | '.join(header)} |", f"|{'---|' * words}{'---:|' * (len(header) - words)}"]
-    for row in rows:
-        if len(row) != len(header):
-            raise ValueError(f"a row of {len(row)} cells in a table of {len(header)} columns: {row[0] if row else ''}")
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
-
-
-def details(summary: str, body: str) -> str:
-    """A part that a reader opens with a click. GitHub wants the blank lines."""
-    return f"<details>\n<summary>{summary}</summary>\n\n{body}\n\n</details>"
 
 
 def plain(text: str) -> str:
@@ -61,39 +40,69 @@ def gist(error: str, limit: int = 200) -> str:
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     if not lines:
         return "no message"
-    named = [line for line in lines if _ERROR_LINE.match(line)]
-    text = without_paths(named[-1] if named else lines[-1])
+    text = without_paths(([line for line in lines if _ERROR_LINE.match(line)] or lines)[-1])
     return plain(text if len(text) <= limit else text[: limit - 3].rstrip() + "...")
 
 
-def number(value: float | None, unit: str = "") -> str:
-    """Three significant digits, or :data:`MISSING`."""
-    if value is None:
+def number(value: float | None, scale: float = 1) -> str:
+    """``value / scale`` with three significant digits, or :data:`MISSING` for None and NaN."""
+    if pd.isna(value):
         return MISSING
+    value = value / scale  # type: ignore[operator]
     size = abs(value)
     digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 or size == 0 else 3
     # 9.996 has three digits as "10.0", not as "10.00".
     if digits and len(f"{size:.{digits}f}".replace(".", "").lstrip("0")) > 3:
         digits -= 1
-    return f"{value:,.{digits}f}{unit}"
-
-
-def gib(nbytes: float | None) -> str:
-    """Bytes as GiB with one digit, or :data:`MISSING`."""
-    return MISSING if nbytes is None else f"{nbytes / GIB:.1f}"
+    return f"{value:,.{digits}f}"
 
 
 def gb(nbytes: float | None) -> str:
     """Bytes as GB with three significant digits, or :data:`MISSING`."""
-    return MISSING if nbytes is None else number(nbytes / GB)
+    return number(nbytes, GB)
+
+
+def fixed(value: float | None, digits: int = 1, scale: float = 1) -> str:
+    """``value / scale`` with a fixed number of decimals, or :data:`MISSING`."""
+    return MISSING if pd.isna(value) else f"{value / scale:,.{digits}f}"  # type: ignore[operator]
+
+
+def gib(nbytes: float | None, digits: int = 1) -> str:
+    """Bytes as GiB, or :data:`MISSING`."""
+    return fixed(nbytes, digits, GIB)
 
 
 def percent(fraction: float | None, digits: int = 0) -> str:
     """A fraction in per cent, or :data:`MISSING`."""
-    return MISSING if fraction is None else f"{100 * fraction:.{digits}f} %"
+    return MISSING if pd.isna(fraction) else f"{100 * fraction:.{digits}f} %"  # type: ignore[operator]
 
 
 def joined(items: Sequence[str]) -> str:
     """Items as a list in a sentence: "a, b and c"; with semicolons where an item contains a comma."""
     comma, last = ("; ", "; and ") if any("," in item for item in items) else (", ", " and ")
     return last.join(filter(None, [comma.join(items[:-1]), items[-1]])) if items else ""
+
+
+def plural(count: int, noun: str) -> str:
+    """The number and the noun: "1 round", "2 rounds"."""
+    return f"{count} {noun}{'s' if count != 1 else ''}"
+
+
+def setting(value: Any) -> str:
+    """A setting as a reader writes it: 200,000,000 and not 200000000."""
+    if value is None:
+        return MISSING
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return plain(without_paths(str(value)))
+
+
+def each(values: Iterable[Any], name: str, *arguments: Any) -> list[str]:
+    """The values by another of these filters."""
+    return [FILTERS[name](value, *arguments) for value in values]
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (plain, without_paths, gist, number, gb, fixed, gib, percent, joined, plural, setting, each)
+}
