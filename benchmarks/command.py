@@ -46,61 +46,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the command to ``parser``."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "configurations",
-        nargs="*",
-        metavar="CONFIGURATION",
-        help="configurations or sets to compare (default: the set pair)",
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--smoke", action="store_true", help="run a scaled-down version once; three minutes on two cores")
-    what.add_argument("--paper", action="store_true", help="the models of 10Cache's paper, for a large GPU host")
-    what.add_argument("--report", type=Path, metavar="FOLDER", help="only rewrite the report of a finished benchmark")
-    parser.add_argument("--nvme-path", type=Path, metavar="FOLDER", help="folder on the storage to measure")
-    parser.add_argument("--out", type=Path, default=Path("benchmark_results"), metavar="FOLDER")
-    parser.add_argument("--name", default="report", help="file name of the report, without .md")
-    parser.add_argument("--title", help="its heading")
-    parser.add_argument(
-        "--baseline", help="configuration that ratios refer to (default: the best comparable stock one)"
-    )
-    parser.add_argument("--repeat", type=Path, metavar="FOLDER", help="second benchmark, to show repeatability")
-    load = parser.add_argument_group("workload")
-    load.add_argument("--model", default="1.3B", choices=SPECS, metavar="MODEL")
-    load.add_argument("--ranks", type=at_least_one, default=1, help="processes on this machine, one per GPU")
-    load.add_argument(
-        "--micro-batch", type=_several, default=(None,), metavar="N[,N...]",
-        help="sequences per micro-step and rank; several numbers here or in --accumulation run one benchmark each",
+    add = parser.add_argument
+    add("configurations", nargs="*", metavar="CONFIGURATION",
+        help="configurations or sets to compare (default: the set pair)")  # fmt: skip
+    what = parser.add_mutually_exclusive_group().add_argument
+    what("--smoke", action="store_true", help="run a scaled-down version once; three minutes on two cores")
+    what("--paper", action="store_true", help="the models of 10Cache's paper, for a large GPU host")
+    what("--report", type=Path, metavar="FOLDER", help="only rewrite the report of a finished benchmark")
+    add("--nvme-path", type=Path, metavar="FOLDER", help="folder on the storage to measure")
+    add("--out", type=Path, default=Path("benchmark_results"), metavar="FOLDER")
+    add("--name", default="report", help="file name of the report, without .md")
+    add("--title", help="its heading")
+    add("--baseline", help="configuration that ratios refer to (default: the best comparable stock one)")
+    add("--repeat", type=Path, metavar="FOLDER", help="second benchmark, to show repeatability")
+    load = parser.add_argument_group("workload").add_argument
+    load("--model", default="1.3B", choices=SPECS, metavar="MODEL")
+    load("--ranks", type=at_least_one, default=1, help="processes on this machine, one per GPU")
+    load("--micro-batch", type=_several, default=(None,), metavar="N[,N...]",
+         help="sequences per micro-step and rank; several numbers here or in --accumulation run one benchmark each",
     )  # fmt: skip
-    load.add_argument("--sequence", type=at_least_one, help="tokens per sequence")
-    load.add_argument(
-        "--accumulation", type=_several, default=(1,), metavar="N[,N...]", help="micro-steps per optimizer step"
-    )
-    load.add_argument("--precision", choices=("bf16", "fp16"))
-    load.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    load.add_argument(
-        "--busy-cores", type=int, default=0, metavar="N", help="additional processes that keep one core busy each"
-    )
-    effort = parser.add_argument_group("effort")
-    effort.add_argument("--rounds", type=at_least_one, help="runs of each configuration")
-    effort.add_argument("--steps", type=at_least_one, help="measured optimizer steps per run")
-    effort.add_argument(
-        "--turns", type=at_least_one, metavar="N",
-        help="keep all configurations in memory and alternate every STEPS/N steps: steadier ratios where the "
-        "machine's speed varies",
-    )  # fmt: skip
-    effort.add_argument("--warmup", type=int, help="warm-up steps, not counted")
-    effort.add_argument(
-        "--max-trials", type=int, help="maximum number of search trials per peer; 0 keeps the starting values"
-    )
-    effort.add_argument("--timeout", type=float, default=900.0, metavar="S", help="stop a run after this time")
-    effort.add_argument("--time-limit", type=float, metavar="S", help="start no run that would end later than this")
-    effort.add_argument(
-        "--no-profile", action="store_true", help="skip the step under the profiler at the end of a run"
-    )
-    effort.add_argument("--retry-failed", action="store_true", help="repeat runs that failed before")
-    caps = parser.add_argument_group("caps, the same for all configurations")
-    caps.add_argument("--host-memory", type=_size, metavar="SIZE", help="host memory, such as 32GiB")
-    caps.add_argument("--gpu-memory", type=_size, metavar="SIZE", help="memory of each GPU")
+    load("--sequence", type=at_least_one, help="tokens per sequence")
+    load("--accumulation", type=_several, default=(1,), metavar="N[,N...]", help="micro-steps per optimizer step")
+    load("--precision", choices=("bf16", "fp16"))
+    load("--checkpointing", action="store_true", help="recompute activations in backward")
+    load("--busy-cores", type=int, default=0, metavar="N", help="additional processes that keep one core busy each")
+    effort = parser.add_argument_group("effort").add_argument
+    effort("--rounds", type=at_least_one, help="runs of each configuration")
+    effort("--steps", type=at_least_one, help="measured optimizer steps per run")
+    effort("--turns", type=at_least_one, metavar="N",
+           help="keep all configurations in memory and alternate every STEPS/N steps: steadier ratios where the "
+           "machine's speed varies")  # fmt: skip
+    effort("--warmup", type=int, help="warm-up steps, not counted")
+    effort("--max-trials", type=int, help="maximum number of search trials per peer; 0 keeps the starting values")
+    effort("--timeout", type=float, default=900.0, metavar="S", help="stop a run after this time")
+    effort("--time-limit", type=float, metavar="S", help="start no run that would end later than this")
+    effort("--no-profile", action="store_true", help="skip the step under the profiler at the end of a run")
+    effort("--retry-failed", action="store_true", help="repeat runs that failed before")
+    caps = parser.add_argument_group("caps, the same for all configurations").add_argument
+    caps("--host-memory", type=_size, metavar="SIZE", help="host memory, such as 32GiB")
+    caps("--gpu-memory", type=_size, metavar="SIZE", help="memory of each GPU")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -172,15 +156,9 @@ def plans(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, P
         found = [(paper(model, **chosen), arguments.out / model) for model in paper_models()]
     else:
         found = _chosen(arguments, machine)
-    chosen_values = {
-        key: value
-        for key, value in (
-            ("title", arguments.title), ("rounds", arguments.rounds), ("steps", arguments.steps),
-            ("warmup", arguments.warmup), ("turns", arguments.turns), ("max_trials", arguments.max_trials),
-        )
-        if value is not None
-    }  # fmt: skip
-    found = [(replace(plan, **chosen_values), out) for plan, out in found]
+    effort = {key: getattr(arguments, key) for key in ("title", "rounds", "steps", "warmup", "turns", "max_trials")}
+    effort = {key: value for key, value in effort.items() if value is not None}
+    found = [(replace(plan, **effort), out) for plan, out in found]
     for plan, _ in found:
         if plan.warmup < 0 or plan.max_trials < 0:
             raise ValueError("--warmup and --max-trials cannot be negative")
@@ -204,7 +182,7 @@ def _chosen(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan,
     for micro_batch, accumulation in batches:
         workload = workload_of(
             arguments.model, ranks=arguments.ranks, micro_batch=micro_batch, sequence=arguments.sequence,
-            accumulation=accumulation, precision=arguments.precision, checkpointing=arguments.checkpointing,
+            accumulation=accumulation, precision=arguments.precision, activation_checkpointing=arguments.checkpointing,
             busy_cores=arguments.busy_cores,
         )  # fmt: skip
         title, out = name, arguments.out

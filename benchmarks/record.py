@@ -27,6 +27,14 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def write_at_once(record: Record, path: Path) -> None:
+    """Writes a record as JSON; a reader, and an interruption, see the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(record.model_dump_json(indent=1))
+    os.replace(partial, path)
+
+
 class Outcome(StrEnum):
     """How a run ended."""
 
@@ -41,54 +49,46 @@ class Outcome(StrEnum):
 class Step(Record):
     """One optimizer step, on rank 0. Every phase ends with a synchronisation of the device."""
 
-    losses: list[str]
-    """Loss of each micro-step: exact hexadecimal floats (``float.hex``)."""
-
+    losses: list[str]  # loss of each micro-step: exact hexadecimal floats (``float.hex``)
+    # of the whole; ``forward_s``, ``backward_s`` and ``update_s`` are parts, summed over the micro-steps
     seconds: float
     forward_s: float
     backward_s: float
     update_s: float
-    """Parts of ``seconds``, summed over the micro-steps."""
-
+    # time the training thread was blocked in the storage layer: in a call of ``aio_handle`` or a wait of
+    # TenCache
     storage_wait_s: float
-    """Time the training thread was blocked in the storage layer: in a call of ``aio_handle`` or a wait of TenCache."""
-
+    # asked of storage, counted at the ``aio_handle`` (or TenCache's backend), summed over the ranks
     nvme_read_nbytes: int
     nvme_write_nbytes: int
-    """Bytes asked of storage, counted at the ``aio_handle`` (or TenCache's backend), summed over the ranks."""
-
+    # the same as the kernel counts it for the processes (``/proc/self/io``; 0 on tmpfs), summed over the ranks
     kernel_read_nbytes: int
     kernel_write_nbytes: int
-    """The same as the kernel counts it for the processes (``/proc/self/io``; 0 on tmpfs), summed over the ranks."""
-
-    rss_nbytes: int
+    rss_nbytes: int  # resident memory after the step
+    # host memory in use minus that before the run, without page cache; counts driver-pinned pages
     host_used_nbytes: int
-    """Host memory in use minus that before the run, without page cache; counts driver-pinned pages too."""
-
-    loss_scale: float | None = None
-    skipped: bool = False
-    """Whether the loss scaler left this optimizer step out."""
-
+    loss_scale: float | None = None  # before the step; None without one
+    skipped: bool = False  # whether the loss scaler left this optimizer step out
+    # which turn of its round it belongs to, from 0, where runs that stay in memory alternate turn by turn
     turn: int = 0
-    """Which turn of its round it belongs to, from 0, where runs that stay in memory alternate turn by turn."""
-
+    # whether it is the first of its turn, after a wait for the turns of others: it does not count
     resumed: bool = False
-    """Whether it is the first of its turn, after a wait for the turns of others: it does not count."""
 
 
 class Sample(Record):
-    """Cumulative counts at a moment of the measured steps, on rank 0."""
+    """Cumulative counts on rank 0 at a moment, in seconds since the first measured step began."""
 
     t_s: float
-    """Since the first measured step began."""
-
     nvme_read_nbytes: int
     nvme_write_nbytes: int
     rss_nbytes: int
 
 
 class DeviceProfile(Record):
-    """One further step under torch's profiler (CUPTI), on rank 0: the same instrument for every configuration."""
+    """One further step under torch's profiler (CUPTI), on rank 0: the same instrument for every configuration.
+
+    ``kernel_busy_s`` is the time in which at least one kernel ran.
+    """
 
     seconds: float
     h2d_nbytes: int
@@ -96,26 +96,17 @@ class DeviceProfile(Record):
     h2d_busy_s: float
     d2h_busy_s: float
     kernel_busy_s: float
-    """Time in which at least one kernel ran."""
 
 
 class Memory(Record):
     """Host and GPU memory of a run: the largest over the ranks."""
 
-    peak_rss_start_nbytes: int
-    """Up to and including ``deepspeed.initialize``."""
-
-    peak_rss_steady_nbytes: int
-    locked_nbytes: int
-    """``VmLck``: mlock'ed."""
-
-    torch_pinned_nbytes: int
-    """Of torch's pinned allocator."""
-
-    registered_nbytes: int
-    """Registered with CUDA by TenCache."""
-
-    gpu_peak_nbytes: int
+    peak_rss_start_nbytes: int  # up to and including ``deepspeed.initialize``
+    peak_rss_steady_nbytes: int  # after it
+    locked_nbytes: int  # mlock'ed (``VmLck``)
+    torch_pinned_nbytes: int  # of torch's pinned allocator
+    registered_nbytes: int  # registered with CUDA by TenCache
+    gpu_peak_nbytes: int  # of torch's allocator
 
     @property
     def pinned_nbytes(self) -> int:
@@ -124,48 +115,30 @@ class Memory(Record):
 
 
 class Caps(Record):
-    """The caps of a run."""
+    """The caps of a run; None means no cap."""
 
-    host_nbytes: int | None = None
-    """Per host; None means no cap."""
-
+    host_nbytes: int | None = None  # per host
+    # "cgroup" where a real limit was set, "measured" where the peak is only compared with the cap, else empty
     host_enforced_by: str = ""
-    """"cgroup" where a real limit was set, "measured" where the peak is only compared with the cap, else empty."""
-
-    gpu_nbytes: int | None = None
-    """Per GPU, through torch's allocator."""
+    gpu_nbytes: int | None = None  # per GPU, through torch's allocator
 
 
 class Measurement(Record):
     """The record of a training process: the measured part of a :class:`Run`."""
 
-    numel: int = 0
-    """Parameters of the model, all ranks."""
-
-    model_s: float = 0.0
-    """Building the model, under ``zero.Init`` where DeepSpeed is used."""
-
-    initialize_s: float = 0.0
-    """``deepspeed.initialize``."""
-
-    warmup_steps: int = 0
-    """How many of the first :attr:`steps` do not count."""
-
-    steps: list[Step] = Field(default_factory=list)
-    memory: Memory | None = None
-    timeline: list[Sample] = Field(default_factory=list)
-    device_profile: DeviceProfile | None = None
-    gpu_energy_j: float | None = None
-    """Of the measured steps, as NVML counts; None where it cannot be read."""
-
-    cpu_energy_j: float | None = None
-    """Of the measured steps, as RAPL counts; None where it cannot be read."""
-
+    numel: int = 0  # parameters of the model, all ranks
+    model_s: float = 0.0  # building the model, under ``zero.Init`` where DeepSpeed is used
+    initialize_s: float = 0.0  # ``deepspeed.initialize``
+    warmup_steps: int = 0  # how many of the first :attr:`steps` do not count
+    steps: list[Step] = Field(default_factory=list)  # all of them, warm-up included
+    memory: Memory | None = None  # None where the run ended before it was read
+    timeline: list[Sample] = Field(default_factory=list)  # of the measured steps
+    device_profile: DeviceProfile | None = None  # None where no step was profiled
+    gpu_energy_j: float | None = None  # of the measured steps, as NVML counts; None where it cannot be read
+    cpu_energy_j: float | None = None  # of the measured steps, as RAPL counts; None where it cannot be read
+    # bytes written by the block device under the NVMe path in the measured steps; None without one
     disk_write_nbytes: int | None = None
-    """Bytes written by the block device under the NVMe path in the measured steps; None without one."""
-
-    tencache_stats: dict[str, Any] | None = None
-    """``dataclasses.asdict(tencache_ds.stats(engine))`` at the end."""
+    tencache_stats: dict[str, Any] | None = None  # ``dataclasses.asdict(tencache_ds.stats(engine))`` at the end
 
     @property
     def measured(self) -> list[Step]:
@@ -185,88 +158,55 @@ class Measurement(Record):
 class Run(Measurement):
     """One run of one configuration in its own processes."""
 
-    configuration: str
-    """Name of a :class:`Configuration`."""
-
-    round: int
-    """Round of the alternation, from 0. A tuning trial has a negative one."""
-
-    outcome: Outcome
+    configuration: str  # name of a :class:`Configuration`
+    round: int  # round of the alternation, from 0. A tuning trial has a negative one
+    outcome: Outcome  # how it ended; ``error`` says why
     error: str = ""
-    started_at: str = ""
-    """ISO 8601, UTC."""
-
-    wall_s: float = 0.0
-    """From the launcher's start to its end, without the turns of others."""
-
-    knobs: dict[str, Any] = Field(default_factory=dict)
-    """The peer's settings in this run."""
-
-    deepspeed_config: dict[str, Any] = Field(default_factory=dict)
-    caps: Caps = Caps()
+    started_at: str = ""  # ISO 8601, UTC
+    wall_s: float = 0.0  # from the launcher's start to its end, without the turns of others
+    knobs: dict[str, Any] = Field(default_factory=dict)  # the peer's settings in this run
+    deepspeed_config: dict[str, Any] = Field(default_factory=dict)  # without the paths of the machine
+    caps: Caps = Caps()  # on its memory
 
 
 class Configuration(Record):
     """One of the things compared."""
 
-    name: str
-    label: str
-    """For tables and legends."""
-
-    peer: str
-    """Which of ``benchmarks.comparison.peers`` it belongs to; "tencache" for ours."""
-
-    semantics: str = ""
-    """Its differences from synchronous training; empty for the same results as all others."""
-
+    name: str  # as on the command line
+    label: str  # for tables and legends
+    peer: str  # which of ``benchmarks.comparison.peers`` it belongs to; "tencache" for ours
+    semantics: str = ""  # its differences from synchronous training; empty for the same results as all others
+    # the settings it runs with: the best of the search where there was one
     knobs: dict[str, Any] = Field(default_factory=dict)
-    """The settings it runs with: the best of the search where there was one."""
-
+    # the values tried for each knob; empty for a configuration that was not tuned
     searched: dict[str, list[Any]] = Field(default_factory=dict)
-    """The values tried for each knob; empty for a configuration that was not tuned."""
 
 
 class Placement(Record):
-    """The placement of a configuration, as shares of the parameters; the input of the bound."""
+    """The placement of a configuration, the input of the bound: shares of the parameters whose 16-bit weights and
+    optimizer state are on NVMe and on the GPU.
+
+    ``optimizer_nvme_nbytes`` are bytes per parameter of the state on NVMe; fewer where master weights are split.
+    """
 
     weights_nvme: float
-    """Share of the 16-bit weights on NVMe."""
-
     optimizer_nvme: float
-    """Share of the optimizer state on NVMe."""
-
     weights_gpu: float = 0.0
-    """Share of the 16-bit weights that stays on the GPU."""
-
     optimizer_gpu: float = 0.0
-    """Share of the optimizer state that stays on the GPU."""
-
     optimizer_nvme_nbytes: float = STATE_NBYTES
-    """Bytes per parameter of the optimizer state on NVMe; fewer where master weights are split."""
 
 
 class Workload(Record):
     """The training."""
 
-    model: str
-    """Name in ``benchmarks.workloads``."""
-
-    micro_batch: int
-    """Sequences per micro-step and rank."""
-
-    sequence: int
-    """Tokens per sequence."""
-
-    accumulation: int
-    """Micro-steps per optimizer step."""
-
-    ranks: int
-    precision: str
-    """"bf16" or "fp16"."""
-
-    activation_checkpointing: bool
-    busy_cores: int = 0
-    """Additional processes that only keep a core busy."""
+    model: str  # name in ``benchmarks.workloads``
+    micro_batch: int  # sequences per micro-step and rank
+    sequence: int  # tokens per sequence
+    accumulation: int  # micro-steps per optimizer step
+    ranks: int  # processes, one per GPU
+    precision: str  # "bf16" or "fp16"
+    activation_checkpointing: bool  # whether activations are recomputed in backward
+    busy_cores: int = 0  # additional processes that only keep a core busy
 
     @property
     def tokens_per_step(self) -> int:
@@ -280,35 +220,22 @@ class Benchmark(Record):
     schema_version: int = SCHEMA
     title: str
     started_at: str
-    command: str
-    """How to repeat it; paths of the machine are left out."""
-
-    storage: str
-    """Kind of the NVMe path: "disk", or "tmpfs (stands in for a fast array)"."""
-
-    hardware: Hardware
-    versions: dict[str, str]
-    """Versions of python, torch, deepspeed, tencache_ds, cuda and the kernel."""
-
+    command: str  # how to repeat it; paths of the machine are left out
+    storage: str  # kind of the NVMe path: "disk", or "tmpfs (stands in for a fast array)"
+    hardware: Hardware  # rates that the probe measured
+    versions: dict[str, str]  # of python, torch, deepspeed, tencache_ds, cuda and the kernel
     workload: Workload
     configurations: list[Configuration]
-    placements: dict[str, Placement] = Field(default_factory=dict)
-    """By configuration, where it is known."""
-
+    placements: dict[str, Placement] = Field(default_factory=dict)  # by configuration, where it is known
+    # shortest possible step of each configuration's placement on this hardware (``planning.bound``)
     bounds_s: dict[str, float] = Field(default_factory=dict)
-    """Shortest possible step of each configuration's placement on this hardware (``planning.bound``)."""
-
-    limits: dict[str, str] = Field(default_factory=dict)
-    """Which resource sets each of :attr:`bounds_s`."""
-
+    limits: dict[str, str] = Field(default_factory=dict)  # which resource sets each of :attr:`bounds_s`
+    # tokens per optimizer step at which arithmetic takes as long as NVMe, at the rates of the probe and with as
+    # many micro-steps; for configurations that use NVMe. With fewer tokens storage is the limit, with more it
+    # is the GPU
     balance_tokens: dict[str, float] = Field(default_factory=dict)
-    """Tokens per optimizer step at which arithmetic takes as long as NVMe, at the rates of the probe and with as many
-    micro-steps; for configurations that use NVMe. With fewer tokens storage is the limit, with more it is the GPU."""
-
-    tuning: list[Run] = Field(default_factory=list)
-    """Trials of the search."""
-
-    runs: list[Run] = Field(default_factory=list)
+    tuning: list[Run] = Field(default_factory=list)  # trials of the search
+    runs: list[Run] = Field(default_factory=list)  # the measured ones
 
     @property
     def on_tmpfs(self) -> bool:
@@ -327,10 +254,7 @@ class Benchmark(Record):
 
     def write(self, path: Path) -> None:
         """Writes the file at once: a reader, and an interruption, see the old one or the new one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(self.model_dump_json(indent=1))
-        os.replace(partial, path)
+        write_at_once(self, path)
 
     @classmethod
     def read(cls, path: Path) -> Benchmark:

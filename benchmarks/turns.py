@@ -27,11 +27,7 @@ def _open(folder: Path, turn: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Turnstile:
-    """The benchmark's side.
-
-    Attributes:
-        folder: of this run alone.
-    """
+    """The benchmark's side, with a folder of this run alone."""
 
     folder: Path
 
@@ -52,11 +48,7 @@ class Turnstile:
 
 
 class Gate:
-    """The training program's side, one in every rank.
-
-    Args:
-        folder: of the :class:`Turnstile`.
-    """
+    """The training program's side, one in every rank, with the folder of the :class:`Turnstile`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

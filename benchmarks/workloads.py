@@ -9,54 +9,32 @@ wikitext-2.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A model and how it is trained unless the command line says otherwise.
+    """A model and how it is trained unless the command line says otherwise."""
 
-    Attributes:
-        family: which of transformers' architectures ("llama", "opt", "bloom", "falcon").
-        sizes: arguments of its configuration class.
-        micro_batch: sequences per micro-step and rank.
-        sequence: tokens per sequence.
-        precision: "bf16" or "fp16".
-        paper: whether it is one of the paper's models.
-    """
-
-    family: str
-    sizes: dict[str, Any]
-    micro_batch: int = 4
-    sequence: int = 512
-    precision: str = "bf16"
-    paper: bool = False
+    family: str  # which of transformers' architectures ("llama", "opt", "bloom", "falcon")
+    sizes: dict[str, Any]  # arguments of its configuration class
+    micro_batch: int = 4  # sequences per micro-step and rank
+    sequence: int = 512  # tokens per sequence
+    precision: str = "bf16"  # or "fp16"
+    paper: bool = False  # whether it is one of the paper's models
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int = 32000) -> Spec:
-    sizes = {
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "tie_word_embeddings": False,
-    }
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": intermediate,
+             "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+             "tie_word_embeddings": False}  # fmt: skip
     return Spec("llama", sizes)
 
 
 def _opt(hidden: int, layers: int, heads: int) -> Spec:
-    sizes = {
-        "vocab_size": 50272,
-        "hidden_size": hidden,
-        "ffn_dim": 4 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "word_embed_proj_dim": hidden,
-        "dropout": 0.0,
-        "tie_word_embeddings": True,
-    }
+    sizes = {"vocab_size": 50272, "hidden_size": hidden, "ffn_dim": 4 * hidden, "num_hidden_layers": layers,
+             "num_attention_heads": heads, "word_embed_proj_dim": hidden, "dropout": 0.0,
+             "tie_word_embeddings": True}  # fmt: skip
     return Spec("opt", sizes, 16, 128, "fp16", paper=True)
 
 
@@ -136,13 +114,11 @@ def prepare() -> None:
         importlib.import_module(name)
 
 
-@dataclass(frozen=True, slots=True)
-class Census:
-    """Counts of a model's parameters."""
+class Census(NamedTuple):
+    """Elements of all of a model's parameters, and of the largest one."""
 
     numel: int
     largest: int
-    """Elements of the largest one."""
 
 
 def census(name: str, sequence: int) -> Census:

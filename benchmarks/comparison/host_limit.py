@@ -72,50 +72,43 @@ def host_limit(nbytes: int | None, root: Path = CGROUP_ROOT) -> Iterator[HostLim
 
 
 def _make_group(nbytes: int, root: Path) -> tuple[Path | None, str]:
-    """Version 2 below our own group, or version 1 below our own in the memory hierarchy."""
-    name = f"tencache-bench-{os.getpid()}"
+    """Version 2 below our own group, or version 1 below our own in the memory hierarchy; or why neither."""
     reasons = []
     for hierarchy, own, limits in (
-        (root, _own_group("0::"), (("memory.max", nbytes), ("memory.swap.max", 0))),
-        (root / "memory", _own_group(":memory:"), (("memory.limit_in_bytes", nbytes),)),
+        (root, _own_group(r"0::"), {"memory.max": nbytes, "memory.swap.max": 0}),
+        (root / "memory", _own_group(r"\d+:(?:.*,)?memory(?:,.*)?:"), {"memory.limit_in_bytes": nbytes}),
     ):
         for parent in dict.fromkeys((hierarchy / own, hierarchy)):
-            group = parent / name
+            group = parent / f"tencache-bench-{os.getpid()}"
             try:
                 group.mkdir()
             except OSError as error:
                 reasons.append(f"{parent.name or 'cgroup'}: {error.strerror}")
                 continue
             try:
-                for file, value in limits:
-                    if (group / file).exists() or file == limits[0][0]:
+                for index, (file, value) in enumerate(limits.items()):
+                    if index == 0 or (group / file).exists():  # not every kernel limits swap
                         (group / file).write_text(str(value))
-                if not (group / "cgroup.procs").exists():
-                    raise OSError(0, "not a control group")
+                if (group / "cgroup.procs").exists():
+                    return group, ""
+                raise OSError(0, "not a control group")
             except OSError as error:
                 reasons.append(f"{parent.name or 'cgroup'}: no memory controller ({error.strerror})")
                 _remove(group)
-                continue
-            return group, ""
     return None, "; ".join(dict.fromkeys(reasons))
 
 
-def _own_group(marker: str) -> str:
+def _own_group(hierarchy: str) -> str:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if marker in line or line.startswith(marker):
-                return line.rsplit(":", 1)[1].lstrip("/")
+        found = re.search(rf"^{hierarchy}/(.*)$", Path("/proc/self/cgroup").read_text(), re.M)
+        return found[1] if found else ""
     return ""
 
 
 def _remove(group: Path) -> None:
     deadline = time.monotonic() + REMOVAL_PATIENCE_S
-    while time.monotonic() < deadline:
-        try:
+    while group.exists() and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # its last process is still being taken down
             group.rmdir()
-        except FileNotFoundError:
             return
-        except OSError:  # its last process is still being taken down
-            time.sleep(0.05)
-        else:
-            return
+        time.sleep(0.05)

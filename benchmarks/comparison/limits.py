@@ -22,25 +22,21 @@ def placement_of(peer: Peer, run: Run, ranks: int) -> Placement | None:
     state_gpu = _share(stats.get("gpu_state_nbytes", 0) / state_nbytes)
     if peer.place is not None:
         placed = peer.place(run.knobs)
-        return placed.model_copy(
-            update={
-                "weights_gpu": max(placed.weights_gpu, weights_gpu),
-                "optimizer_gpu": max(placed.optimizer_gpu, state_gpu),
-            }
-        )
+        on_gpu = {
+            "weights_gpu": max(placed.weights_gpu, weights_gpu), "optimizer_gpu": max(placed.optimizer_gpu, state_gpu)
+        }  # fmt: skip
+        return placed.model_copy(update=on_gpu)
     # Weights in GPU memory may have host memory besides.
     weights_memory = max(stats["resident_weight_nbytes"] / weights_nbytes, weights_gpu)
     weights_nvme = 1 - _share(weights_memory)
     optimizer_nvme = 1 - _share(stats.get("resident_state_nbytes", 0) / state_nbytes + state_gpu)
-    return Placement(
-        weights_nvme=weights_nvme,
-        optimizer_nvme=optimizer_nvme,
-        weights_gpu=weights_gpu,
-        optimizer_gpu=state_gpu,
-        optimizer_nvme_nbytes=_state_nbytes(
-            stats.get("stored_nbytes"), weights_nvme * weights_nbytes, optimizer_nvme * run.numel / ranks
-        ),
+    state_nbytes = _state_nbytes(
+        stats.get("stored_nbytes"), weights_nvme * weights_nbytes, optimizer_nvme * run.numel / ranks
     )
+    return Placement(
+        weights_nvme=weights_nvme, optimizer_nvme=optimizer_nvme, weights_gpu=weights_gpu, optimizer_gpu=state_gpu,
+        optimizer_nvme_nbytes=state_nbytes,
+    )  # fmt: skip
 
 
 def _state_nbytes(stored_nbytes: float | None, weights_nbytes: float, numel: float) -> float:
@@ -57,32 +53,18 @@ def _share(of_all: float) -> float:
 
 def bound_of(hardware: Hardware, workload: Workload, numel: int, placement: Placement) -> Bound:
     """The shortest possible step of a placement: the time of its busiest resource, everything else hidden behind it."""
-    return bound(
-        Demand(
-            numel=numel,
-            ranks_on_host=workload.ranks,
-            micro_steps=workload.accumulation,
-            weights_nvme=placement.weights_nvme,
-            optimizer_nvme=placement.optimizer_nvme,
-            weights_gpu=placement.weights_gpu,
-            optimizer_gpu=placement.optimizer_gpu,
-            optimizer_state_nbytes_per_param=placement.optimizer_nvme_nbytes,
-            tokens_per_step=workload.tokens_per_step,
-            activation_recompute=workload.activation_checkpointing,
-        ),
-        hardware,
-    )
+    placed = placement.model_dump()
+    demand = Demand(
+        numel=numel, ranks_on_host=workload.ranks, micro_steps=workload.accumulation,
+        optimizer_state_nbytes_per_param=placed.pop("optimizer_nvme_nbytes"), tokens_per_step=workload.tokens_per_step,
+        activation_recompute=workload.activation_checkpointing, **placed,
+    )  # fmt: skip
+    return bound(demand, hardware)
 
 
 def balance_tokens(found: Bound, workload: Workload) -> float | None:
-    """Tokens per step at which arithmetic would take as long as NVMe, with as many micro-steps.
-
-    Args:
-        found: of a placement and ``workload``, by :func:`bound_of`.
-        workload: gives the tokens that the arithmetic in ``found`` is for.
-
-    Returns:
-        None when nothing is on NVMe, or a rate is not known.
+    """Tokens per step at which arithmetic would take as long as NVMe, with as many micro-steps, by a bound for
+    ``workload``; None when nothing is on NVMe, or a rate is not known.
     """
     nvme_s, gpu_s = (found.by_resource.get(resource) for resource in (Resource.NVME, Resource.GPU))
     return workload.tokens_per_step * nvme_s / gpu_s if nvme_s and gpu_s else None

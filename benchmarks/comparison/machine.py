@@ -9,7 +9,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from tencache_ds.ops.build_lock import PATIENCE_S, build_locks, explain
 from tencache_ds.profiling.hardware import Hardware
 from tencache_ds.profiling.host_memory import available_nbytes
 
-from .process import PACKAGE, environment, last_error
+from .process import environment, last_error
 
 PROBE_TIMEOUT_S = 300.0
 """The probe keeps its own time; this is for one that hangs."""
@@ -30,11 +29,15 @@ OPERATORS_ON_GPU = ("FusedAdamBuilder",)
 """The operators that the configurations and the probe use."""
 
 
+_PROBE = """
+import pathlib, sys
+from tencache_ds.profiling.probe import probe
+print(probe(pathlib.Path(sys.argv[1]), seconds=float(sys.argv[2])).model_dump_json())
+"""
+
+
 class Machine:
     """This machine."""
-
-    def __init__(self) -> None:
-        self._identity: tuple[str, int, str | None] | None = None
 
     def now(self) -> str:
         """ISO 8601, UTC."""
@@ -54,16 +57,12 @@ class Machine:
 
     def identity(self) -> tuple[str, int, str | None]:
         """Processor, cores and GPU, which must agree for runs to be comparable, as in :class:`Hardware`."""
-        if self._identity is None:
-            from tencache_ds.profiling.probe import processor_name
+        import torch
 
-            gpu = None
-            if self.gpus():
-                import torch
+        from tencache_ds.profiling.probe import processor_name
 
-                gpu = torch.cuda.get_device_name(0)
-            self._identity = (processor_name(), len(os.sched_getaffinity(0)), gpu)
-        return self._identity
+        gpu = torch.cuda.get_device_name(0) if self.gpus() else None
+        return processor_name(), len(os.sched_getaffinity(0)), gpu
 
     def versions(self) -> dict[str, str]:
         """Versions of everything that matters for speed."""
@@ -99,20 +98,17 @@ class Machine:
         Raises:
             ConfigError: the probe failed; says why.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            result = Path(folder) / "hardware.json"
-            command = [sys.executable, "-m", f"{PACKAGE}.comparison.probe", "--nvme-path", str(nvme_path),
-                       "--seconds", str(seconds), "--result", str(result)]  # fmt: skip
-            try:
-                done = subprocess.run(
-                    command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                    timeout=PROBE_TIMEOUT_S, check=False,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                raise ConfigError(f"the hardware probe did not finish within {PROBE_TIMEOUT_S:.0f} s") from None
-            if done.returncode != 0 or not result.exists():
-                raise ConfigError(f"the hardware probe failed: {last_error(done.stdout) or done.stdout[-500:]}")
-            return Hardware.model_validate_json(result.read_text())
+        nvme_path.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-c", _PROBE, str(nvme_path), str(seconds)]
+        try:
+            done = subprocess.run(
+                command, env=environment(), capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"the hardware probe did not finish within {PROBE_TIMEOUT_S:.0f} s") from None
+        if done.returncode != 0:
+            raise ConfigError(f"the hardware probe failed: {last_error(done.stderr) or done.stderr[-500:]}")
+        return Hardware.model_validate_json(done.stdout.splitlines()[-1])  # DeepSpeed may have spoken before
 
 
 def wait_for_builds(builds: Sequence[subprocess.Popen[bytes]], patience_s: float = PATIENCE_S) -> None:

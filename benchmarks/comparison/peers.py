@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tencache_ds.planning.bound import GRADIENT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES
@@ -131,40 +132,24 @@ def _nvme(setting: Setting) -> dict[str, Any]:
     return {"device": "nvme", "nvme_path": setting.nvme_path, "pin_memory": True}
 
 
-def _stock_nvme_weights(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    # A swap buffer holds a whole weight, and every weight live on the device holds one: too few end the run.
-    size = max(setting.largest, 1) * knobs["param_buffer_scale"]
-    return _nvme(setting) | {"buffer_count": knobs["param_buffers"], "buffer_size": int(size), "max_in_cpu": 0}
-
-
-def _stock_nvme_optimizer(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    pipelined = knobs["pipeline"]
-    # Four tensors per sub-group; reading ahead and writing behind hold three sub-groups at a time.
-    buffers = 12 if pipelined else 4
-    return _nvme(setting) | {"buffer_count": buffers, "pipeline_read": pipelined, "pipeline_write": pipelined}
-
-
-def _nvme_nvme(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    return _zero(
-        setting, knobs,
-        offload_param=_stock_nvme_weights(setting, knobs), offload_optimizer=_stock_nvme_optimizer(setting, knobs),
-    )  # fmt: skip
-
-
-def _ram_nvme(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    return _zero(setting, knobs, offload_param=RAM, offload_optimizer=_stock_nvme_optimizer(setting, knobs))
-
-
-def _ram_ram(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    return _zero(setting, knobs, offload_param=RAM, offload_optimizer=RAM)
-
-
-def _gpu_ram(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    return _zero(setting, knobs, offload_optimizer=RAM)
-
-
-def _gpu_gpu(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    return _zero(setting, knobs)
+def _stock(setting: Setting, knobs: Knobs, weights: str = "", optimizer: str = "") -> dict[str, Any]:
+    """ZeRO-3 with the weights and the optimizer state on "nvme", in "ram", or, by default, on the GPU."""
+    sections: dict[str, dict[str, Any] | None] = {"offload_param": None, "offload_optimizer": None}
+    if weights == "nvme":
+        # A swap buffer holds a whole weight, and every weight live on the device holds one: too few end the run.
+        size = int(max(setting.largest, 1) * knobs["param_buffer_scale"])
+        buffers = {"buffer_count": knobs["param_buffers"], "buffer_size": size, "max_in_cpu": 0}
+        sections["offload_param"] = _nvme(setting) | buffers
+    elif weights:
+        sections["offload_param"] = RAM
+    if optimizer == "nvme":
+        pipelined = knobs["pipeline"]
+        # Four tensors per sub-group; reading ahead and writing behind hold three sub-groups at a time.
+        options = {"buffer_count": 12 if pipelined else 4, "pipeline_read": pipelined, "pipeline_write": pipelined}
+        sections["offload_optimizer"] = _nvme(setting) | options
+    elif optimizer:
+        sections["offload_optimizer"] = RAM
+    return _zero(setting, knobs, **sections)
 
 
 def _twin_flow(setting: Setting, knobs: Knobs) -> dict[str, Any]:
@@ -192,11 +177,6 @@ def _zenflow(setting: Setting, knobs: Knobs) -> dict[str, Any]:
     return _zero(setting, knobs, offload_optimizer=RAM, zenflow=options)
 
 
-def _fsdp2(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    # train_fsdp reads batch, optimizer and clipping from it; there is no DeepSpeed engine.
-    return shared_config(setting)
-
-
 def _tencache(setting: Setting, knobs: Knobs) -> dict[str, Any]:
     config = _zero(setting, {}, offload_param=_nvme(setting), offload_optimizer=_nvme(setting))
     options: dict[str, Any] = {key: value for key, value in knobs.items() if key != "host_memory_share"}
@@ -215,32 +195,44 @@ def _needs_gpu(setting: Setting) -> str:
     return "" if setting.gpus else "it needs a GPU, and this machine trains on its CPU"
 
 
+def _too_large(needed: float, allowed: int, of: str) -> str:
+    if needed <= allowed:
+        return ""
+    return f"it needs about {needed / GIB:.0f} GiB of {of} memory, {allowed / GIB:.0f} may be used"
+
+
 def _needs_whole_gpu_state(setting: Setting) -> str:
-    if not setting.gpus:
-        return _needs_gpu(setting)
     needed = GPU_NBYTES_PER_PARAM * setting.numel // setting.workload.ranks
-    if needed > setting.gpu_nbytes:
-        return f"it needs about {needed / GIB:.0f} GiB of GPU memory, {setting.gpu_nbytes / GIB:.0f} may be used"
-    return ""
+    return _needs_gpu(setting) or _too_large(needed, setting.gpu_nbytes, "GPU")
 
 
 def _needs_host(per_param: float) -> Callable[[Setting], str]:
-    def refuse(setting: Setting) -> str:
-        needed = per_param * setting.numel
-        if needed > setting.host_nbytes:
-            return f"it needs about {needed / GIB:.0f} GiB of host memory, {setting.host_nbytes / GIB:.0f} may be used"
-        return ""
-
-    return refuse
+    return lambda setting: _too_large(per_param * setting.numel, setting.host_nbytes, "host")
 
 
-def _first(*checks: Callable[[Setting], str]) -> Callable[[Setting], str]:
-    return lambda setting: next(filter(None, (check(setting) for check in checks)), "")
+def _needs_gpu_and_host(per_param: float) -> Callable[[Setting], str]:
+    return lambda setting: _needs_gpu(setting) or _needs_host(per_param)(setting)
 
 
-def _needs_numactl(setting: Setting) -> str:
+def _needs_of_superoffload(setting: Setting) -> str:
     # SuperOffload without its own cores stalls on the ones of the trainer (docs/benchmarks).
-    return "" if shutil.which("numactl") else "its core binding needs the numactl command (`apt install numactl`)"
+    numactl = "" if shutil.which("numactl") else "its core binding needs the numactl command (`apt install numactl`)"
+    return _needs_gpu_and_host(20)(setting) or numactl
+
+
+def _at(weights_nvme: float = 0, optimizer_nvme: float = 0, weights_gpu: float = 0) -> Callable[[Knobs], Placement]:
+    """Where stock keeps things; the state that is not on NVMe or in RAM by a ``ratio`` is on the GPU."""
+
+    def place(knobs: Knobs) -> Placement:
+        optimizer_gpu = 1 - knobs["ratio"] if "ratio" in knobs else 0
+        return Placement(
+            weights_nvme=weights_nvme,
+            optimizer_nvme=optimizer_nvme,
+            weights_gpu=weights_gpu,
+            optimizer_gpu=optimizer_gpu,
+        )
+
+    return place
 
 
 AIO_SPACE: dict[str, tuple[Any, ...]] = {
@@ -266,71 +258,51 @@ PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
         Peer("tencache", "TenCache", _tencache),
+        Peer("tencache-ram", "TenCache, all in RAM", _tencache_ram, refuse=_needs_host(20), place=_at()),
         Peer(
-            "tencache-ram", "TenCache, all in RAM", _tencache_ram,
-            refuse=_needs_host(20),
-            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0),
+            "nvme-nvme", "stock NVMe + NVMe", partial(_stock, weights="nvme", optimizer="nvme"),
+            AIO_SPACE | OPTIMIZER_SPACE | WEIGHT_SPACE, place=_at(weights_nvme=1, optimizer_nvme=1),
         ),
         Peer(
-            "nvme-nvme", "stock NVMe + NVMe", _nvme_nvme,
-            AIO_SPACE | OPTIMIZER_SPACE | WEIGHT_SPACE,
-            place=lambda knobs: Placement(weights_nvme=1, optimizer_nvme=1),
+            "ram-nvme", "stock RAM + NVMe", partial(_stock, weights="ram", optimizer="nvme"),
+            AIO_SPACE | OPTIMIZER_SPACE | {"prefetch_share": (0.04, 0.4)}, place=_at(optimizer_nvme=1),
         ),
         Peer(
-            "ram-nvme", "stock RAM + NVMe", _ram_nvme,
-            AIO_SPACE | OPTIMIZER_SPACE | {"prefetch_share": (0.04, 0.4)},
-            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=1),
-        ),
-        Peer(
-            "ram-ram", "stock RAM + RAM", _ram_ram,
+            "ram-ram", "stock RAM + RAM", partial(_stock, weights="ram", optimizer="ram"),
             {"sub_group_size": (10**9, 10**8), "prefetch_share": (0.04, 0.4), "live": (10**9,)},
-            refuse=_needs_host(STOCK_HOST_NBYTES_PER_PARAM),
-            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0),
+            refuse=_needs_host(STOCK_HOST_NBYTES_PER_PARAM), place=_at(),
         ),
         Peer(
-            "gpu-ram", "stock GPU + RAM", _gpu_ram,
-            {"sub_group_size": (10**9, 10**8)},
-            refuse=_first(_needs_gpu, _needs_host(20)),
-            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0, weights_gpu=1),
+            "gpu-ram", "stock GPU + RAM", partial(_stock, optimizer="ram"), {"sub_group_size": (10**9, 10**8)},
+            refuse=_needs_gpu_and_host(20), place=_at(weights_gpu=1),
         ),
         Peer(
-            "gpu-gpu", "stock GPU only", _gpu_gpu,
-            refuse=_needs_whole_gpu_state,
+            "gpu-gpu", "stock GPU only", _stock, refuse=_needs_whole_gpu_state,
             place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0, weights_gpu=1, optimizer_gpu=1),
         ),
         Peer(
-            "twin-flow", "Twin-Flow", _twin_flow,
-            {"ratio": (0.5,), "sub_group_size": (10**8, 10**9)},
-            refuse=_first(_needs_gpu, _needs_host(12)),
-            place=lambda knobs: Placement(
-                weights_nvme=0, optimizer_nvme=0, weights_gpu=1, optimizer_gpu=1 - knobs["ratio"]
-            ),
+            "twin-flow", "Twin-Flow", _twin_flow, {"ratio": (0.5,), "sub_group_size": (10**8, 10**9)},
+            refuse=_needs_gpu_and_host(12), place=_at(weights_gpu=1),
         ),
         Peer(
             "superoffload", "SuperOffload", _super_offload,
             {"ratio": (0.9,), "adam_cores": (0.8,), "sub_group_size": (10**8, 4 * 10**8)},
-            refuse=_first(_needs_gpu, _needs_host(20), _needs_numactl),
-            place=lambda knobs: Placement(
-                weights_nvme=0, optimizer_nvme=0, weights_gpu=1, optimizer_gpu=1 - knobs["ratio"]
-            ),
-            launcher=("--bind_cores_to_rank",),
+            refuse=_needs_of_superoffload, place=_at(weights_gpu=1), launcher=("--bind_cores_to_rank",),
         ),
         Peer(
-            "zenflow", "ZenFlow", _zenflow,
-            {"topk_ratio": (0.1,), "update_interval": (4,)},
+            "zenflow", "ZenFlow", _zenflow, {"topk_ratio": (0.1,), "update_interval": (4,)},
             # Two of each: gradients and both moments, for the update that runs and the next one; and a copy of the
             # weights.
-            refuse=_first(_needs_gpu, _needs_host(36)),
-            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0, weights_gpu=1),
+            refuse=_needs_gpu_and_host(36), place=_at(weights_gpu=1),
             semantics="most weights are updated once in 4 steps, from gradients that are up to 7 steps old",
             # ZenFlow keeps weights transposed and turns them round in each forward, but transposes them at first only
             # where they are still whole: under zero.Init the model would compute with wrong shapes.
             arguments=("--no-zero-init",),
         ),
         Peer(
-            "fsdp2", "torch FSDP2, CPU offload", _fsdp2,
-            refuse=_needs_host(20),
-            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0),
+            # train_fsdp reads batch, optimizer and clipping from the config; there is no DeepSpeed engine.
+            "fsdp2", "torch FSDP2, CPU offload", lambda setting, knobs: shared_config(setting),
+            refuse=_needs_host(20), place=_at(),
             semantics="master weights and gradient reduction follow torch's rules, not DeepSpeed's",
             program="train_fsdp",
         ),

@@ -67,13 +67,7 @@ class Request:
 def execute(
     request: Request, folder: Path, *, host_limit: HostLimit, on_progress: Callable[[], None] = lambda: None
 ) -> Run:
-    """Makes a run; its files (config, result, log) go to ``folder``.
-
-    Args:
-        request: the run.
-        folder: an existing folder.
-        host_limit: cap on the host memory of the run.
-        on_progress: called a few times a second while it runs.
+    """Makes a run; its files (config, result, log) go to ``folder``, and ``on_progress`` is called meanwhile.
 
     Returns:
         The measured run, or one with the reason for the missing measurement. It includes finished steps of a stopped
@@ -90,22 +84,16 @@ def execute(
 def execute_in_turns(
     requests: Sequence[Request], folder: Path, *, n_turns: int, on_progress: Callable[[], None] = lambda: None
 ) -> list[Run]:
-    """Makes runs that stay in memory side by side and have their measured steps in turns.
+    """Makes runs that stay in memory side by side and have their measured steps in turns; else as :func:`execute`.
 
     They start one after another and warm up; then each has a part of its steps while the others wait, ``n_turns`` times
     round. A run that fails leaves its turns to the others.
 
     Args:
         requests: the runs, each with its own storage; their steps are multiples of ``n_turns``.
-        folder: as for :func:`execute`.
+        folder: for their files.
         n_turns: turns of each run.
         on_progress: called a few times a second.
-
-    Returns:
-        The runs, in the order of ``requests``; see :func:`execute`.
-
-    Raises:
-        KeyboardInterrupt: as in :func:`execute`.
     """
     with contextlib.ExitStack() as stack:
         side_by_side = []
@@ -187,17 +175,15 @@ class _Launched:
         }
         if self._result.exists():
             fields |= json.loads(self._result.read_text())
+        error = ""
         if self._timed_out:
-            return Run(outcome=Outcome.failed, error=f"not finished after {request.timeout_s:.0f} s", **fields)
-        if self._process.returncode != 0:
-            reason = limit.explain() or last_error(self._log.read_text(errors="replace"))
-            error = reason or f"exit status {self._process.returncode}"
-            return Run(outcome=Outcome.failed, error=error, **fields)
-        if not self._result.exists():
-            return Run(
-                outcome=Outcome.failed, error=f"it exited normally without a result; see {self._log.name}", **fields
-            )
-        return Run(outcome=Outcome.ok, **fields)
+            error = f"not finished after {request.timeout_s:.0f} s"
+        elif self._process.returncode != 0:
+            error = limit.explain() or last_error(self._log.read_text(errors="replace"))
+            error = error or f"exit status {self._process.returncode}"
+        elif not self._result.exists():
+            error = f"it exited normally without a result; see {self._log.name}"
+        return Run(outcome=Outcome.failed if error else Outcome.ok, error=error, **fields)
 
     def _stop(self) -> None:
         """Ends every process of the session. Idempotent."""

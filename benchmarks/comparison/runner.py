@@ -21,8 +21,9 @@ from typing import Any
 from tqdm import tqdm
 
 from tencache_ds.errors import ConfigError
+from tencache_ds.planning.bound import Bound
 
-from ..record import Benchmark, Configuration, Outcome, Run
+from ..record import Benchmark, Configuration, Outcome, Placement, Run
 from ..workloads import census
 from . import tuning
 from .host_limit import HostLimit, host_limit
@@ -40,29 +41,17 @@ TYPICAL_RUN_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a plan is run.
+    """How a plan is run."""
 
-    Attributes:
-        out: folder for the record, the report, logs.
-        nvme_path: folder on the storage to measure; a folder of our own is made in it, and removed.
-        host_nbytes: cap on the host memory of each run, or None.
-        gpu_nbytes: cap on the memory of each GPU, or None.
-        timeout_s: a run that takes longer is stopped and counts as failed.
-        time_limit_s: no run is begun that would probably end later than this after the start; None means no limit.
-        command: for the record.
-        profile: whether runs of the first round end with a step under the profiler (GPUs only).
-        retry_failed: whether configurations that failed earlier are tried again.
-    """
-
-    out: Path
-    nvme_path: Path
-    command: str
-    host_nbytes: int | None = None
-    gpu_nbytes: int | None = None
-    timeout_s: float = 900.0
-    time_limit_s: float | None = None
-    profile: bool = True
-    retry_failed: bool = False
+    out: Path  # folder for the record, the report, logs
+    nvme_path: Path  # folder on the storage to measure; a folder of our own is made in it, and removed
+    command: str  # for the record
+    host_nbytes: int | None = None  # cap on the host memory of each run
+    gpu_nbytes: int | None = None  # cap on the memory of each GPU
+    timeout_s: float = 900.0  # a run that takes longer is stopped and counts as failed
+    time_limit_s: float | None = None  # no run is begun that would probably end later than this after the start
+    profile: bool = True  # whether runs of the first round end with a step under the profiler (GPUs only)
+    retry_failed: bool = False  # whether configurations that failed earlier are tried again
 
 
 class OutOfTime(Exception):
@@ -89,7 +78,7 @@ class Session:
             KeyboardInterrupt: the user stopped it.
         """
         self._benchmark = self._resume() or self._begin()
-        self._save()
+        self._update()
         with (
             self._scratch() as nvme_path,
             host_limit(self._options.host_nbytes) as limit,
@@ -107,8 +96,7 @@ class Session:
                     continue
                 for entry in self._plan.entries:
                     if self._is_due(entry, index):
-                        peer = PEERS[entry.peer]
-                        self._add(self._execute(entry, peer, self._knobs(entry, peer), index, setting, limit))
+                        self._execute(entry, self._knobs(entry, PEERS[entry.peer]), index, setting, limit)
         self._conclude()
         return self._benchmark
 
@@ -152,15 +140,15 @@ class Session:
         if self._options.retry_failed:
             runs = [run for run in runs if run.outcome is not Outcome.failed]
             tried = [run for run in tried if run.outcome is not Outcome.failed]
-        return found.model_copy(update={"runs": list(runs), "tuning": list(tried)})
+        return found.model_copy(update={"runs": runs, "tuning": tried})
 
-    def _save(self) -> None:
+    def _update(self, **fields: Any) -> None:
+        self._benchmark = self._benchmark.model_copy(update=fields)
         self._benchmark.write(self._file)
 
     def _add(self, run: Run) -> None:
-        which = self._benchmark.tuning if run.round < 0 else self._benchmark.runs
-        which.append(run)
-        self._save()
+        which = "tuning" if run.round < 0 else "runs"
+        self._update(**{which: [*getattr(self._benchmark, which), run]})
         if run.outcome is Outcome.ok and run.measured:
             line = f"{run.configuration}: {run.median_s:.3g} s per step"
         else:
@@ -188,7 +176,7 @@ class Session:
                 break
             if any(trial.knobs == knobs for trial in trials):
                 self._bar.total += 1  # once more to confirm: not foreseen
-            self._add(self._execute(entry, peer, knobs, -1 - len(trials), setting, limit))
+            self._execute(entry, knobs, -1 - len(trials), setting, limit)
         self._describe(entry, peer)
 
     def _max_trials(self, entry: Entry) -> int:
@@ -206,20 +194,18 @@ class Session:
         return tuning.best(peer.space, self._trials(entry), entry.fixed, self._plan.confirm)
 
     def _describe(self, entry: Entry, peer: Peer) -> None:
-        searched = {}
         trials = self._trials(entry)
-        if trials:
-            tried = {knob: list(dict.fromkeys(trial.knobs[knob] for trial in trials)) for knob in trials[0].knobs}
-            searched = {knob: values for knob, values in tried.items() if len(values) > 1}
+        knobs = trials[0].knobs if trials else {}
+        tried = {knob: list(dict.fromkeys(trial.knobs[knob] for trial in trials)) for knob in knobs}
         described = Configuration(
             name=entry.name, label=entry.label, peer=entry.peer, semantics=peer.semantics,
-            knobs=self._knobs(entry, peer), searched=searched,
+            knobs=self._knobs(entry, peer),
+            searched={knob: values for knob, values in tried.items() if len(values) > 1},
         )  # fmt: skip
         others = [known for known in self._benchmark.configurations if known.name != entry.name]
         order = {planned.name: index for index, planned in enumerate(self._plan.entries)}
         configurations = sorted([*others, described], key=lambda item: order.get(item.name, len(order)))
-        self._benchmark = self._benchmark.model_copy(update={"configurations": configurations})
-        self._save()
+        self._update(configurations=configurations)
 
     # The rounds
 
@@ -236,12 +222,10 @@ class Session:
         self._check_time(due)
         prepared = []
         for number, entry in enumerate(due):
-            nvme_path = Path(setting.nvme_path) / str(number)
-            nvme_path.mkdir()
-            own = replace(setting, nvme_path=str(nvme_path))
-            peer = PEERS[entry.peer]
-            knobs = self._knobs(entry, peer)
-            prepared.append((self._request(entry, peer, knobs, index, own), knobs, own))
+            own = replace(setting, nvme_path=str(Path(setting.nvme_path) / str(number)))
+            Path(own.nvme_path).mkdir()
+            knobs = self._knobs(entry, PEERS[entry.peer])
+            prepared.append((self._request(entry, knobs, index, own), knobs, own))
         self._bar.set_description(f"{len(due)} in turns")
         requests = [request for request, _, _ in prepared]
         runs = execute_in_turns(requests, self._logs(), n_turns=self._plan.turns, on_progress=self._on_progress)
@@ -249,15 +233,13 @@ class Session:
         for run, of in zip(runs, prepared, strict=True):
             self._add(self._described(run, *of))
 
-    def _execute(
-        self, entry: Entry, peer: Peer, knobs: dict[str, Any], index: int, setting: Setting, limit: HostLimit
-    ) -> Run:
+    def _execute(self, entry: Entry, knobs: dict[str, Any], index: int, setting: Setting, limit: HostLimit) -> None:
         self._check_time([entry])
         self._bar.set_description(f"{entry.name}{' (trial)' if index < 0 else ''}")
-        request = self._request(entry, peer, knobs, index, setting)
+        request = self._request(entry, knobs, index, setting)
         run = execute(request, self._logs(), host_limit=limit, on_progress=self._on_progress)
         _empty(Path(setting.nvme_path))
-        return self._described(run, request, knobs, setting)
+        self._add(self._described(run, request, knobs, setting))
 
     def _check_time(self, entries: list[Entry]) -> None:
         """Raises OutOfTime if runs of these configurations, one after another, would end beyond the time limit."""
@@ -267,8 +249,8 @@ class Session:
         if self._options.time_limit_s is not None and elapsed_s + expected_s > self._options.time_limit_s:
             raise OutOfTime(f"the next run takes about {expected_s:.0f} s, which exceeds the time limit")
 
-    def _request(self, entry: Entry, peer: Peer, knobs: dict[str, Any], index: int, setting: Setting) -> Request:
-        trial = index < 0
+    def _request(self, entry: Entry, knobs: dict[str, Any], index: int, setting: Setting) -> Request:
+        trial, peer = index < 0, PEERS[entry.peer]
         return Request(
             configuration=entry.name, round=index, peer=peer, config=peer.configure(setting, knobs),
             workload=self._plan.workload,
@@ -281,13 +263,8 @@ class Session:
     def _described(self, run: Run, request: Request, knobs: dict[str, Any], setting: Setting) -> Run:
         name = request.configuration
         self._longest[name] = max(run.wall_s, self._longest.get(name, 0.0))
-        return run.model_copy(
-            update={
-                "knobs": knobs,
-                "deepspeed_config": _without_paths(request.config, setting),
-                "tencache_stats": _without_paths(run.tencache_stats, setting),
-            }
-        )
+        config, stats = _without_paths(request.config, setting), _without_paths(run.tencache_stats, setting)
+        return run.model_copy(update={"knobs": knobs, "deepspeed_config": config, "tencache_stats": stats})
 
     def _logs(self) -> Path:
         folder = self._options.out / "runs"
@@ -296,24 +273,22 @@ class Session:
 
     def _conclude(self) -> None:
         """Adds where each configuration kept things and how fast that could be."""
-        placements, bounds, limits, balance = {}, {}, {}, {}
+        workload, hardware = self._plan.workload, self._benchmark.hardware
+        placements: dict[str, Placement] = {}
+        bounds: dict[str, Bound] = {}
         for entry in self._plan.entries:
-            runs = self._benchmark.runs_of(entry.name)
-            if not runs:
-                continue
-            placement = placement_of(PEERS[entry.peer], runs[-1], self._plan.workload.ranks)
-            if placement is None:
-                continue
-            placements[entry.name] = placement
-            bound = bound_of(self._benchmark.hardware, self._plan.workload, runs[-1].numel, placement)
-            bounds[entry.name], limits[entry.name] = bound.seconds, bound.limit.value
-            tokens = balance_tokens(bound, self._plan.workload)
-            if tokens is not None:
-                balance[entry.name] = tokens
-        self._benchmark = self._benchmark.model_copy(
-            update={"placements": placements, "bounds_s": bounds, "limits": limits, "balance_tokens": balance}
+            for run in self._benchmark.runs_of(entry.name)[-1:]:
+                placement = placement_of(PEERS[entry.peer], run, workload.ranks)
+                if placement is not None:
+                    placements[entry.name] = placement
+                    bounds[entry.name] = bound_of(hardware, workload, run.numel, placement)
+        balance = {name: balance_tokens(bound, workload) for name, bound in bounds.items()}
+        self._update(
+            placements=placements,
+            bounds_s={name: bound.seconds for name, bound in bounds.items()},
+            limits={name: bound.limit.value for name, bound in bounds.items()},
+            balance_tokens={name: tokens for name, tokens in balance.items() if tokens is not None},
         )
-        self._save()
 
     # Surroundings
 
@@ -321,14 +296,10 @@ class Session:
         counts = census(self._plan.workload.model, self._plan.workload.sequence)
         hardware = self._benchmark.hardware
         return Setting(
-            workload=self._plan.workload,
-            numel=counts.numel,
-            largest=counts.largest,
-            nvme_path=str(nvme_path),
-            gpus=hardware.gpus,
-            gpu_nbytes=self._options.gpu_nbytes or hardware.gpu_memory_nbytes or 0,
+            workload=self._plan.workload, numel=counts.numel, largest=counts.largest, nvme_path=str(nvme_path),
+            gpus=hardware.gpus, gpu_nbytes=self._options.gpu_nbytes or hardware.gpu_memory_nbytes or 0,
             host_nbytes=self._options.host_nbytes or self._machine.available_nbytes(),
-        )
+        )  # fmt: skip
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:

@@ -50,36 +50,20 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A benchmark to run.
+    """A benchmark to run."""
 
-    Attributes:
-        title: heading of the report.
-        workload: the training.
-        entries: the configurations, in the order in which they alternate.
-        rounds: how often each is run.
-        steps: measured optimizer steps per run.
-        warmup: steps before them, which do not count.
-        turns: more than 1 keeps the runs of a round in memory together, and splits their steps into this number of
-            turns.
-        max_trials: most trials of the search per configuration; 0 means no search.
-        searched: names of the configurations that are searched; None means all with something to search.
-        confirm: whether the result of the search has to win twice, which takes two more trials.
-        trial_steps: measured steps of a trial; one step before them does not count.
-        probe_s: time for the hardware probe.
-    """
-
-    title: str
+    title: str  # heading of the report
     workload: Workload
-    entries: tuple[Entry, ...]
-    rounds: int = 2
-    steps: int = 3
-    warmup: int = 2
-    turns: int = 1
-    max_trials: int = 8
-    confirm: bool = True
-    trial_steps: int = 2
-    searched: tuple[str, ...] | None = None
-    probe_s: float = 10.0
+    entries: tuple[Entry, ...]  # in the order in which they alternate
+    rounds: int = 2  # how often each is run
+    steps: int = 3  # measured optimizer steps per run
+    warmup: int = 2  # steps before them, which do not count
+    turns: int = 1  # more than 1 keeps the runs of a round in memory together and splits their steps into so many turns
+    max_trials: int = 8  # of the search per configuration; 0 means no search
+    confirm: bool = True  # whether the result of the search has to win twice, which takes two more trials
+    trial_steps: int = 2  # measured steps of a trial; one step before them does not count
+    searched: tuple[str, ...] | None = None  # the configurations that are searched; None means all with knobs
+    probe_s: float = 10.0  # time for the hardware probe
 
 
 def parse_entry(text: str) -> Entry:
@@ -129,7 +113,7 @@ def paper(model: str, entries: Sequence[str] = PAPER) -> Plan:
     """One of the paper's models on a big GPU host, as in its tables: batch 16, fp16, one GPU."""
     return Plan(
         title=f"{model}, the shape and batch of 10Cache's paper",
-        workload=workload_of(model, ranks=1, checkpointing=True),
+        workload=workload_of(model, ranks=1, activation_checkpointing=True),
         entries=parse_entries(entries),
         rounds=2, steps=3, warmup=1, max_trials=4, trial_steps=1,
     )  # fmt: skip
@@ -140,18 +124,8 @@ def paper_models() -> tuple[str, ...]:
     return tuple(name for name, spec in SPECS.items() if spec.paper)
 
 
-def workload_of(
-    model: str,
-    *,
-    ranks: int,
-    micro_batch: int | None = None,
-    sequence: int | None = None,
-    accumulation: int = 1,
-    precision: str | None = None,
-    checkpointing: bool = False,
-    busy_cores: int = 0,
-) -> Workload:
-    """A workload with the model's own defaults for values that are None.
+def workload_of(model: str, *, ranks: int, **chosen: Any) -> Workload:
+    """A workload with the model's own defaults for what is not chosen, or None.
 
     Raises:
         ValueError: unknown model.
@@ -159,16 +133,10 @@ def workload_of(
     if model not in SPECS:
         raise ValueError(f"there is no model {model!r}; known: {', '.join(SPECS)}")
     spec = SPECS[model]
-    return Workload(
-        model=model,
-        micro_batch=micro_batch or spec.micro_batch,
-        sequence=sequence or spec.sequence,
-        accumulation=accumulation,
-        ranks=ranks,
-        precision=precision or spec.precision,
-        activation_checkpointing=checkpointing,
-        busy_cores=busy_cores,
-    )
+    defaults: dict[str, Any] = {"micro_batch": spec.micro_batch, "sequence": spec.sequence, "precision": spec.precision,
+                "accumulation": 1, "activation_checkpointing": False}  # fmt: skip
+    given = {key: value for key, value in chosen.items() if value is not None}
+    return Workload(model=model, ranks=ranks, **(defaults | given))
 
 
 def _value(text: str) -> Any:

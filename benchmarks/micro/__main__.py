@@ -9,11 +9,12 @@ The default takes about a minute; ``--seconds`` scales it.
 from __future__ import annotations
 
 import argparse
+import importlib
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any
 
 from rich.console import Console
 
@@ -21,21 +22,14 @@ from tencache_ds.cli.arguments import at_least_one, positive
 from tencache_ds.config import parse_size
 from tencache_ds.errors import ConfigError, TenCacheError
 
-from .result import MicroReport, MicroResult
+from .result import MicroReport
 
 SHARES = {"pool": 0.1, "storage": 0.5, "latency": 0.15, "cpu_update": 0.25}
-"""Of the budget, relative to the others that are run."""
+"""The benchmarks, which are modules of this package with a function ``run``, and their shares of the budget, relative
+to the others that are run."""
 
 DEFAULT_SECONDS = 42.0
 _FILE_WIDTH = 260
-
-
-class _Variant(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-Named = TypeVar("Named", bound=_Variant)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,20 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`: scratch files are removed
-    benchmarks: dict[str, Callable[[float], MicroResult]] = {
-        "pool": _pool,
-        "storage": lambda seconds: _storage(arguments, seconds),
-        "latency": lambda seconds: _latency(arguments, seconds),
-        "cpu_update": _cpu_update,
-    }
     named = arguments.benchmarks or ["all"]
-    chosen = [name for name in benchmarks if name in named or "all" in named]
+    shares = {name: share for name, share in SHARES.items() if name in named or "all" in named}
     # In a file nothing wraps a table: give it the room it needs.
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
     results, status = [], 0
-    for name in chosen:
+    for name, share in shares.items():
         try:
-            result = benchmarks[name](arguments.seconds * SHARES[name] / sum(SHARES[other] for other in chosen))
+            seconds = arguments.seconds * share / sum(shares.values())
+            result = importlib.import_module(f".{name}", __package__).run(seconds=seconds, **_options(name, arguments))
         except TenCacheError as error:
             print(f"{name}: {error}", file=sys.stderr)
             status = 1
@@ -71,90 +60,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _pool(seconds: float) -> MicroResult:
-    from . import pool
+def _options(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says about a benchmark, for its function ``run``."""
+    if name not in ("storage", "latency"):
+        return {}
+    from . import latency, storage_variants
 
-    return pool.run(seconds)
-
-
-def _storage(arguments: argparse.Namespace, seconds: float) -> MicroResult:
-    from . import storage
-
-    return storage.run(
-        arguments.nvme_path,
-        seconds,
-        lanes=arguments.lanes or storage.LANES,
-        requests_nbytes=arguments.request or storage.REQUESTS_NBYTES,
-        every_combination=bool(arguments.lanes and arguments.request),
-        working_set_nbytes=arguments.working_set or storage.WORKING_SET_NBYTES,
-        variants=_chosen(arguments, storage.VARIANTS, always=storage.RAW),
-    )
-
-
-def _latency(arguments: argparse.Namespace, seconds: float) -> MicroResult:
-    from . import latency
-
-    return latency.run(
-        arguments.nvme_path,
-        seconds,
-        lanes=max(arguments.lanes or [latency.LANES]),
-        working_set_nbytes=arguments.working_set or latency.WORKING_SET_NBYTES,
-        variants=_chosen(arguments, latency.VARIANTS),
-    )
-
-
-def _chosen(arguments: argparse.Namespace, variants: Sequence[Named], always: Sequence[Named] = ()) -> list[Named]:
-    """The variants that the command line asks for, and those that are always measured."""
-    from . import latency, storage
-
-    wanted, names = set(arguments.variants or ()), {variant.name for variant in variants}
-    unknown = wanted - {variant.name for variant in (*storage.VARIANTS, *latency.VARIANTS)}
+    known: dict[str, Sequence[storage_variants.Variant | latency.Variant]] = {
+        "storage": storage_variants.VARIANTS, "latency": latency.VARIANTS
+    }  # fmt: skip
+    wanted, names = set(arguments.variants or ()), {variant.name for variant in known[name]}
+    unknown = wanted - {variant.name for variants in known.values() for variant in variants}
     if unknown or (wanted and not wanted & names):
         raise ConfigError(
             f"--variants {', '.join(sorted(unknown or wanted))}: there are only {', '.join(sorted(names))}"
         )
-    return [v for v in variants if not wanted or v.name in wanted or v in always]
-
-
-def _cpu_update(seconds: float) -> MicroResult:
-    from . import cpu_update
-
-    return cpu_update.run(seconds)
+    chosen = [v for v in known[name] if not wanted or v.name in wanted or v in storage_variants.RAW]
+    options: dict[str, Any] = {"nvme_path": arguments.nvme_path, "variants": chosen}
+    options["working_set_nbytes"] = arguments.working_set
+    if name == "latency":
+        options["lanes"] = max(arguments.lanes) if arguments.lanes else None
+    else:
+        every_combination = bool(arguments.lanes and arguments.request)
+        options |= {
+            "lanes": arguments.lanes,
+            "requests_nbytes": arguments.request,
+            "every_combination": every_combination,
+        }
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.micro", description="Micro-benchmarks of the components."
     )
-    parser.add_argument(
-        "benchmarks", nargs="*", type=_benchmark, metavar="NAME", help=f"{', '.join(SHARES)} or all, the default"
-    )
-    parser.add_argument(
-        "--nvme-path", type=Path, default=Path("."), metavar="FOLDER", help="storage to measure (default: this folder)"
-    )
-    parser.add_argument(
-        "--seconds", type=positive, default=DEFAULT_SECONDS, help="budget of the run (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file to write the figures to")
-    parser.add_argument(
-        "--lanes", type=at_least_one, nargs="+", metavar="N", help="storage, latency: concurrent requests"
-    )
-    parser.add_argument(
-        "--request",
-        type=_request,
-        nargs="+",
-        metavar="SIZE",
-        help="storage: sizes such as 8MiB; with --lanes too, every combination is measured",
-    )
-    parser.add_argument(
-        "--working-set", type=_request, metavar="SIZE", help="storage, latency: maximum size of the files (2GiB, 1GiB)"
-    )
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        metavar="NAME",
-        help='storage, latency: only these variants, such as native "stock handle x4"; raw ones always',
-    )
+    add = parser.add_argument
+    add("benchmarks", nargs="*", type=_benchmark, metavar="NAME", help=f"{', '.join(SHARES)} or all, the default")
+    add("--nvme-path", type=Path, default=Path("."), metavar="FOLDER", help="storage to measure (default: this folder)")
+    add("--seconds", type=positive, default=DEFAULT_SECONDS, help="budget of the run (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="file to write the figures to")
+    add("--lanes", type=at_least_one, nargs="+", metavar="N", help="storage, latency: concurrent requests")
+    add("--request", type=_request, nargs="+", metavar="SIZE",
+        help="storage: sizes such as 8MiB; with --lanes too, every combination is measured")  # fmt: skip
+    add("--working-set", type=_request, metavar="SIZE", help="storage, latency: maximum size of the files (2GiB, 1GiB)")
+    add("--variants", nargs="+", metavar="NAME",
+        help='storage, latency: only these variants, such as native "stock handle x4"; raw ones always')  # fmt: skip
     return parser
 
 

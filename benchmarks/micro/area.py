@@ -24,13 +24,7 @@ _WRITE_NBYTES = 32 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """A folder that is gone afterwards.
-
-    Attributes:
-        folder: for files.
-        most_nbytes: limit on the total size of its files.
-        description: the kind of storage, for the report.
-    """
+    """A folder that is gone afterwards, the limit on the size of its files together, and the kind of storage."""
 
     folder: Path
     most_nbytes: int
@@ -38,12 +32,7 @@ class Area:
 
 
 def open_area(stack: ExitStack, nvme_path: Path, most_nbytes: int) -> Area:
-    """A scratch folder under ``nvme_path``, removed with the stack.
-
-    Args:
-        stack: owns the folder.
-        nvme_path: a folder on the storage to measure.
-        most_nbytes: most bytes of all files together; less where it is over 25 % of the free space.
+    """A scratch folder under ``nvme_path``, removed with the stack, for at most 25 % of the free space.
 
     Raises:
         ConfigError: the folder cannot be used, or its file system has no O_DIRECT.
@@ -61,19 +50,20 @@ def open_area(stack: ExitStack, nvme_path: Path, most_nbytes: int) -> Area:
 
 def open_buffers(stack: ExitStack, nbytes: int) -> tuple[torch.Tensor, bool, str]:
     """Random bytes in aligned memory, locked if that is possible; whether it is, and how or why not."""
+
+    def allocate(locking: Locking) -> torch.Tensor:
+        arena = HostArena(None, locking)
+        stack.callback(arena.close)
+        return arena.allocate(nbytes, "micro-benchmark")
+
     try:
         locking = Locking.CUDA if torch.cuda.is_available() else Locking.MLOCK
-        arena = HostArena(None, locking)
-        stack.callback(arena.close)
-        slab, note = arena.allocate(nbytes, "micro-benchmark"), f"page-locked ({locking.value})"
+        slab, locked, note = allocate(locking), True, f"page-locked ({locking.value})"
     except (LockedMemoryError, ConfigError) as error:
-        locking = Locking.NONE
-        arena = HostArena(None, locking)
-        stack.callback(arena.close)
-        slab, note = arena.allocate(nbytes, "micro-benchmark"), f"not page-locked: {error}"
+        slab, locked, note = allocate(Locking.NONE), False, f"not page-locked: {error}"
     # Compressible data would flatter a device that compresses.
     slab.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
-    return slab, locking is not Locking.NONE, note
+    return slab, locked, note
 
 
 def write_files(folder: Path, n_files: int, nbytes: int, buffers: torch.Tensor) -> tuple[str, ...]:
@@ -81,14 +71,15 @@ def write_files(folder: Path, n_files: int, nbytes: int, buffers: torch.Tensor) 
     takes locks and memory at its first write.
     """
     paths = tuple(str(folder / f"shared-{index}.bin") for index in range(n_files))
+    whole = nbytes // 4096 * 4096
     for path in paths:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
         try:
             os.posix_fallocate(fd, 0, nbytes)
-            view = memoryview(buffers.numpy())[:_WRITE_NBYTES]
+            view = memoryview(buffers.numpy())[:_WRITE_NBYTES]  # type: ignore[arg-type]
             done = 0
-            while done < nbytes // 4096 * 4096:
-                done += os.pwritev(fd, [view[: nbytes // 4096 * 4096 - done]], done)
+            while done < whole:
+                done += os.pwritev(fd, [view[: whole - done]], done)
         finally:
             os.close(fd)
     return paths

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -32,7 +33,7 @@ from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.sub_group import SubGroupSpec
 from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep
 
-from .result import MIN_REPEATS, MicroResult, Row, alternate, progress
+from .result import MIN_REPEATS, Case, MicroResult, Row, alternate, progress
 
 CHUNKS, PASSES, ADAM, COPY = "TenCache chunks", "flat, same passes", "flat, Adam only", "memory copy"
 
@@ -57,18 +58,21 @@ _WEIGHT_DTYPE = torch.bfloat16
 _MAX_REPEATS = 50
 
 
-@dataclass(frozen=True, slots=True)
 class _Flat:
     """One flat tensor per kind of state, and DeepSpeed's optimizer for it."""
 
-    optimizer: DeepSpeedCPUAdam
-    master: torch.nn.Parameter
+    def __init__(self, master: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.master = torch.nn.Parameter(master.clone())
+        self.fp32_gradient = self.master.grad = gradient.float()
+        self.adam = _adam(self.master)
+        self._gradient, self.weights = gradient, torch.empty_like(gradient)
 
-    @classmethod
-    def of(cls, master: torch.Tensor) -> _Flat:
-        parameter = torch.nn.Parameter(master.clone())
-        parameter.grad = torch.zeros_like(parameter)
-        return cls(_adam(parameter), parameter)
+    def update(self) -> None:
+        """The arithmetic of TenCache's chunks, with every pass over the whole tensor."""
+        self.fp32_gradient.copy_(self._gradient)
+        self.fp32_gradient.mul_(_SCALE)
+        self.adam.step()
+        self.weights.copy_(self.master.data)
 
 
 def run(
@@ -95,19 +99,13 @@ def run(
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(numel, generator=generator)
     gradient = torch.randn(numel, generator=generator).to(_WEIGHT_DTYPE)
-    chunked_weights, flat_weights = torch.empty_like(gradient), torch.empty_like(gradient)
-    passes, adam = _Flat.of(master), _Flat.of(master)
-    adam.master.grad.copy_(gradient)
-    copied = torch.empty_like(master)
+    passes, adam, copied = _Flat(master, gradient), _Flat(master, gradient), torch.empty_like(master)
     chunk_nbytes = int(TenCacheConfig().chunk_size)
-    fused = _Fused(master, gradient, chunked_weights, chunk_nbytes)
+    fused = _Fused(master, gradient, torch.empty_like(gradient), chunk_nbytes)
     fused.use(max(threads))
     variants: dict[str, Callable[[], object]] = {
-        CHUNKS: fused.step,
-        PASSES: partial(_whole, passes, gradient, flat_weights),
-        ADAM: adam.optimizer.step,
-        COPY: partial(copied.copy_, master),
-    }
+        CHUNKS: fused.step, PASSES: passes.update, ADAM: adam.adam.step, COPY: partial(copied.copy_, master)
+    }  # fmt: skip
     share = CpuShare()
     with share.limited(max(threads)):
         for update in variants.values():  # touches the pages
@@ -126,7 +124,7 @@ def run(
                 timed = {name: partial(_seconds, update) for name, update in variants.items()}
                 rows += _rows(alternate(timed, repeats, bar.update), numel, {"threads": n})
     fused.close()
-    if not torch.equal(chunked_weights, flat_weights):
+    if not torch.equal(fused.weights, passes.weights):
         raise RuntimeError("TenCache's chunks and the flat pass gave different weights: their rates are not comparable")
     return MicroResult(
         name="cpu_update",
@@ -145,17 +143,16 @@ def run(
     )
 
 
-def _rows(taken: Mapping[str, Sequence[float]], numel: int, case: Mapping[str, str | int]) -> list[Row]:
+def _rows(taken: Mapping[str, Sequence[float]], numel: int, case: Case) -> list[Row]:
     rows = []
-    copy = [NBYTES_PER_PARAM[COPY] * numel / s for s in taken[COPY]]
+    traffic = {name: NBYTES_PER_PARAM[name] * numel / np.array(seconds) for name, seconds in taken.items()}
     for name, seconds in taken.items():
-        traffic = [NBYTES_PER_PARAM[name] * numel / s for s in seconds]
         if name != COPY:
-            rows.append(Row.of(name, "update", "Gparam/s", case, [numel / s / 1e9 for s in seconds]))
+            rows.append(Row.of(name, "update", "Gparam/s", case, list(numel / np.array(seconds) / 1e9)))
             # Round by round: what slowed the machine down slowed both.
-            shares = [100 * mine / best for mine, best in zip(traffic, copy, strict=True)]
+            shares = list(100 * traffic[name] / traffic[COPY])
             rows.append(Row.of(name, "share of the copy's traffic", "%", case, shares))
-        rows.append(Row.of(name, "memory traffic", "GB/s", case, [rate / 1e9 for rate in traffic]))
+        rows.append(Row.of(name, "memory traffic", "GB/s", case, list(traffic[name] / 1e9)))
     return rows
 
 
@@ -168,14 +165,6 @@ def _seconds(update: Callable[[], object]) -> float:
 
 def _adam(parameter: torch.Tensor) -> DeepSpeedCPUAdam:
     return DeepSpeedCPUAdam([parameter], lr=1e-4, weight_decay=0.01, adamw_mode=True)
-
-
-def _whole(flat: _Flat, gradient: torch.Tensor, weights: torch.Tensor) -> None:
-    """The same arithmetic with every pass over the whole tensor."""
-    flat.master.grad.copy_(gradient)
-    flat.master.grad.mul_(_SCALE)
-    flat.optimizer.step()
-    weights.copy_(flat.master.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,17 +205,13 @@ class _Fused:
         self._optimizer = _adam(torch.nn.Parameter(torch.empty(0)))
         kinds = ((MASTER, torch.float32), *known_kinds(self._optimizer, torch.float32))
         self._state = OptimizerStateTier(
-            [SubGroupSpec(numel, kinds, None)],
-            store=None,
-            pool=_no_pool,
-            counters=counters,
-            chunk_nbytes=chunk_nbytes,
-            timeout_s=1.0,
-        )
+            [SubGroupSpec(numel, kinds, None)], store=None, pool=_no_pool, counters=counters,
+            chunk_nbytes=chunk_nbytes, timeout_s=1.0,
+        )  # fmt: skip
         self._state.write(0, {MASTER: master})
         segment = GradientSegment(0, 0, numel)
         self._gradients = GradientTier([[segment]], gradient.dtype, _OneGradient(gradient), counters)
-        self._writer = _OneTensor(weights)
+        self.weights = weights
         self._powers = BetaPowers(self._optimizer.defaults["betas"])
         self._step = 0
         self._adam: FusedAdam | None = None
@@ -235,22 +220,16 @@ class _Fused:
         """Uses a team of this number of threads from now on."""
         self.close()
         self._adam = FusedAdam(n_threads)
-        self._update = ChunkedUpdate(self._state, self._gradients, self._writer, [FusedUpdate(self._adam)])
+        self._update = ChunkedUpdate(self._state, self._gradients, _OneTensor(self.weights), [FusedUpdate(self._adam)])
 
     def step(self) -> None:
         """One optimizer step."""
         self._step += 1
         group = self._optimizer.param_groups[0]
         scalars = adam_scalars(
-            lr=group["lr"],
-            betas=group["betas"],
-            powers=self._powers.at(self._step, group["betas"]),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=True,
-            bias_correction=True,
-            scale=_SCALE,
-        )
+            lr=group["lr"], betas=group["betas"], powers=self._powers.at(self._step, group["betas"]), eps=group["eps"],
+            weight_decay=group["weight_decay"], decoupled=True, bias_correction=True, scale=_SCALE,
+        )  # fmt: skip
         self._update.run(SubGroupStep(0, 0, self._step, _SCALE, group, scalars), self._state.chunks(0))
 
     def close(self) -> None:

@@ -8,15 +8,17 @@ well.
 
 from __future__ import annotations
 
-import statistics
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from tencache_ds.cli.storage_loops import TIMEOUT_S, Requests, keep_in_flight, open_stock_handle, operation_of
 from tencache_ds.errors import ConfigError, SpaceError, StorageError
@@ -24,8 +26,8 @@ from tencache_ds.io import Operation, Priority, Ticket
 from tencache_ds.profiling.probe_storage import Kind
 
 from .area import MIB, open_area, open_buffers, write_files
-from .result import MIN_REPEATS, MicroResult, Row, alternate, progress
-from .storage_variants import OPENED, PIECE_NBYTES, STOCK_THREADS, OpenBackend, Work, stock_settings
+from .result import MIN_REPEATS, Case, MicroResult, Row, alternate, progress
+from .storage_variants import OPENED, PIECE_NBYTES, STOCK_THREADS, OpenBackend, Work, backend_on, stock_settings
 
 LANES = 8
 URGENT_NBYTES = 4 * MIB
@@ -57,127 +59,89 @@ class Load:
     urgent: Requests
 
 
-class Session(Protocol):
-    """Something that reads under load. Used by one thread."""
-
-    def sample(self, kind: Kind | None, seconds: float) -> list[float]:
-        """Seconds that each of the reads took which started in a time, at least one of them.
-
-        Args:
-            kind: of the background requests that are in flight meanwhile; None for none.
-            seconds: how long reads are started; all requests are waited for then.
-
-        Raises:
-            StorageError: a request failed.
-        """
-        ...
-
-    def close(self) -> None:
-        """Frees everything."""
-        ...
+Sample = Callable[[Kind | None, float], list[float]]
+"""A variant made ready: the seconds that each of the reads took which started within a time, at least one of them,
+behind requests of a kind (None for none), all of which it waits for. Used by one thread; raises StorageError."""
 
 
-class BackendSession:
+@contextmanager
+def on_backend(open_backend: OpenBackend, load: Load) -> Iterator[Sample]:
     """A backend as training opens it."""
+    requests, urgent, numbers = load.work.requests, load.urgent, itertools.count()
+    with (
+        backend_on(open_backend, load.work) as backend,
+        ThreadPoolExecutor(1, thread_name_prefix="micro-feeder") as feeder,
+    ):
 
-    def __init__(self, open_backend: OpenBackend, load: Load) -> None:
-        work = load.work
-        self._urgent, self._requests = load.urgent, work.requests
-        with ExitStack() as stack:
-            self._backend = open_backend(work.lanes, work.request_nbytes)
-            stack.callback(self._backend.close)
-            for path in work.paths:
-                stack.callback(self._backend.forget, path)
-            self._feeder = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="micro-feeder"))
-            self._resources = stack.pop_all()
-        self._n_reads = 0
+        def issue(operation: Operation, slot: int, extent: int) -> Ticket:
+            return backend.submit(operation, *requests.place(extent), requests.buffers[slot])
 
-    def sample(self, kind: Kind | None, seconds: float) -> list[float]:
-        """See :class:`Session`."""
-        end_s = time.perf_counter() + seconds
-        if kind is None:
-            return self._read_until(end_s)
-        load = self._feeder.submit(keep_in_flight, self._requests, kind, seconds, self._issue)
-        time.sleep(_SETTLE_S)
-        taken = self._read_until(end_s)
-        load.result()
-        return taken
-
-    def close(self) -> None:
-        """See :class:`Session`."""
-        self._resources.close()
-
-    def _issue(self, operation: Operation, slot: int, extent: int) -> Ticket:
-        return self._backend.submit(operation, *self._requests.place(extent), self._requests.buffers[slot])
-
-    def _read_until(self, end_s: float) -> list[float]:
-        taken: list[float] = []
-        while not taken or time.perf_counter() < end_s:
-            path, offset = self._urgent.place(self._n_reads % self._urgent.n_extents)
-            self._n_reads += 1
+        def read() -> float:
+            path, offset = urgent.place(next(numbers) % urgent.n_extents)
             t_start_s = time.perf_counter()
-            ticket = self._backend.submit(
-                Operation.READ, path, offset, self._urgent.buffers[0], priority=Priority.URGENT
-            )
+            ticket = backend.submit(Operation.READ, path, offset, urgent.buffers[0], priority=Priority.URGENT)
             ticket.wait(TIMEOUT_S)
-            taken.append(time.perf_counter() - t_start_s)
+            taken_s = time.perf_counter() - t_start_s
             time.sleep(_PAUSE_S)
-        return taken
+            return taken_s
+
+        def sample(kind: Kind | None, seconds: float) -> list[float]:
+            end_s = time.perf_counter() + seconds
+            if kind is None:
+                return _until(end_s, read)
+            background = feeder.submit(keep_in_flight, requests, kind, seconds, issue)
+            time.sleep(_SETTLE_S)
+            taken = _until(end_s, read)
+            background.result()
+            return taken
+
+        yield sample
 
 
-class FreshBackend:
+@contextmanager
+def on_fresh_backends(open_backend: OpenBackend, load: Load) -> Iterator[Sample]:
     """A backend for each read: it has seen no urgent request before."""
 
-    def __init__(self, open_backend: OpenBackend, load: Load) -> None:
-        self._open = partial(BackendSession, open_backend, load)
+    def read(kind: Kind | None) -> float:
+        with on_backend(open_backend, load) as sample:
+            return sample(kind, 0.0 if kind is None else _SETTLE_S)[0]
 
-    def sample(self, kind: Kind | None, seconds: float) -> list[float]:
-        """See :class:`Session`."""
-        end_s = time.perf_counter() + seconds
-        taken: list[float] = []
-        while not taken or time.perf_counter() < end_s:
-            with closing(self._open()) as session:
-                taken += session.sample(kind, 0.0 if kind is None else _SETTLE_S)[:1]
-        return taken
-
-    def close(self) -> None:
-        """See :class:`Session`."""
+    yield lambda kind, seconds: _until(time.perf_counter() + seconds, partial(read, kind))
 
 
-class StockSession:
+@contextmanager
+def on_stock_handle(threads: int, load: Load) -> Iterator[Sample]:
     """One of DeepSpeed's handles: a batch of background requests, the urgent one, then ``wait()`` for all of them."""
+    requests, urgent, turns = load.work.requests, load.urgent, itertools.count(1)
+    handle: Any = open_stock_handle(stock_settings(threads))
 
-    def __init__(self, threads: int, load: Load) -> None:
-        self._urgent, self._requests = load.urgent, load.work.requests
-        self._handle: Any = open_stock_handle(stock_settings(threads))
-        self._n_turns = 0
+    def read(kind: Kind | None) -> float:
+        turn = next(turns)
+        behind = list(enumerate(requests.buffers)) if kind is not None else []
+        for slot, buffer in behind:
+            is_read = kind is not None and operation_of(kind, slot) is Operation.READ
+            start = handle.async_pread if is_read else handle.async_pwrite
+            start(buffer, *requests.place(requests.extent(slot, turn)))
+        path, offset = urgent.place(turn % urgent.n_extents)
+        t_start_s = time.perf_counter()
+        handle.async_pread(urgent.buffers[0], path, offset)
+        n_done = handle.wait()
+        taken_s = time.perf_counter() - t_start_s
+        if n_done != len(behind) + 1:
+            cause = f"aio_handle.wait() reports {n_done} of {len(behind) + 1} requests as completed"
+            raise StorageError("read", path, offset, urgent.request_nbytes, cause)
+        time.sleep(_PAUSE_S)
+        return taken_s
 
-    def sample(self, kind: Kind | None, seconds: float) -> list[float]:
-        """See :class:`Session`."""
-        end_s = time.perf_counter() + seconds
-        taken: list[float] = []
-        while not taken or time.perf_counter() < end_s:
-            self._n_turns += 1
-            if kind is not None:
-                for slot, buffer in enumerate(self._requests.buffers):
-                    is_read = operation_of(kind, slot) is Operation.READ
-                    start = self._handle.async_pread if is_read else self._handle.async_pwrite
-                    start(buffer, *self._requests.place(self._requests.extent(slot, self._n_turns)))
-            path, offset = self._urgent.place(self._n_turns % self._urgent.n_extents)
-            n_asked = 1 + (len(self._requests.buffers) if kind is not None else 0)
-            t_start_s = time.perf_counter()
-            self._handle.async_pread(self._urgent.buffers[0], path, offset)
-            n_done = self._handle.wait()
-            taken.append(time.perf_counter() - t_start_s)
-            if n_done != n_asked:
-                cause = f"aio_handle.wait() reports {n_done} of {n_asked} requests as completed"
-                raise StorageError("read", path, offset, URGENT_NBYTES, cause)
-            time.sleep(_PAUSE_S)
-        return taken
+    yield lambda kind, seconds: _until(time.perf_counter() + seconds, partial(read, kind))
 
-    def close(self) -> None:
-        """See :class:`Session`."""
-        self._handle = None
+
+def _until(end_s: float, read: Callable[[], float]) -> list[float]:
+    """Reads until then, at least once."""
+    taken = [read()]
+    while time.perf_counter() < end_s:
+        taken.append(read())
+    return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,20 +157,20 @@ class Variant:
 
     name: str
     moment: str
-    open: Callable[[Load], Session]
+    open: Callable[[Load], AbstractContextManager[Sample]]
     needs_locked: bool = False
 
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant("native", STEADY, partial(BackendSession, OPENED["native"][0])),
+    Variant("native", STEADY, partial(on_backend, OPENED["native"][0])),
     # The others give background the same room at all times.
-    Variant("native", FIRST, partial(FreshBackend, OPENED["native"][0])),
+    Variant("native", FIRST, partial(on_fresh_backends, OPENED["native"][0])),
     *(
-        Variant(name, STEADY, partial(BackendSession, opened), locked)
+        Variant(name, STEADY, partial(on_backend, opened), locked)
         for name, (opened, locked) in OPENED.items()
         if name != "native"
     ),
-    *(Variant(f"stock handle x{n}", STEADY, partial(StockSession, n), needs_locked=True) for n in STOCK_THREADS),
+    *(Variant(f"stock handle x{n}", STEADY, partial(on_stock_handle, n), needs_locked=True) for n in STOCK_THREADS),
 )
 
 
@@ -249,34 +213,30 @@ def run(
         slab, locked, lock_note = open_buffers(stack, n_buffers * request_nbytes + URGENT_NBYTES)
         *paths, urgent_path = write_files(area.folder, lanes + 1, file_nbytes, slab)
         buffers = slab[: n_buffers * request_nbytes].split(request_nbytes)
-        load = Load(
-            Work(str(area.folder), tuple(paths), request_nbytes, lanes, tuple(buffers), n_extents),
-            Requests(
-                urgent_path, (slab[-URGENT_NBYTES:],), n_urgent, lambda extent: (urgent_path, extent * URGENT_NBYTES)
-            ),
+        work = Work(str(area.folder), tuple(paths), request_nbytes, lanes, tuple(buffers), n_extents)
+        urgent = Requests(
+            urgent_path, (slab[-URGENT_NBYTES:],), n_urgent, lambda extent: (urgent_path, extent * URGENT_NBYTES)
         )
         rows: list[Row] = []
-        sessions: dict[tuple[str, str], Session] = {}
+        ready: dict[tuple[str, str], Sample] = {}
         for variant in variants:
             try:
                 if variant.needs_locked and not locked:
                     raise ConfigError(lock_note)
-                sessions[variant.name, variant.moment] = stack.enter_context(closing(variant.open(load)))
+                ready[variant.name, variant.moment] = stack.enter_context(variant.open(Load(work, urgent)))
             except ConfigError as error:
-                rows += _absent(variant, str(error))
-        n_samples = len(sessions) * len(BEHIND) * (repeats + 1)
+                cases = [{"moment": variant.moment, "behind": behind} for behind in BEHIND]
+                rows += [Row.absent(variant.name, "read", "ms", case, str(error)) for case in cases]
+        n_samples = len(ready) * len(BEHIND) * (repeats + 1)
         block_s = seconds / max(n_samples, 1)
+        takers = {
+            (*key, behind): partial(sample, kind, block_s)
+            for key, sample in ready.items()
+            for behind, kind in BEHIND.items()
+        }
         with progress(n_samples, "latency") as bar:
-            samples = alternate(
-                {
-                    (*key, behind): partial(session.sample, kind, block_s)
-                    for key, session in sessions.items()
-                    for behind, kind in BEHIND.items()
-                },
-                repeats,
-                bar.update,
-            )
-        for key in sessions:
+            samples = alternate(takers, repeats, bar.update)
+        for key in ready:
             rows += _rows(*key, {behind: samples[*key, behind] for behind in BEHIND})
     return MicroResult(
         name="latency",
@@ -301,25 +261,11 @@ def _rows(name: str, moment: str, taken: Mapping[str, Sequence[Sequence[float]]]
     """
     rows: list[Row] = []
     for behind, rounds in taken.items():
-        case: dict[str, str | int] = {"moment": moment, "behind": behind}
-        all_ms = [1e3 * seconds for round_s in rounds for seconds in round_s]
-        rows.append(Row.of(name, "read", "ms", case, all_ms))
-        rows.append(Row.of(name, "p95", "ms", case, [_p95(all_ms)]))
+        case: Case = {"moment": moment, "behind": behind}
+        all_ms = 1e3 * np.concatenate(rounds)
+        rows.append(Row.of(name, "read", "ms", case, list(all_ms)))
+        rows.append(Row.of(name, "p95", "ms", case, [np.percentile(all_ms, 95)]))
         if behind != ALONE:
-            ratios = [
-                statistics.median(loaded) / statistics.median(alone)
-                for loaded, alone in zip(rounds, taken[ALONE], strict=True)
-            ]
+            ratios = [np.median(loaded) / np.median(alone) for loaded, alone in zip(rounds, taken[ALONE], strict=True)]
             rows.append(Row.of(name, "of alone", "", case, ratios))
     return rows
-
-
-def _p95(samples: Sequence[float]) -> float:
-    return statistics.quantiles(samples, n=20, method="inclusive")[-1] if len(samples) > 1 else samples[0]
-
-
-def _absent(variant: Variant, reason: str) -> list[Row]:
-    return [
-        Row.absent(variant.name, "read", "ms", {"moment": variant.moment, "behind": behind}, reason)
-        for behind in BEHIND
-    ]

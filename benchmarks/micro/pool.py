@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -88,32 +91,27 @@ def shard_nbytes(model: str, world_size: int, cap_nbytes: int) -> tuple[list[int
 def _rates(seconds: float, repeats: int) -> list[Row]:
     gpu = torch.cuda.is_available()
     cases = [(1, 1), (N_CONTENDING, N_CONTENDING), (N_CONTENDING, N_CONTENDING // 2)]
-    n_variants = 3 if gpu else 2
-    duration_s = seconds / (len(cases) * n_variants * (repeats + 1))
+    n_samples = len(cases) * (3 if gpu else 2) * (repeats + 1)
     rows = []
-    with progress(len(cases) * n_variants * (repeats + 1), "pool") as bar:
+    with progress(n_samples, "pool") as bar:
         for n_threads, n_slots in cases:
             case = {"threads": n_threads, "slots": n_slots}
-            arena = HostArena(None, Locking.NONE)
-            pool = BufferPool(arena, [SizeClass(_RATE_SLOT_NBYTES, n_slots)])
             waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
             for slot in range(n_slots):
                 waiting.put(slot)
-            turns: dict[str, Callable[[], None]] = {
-                POOL: partial(_lease_and_return, pool),
-                QUEUE: partial(_get_and_put, waiting),
-            }
-            if gpu:
-                turns[TORCH] = _allocate_pinned
-            try:
-                rates = alternate(
-                    {name: partial(_turns_per_s, turn, n_threads, duration_s) for name, turn in turns.items()},
-                    repeats,
-                    bar.update,
-                )
-            finally:
-                pool.close()
-                arena.close()
+            with closing(HostArena(None, Locking.NONE)) as arena:
+                pool = BufferPool(arena, [SizeClass(_RATE_SLOT_NBYTES, n_slots)])
+                turns: dict[str, Callable[[], object]] = {
+                    POOL: partial(_lease_and_return, pool),
+                    QUEUE: partial(_get_and_put, waiting),
+                }
+                if gpu:
+                    turns[TORCH] = partial(torch.empty, _RATE_SLOT_NBYTES, dtype=torch.uint8, pin_memory=True)
+                timed = {
+                    name: partial(_turns_per_s, turn, n_threads, seconds / n_samples) for name, turn in turns.items()
+                }
+                with closing(pool):
+                    rates = alternate(timed, repeats, bar.update)
             rows += [Row.of(name, "lease and return", "1/s", case, samples) for name, samples in rates.items()]
             if not gpu:
                 rows.append(Row.absent(TORCH, "lease and return", "1/s", case, _NO_GPU))
@@ -128,40 +126,26 @@ def _get_and_put(waiting: queue.SimpleQueue[int]) -> None:
     waiting.put(waiting.get())
 
 
-def _allocate_pinned() -> None:
-    torch.empty(_RATE_SLOT_NBYTES, dtype=torch.uint8, pin_memory=True)
-
-
-def _turns_per_s(turn: Callable[[], None], n_threads: int, duration_s: float) -> float:
+def _turns_per_s(turn: Callable[[], object], n_threads: int, duration_s: float) -> float:
     """Turns of all threads per second of wall time."""
-    counts = [0] * n_threads
-    errors: list[BaseException] = []
     ready = threading.Barrier(n_threads + 1)
 
-    def work(index: int) -> None:
+    def work() -> int:
         ready.wait()
-        end_s = time.perf_counter() + duration_s
-        done = 0
-        try:
-            while time.perf_counter() < end_s:
-                for _ in range(_CHECK_EVERY):
-                    turn()
-                done += _CHECK_EVERY
-        except BaseException as error:  # raised again by the caller's thread
-            errors.append(error)
-        counts[index] = done
+        end_s, n_turns = time.perf_counter() + duration_s, 0
+        while time.perf_counter() < end_s:
+            for _ in range(_CHECK_EVERY):
+                turn()
+            n_turns += _CHECK_EVERY
+        return n_turns
 
-    threads = [threading.Thread(target=work, args=(index,), name=f"micro-pool-{index}") for index in range(n_threads)]
-    for thread in threads:
-        thread.start()
-    ready.wait()
-    t_start_s = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    elapsed_s = time.perf_counter() - t_start_s
-    if errors:
-        raise errors[0]
-    return sum(counts) / elapsed_s
+    with ThreadPoolExecutor(n_threads, thread_name_prefix="micro-pool") as threads:
+        counts = [threads.submit(work) for _ in range(n_threads)]
+        ready.wait()
+        t_start_s = time.perf_counter()
+        wait(counts)
+        elapsed_s = time.perf_counter() - t_start_s
+        return sum(count.result() for count in counts) / elapsed_s
 
 
 # Memory
@@ -194,22 +178,15 @@ def _memory(shards: Sequence[int], case: dict[str, str | int]) -> list[Row]:
 
 def _held_by_pool(shards: Sequence[int], budget_nbytes: int) -> tuple[int, int]:
     """Bytes of shards that could be leased together in the order of the model, and bytes of the arena for it."""
-    arena = HostArena(None, _locking())
-    leases = []
-    try:
+    with closing(HostArena(None, _locking())) as arena:
         pool = BufferPool(arena, plan_size_classes([round_up(nbytes) for nbytes in shards], budget_nbytes))
-        for nbytes in shards:
-            lease = pool.try_lease(nbytes, "micro", "memory")
-            if lease is None:
-                break
-            leases.append(lease)
-        held = sum(lease.nbytes for lease in leases), arena.nbytes_in_use
-        for lease in leases:
+        leased = (pool.try_lease(nbytes, "micro", "memory") for nbytes in shards)
+        leases = list(itertools.takewhile(lambda lease: lease is not None, leased))
+        held = sum(lease.nbytes for lease in leases if lease is not None), arena.nbytes_in_use
+        for lease in filter(None, leases):
             lease.release()
         pool.close()
         return held
-    finally:
-        arena.close()
 
 
 def _held_by_torch(shards: Sequence[int]) -> int:

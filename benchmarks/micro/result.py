@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import os
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+import pandas as pd
 from pydantic import JsonValue
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 from tqdm import tqdm
 
-from ..record import Record
+from ..record import Record, write_at_once
 
 SCHEMA = 1
 
@@ -23,71 +24,74 @@ MIN_REPEATS = 5
 
 Key = TypeVar("Key")
 Sample = TypeVar("Sample")
+Case = Mapping[str, str | int]
 
 
 class Row(Record):
-    """One figure: a variant in one case."""
+    """One figure: a variant in one case.
+
+    Attributes:
+        variant: what was measured; the variants of a case were alternated.
+        quantity: what the figure is.
+        case: the setting, such as ``{"operation": "read", "lanes": 4}``.
+        value: median of the samples; None where the variant does not exist on this machine, or does not apply.
+        unit: of the value; empty for a ratio.
+        spread: interquartile range of the samples, in the unit of the value.
+        samples: in the order they were taken.
+        note: the reason for a missing value.
+    """
 
     variant: str
-    """The measurements; the variants of a case were alternated."""
-
     quantity: str
     case: dict[str, str | int]
-    """The setting, such as ``{"operation": "read", "lanes": 4}``."""
-
     value: float | None
-    """Median of the samples; None where the variant does not exist on this machine, or does not apply."""
-
     unit: str
     spread: float | None
-    """Interquartile range of the samples, in the unit of the value."""
-
     samples: list[float] = []
-    """In the order they were taken."""
-
     note: str = ""
-    """The reason for a missing value."""
 
     @classmethod
-    def of(cls, variant: str, quantity: str, unit: str, case: Mapping[str, str | int], samples: Sequence[float]) -> Row:
+    def of(cls, variant: str, quantity: str, unit: str, case: Case, samples: Sequence[float]) -> Row:
         """The row of repeated measurements; a single exact figure has no spread.
 
         Raises:
             ValueError: there are no samples.
         """
-        if not samples:
+        if not len(samples):
             raise ValueError(f"no samples of {quantity} for {variant}")
-        spread = 0.0
-        if len(samples) > 1:
-            lower, _, upper = statistics.quantiles(samples, n=4, method="inclusive")
-            spread = upper - lower
-        return cls(
-            variant=variant,
-            quantity=quantity,
-            case=dict(case),
-            value=statistics.median(samples),
-            unit=unit,
-            spread=spread,
-            samples=list(samples),
-        )
+        lower, median, upper = map(float, np.percentile(samples, (25, 50, 75)))
+        return cls(variant=variant, quantity=quantity, case=dict(case), value=median, unit=unit, spread=upper - lower,
+                   samples=list(map(float, samples)))  # fmt: skip
 
     @classmethod
-    def absent(cls, variant: str, quantity: str, unit: str, case: Mapping[str, str | int], reason: str) -> Row:
+    def absent(cls, variant: str, quantity: str, unit: str, case: Case, reason: str) -> Row:
         """The row of something that cannot be measured here."""
         return cls(variant=variant, quantity=quantity, case=dict(case), value=None, unit=unit, spread=None, note=reason)
 
+    @property
+    def text(self) -> str:
+        """The cell of a table."""
+        if self.value is None:
+            return "–"
+        spread = f" ±{self.spread:.2g}" if len(self.samples) > 1 else ""
+        return f"{self.value:,.0f}{spread}" if self.value >= 1000 else f"{self.value:.3g}{spread}"
+
 
 class MicroResult(Record):
-    """One micro-benchmark on one machine."""
+    """One micro-benchmark on one machine.
+
+    Attributes:
+        name: of the benchmark.
+        parameters: its settings, and context needed to interpret the figures.
+        rows: its figures.
+        columns: the key of the cases whose values the table has in its columns; empty: it has the variants there.
+    """
 
     schema_version: int = SCHEMA
     name: str
     parameters: dict[str, JsonValue]
-    """Its settings, and context needed to interpret the figures."""
-
     rows: list[Row]
     columns: str = ""
-    """The key of the cases whose values the table has in its columns; empty: it has the variants there."""
 
     def value(self, variant: str, quantity: str, **case: str | int) -> float | None:
         """The value of the first row of that variant and quantity whose case holds ``case``.
@@ -106,40 +110,34 @@ class MicroResult(Record):
         A line is a quantity in a case, with a column per variant; with :attr:`columns`, a variant in a case without
         that key, with a column per value of the key and quantity.
         """
-        keys = [key for key in dict.fromkeys(key for row in self.rows for key in row.case) if key != self.columns]
-        lines: dict[tuple[str, ...], dict[str, Row]] = {}
-        for row in self.rows:
-            title = f"{row.quantity} [{row.unit}]" if row.unit else row.quantity
-            case = tuple(str(row.case.get(key, "")) for key in keys)
-            if self.columns:
-                line, column = (*case, row.variant), f"{row.case.get(self.columns, '')}: {title}"
-            else:
-                line, column = (title, *case), row.variant
-            lines.setdefault(line, {})[column] = row
-        columns = list(dict.fromkeys(column for cells in lines.values() for column in cells))
-        table = Table(title=f"{self.name}: median ± interquartile range")
-        for heading in (*keys, "") if self.columns else ("", *keys):
-            table.add_column(heading)
-        for column in columns:
-            table.add_column(_escaped(column), justify="right")
-        for line, cells in lines.items():
-            if all(row.value is None for row in cells.values()):
-                continue  # the notes below say why
-            table.add_row(*map(_escaped, line), *(_cell(cells.get(column)) for column in columns))
+        frame = pd.DataFrame(
+            [{**row.case, "variant": row.variant, "note": row.note} for row in self.rows], dtype=object
+        ).fillna("")
+        keys = [key for key in frame if key not in ("variant", "note", self.columns)]
+        frame["text"] = [row.text for row in self.rows]
+        frame["figure"] = [f"{row.quantity} [{row.unit}]" if row.unit else row.quantity for row in self.rows]
+        lines, column = ["figure", *keys], "variant"
+        if self.columns:
+            frame["figure"] = frame[self.columns].astype(str) + ": " + frame.figure
+            lines, column = [*keys, "variant"], "figure"
+        shown = frame.pivot_table(index=lines, columns=column, values="text", aggfunc="first", sort=False).fillna("–")
+        shown = shown[(shown != "–").any(axis=1)]  # of the others the notes below say why
+        cells = shown.reset_index().astype(str)
+        headings = [Column("" if name in ("figure", "variant") else escape(name)) for name in lines]
+        headings += [Column(escape(name), justify="right") for name in shown.columns]
+        table = Table(*headings, title=f"{self.name}: median ± interquartile range")
+        for line in cells.itertuples(index=False):
+            table.add_row(*map(escape, line))
         console.print(table)
-        for key, value in self.parameters.items():
-            console.print(f"  {key}: {value}", markup=False, highlight=False, soft_wrap=True)
-        for note in dict.fromkeys(row.note for row in self.rows if row.note):
-            of = [row for row in self.rows if row.note == note]
-            names = ", ".join(dict.fromkeys(row.variant for row in of))
+        remarks = [f"{key}: {value}" for key, value in self.parameters.items()]
+        for note, absent in frame[frame.note != ""].groupby("note", sort=False):
+            names = ", ".join(absent.variant.unique())
             # Only what all of them share tells which case it was.
-            shared = ", ".join(f"{key} {value}" for key, value in of[0].case.items() if _all_have(of, key, value))
-            console.print(
-                f"  no figure for {names}{f' ({shared})' if shared else ''}: {note}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            shared = [key for key in self.rows[absent.index[0]].case if absent[key].nunique() == 1]
+            where = ", ".join(f"{key} {absent[key].iloc[0]}" for key in shared)
+            remarks.append(f"no figure for {names}{f' ({where})' if where else ''}: {note}")
+        for remark in remarks:
+            console.print(f"  {remark}", markup=False, highlight=False, soft_wrap=True)
 
 
 class MicroReport(Record):
@@ -150,9 +148,7 @@ class MicroReport(Record):
 
     def write(self, path: Path) -> None:
         """Writes the file at once: a reader sees the old one or the new one."""
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(self.model_dump_json(indent=1))
-        os.replace(partial, path)
+        write_at_once(self, path)
 
     @classmethod
     def read(cls, path: Path) -> MicroReport:
@@ -165,23 +161,7 @@ class MicroReport(Record):
         return cls.model_validate_json(path.read_text())
 
 
-def _all_have(rows: Sequence[Row], key: str, value: str | int) -> bool:
-    return all(row.case.get(key) == value for row in rows)
-
-
-def _escaped(text: str) -> str:
-    """Rich reads square brackets as markup."""
-    return text.replace("[", "\\[")
-
-
-def _cell(row: Row | None) -> str:
-    if row is None or row.value is None:
-        return "–"
-    spread = f" ±{row.spread:.2g}" if len(row.samples) > 1 else ""
-    return f"{row.value:,.0f}{spread}" if row.value >= 1000 else f"{row.value:.3g}{spread}"
-
-
-def progress(total: int, title: str) -> tqdm:  # type: ignore[type-arg]
+def progress(total: int, title: str) -> Any:
     """A progress bar on a terminal, nothing elsewhere; to be used in a ``with`` block."""
     return tqdm(total=total, desc=title, disable=None, leave=False)
 
@@ -206,14 +186,10 @@ def alternate(
     names = list(variants)
     samples: dict[Key, list[Sample]] = {name: [] for name in names}
     for index in range(-1, repeats):
-        for name in _rotated(names, index):
+        start = index % max(len(names), 1)
+        for name in names[start:] + names[:start]:
             sample = variants[name]()
             advance()
             if index >= 0:
                 samples[name].append(sample)
     return samples
-
-
-def _rotated(names: Sequence[Key], by: int) -> Iterable[Key]:
-    start = by % max(len(names), 1)
-    return [*names[start:], *names[:start]]

@@ -8,13 +8,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from tencache_ds.cli.storage_loops import Issue, Requests, Session, StockSession, keep_in_flight, operation_of
+from tencache_ds.cli.storage_loops import Requests, StockSession, keep_in_flight, operation_of
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.integration.aio_section import read_aio_section
@@ -33,6 +33,13 @@ RAW_THREADS = (4, 8, 16)
 """Threads of the raw variants: the best of them shows the storage's bandwidth."""
 
 STOCK_THREADS = (1, 4)
+
+Transfer = Callable[[Kind, float], int]
+"""A variant made ready: starts requests of a kind for some seconds, waits for all of them, returns the bytes moved.
+Used by one thread; raises StorageError for a request that failed or came back short."""
+
+OpenBackend = Callable[[int, int], StorageBackend]
+"""``open(lanes, request_nbytes)``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,111 +86,84 @@ class Variant:
     """
 
     name: str
-    open: Callable[[Work], Session]
+    open: Callable[[Work], AbstractContextManager[Transfer]]
     needs_locked: bool = False
     has_own_files: bool = False
 
 
-class RawThreads:
+@contextmanager
+def raw_threads(n_threads: int, work: Work) -> Iterator[Transfer]:
     """``os.preadv``/``os.pwritev`` with O_DIRECT, one blocking request per thread: what Python can get at best.
 
-    Args:
-        n_threads: requests in flight.
-        work: has a buffer for each thread.
-
     Raises:
-        ConfigError: it has not.
+        ConfigError: the work has fewer buffers than that.
     """
+    if n_threads > len(work.buffers):
+        raise ConfigError(f"needs {n_threads} requests in flight")
+    requests = work.requests
+    views = [memoryview(buffer.numpy()) for buffer in work.buffers[:n_threads]]  # type: ignore[arg-type]
+    with ExitStack() as stack:
+        fds = {path: os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC) for path in work.paths}
+        for fd in fds.values():
+            stack.callback(os.close, fd)
+        threads = stack.enter_context(ThreadPoolExecutor(n_threads, thread_name_prefix="micro-raw"))
 
-    def __init__(self, n_threads: int, work: Work) -> None:
-        if n_threads > len(work.buffers):
-            raise ConfigError(f"needs {n_threads} requests in flight")
-        self._requests, self._n_threads = work.requests, n_threads
-        self._fds = {path: os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC) for path in work.paths}
-        self._views = [memoryview(buffer.numpy()) for buffer in work.buffers]
-        self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="micro-raw")
+        def loop(view: memoryview, kind: Kind, numbers: Iterator[int], end_s: float) -> int:
+            n_moved = 0
+            while True:
+                number = next(numbers)
+                operation = operation_of(kind, number)
+                path, offset = requests.place(number % requests.n_extents)
+                moved = (os.preadv if operation is Operation.READ else os.pwritev)(fds[path], [view], offset)
+                if moved != len(view):
+                    cause = f"only {moved} bytes transferred"
+                    raise StorageError(operation.value, path, offset, len(view), cause)
+                n_moved += moved
+                if time.perf_counter() >= end_s:
+                    return n_moved
 
-    def transfer(self, kind: Kind, seconds: float) -> int:
-        """See :meth:`tencache_ds.cli.storage_loops.Session.transfer`."""
-        end_s = time.perf_counter() + seconds
-        # From one counter, so that as many bytes are read as written when mixed, like everywhere else.
-        numbers = itertools.count()
-        loops = [
-            self._threads.submit(self._loop, view, kind, numbers, end_s) for view in self._views[: self._n_threads]
-        ]
-        return sum(loop.result() for loop in loops)
+        def transfer(kind: Kind, seconds: float) -> int:
+            end_s = time.perf_counter() + seconds
+            # From one counter, so that as many bytes are read as written when mixed, like everywhere else.
+            numbers = itertools.count()
+            return sum(threads.map(lambda view: loop(view, kind, numbers, end_s), views))
 
-    def close(self) -> None:
-        """See :meth:`tencache_ds.cli.storage_loops.Session.close`."""
-        self._threads.shutdown()
-        for fd in self._fds.values():
-            os.close(fd)
-
-    def _loop(self, view: memoryview, kind: Kind, numbers: Iterator[int], end_s: float) -> int:
-        nbytes, n_moved = self._requests.request_nbytes, 0
-        while True:
-            number = next(numbers)
-            operation = operation_of(kind, number)
-            path, offset = self._requests.place(number % self._requests.n_extents)
-            call = os.preadv if operation is Operation.READ else os.pwritev
-            moved = call(self._fds[path], [view], offset)
-            if moved != nbytes:
-                raise StorageError(operation.value, path, offset, nbytes, f"only {moved} bytes transferred")
-            n_moved += moved
-            if time.perf_counter() >= end_s:
-                return n_moved
+        yield transfer
 
 
-class Tickets:
-    """Whatever answers a request with a :class:`~tencache_ds.io.Ticket`: a buffer starts again when its ticket ends."""
-
-    def __init__(self, requests: Requests, issue: Issue, resources: ExitStack) -> None:
-        self._requests = requests
-        self._issue = issue
-        self._resources = resources
-
-    def transfer(self, kind: Kind, seconds: float) -> int:
-        """See :meth:`tencache_ds.cli.storage_loops.Session.transfer`."""
-        return keep_in_flight(self._requests, kind, seconds, self._issue)
-
-    def close(self) -> None:
-        """See :meth:`tencache_ds.cli.storage_loops.Session.close`."""
-        self._resources.close()
-
-
-OpenBackend = Callable[[int, int], StorageBackend]
-"""``open(lanes, request_nbytes)``"""
-
-
-def open_bare(open_backend: OpenBackend, work: Work) -> Tickets:
-    """A backend alone, on the shared files."""
+@contextmanager
+def backend_on(open_backend: OpenBackend, work: Work) -> Iterator[StorageBackend]:
+    """A backend for the shared files."""
     with ExitStack() as stack:
         backend = open_backend(work.lanes, work.request_nbytes)
         stack.callback(backend.close)
         for path in work.paths:
             stack.callback(backend.forget, path)
+        yield backend
 
-        requests = work.requests
+
+@contextmanager
+def bare(open_backend: OpenBackend, work: Work) -> Iterator[Transfer]:
+    """A backend alone, on the shared files."""
+    requests = work.requests
+    with backend_on(open_backend, work) as backend:
 
         def issue(operation: Operation, slot: int, extent: int) -> Ticket:
             return backend.submit(operation, *requests.place(extent), requests.buffers[slot])
 
-        return Tickets(requests, issue, stack.pop_all())
+        yield lambda kind, seconds: keep_in_flight(requests, kind, seconds, issue)
 
 
-def open_store(open_backend: OpenBackend, name: str, work: Work) -> Tickets:
+@contextmanager
+def store_on(open_backend: OpenBackend, name: str, work: Work) -> Iterator[Transfer]:
     """The extent store on a backend, as training uses it (reads verified), on its own files."""
-    with ExitStack() as stack:
-        backend = open_backend(work.lanes, work.request_nbytes)
-        stack.callback(backend.close)
-        preallocate_nbytes = work.n_extents * work.request_nbytes
-        store = ExtentStore(
-            f"{work.folder}/store-{name}.bin",
-            backend,
-            preallocate_nbytes=preallocate_nbytes,
-            n_files=len(work.paths),
-        )
-        stack.callback(store.close)
+    nbytes = work.n_extents * work.request_nbytes
+    with (
+        closing(open_backend(work.lanes, work.request_nbytes)) as backend,
+        closing(
+            ExtentStore(f"{work.folder}/store-{name}.bin", backend, preallocate_nbytes=nbytes, n_files=len(work.paths))
+        ) as store,
+    ):
         extents = [store.allocate(work.request_nbytes, f"extent {index}") for index in range(work.n_extents)]
         for index, extent in enumerate(extents):
             store.write(extent, work.buffers[index % len(work.buffers)])
@@ -193,33 +173,29 @@ def open_store(open_backend: OpenBackend, name: str, work: Work) -> Tickets:
             start = store.read if operation is Operation.READ else store.write
             return start(extents[extent], work.buffers[slot])
 
-        return Tickets(work.requests, issue, stack.pop_all())
+        yield lambda kind, seconds: keep_in_flight(work.requests, kind, seconds, issue)
 
 
 def stock_settings(threads: int) -> dict[str, bool | int]:
     """DeepSpeed's defaults but for block size, depth and threads."""
-    return read_aio_section({}) | {
-        "block_size": BLOCK_NBYTES,
-        "queue_depth": QUEUE_DEPTH,
-        "intra_op_parallelism": threads,
-    }
+    own = {"block_size": BLOCK_NBYTES, "queue_depth": QUEUE_DEPTH, "intra_op_parallelism": threads}
+    return read_aio_section({}) | own
 
 
-def open_stock(threads: int, work: Work) -> StockSession:
+@contextmanager
+def stock(threads: int, work: Work) -> Iterator[Transfer]:
     """DeepSpeed's handle."""
-    return StockSession(stock_settings(threads), work.requests)
+    with closing(StockSession(stock_settings(threads), work.requests)) as session:
+        yield session.transfer
 
 
 def _open_backend(entry: BackendEntry, lanes: int, request_nbytes: int) -> StorageBackend:
     return entry.open(
         BackendSettings(
-            buffers_are_pinned=entry.pinned_only,
-            n_lanes=lanes,
-            request_nbytes=min(PIECE_NBYTES, request_nbytes),
-            block_nbytes=BLOCK_NBYTES,
-            queue_depth=QUEUE_DEPTH,
+            buffers_are_pinned=entry.pinned_only, n_lanes=lanes, request_nbytes=min(PIECE_NBYTES, request_nbytes),
+            block_nbytes=BLOCK_NBYTES, queue_depth=QUEUE_DEPTH,
         )
-    )
+    )  # fmt: skip
 
 
 OPENED: dict[str, tuple[OpenBackend, bool]] = {
@@ -227,14 +203,14 @@ OPENED: dict[str, tuple[OpenBackend, bool]] = {
 }
 """TenCache's backends: how each is opened, and whether it needs page-locked buffers."""
 
-RAW = tuple(Variant(f"raw x{n}", partial(RawThreads, n)) for n in RAW_THREADS)
-STOCK = tuple(Variant(f"stock handle x{n}", partial(open_stock, n), needs_locked=True) for n in STOCK_THREADS)
+RAW = tuple(Variant(f"raw x{n}", partial(raw_threads, n)) for n in RAW_THREADS)
+STOCK = tuple(Variant(f"stock handle x{n}", partial(stock, n), needs_locked=True) for n in STOCK_THREADS)
 
 VARIANTS: tuple[Variant, ...] = (
     *RAW,
-    *(Variant(name, partial(open_bare, opened), locked) for name, (opened, locked) in OPENED.items()),
+    *(Variant(name, partial(bare, opened), locked) for name, (opened, locked) in OPENED.items()),
     *(
-        Variant(f"store on {name}", partial(open_store, opened, name), locked, has_own_files=True)
+        Variant(f"store on {name}", partial(store_on, opened, name), locked, has_own_files=True)
         for name, (opened, locked) in OPENED.items()
     ),
     *STOCK,

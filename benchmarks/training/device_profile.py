@@ -33,34 +33,27 @@ def parse_trace(events: Iterable[Mapping[str, Any]], seconds: float, device: int
         seconds: duration of the profiled step by the wall clock.
         device: CUDA index of the device.
     """
-    copies: dict[str, list[tuple[float, float]]] = {"HtoD": [], "DtoH": []}
+    intervals: dict[str, list[tuple[float, float]]] = {"HtoD": [], "DtoH": [], "kernel": []}
     nbytes = {"HtoD": 0, "DtoH": 0}
-    kernels = []
     for event in events:
         category = event.get("cat")
         if category not in ("kernel", "gpu_memcpy") or event.get("args", {}).get("device") != device:
             continue
-        interval = (float(event["ts"]), float(event["dur"]))
-        if category == "kernel":
-            kernels.append(interval)
-            continue
-        for direction in copies:
-            if direction in event["name"]:
-                copies[direction].append(interval)
-                nbytes[direction] += int(event["args"]["bytes"])
-    if not kernels:
+        kind = category if category == "kernel" else next((way for way in nbytes if way in event["name"]), None)
+        if kind is not None:
+            intervals[kind].append((float(event["ts"]), float(event["dur"])))
+        if kind in nbytes:
+            nbytes[kind] += int(event["args"]["bytes"])
+    if not intervals["kernel"]:
         return None
+    busy = {kind: busy_s(found) for kind, found in intervals.items()}
     return DeviceProfile(
-        seconds=seconds,
-        h2d_nbytes=nbytes["HtoD"],
-        d2h_nbytes=nbytes["DtoH"],
-        h2d_busy_s=busy_s(copies["HtoD"]),
-        d2h_busy_s=busy_s(copies["DtoH"]),
-        kernel_busy_s=busy_s(kernels),
-    )
+        seconds=seconds, h2d_nbytes=nbytes["HtoD"], d2h_nbytes=nbytes["DtoH"],
+        h2d_busy_s=busy["HtoD"], d2h_busy_s=busy["DtoH"], kernel_busy_s=busy["kernel"],
+    )  # fmt: skip
 
 
-def profile_step(step: Callable[[], None]) -> DeviceProfile | None:
+def profile_step(step: Callable[[], object]) -> DeviceProfile | None:
     """Runs a step, which must end synchronised, under the profiler; None, with the reason printed, if that fails.
 
     The step is made in any case: other ranks make it too. Needs a CUDA device. Only CUDA activities are recorded: the

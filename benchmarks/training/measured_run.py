@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ..record import Measurement, Memory, Step
+from ..record import Measurement, Memory, Step, write_at_once
 from ..turns import Gate
 from . import instruments
 from .consumption import Consumption
@@ -35,33 +36,25 @@ DATA_SEED = 99
 def parser(description: str) -> argparse.ArgumentParser:
     """The command line that all training programs share."""
     command_line = argparse.ArgumentParser(description=description)
-    command_line.add_argument(
-        "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help="given by the launcher"
-    )
-    command_line.add_argument("--model", required=True, help="a name in benchmarks.workloads")
-    command_line.add_argument("--micro-batch", type=int, required=True, help="sequences per micro-step and rank")
-    command_line.add_argument("--sequence", type=int, required=True, help="tokens per sequence")
-    command_line.add_argument("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
-    command_line.add_argument("--steps", type=int, required=True, help="measured optimizer steps, after the warm-up")
-    command_line.add_argument(
-        "--turns",
-        type=int,
-        default=1,
-        help="split the measured steps into N turns, each released by --gate; divides --steps",
-    )
-    command_line.add_argument("--gate", type=Path, help="folder of the benchmark's turnstile (benchmarks.turns)")
-    command_line.add_argument("--warmup", type=int, default=2, help="warm-up optimizer steps, not measured")
-    command_line.add_argument("--precision", choices=("bf16", "fp16"), required=True)
-    command_line.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    command_line.add_argument("--deterministic", action="store_true")
-    command_line.add_argument("--gpu-memory", type=int, help="limit of torch's allocator per GPU, in bytes")
-    command_line.add_argument("--host-memory", type=int, help="cap in bytes that is enforced elsewhere: only compared")
-    command_line.add_argument(
-        "--profile-device", action="store_true", help="run an additional step under torch's profiler"
-    )
-    command_line.add_argument("--timeline-hz", type=float, default=20, help="samples per second; 0 takes none")
-    command_line.add_argument("--config", required=True, help="DeepSpeed config, a JSON file")
-    command_line.add_argument("--result", required=True, help="JSON file that rank 0 writes")
+    add = command_line.add_argument
+    add("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help="given by the launcher")
+    add("--model", required=True, help="a name in benchmarks.workloads")
+    add("--micro-batch", type=int, required=True, help="sequences per micro-step and rank")
+    add("--sequence", type=int, required=True, help="tokens per sequence")
+    add("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
+    add("--steps", type=int, required=True, help="measured optimizer steps, after the warm-up")
+    add("--turns", type=int, default=1, help="turns, each released by --gate, for the measured steps; divides --steps")
+    add("--gate", type=Path, help="folder of the benchmark's turnstile (benchmarks.turns)")
+    add("--warmup", type=int, default=2, help="warm-up optimizer steps, not measured")
+    add("--precision", choices=("bf16", "fp16"), required=True)
+    add("--checkpointing", action="store_true", help="recompute activations in backward")
+    add("--deterministic", action="store_true")
+    add("--gpu-memory", type=int, help="limit of torch's allocator per GPU, in bytes")
+    add("--host-memory", type=int, help="cap in bytes that is enforced elsewhere: only compared")
+    add("--profile-device", action="store_true", help="run an additional step under torch's profiler")
+    add("--timeline-hz", type=float, default=20, help="samples per second; 0 takes none")
+    add("--config", required=True, help="DeepSpeed config, a JSON file")
+    add("--result", required=True, help="JSON file that rank 0 writes")
     return command_line
 
 
@@ -132,17 +125,6 @@ class Trainee(Protocol):
 
 
 @dataclass(slots=True)
-class _Mark:
-    """Counters of one rank at one moment."""
-
-    read_nbytes: int
-    write_nbytes: int
-    kernel_read_nbytes: int
-    kernel_write_nbytes: int
-    wait_s: float
-
-
-@dataclass(slots=True)
 class MeasuredRun:
     """One training run under measurement. Make it before the model, after ``torch.distributed`` is initialised.
 
@@ -160,7 +142,7 @@ class MeasuredRun:
     _children_nbytes: int = 0
     _peak_rss: int = 0
     _can_reset_peak: bool = True
-    _last_mark: _Mark | None = None
+    _last_mark: dict[str, Any] | None = None
     _gloo: Any = None
     _rank: int = 0
 
@@ -219,10 +201,10 @@ class MeasuredRun:
         if arguments.profile_device and torch.cuda.is_available():
             batch = next(batches)
             if self._rank == 0:
-                self._update(device_profile=profile_step(lambda: self._micro_steps(trainee, batch)))
+                self._update(device_profile=profile_step(partial(self._micro_steps, trainee, batch)))
+                self._write()
             else:
                 self._micro_steps(trainee, batch)
-            self._write()
         return self._result
 
     def _draw(self, trainee: Trainee) -> Iterator[list[torch.Tensor]]:
@@ -291,11 +273,7 @@ class MeasuredRun:
             forward_s=spent[0],
             backward_s=spent[1],
             update_s=spent[2],
-            storage_wait_s=now.wait_s - before.wait_s,
-            nvme_read_nbytes=now.read_nbytes - before.read_nbytes,
-            nvme_write_nbytes=now.write_nbytes - before.write_nbytes,
-            kernel_read_nbytes=now.kernel_read_nbytes - before.kernel_read_nbytes,
-            kernel_write_nbytes=now.kernel_write_nbytes - before.kernel_write_nbytes,
+            **{key: now[key] - before[key] for key in now},
             rss_nbytes=instruments.rss_nbytes() + self._children_nbytes,
             host_used_nbytes=instruments.host_used_nbytes() - self._host_used_before,
             loss_scale=loss_scale,
@@ -306,14 +284,16 @@ class MeasuredRun:
         self._peak_rss = max(self._peak_rss, step.rss_nbytes)
         return step
 
-    def _mark(self, trainee: Trainee) -> _Mark:
-        counts = self.meter.counts()
-        return _Mark(
-            counts.read_nbytes,
-            counts.write_nbytes,
-            *instruments.process_io(),
-            wait_s=counts.wait_ns / 1e9 + trainee.stall_s(),
-        )
+    def _mark(self, trainee: Trainee) -> dict[str, Any]:
+        """Counters of this rank, by the field of a step that is their difference."""
+        counts, (kernel_read_nbytes, kernel_write_nbytes) = self.meter.counts(), instruments.process_io()
+        return {
+            "nvme_read_nbytes": counts.read_nbytes,
+            "nvme_write_nbytes": counts.write_nbytes,
+            "kernel_read_nbytes": kernel_read_nbytes,
+            "kernel_write_nbytes": kernel_write_nbytes,
+            "storage_wait_s": counts.wait_ns / 1e9 + trainee.stall_s(),
+        }
 
     def _keep(self, step: Step) -> None:
         """Adds the ranks' bytes to rank 0's step, and writes it down."""
@@ -358,11 +338,5 @@ class MeasuredRun:
         self._result = self._result.model_copy(update=fields)
 
     def _write(self) -> None:
-        """A reader, and an interruption, see the old file or the new one."""
-        if self._rank != 0:
-            return
-        path = Path(self.arguments.result)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(self._result.model_dump_json(indent=1))
-        os.replace(partial, path)
+        if self._rank == 0:
+            write_at_once(self._result, Path(self.arguments.result))

@@ -26,12 +26,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
-READS = ("read", "pread", "sync_pread", "async_pread")
-WRITES = ("write", "pwrite", "sync_pwrite", "async_pwrite")
-WAITS = ("wait",)
+COUNTED = {
+    **dict.fromkeys(("read", "pread", "sync_pread", "async_pread"), "read_nbytes"),
+    **dict.fromkeys(("write", "pwrite", "sync_pwrite", "async_pwrite"), "write_nbytes"),
+    "wait": "",
+}
+"""The methods of a handle that are metered, and which counter the bytes of their buffer go to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +52,20 @@ class StorageMeter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._read_nbytes = self._write_nbytes = self._wait_ns = 0
+        self._counts = StorageCounts()
         self._undo: list[Callable[[], None]] = []
 
     def counts(self) -> StorageCounts:
         """Everything so far."""
-        with self._lock:
-            return StorageCounts(self._read_nbytes, self._write_nbytes, self._wait_ns)
+        return self._counts
 
     def add(self, *, read_nbytes: int = 0, write_nbytes: int = 0, wait_ns: int = 0) -> None:
         """Counts one call."""
         with self._lock:
-            self._read_nbytes += read_nbytes
-            self._write_nbytes += write_nbytes
-            self._wait_ns += wait_ns
+            so_far = self._counts
+            self._counts = StorageCounts(
+                so_far.read_nbytes + read_nbytes, so_far.write_nbytes + write_nbytes, so_far.wait_ns + wait_ns
+            )
 
     def meter_handles(self, op: ModuleType) -> None:
         """Replaces ``aio_handle`` of the async_io op by a metered subclass: handles made from now on are counted.
@@ -72,9 +76,26 @@ class StorageMeter:
         Raises:
             RuntimeError: this DeepSpeed's handle lacks a method that is to be counted.
         """
-        original = op.aio_handle
-        op.aio_handle = _metered_class(original, self)  # type: ignore[attr-defined]
-        self._undo.append(lambda: setattr(op, "aio_handle", original))
+        handle_class = op.aio_handle
+        missing = [name for name in COUNTED if not hasattr(handle_class, name)]
+        if missing:
+            raise RuntimeError(
+                f"DeepSpeed's {handle_class.__name__} has no {', '.join(missing)}: this benchmark counts in the "
+                "methods of DeepSpeed 0.19; adapt benchmarks/training/storage_meter.py to this version"
+            )
+        methods = {name: self._metered(getattr(handle_class, name), counter) for name, counter in COUNTED.items()}
+        self._replace(op, "aio_handle", type(f"Metered_{handle_class.__name__}", (handle_class,), methods))
+
+    def _metered(self, method: Callable[..., int], counter: str) -> Callable[..., int]:
+        def call(handle: Any, *args: Any, **kwargs: Any) -> int:
+            t_start_ns = time.perf_counter_ns()
+            result = method(handle, *args, **kwargs)
+            wait_ns = time.perf_counter_ns() - t_start_ns if on_training_thread() else 0
+            moved = {counter: (args[0] if args else kwargs["buffer"]).nbytes} if counter else {}
+            self.add(wait_ns=wait_ns, **moved)
+            return result
+
+        return call
 
     def meter_files(self, files_class: type) -> None:
         """Counts the transfers of TenCache's ``PosixFiles``, existing ones too. Its lanes make them: no waits.
@@ -86,13 +107,9 @@ class StorageMeter:
 
         def transfer(files: Any, operation: Any, path: str, offset: int, buffer: Any, tag: str = "") -> None:
             original(files, operation, path, offset, buffer, tag)
-            if operation.value == "read":
-                self.add(read_nbytes=buffer.nbytes)
-            else:
-                self.add(write_nbytes=buffer.nbytes)
+            self.add(**{f"{operation.value}_nbytes": buffer.nbytes})
 
-        files_class.transfer = transfer  # type: ignore[attr-defined]
-        self._undo.append(lambda: setattr(files_class, "transfer", original))
+        self._replace(files_class, "transfer", transfer)
 
     def meter_requests(self, backend_class: type) -> None:
         """Counts the requests of one of TenCache's backends that succeed. Its lanes make them: no waits.
@@ -103,18 +120,19 @@ class StorageMeter:
         original: Any = backend_class.submit  # type: ignore[attr-defined]
 
         def done(ticket: Any) -> None:
-            if ticket.error is None and ticket.operation.value == "read":
-                self.add(read_nbytes=ticket.nbytes)
-            elif ticket.error is None:
-                self.add(write_nbytes=ticket.nbytes)
+            if ticket.error is None:
+                self.add(**{f"{ticket.operation.value}_nbytes": ticket.nbytes})
 
         def submit(backend: Any, *args: Any, **kwargs: Any) -> Any:
             ticket = original(backend, *args, **kwargs)
             ticket.add_done_callback(done)
             return ticket
 
-        backend_class.submit = submit  # type: ignore[attr-defined]
-        self._undo.append(lambda: setattr(backend_class, "submit", original))
+        self._replace(backend_class, "submit", submit)
+
+    def _replace(self, owner: Any, name: str, metered: Any) -> None:
+        self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, metered)
 
     def detach(self) -> None:
         """Puts the original classes back; handles that exist stay counted. Idempotent."""
@@ -129,41 +147,3 @@ def on_training_thread() -> bool:
     """
     thread = threading.current_thread()
     return thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
-
-
-def _metered_class(handle_class: type, meter: StorageMeter) -> type:
-    missing = [name for name in (*READS, *WRITES, *WAITS) if not hasattr(handle_class, name)]
-    if missing:
-        raise RuntimeError(
-            f"DeepSpeed's {handle_class.__name__} has no {', '.join(missing)}: this benchmark counts in the methods of "
-            "DeepSpeed 0.19; adapt benchmarks/training/storage_meter.py to this version"
-        )
-    methods: dict[str, Any] = {name: _metered_transfer(getattr(handle_class, name), meter, True) for name in READS}
-    methods |= {name: _metered_transfer(getattr(handle_class, name), meter, False) for name in WRITES}
-    methods |= {name: _metered_wait(getattr(handle_class, name), meter) for name in WAITS}
-    return type(f"Metered_{handle_class.__name__}", (handle_class,), methods)
-
-
-def _metered_transfer(method: Callable[..., int], meter: StorageMeter, is_read: bool) -> Callable[..., int]:
-    def transfer(handle: Any, buffer: Any, *args: Any, **kwargs: Any) -> int:
-        t_start_ns = time.perf_counter_ns()
-        result = method(handle, buffer, *args, **kwargs)
-        wait_ns = time.perf_counter_ns() - t_start_ns if on_training_thread() else 0
-        if is_read:
-            meter.add(read_nbytes=buffer.nbytes, wait_ns=wait_ns)
-        else:
-            meter.add(write_nbytes=buffer.nbytes, wait_ns=wait_ns)
-        return result
-
-    return transfer
-
-
-def _metered_wait(method: Callable[..., int], meter: StorageMeter) -> Callable[..., int]:
-    def wait(handle: Any, *args: Any, **kwargs: Any) -> int:
-        t_start_ns = time.perf_counter_ns()
-        result = method(handle, *args, **kwargs)
-        if on_training_thread():
-            meter.add(wait_ns=time.perf_counter_ns() - t_start_ns)
-        return result
-
-    return wait

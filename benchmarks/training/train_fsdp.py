@@ -21,47 +21,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
 from .. import workloads
 from .measured_run import MODEL_SEED, MeasuredRun, check_config, limit_gpu_memory, parser, use_deterministic_algorithms
 from .train_step import DTYPES, same_weights_as_zero_init
 
 
-class LossScaler:
-    """The dynamic loss scale for fp16, with DeepSpeed's rules: half after an overflow, twice after a while without.
-
-    Args:
-        config: the ``fp16`` section of a DeepSpeed config.
-    """
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.scale = float(config.get("loss_scale") or 2.0 ** config.get("initial_scale_power", 16))
-        self._static = bool(config.get("loss_scale"))
-        self._window = int(config.get("loss_scale_window", 1000))
-        self._least = float(config.get("min_loss_scale", 1))
-        self._hysteresis = self._left = int(config.get("hysteresis", 2))
-        self._n_steps = 0
-        self._last_overflow = -1
-        self.n_skipped = 0
-
-    def update(self, overflow: bool) -> None:
-        """After each optimizer step."""
-        step = self._n_steps
-        self._n_steps += 1
-        if overflow:
-            self.n_skipped += 1
-            self._last_overflow = step
-            if self._left > 1:
-                self._left -= 1
-            elif not self._static:
-                self.scale = max(self.scale / 2, self._least)
-            return
-        n_good = step - self._last_overflow - 1  # without this step, as DeepSpeed counts
-        if not self._static and n_good > 0 and n_good % self._window == 0:
-            self.scale *= 2
-            self._left = self._hysteresis
+def loss_scaler(config: dict[str, Any]) -> Any:
+    """DeepSpeed's loss scaler for a DeepSpeed config; 1 throughout without fp16."""
+    fp16 = DeepSpeedFP16Config(**config.get("fp16", {}))
+    dtype = torch.float16 if fp16.enabled else torch.bfloat16
+    return CreateLossScaler(dtype, fp16.loss_scale, fp16.loss_scale == 0, fp16.dynamic_loss_scale_args())
 
 
 class FsdpTrainee:
@@ -86,14 +61,14 @@ class FsdpTrainee:
         self._optimizer = torch.optim.AdamW(self._parameters, fused=True, **settings)
         self._clipping = float(config.get("gradient_clipping", 0.0))
         self._accumulation = int(config.get("gradient_accumulation_steps", 1))
-        self._scaler = LossScaler(config["fp16"]) if config.get("fp16", {}).get("enabled") else None
-        self._n_micro_steps = 0
+        self._scaler, self._fp16 = loss_scaler(config), bool(config.get("fp16", {}).get("enabled"))
+        self._n_micro_steps = self._n_skipped = 0
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        (loss * (self._scale() / self._accumulation)).backward()
+        (loss * (self._scaler.loss_scale / self._accumulation)).backward()
 
     def step(self) -> None:
         self._n_micro_steps += 1
@@ -101,33 +76,32 @@ class FsdpTrainee:
             return
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients)
-        norm = float((total.full_tensor() if hasattr(total, "full_tensor") else total).item()) / self._scale()
-        overflow = self._scaler is not None and not math.isfinite(norm)
-        if not overflow:
-            factor = 1 / self._scale()
+        norm = float((total.full_tensor() if hasattr(total, "full_tensor") else total).item())
+        norm /= self._scaler.loss_scale
+        overflow = self._fp16 and not math.isfinite(norm)
+        if overflow:
+            self._n_skipped += 1
+        else:
+            factor = 1 / self._scaler.loss_scale
             if self._clipping and norm > self._clipping:
                 factor *= self._clipping / (norm + 1e-6)
             if factor != 1:
                 torch._foreach_mul_(gradients, factor)
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        if self._scaler is not None:
-            self._scaler.update(overflow)
+        self._scaler.update_scale(overflow)
 
     def loss_scale(self) -> float | None:
-        return None if self._scaler is None else self._scaler.scale
+        return float(self._scaler.loss_scale) if self._fp16 else None
 
     def n_skipped(self) -> int:
-        return 0 if self._scaler is None else self._scaler.n_skipped
+        return self._n_skipped
 
     def stall_s(self) -> float:
         return 0.0
 
     def stats(self) -> dict[str, Any] | None:
         return None
-
-    def _scale(self) -> float:
-        return 1.0 if self._scaler is None else self._scaler.scale
 
 
 def shard(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -185,7 +159,7 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     # gloo for the gradients' norm, which is reduced in host memory.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    deepspeed.init_distributed("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     run = MeasuredRun(arguments)
     workloads.prepare()
     t_start = time.perf_counter()

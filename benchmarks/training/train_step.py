@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -43,7 +44,7 @@ class DeepSpeedTrainee:
         self.device: torch.device = engine.device
         self.vocabulary: int = engine.module.config.vocab_size
         self.numel: int = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-        self._with_tencache = getattr(engine.optimizer, "tencache", None) is not None
+        self.tencache = getattr(engine.optimizer, "tencache", None)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._engine(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -62,18 +63,10 @@ class DeepSpeedTrainee:
         return int(self._engine.skipped_steps)
 
     def stall_s(self) -> float:
-        if not self._with_tencache:
-            return 0.0
-        import tencache_ds
-
-        return sum(tencache_ds.stats(self._engine).total.stall_seconds.values())
+        return 0.0 if self.tencache is None else sum(self.tencache.stats().total.stall_seconds.values())
 
     def stats(self) -> dict[str, Any] | None:
-        if not self._with_tencache:
-            return None
-        import tencache_ds
-
-        return dataclasses.asdict(tencache_ds.stats(self._engine))
+        return None if self.tencache is None else dataclasses.asdict(self.tencache.stats())
 
 
 def meter_storage(meter: StorageMeter, config: dict[str, Any]) -> None:
@@ -118,15 +111,12 @@ def same_weights_as_zero_init(dtype: torch.dtype, device: torch.device) -> Itera
     import transformers
 
     previous = torch.get_default_dtype()
-    initialize = transformers.PreTrainedModel.initialize_weights
-    transformers.PreTrainedModel.initialize_weights = lambda model, *args, **kwargs: None
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
+    with device, mock.patch.object(transformers.PreTrainedModel, "initialize_weights", return_value=None):
+        torch.set_default_dtype(dtype)
+        try:
             yield
-    finally:
-        torch.set_default_dtype(previous)
-        transformers.PreTrainedModel.initialize_weights = initialize
+        finally:
+            torch.set_default_dtype(previous)
 
 
 def compare_counters(meter: StorageMeter, stats: Any) -> str:
@@ -178,10 +168,9 @@ def main() -> None:
             flush=True,
         )
     run.train(trainee, t_model - t_start, t_ready - t_model)
-    tencache = getattr(engine.optimizer, "tencache", None)
     engine.destroy()
-    if tencache is not None and deepspeed.comm.get_rank() == 0:
-        print(compare_counters(run.meter, tencache.stats()), flush=True)
+    if trainee.tencache is not None and deepspeed.comm.get_rank() == 0:
+        print(compare_counters(run.meter, trainee.tencache.stats()), flush=True)
 
 
 if __name__ == "__main__":

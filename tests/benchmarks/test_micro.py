@@ -4,16 +4,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 
 import pytest
 import torch
 from rich.console import Console
 
 from benchmarks.micro import __main__ as command
-from benchmarks.micro import area, cpu_update, latency, pool, storage
+from benchmarks.micro import area, cpu_update, latency, pool, storage, storage_variants
 from benchmarks.micro.result import MicroReport, MicroResult, Row, alternate
-from benchmarks.micro.storage_variants import RAW, VARIANTS, RawThreads, Work
+from benchmarks.micro.storage_variants import RAW, VARIANTS, Work
 from tencache_ds.errors import ConfigError, LockedMemoryError, SpaceError, StorageError
 from tencache_ds.io import BACKENDS, Operation, Priority
 from tencache_ds.memory.pages import Locking, PlainPages
@@ -160,12 +160,11 @@ def load(n_buffers=4, nbytes=4096):
 
 def test_reads_are_urgent_and_behind_a_full_queue():
     asked = []
-    session = latency.BackendSession(lambda lanes, nbytes: Log(asked), load())
-    assert len(session.sample(None, 0.0)) == 1
-    assert asked == [(Operation.READ, "u", Priority.URGENT, 8192)]
-    asked.clear()
-    assert len(session.sample(Kind.MIXED, 0.1)) > 1
-    session.close()
+    with latency.on_backend(lambda lanes, nbytes: Log(asked), load()) as sample:
+        assert len(sample(None, 0.0)) == 1
+        assert asked == [(Operation.READ, "u", Priority.URGENT, 8192)]
+        asked.clear()
+        assert len(sample(Kind.MIXED, 0.1)) > 1
     first = [request[3] for request in asked[:-3]].index(8192)
     assert first >= 4
     background = asked[:first]
@@ -177,8 +176,8 @@ def test_reads_are_urgent_and_behind_a_full_queue():
 
 def test_the_first_urgent_read_of_each_backend_counts():
     asked = []
-    session = latency.FreshBackend(lambda lanes, nbytes: Log(asked), load())
-    n_reads = len(session.sample(Kind.READ, 0.1))
+    with latency.on_fresh_backends(lambda lanes, nbytes: Log(asked), load()) as sample:
+        n_reads = len(sample(Kind.READ, 0.1))
     assert n_reads > 1
     assert asked.count("closed") == n_reads
     assert sum(request[2] is Priority.URGENT for request in asked if len(request) == 4) == n_reads
@@ -199,12 +198,12 @@ def test_a_stock_handle_that_loses_a_request_is_an_error(monkeypatch):
 
     batches, lost = [], 0
     monkeypatch.setattr(latency, "open_stock_handle", lambda settings: Handle())
-    session = latency.StockSession(1, load())
-    assert len(session.sample(Kind.READ, 0.0)) == len(session.sample(None, 0.0)) == 1
-    assert batches == [["a", "b", "a", "b", "u"], ["u"]]
-    lost = 1
-    with pytest.raises(StorageError, match="4 of 5 requests as completed"):
-        session.sample(Kind.READ, 0.0)
+    with latency.on_stock_handle(1, load()) as sample:
+        assert len(sample(Kind.READ, 0.0)) == len(sample(None, 0.0)) == 1
+        assert batches == [["a", "b", "a", "b", "u"], ["u"]]
+        lost = 1
+        with pytest.raises(StorageError, match="4 of 5 requests as completed"):
+            sample(Kind.READ, 0.0)
 
 
 def test_every_backend_is_measured_by_itself_and_under_the_store():
@@ -232,10 +231,10 @@ def _refuse_locking(locking, *, inherited):
 
 
 def test_a_failing_variant_leaves_no_files(folder, monkeypatch):
-    def fail(self: object, kind: Kind, seconds: float) -> int:
+    def fail(requests: object, kind: Kind, seconds: float, issue: object) -> int:
         raise OSError(5, "injected")
 
-    monkeypatch.setattr(RawThreads, "transfer", fail)
+    monkeypatch.setattr(storage_variants, "keep_in_flight", fail)
     with pytest.raises(OSError, match="injected"):
         storage.run(folder, 0.05, lanes=[1], requests_nbytes=[64 << 10], working_set_nbytes=6 * MIB)
     assert os.listdir(folder) == []
@@ -271,20 +270,20 @@ def test_a_variant_moves_what_it_says(folder, variant):
         buffers = tuple(slab.split(nbytes))
         work = Work(str(folder), paths, nbytes, 2, buffers, 32)
         contents = [buffer.clone() for buffer in buffers]
-        session = stack.enter_context(closing(variant.open(work)))
+        transfer = stack.enter_context(variant.open(work))
         slab.zero_()
-        moved = session.transfer(Kind.READ, 0.0)
+        moved = transfer(Kind.READ, 0.0)
         assert moved >= nbytes
-        if not isinstance(session, RawThreads):  # whose threads stop one by one
+        if variant not in RAW:  # whose threads stop one by one
             # The shared files begin alike; extents go to them in turn.
             expected = contents if variant.has_own_files else [contents[slot // 2] for slot in range(n_buffers)]
             assert all(torch.equal(a, b) for a, b in zip(buffers, expected, strict=True))
         slab.fill_(7)
-        assert session.transfer(Kind.WRITE, 0.0) >= nbytes
+        assert transfer(Kind.WRITE, 0.0) >= nbytes
         slab.zero_()
-        session.transfer(Kind.READ, 0.0)
+        transfer(Kind.READ, 0.0)
         assert int(buffers[0][0]) == 7
-        assert session.transfer(Kind.MIXED, 0.0) >= nbytes
+        assert transfer(Kind.MIXED, 0.0) >= nbytes
     assert sorted(os.listdir(folder)) == ["shared-0.bin", "shared-1.bin"]
 
 
@@ -299,14 +298,13 @@ def test_cpu_update():
 
 
 def test_cpu_update_refuses_to_compare_different_results(monkeypatch):
-    monkeypatch.setattr(cpu_update, "_SCALE", 0.25)
-    whole = cpu_update._whole
+    update = cpu_update._Flat.update
 
-    def scaled_otherwise(flat, gradient, weights):
-        whole(flat, gradient, weights)
-        weights.add_(1)
+    def otherwise(flat):
+        update(flat)
+        flat.weights.add_(1)
 
-    monkeypatch.setattr(cpu_update, "_whole", scaled_otherwise)
+    monkeypatch.setattr(cpu_update._Flat, "update", otherwise)
     with pytest.raises(RuntimeError, match="different weights"):
         cpu_update.run(0.1, threads=[1], numel=1 << 18)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import math
 import os
 import socket
 import statistics
@@ -23,7 +22,7 @@ import torch
 from benchmarks.record import Measurement
 from benchmarks.training.measured_run import MeasuredRun, check_config, nvme_paths, parser
 from benchmarks.training.storage_meter import StorageMeter
-from benchmarks.training.train_fsdp import LossScaler
+from benchmarks.training.train_fsdp import loss_scaler
 from benchmarks.training.train_step import meter_storage
 from benchmarks.turns import Turnstile
 
@@ -45,7 +44,9 @@ def test_what_trains_imports_nothing_of_the_report() -> None:
                 names = {alias.name.split(".")[0] for alias in node.names}
             else:
                 continue
-            assert not names & {"adjustText", "comparison", "jinja2", "matplotlib", "pandas", "reporting", "scipy"}, file
+            assert not names & {"adjustText", "comparison", "jinja2", "matplotlib", "pandas", "reporting", "scipy"}, (
+                file
+            )
 
 
 def config_on(path: Path, engine: str) -> dict[str, Any]:
@@ -259,18 +260,9 @@ def test_gpu_direct_storage_is_not_measured(tmp_path: Path) -> None:
         meter_storage(StorageMeter(), config)
 
 
-def test_loss_scale_follows_deepspeed_rules() -> None:
-    scaler = LossScaler({"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 2})
-    assert scaler.scale == 16
-    scaler.update(overflow=True)  # the first is forgiven
-    assert scaler.scale == 16
-    scaler.update(overflow=True)
-    assert scaler.scale == 8
-    for expected in (8, 8, 16, 16, 32):  # the first time a step later, as DeepSpeed counts
-        scaler.update(overflow=False)
-        assert scaler.scale == expected
-    assert scaler.n_skipped == 2
-    fixed = LossScaler({"enabled": True, "loss_scale": 128})
-    for _ in range(3):
-        fixed.update(overflow=True)
-    assert math.isclose(fixed.scale, 128)
+def test_fsdp_has_the_loss_scaler_of_the_config() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}
+    scaler = loss_scaler({"fp16": fp16})
+    assert (scaler.loss_scale, scaler.scale_window, scaler.delayed_shift, scaler.min_scale) == (16, 2, 1, 1)
+    assert loss_scaler({"fp16": {"enabled": True, "loss_scale": 128}}).loss_scale == 128
+    assert loss_scaler({"bf16": {"enabled": True}}).loss_scale == 1
