@@ -14,23 +14,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
+from tencache_ds.profiling.control_groups import own_groups, upwards
+
 REMOVAL_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class HostLimit:
-    """The cap of one run.
+    """The cap of one run."""
 
-    Attributes:
-        nbytes: most bytes; None means no cap.
-        group: folder of the control group that enforces it, or None.
-        reason: why there is no control group, if one was requested.
-    """
-
-    nbytes: int | None = None
-    group: Path | None = None
-    reason: str = ""
+    nbytes: int | None = None  # most bytes; None means no cap
+    group: Path | None = None  # folder of the control group that enforces it, or None
+    reason: str = ""  # why there is no control group, if one was requested
 
     @property
     def enforced_by(self) -> str:
@@ -58,8 +53,8 @@ class HostLimit:
 
 
 @contextlib.contextmanager
-def host_limit(nbytes: int | None, root: Path = CGROUP_ROOT) -> Iterator[HostLimit]:
-    """A cap for the runs started within; its control group is removed afterwards."""
+def host_limit(nbytes: int | None, root: Path = Path("/")) -> Iterator[HostLimit]:
+    """A cap for the runs started within; its control group, below those of ``root``, is removed afterwards."""
     if nbytes is None:
         yield HostLimit()
         return
@@ -72,18 +67,19 @@ def host_limit(nbytes: int | None, root: Path = CGROUP_ROOT) -> Iterator[HostLim
 
 
 def _make_group(nbytes: int, root: Path) -> tuple[Path | None, str]:
-    """Version 2 below our own group, or version 1 below our own in the memory hierarchy; or why neither."""
+    """A group below our own, or else below the root of its hierarchy; or why neither."""
     reasons = []
-    for hierarchy, own, limits in (
-        (root, _own_group(r"0::"), {"memory.max": nbytes, "memory.swap.max": 0}),
-        (root / "memory", _own_group(r"\d+:(?:.*,)?memory(?:,.*)?:"), {"memory.limit_in_bytes": nbytes}),
-    ):
-        for parent in dict.fromkeys((hierarchy / own, hierarchy)):
+    for mount, own in own_groups(root, "memory"):
+        limits = {"memory.max": nbytes, "memory.swap.max": 0}
+        if mount.version == 1:
+            limits = {"memory.limit_in_bytes": nbytes}
+        ancestors = list(upwards(mount, own))
+        for parent in dict.fromkeys((ancestors[0], ancestors[-1])):
             group = parent / f"tencache-bench-{os.getpid()}"
             try:
                 group.mkdir()
             except OSError as error:
-                reasons.append(f"{parent.name or 'cgroup'}: {error.strerror}")
+                reasons.append(f"{parent.name}: {error.strerror}")
                 continue
             try:
                 for index, (file, value) in enumerate(limits.items()):
@@ -93,16 +89,9 @@ def _make_group(nbytes: int, root: Path) -> tuple[Path | None, str]:
                     return group, ""
                 raise OSError(0, "not a control group")
             except OSError as error:
-                reasons.append(f"{parent.name or 'cgroup'}: no memory controller ({error.strerror})")
+                reasons.append(f"{parent.name}: no memory controller ({error.strerror})")
                 _remove(group)
-    return None, "; ".join(dict.fromkeys(reasons))
-
-
-def _own_group(hierarchy: str) -> str:
-    with contextlib.suppress(OSError):
-        found = re.search(rf"^{hierarchy}/(.*)$", Path("/proc/self/cgroup").read_text(), re.M)
-        return found[1] if found else ""
-    return ""
+    return None, "; ".join(dict.fromkeys(reasons)) or "no control group for memory is mounted"
 
 
 def _remove(group: Path) -> None:

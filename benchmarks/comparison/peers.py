@@ -32,54 +32,32 @@ Knobs = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The machine and the workload, as peers need them.
+    """The machine and the workload, as peers need them."""
 
-    Attributes:
-        workload: the training.
-        numel: parameters of the model.
-        largest: elements of its largest parameter.
-        nvme_path: folder for data on NVMe.
-        gpus: GPUs that can be used; 0 on a machine with DeepSpeed's CPU accelerator.
-        gpu_nbytes: memory of one of them that may be used.
-        host_nbytes: host memory that may be used.
-    """
-
-    workload: Workload
-    numel: int
-    largest: int
-    nvme_path: str
-    gpus: int
-    gpu_nbytes: int
-    host_nbytes: int
+    workload: Workload  # the training
+    numel: int  # parameters of the model
+    largest: int  # elements of its largest parameter
+    nvme_path: str  # folder for data on NVMe
+    gpus: int  # GPUs that can be used; 0 on a machine with DeepSpeed's CPU accelerator
+    gpu_nbytes: int  # memory of one of them that may be used
+    host_nbytes: int  # host memory that may be used
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One of the systems or modes compared.
+    """One of the systems or modes compared."""
 
-    Attributes:
-        name: for the command line and the record.
-        label: for tables.
-        configure: DeepSpeed config from knobs.
-        space: knobs with the values that may be tried, the starting value first. A knob with one value is fixed.
-        refuse: why it cannot run in a setting, or an empty string.
-        place: where it keeps things, from knobs; None if only a run can tell.
-        semantics: its differences from synchronous training; empty for the same results.
-        program: module of this package that trains.
-        launcher: further arguments for the ``deepspeed`` launcher.
-        arguments: further arguments for the program.
-    """
-
-    name: str
-    label: str
-    configure: Callable[[Setting, Knobs], dict[str, Any]]
+    name: str  # for the command line and the record
+    label: str  # for tables
+    configure: Callable[[Setting, Knobs], dict[str, Any]]  # DeepSpeed config from knobs
+    # knobs with the values that may be tried, the starting value first. A knob with one value is fixed
     space: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    refuse: Callable[[Setting], str] = lambda setting: ""
-    place: Callable[[Knobs], Placement] | None = None
-    semantics: str = ""
-    program: str = "train_step"
-    launcher: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
+    refuse: Callable[[Setting], str] = lambda setting: ""  # why it cannot run in a setting, or an empty string
+    place: Callable[[Knobs], Placement] | None = None  # where it keeps things, from knobs; None if only a run can tell
+    semantics: str = ""  # its differences from synchronous training; empty for the same results
+    program: str = "train_step"  # module of this package that trains
+    launcher: tuple[str, ...] = ()  # further arguments for the ``deepspeed`` launcher
+    arguments: tuple[str, ...] = ()  # further arguments for the program
 
 
 def shared_config(setting: Setting) -> dict[str, Any]:

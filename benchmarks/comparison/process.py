@@ -37,31 +37,18 @@ ERROR_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One run to make.
+    """One run to make."""
 
-    Attributes:
-        configuration: its name in the record.
-        round: see :attr:`..record.Run.round`.
-        peer: the peer to run.
-        config: its DeepSpeed config.
-        workload: the training.
-        steps: measured optimizer steps.
-        warmup: steps before them, which do not count.
-        profile: whether a further step is made under the profiler.
-        gpu_nbytes: cap on GPU memory, or None.
-        timeout_s: the run is stopped after this time, the turns of others left out.
-    """
-
-    configuration: str
-    round: int
-    peer: Peer
-    config: dict[str, Any]
-    workload: Workload
-    steps: int
-    warmup: int
-    profile: bool
-    gpu_nbytes: int | None
-    timeout_s: float
+    configuration: str  # its name in the record
+    round: int  # see :attr:`..record.Run.round`
+    peer: Peer  # the peer to run
+    config: dict[str, Any]  # its DeepSpeed config
+    workload: Workload  # the training
+    steps: int  # measured optimizer steps
+    warmup: int  # steps before them, which do not count
+    profile: bool  # whether a further step is made under the profiler
+    gpu_nbytes: int | None  # cap on GPU memory, or None
+    timeout_s: float  # the run is stopped after this time, the turns of others left out
 
 
 def execute(

@@ -26,17 +26,11 @@ SETS: dict[str, tuple[str, ...]] = {"pair": PAIR, "frontier": (*PAIR, *FRONTIER)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One configuration of a benchmark.
+    """One configuration of a benchmark."""
 
-    Attributes:
-        name: as written on the command line; unique within the benchmark.
-        peer: key of :data:`.peers.PEERS`.
-        fixed: knobs chosen by the caller: they are not searched.
-    """
-
-    name: str
-    peer: str
-    fixed: dict[str, Any]
+    name: str  # as written on the command line; unique within the benchmark
+    peer: str  # key of :data:`.peers.PEERS`
+    fixed: dict[str, Any]  # knobs chosen by the caller: they are not searched
 
     @property
     def label(self) -> str:

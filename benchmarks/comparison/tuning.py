@@ -14,15 +14,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One point that was tried.
+    """One point that was tried."""
 
-    Attributes:
-        knobs: value of every knob.
-        seconds: median seconds of a step; infinity when the run failed.
-    """
-
-    knobs: Mapping[str, Any]
-    seconds: float
+    knobs: Mapping[str, Any]  # value of every knob
+    seconds: float  # median seconds of a step; infinity when the run failed
 
 
 MARGIN = 0.03

@@ -48,15 +48,10 @@ _PAUSE_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The parameters common to all variants.
+    """The parameters common to all variants."""
 
-    Attributes:
-        work: the background requests.
-        urgent: the urgent ones: a buffer, and extents of files that background does not touch.
-    """
-
-    work: Work
-    urgent: Requests
+    work: Work  # the background requests
+    urgent: Requests  # the urgent ones: a buffer, and extents of files that background does not touch
 
 
 Sample = Callable[[Kind | None, float], list[float]]
@@ -146,19 +141,12 @@ def _until(end_s: float, read: Callable[[], float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One of the things compared.
+    """One of the things compared."""
 
-    Attributes:
-        name: for the table.
-        moment: the traffic before the read.
-        open: makes it ready; raises ConfigError where it cannot work.
-        needs_locked: whether it takes page-locked buffers only.
-    """
-
-    name: str
-    moment: str
-    open: Callable[[Load], AbstractContextManager[Sample]]
-    needs_locked: bool = False
+    name: str  # for the table
+    moment: str  # the traffic before the read
+    open: Callable[[Load], AbstractContextManager[Sample]]  # makes it ready; raises ConfigError where it cannot work
+    needs_locked: bool = False  # whether it takes page-locked buffers only
 
 
 VARIANTS: tuple[Variant, ...] = (

@@ -28,27 +28,17 @@ Case = Mapping[str, str | int]
 
 
 class Row(Record):
-    """One figure: a variant in one case.
+    """One figure: a variant in one case."""
 
-    Attributes:
-        variant: what was measured; the variants of a case were alternated.
-        quantity: what the figure is.
-        case: the setting, such as ``{"operation": "read", "lanes": 4}``.
-        value: median of the samples; None where the variant does not exist on this machine, or does not apply.
-        unit: of the value; empty for a ratio.
-        spread: interquartile range of the samples, in the unit of the value.
-        samples: in the order they were taken.
-        note: the reason for a missing value.
-    """
-
-    variant: str
-    quantity: str
-    case: dict[str, str | int]
+    variant: str  # what was measured; the variants of a case were alternated
+    quantity: str  # what the figure is
+    case: dict[str, str | int]  # the setting, such as ``{"operation": "read", "lanes": 4}``
+    # median of the samples; None where the variant does not exist on this machine, or does not apply
     value: float | None
-    unit: str
-    spread: float | None
-    samples: list[float] = []
-    note: str = ""
+    unit: str  # of the value; empty for a ratio
+    spread: float | None  # interquartile range of the samples, in the unit of the value
+    samples: list[float] = []  # in the order they were taken
+    note: str = ""  # the reason for a missing value
 
     @classmethod
     def of(cls, variant: str, quantity: str, unit: str, case: Case, samples: Sequence[float]) -> Row:
@@ -78,19 +68,13 @@ class Row(Record):
 
 
 class MicroResult(Record):
-    """One micro-benchmark on one machine.
-
-    Attributes:
-        name: of the benchmark.
-        parameters: its settings, and context needed to interpret the figures.
-        rows: its figures.
-        columns: the key of the cases whose values the table has in its columns; empty: it has the variants there.
-    """
+    """One micro-benchmark on one machine."""
 
     schema_version: int = SCHEMA
-    name: str
-    parameters: dict[str, JsonValue]
-    rows: list[Row]
+    name: str  # of the benchmark
+    parameters: dict[str, JsonValue]  # its settings, and context needed to interpret the figures
+    rows: list[Row]  # its figures
+    # the key of the cases whose values the table has in its columns; empty: it has the variants there
     columns: str = ""
 
     def value(self, variant: str, quantity: str, **case: str | int) -> float | None:

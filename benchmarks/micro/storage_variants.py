@@ -44,24 +44,16 @@ OpenBackend = Callable[[int, int], StorageBackend]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The same for every variant of a case.
+    """The same for every variant of a case."""
 
-    Attributes:
-        folder: for files of a variant's own.
-        paths: the shared files, written throughout. Several, as in training: tmpfs lets one writer at a time into a
-            file.
-        request_nbytes: bytes per request.
-        lanes: requests that are worked on at the same time.
-        buffers: one aligned uint8 tensor of ``request_nbytes`` per request in flight, more than ``lanes``.
-        n_extents: requests that the files hold, taken from one file after the other; a multiple of the number of
-            buffers.
-    """
-
-    folder: str
+    folder: str  # for files of a variant's own
+    # the shared files, written throughout. Several, as in training: tmpfs lets one writer at a time into a file
     paths: tuple[str, ...]
-    request_nbytes: int
-    lanes: int
+    request_nbytes: int  # bytes per request
+    lanes: int  # requests that are worked on at the same time
+    # one aligned uint8 tensor of ``request_nbytes`` per request in flight, more than ``lanes``
     buffers: tuple[torch.Tensor, ...]
+    # requests that the files hold, taken from one file after the other; a multiple of the number of buffers
     n_extents: int
 
     @property
@@ -76,19 +68,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One of the things compared.
+    """One of the things compared."""
 
-    Attributes:
-        name: for the table.
-        open: makes it ready; raises ConfigError where it cannot work.
-        needs_locked: whether it takes page-locked buffers only (others it would copy, or pass to another backend).
-        has_own_files: whether it creates its own files besides the shared ones, of the same size.
-    """
-
-    name: str
-    open: Callable[[Work], AbstractContextManager[Transfer]]
+    name: str  # for the table
+    open: Callable[[Work], AbstractContextManager[Transfer]]  # makes it ready; raises ConfigError where it cannot work
+    # whether it takes page-locked buffers only (others it would copy, or pass to another backend)
     needs_locked: bool = False
-    has_own_files: bool = False
+    has_own_files: bool = False  # whether it creates its own files besides the shared ones, of the same size
 
 
 @contextmanager

@@ -40,14 +40,10 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How much faster than its baseline a configuration is.
+    """How much faster than its baseline a configuration is."""
 
-    Attributes:
-        of_medians: ratio of the medians over all measured steps.
-        turns: the ratio of each turn of each round in which both have measured steps: machine drift cancels within it.
-    """
-
-    of_medians: float
+    of_medians: float  # ratio of the medians over all measured steps
+    # the ratio of each turn of each round in which both have measured steps: machine drift cancels within it
     turns: pd.Series
 
 
@@ -266,34 +262,22 @@ def baseline_for(figures: dict[str, Figures], name: str, chosen: str | None = No
 
 @dataclass(frozen=True, slots=True)
 class LossGroup:
-    """Runs whose losses are identical bit for bit.
+    """Runs whose losses are identical bit for bit."""
 
-    Attributes:
-        rounds: rounds of each configuration's runs in the group, by the configuration's name.
-        first: step and micro-step, from 1, of the first difference from the first group; None for that group itself.
-        there: size of that difference, as a fraction of the reference; not finite where a loss is not.
-        largest: the largest in any step.
-    """
-
-    rounds: dict[str, list[int]]
+    rounds: dict[str, list[int]]  # rounds of each configuration's runs in the group, by the configuration's name
+    # step and micro-step, from 1, of the first difference from the first group; None for that group itself
     first: tuple[int, int] | None = None
-    there: float = 0.0
-    largest: float = 0.0
+    there: float = 0.0  # size of that difference, as a fraction of the reference; not finite where a loss is not
+    largest: float = 0.0  # the largest in any step
 
 
 @dataclass(frozen=True, slots=True)
 class LossComparison:
-    """All runs that ended well, by their losses.
+    """All runs that ended well, by their losses."""
 
-    Attributes:
-        steps: how many steps were compared, warm-up steps included: as many as every run has.
-        groups: the group of the first configuration that trains with the usual semantics comes first.
-        without: names of configurations with a run that recorded no losses.
-    """
-
-    steps: int
-    groups: list[LossGroup]
-    without: list[str]
+    steps: int  # how many steps were compared, warm-up steps included: as many as every run has
+    groups: list[LossGroup]  # the group of the first configuration that trains with the usual semantics comes first
+    without: list[str]  # names of configurations with a run that recorded no losses
 
 
 def compare_losses(figures: Sequence[Figures]) -> LossComparison:

@@ -58,19 +58,12 @@ STYLE: Any = {
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A plot that was written.
+    """A plot that was written."""
 
-    Attributes:
-        path: the PNG.
-        title: what it shows, for those who do not see it.
-        caption: how to read it.
-        width_px: width at which its text has the size of the page's.
-    """
-
-    path: Path
-    title: str
-    caption: str
-    width_px: int = round(WIDTH_IN * 100)
+    path: Path  # the PNG
+    title: str  # what it shows, for those who do not see it
+    caption: str  # how to read it
+    width_px: int = round(WIDTH_IN * 100)  # width at which its text has the size of the page's
 
 
 def write_plots(benchmark: Benchmark, folder: Path, name: str) -> list[Plot]:

@@ -126,17 +126,11 @@ class Trainee(Protocol):
 
 @dataclass(slots=True)
 class MeasuredRun:
-    """One training run under measurement. Make it before the model, after ``torch.distributed`` is initialised.
+    """One training run under measurement. Make it before the model, after ``torch.distributed`` is initialised."""
 
-    Attributes:
-        arguments: of :func:`parser`.
-        paths: folders on NVMe, whose block devices are watched.
-        meter: the storage meter of this process.
-    """
-
-    arguments: argparse.Namespace
-    paths: Iterable[str] = ()
-    meter: StorageMeter = field(default_factory=StorageMeter)
+    arguments: argparse.Namespace  # of :func:`parser`
+    paths: Iterable[str] = ()  # folders on NVMe, whose block devices are watched
+    meter: StorageMeter = field(default_factory=StorageMeter)  # the storage meter of this process
     _result: Measurement = field(default_factory=Measurement)
     _host_used_before: int = field(default_factory=instruments.host_used_nbytes)
     _children_nbytes: int = 0

@@ -159,7 +159,8 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     # gloo for the gradients' norm, which is reduced in host memory.
-    deepspeed.init_distributed("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    deepspeed.init_distributed()  # its loss scaler asks it for the rank
     run = MeasuredRun(arguments)
     workloads.prepare()
     t_start = time.perf_counter()

@@ -27,14 +27,25 @@ def test_without_control_groups_the_cap_is_only_measured(tmp_path: Path) -> None
         assert limit.reason
 
 
+@pytest.mark.parametrize(
+    ("own", "mount"),
+    [("0::/job", "cgroup2 none rw"), ("4:cpu,memory:/job", "cgroup none rw,memory")],
+)
 def test_a_folder_that_is_no_control_group_is_not_taken_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: str, mount: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Files written into a plain folder stay there, and so does the folder.
     monkeypatch.setattr("benchmarks.comparison.host_limit.REMOVAL_PATIENCE_S", 0.1)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(f"{own}\n")
+    (tmp_path / "proc" / "self" / "mountinfo").write_text(f"30 1 0:1 / /group rw - {mount}\n")
+    (tmp_path / "group" / "job").mkdir(parents=True)
     with host_limit(GIB, tmp_path) as limit:
         assert limit.enforced_by == "measured"
-        assert "not a control group" in limit.reason or "no memory controller" in limit.reason
+        assert (
+            limit.reason == "job: no memory controller (not a control group); group: no memory controller (not a "
+            "control group)"
+        )
 
 
 def test_a_process_is_started_inside_its_group(tmp_path: Path) -> None:
