@@ -214,6 +214,24 @@ class Workload(Record):
         return self.micro_batch * self.sequence * self.accumulation * self.ranks
 
 
+class Task(Record):
+    """What a training process is asked to do, in the file that is its one argument."""
+
+    workload: Workload
+    deepspeed_config: dict[str, Any]
+    result: str  # JSON file that rank 0 writes, a :class:`Measurement`
+    steps: int  # measured optimizer steps
+    warmup: int = 2  # steps before them, which do not count
+    turns: int = 1  # the measured steps are split into so many turns, each released by the gate; divides the steps
+    gate: str | None = None  # folder of the benchmark's turnstile (``benchmarks.turns``)
+    zero_init: bool = True  # False builds the unpartitioned model
+    deterministic: bool = False
+    gpu_nbytes: int | None = None  # limit of torch's allocator per GPU
+    host_nbytes: int | None = None  # cap that is enforced elsewhere: only compared
+    profile: bool = False  # whether a further step is made under torch's profiler
+    timeline_hz: float = 20.0  # samples per second; 0 takes none
+
+
 class Benchmark(Record):
     """A whole benchmark: one machine, one workload, one alternation."""
 

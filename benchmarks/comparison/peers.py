@@ -57,7 +57,7 @@ class Peer:
     semantics: str = ""  # its differences from synchronous training; empty for the same results
     program: str = "train_step"  # module of this package that trains
     launcher: tuple[str, ...] = ()  # further arguments for the ``deepspeed`` launcher
-    arguments: tuple[str, ...] = ()  # further arguments for the program
+    zero_init: bool = True  # whether the model is built partitioned
 
 
 def shared_config(setting: Setting) -> dict[str, Any]:
@@ -275,7 +275,7 @@ PEERS: dict[str, Peer] = {
             semantics="most weights are updated once in 4 steps, from gradients that are up to 7 steps old",
             # ZenFlow keeps weights transposed and turns them round in each forward, but transposes them at first only
             # where they are still whole: under zero.Init the model would compute with wrong shapes.
-            arguments=("--no-zero-init",),
+            zero_init=False,
         ),
         Peer(
             # train_fsdp reads batch, optimizer and clipping from the config; there is no DeepSpeed engine.

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..record import Caps, Outcome, Run, Workload
+from ..record import Caps, Outcome, Run, Task, Workload, write_at_once
 from ..turns import Turnstile
 from .host_limit import HostLimit
 from .peers import Peer
@@ -54,7 +54,7 @@ class Request:
 def execute(
     request: Request, folder: Path, *, host_limit: HostLimit, on_progress: Callable[[], None] = lambda: None
 ) -> Run:
-    """Makes a run; its files (config, result, log) go to ``folder``, and ``on_progress`` is called meanwhile.
+    """Makes a run; its files (task, result, log) go to ``folder``, and ``on_progress`` is called meanwhile.
 
     Returns:
         The measured run, or one with the reason for the missing measurement. It includes finished steps of a stopped
@@ -105,8 +105,8 @@ class _Launched:
         self._request = request
         self._host_limit = host_limit
         stem = f"{'trial' if request.round < 0 else 'run'}{abs(request.round):03d}_{_file_name(request.configuration)}"
-        self._config, self._result, self._log = (
-            folder / f"{stem}.{kind}" for kind in ("config.json", "result.json", "log")
+        self._task, self._result, self._log = (
+            folder / f"{stem}.{kind}" for kind in ("task.json", "result.json", "log")
         )
         self._n_turns = n_turns
         self.turnstile = Turnstile(folder / f"{stem}.turns")
@@ -115,18 +115,23 @@ class _Launched:
         self._timed_out = False
 
     def __enter__(self) -> _Launched:
-        request = self._request
-        self._config.write_text(json.dumps(request.config, indent=1))
+        request, gate = self._request, None
         self._result.unlink(missing_ok=True)
-        command = _command(request, self._config, self._result, self._host_limit)
         if self._n_turns is not None:
             self.turnstile.prepare(os.getpid())
-            command += ["--turns", str(self._n_turns), "--gate", str(self.turnstile.folder.resolve())]
+            gate = str(self.turnstile.folder.resolve())
+        task = Task(
+            workload=request.workload, deepspeed_config=request.config, result=str(self._result.resolve()),
+            steps=request.steps, warmup=request.warmup, turns=self._n_turns or 1, gate=gate,
+            zero_init=request.peer.zero_init, gpu_nbytes=request.gpu_nbytes, host_nbytes=self._host_limit.nbytes,
+            profile=request.profile,
+        )  # fmt: skip
+        write_at_once(task, self._task)
         self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         with self._log.open("wb") as log:
             # Its own session: the launcher's children must not outlive it and disturb the next run.
             self._process = subprocess.Popen(
-                self._host_limit.wrap(command),
+                self._host_limit.wrap(_command(request, self._task.resolve())),
                 stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 env=environment(), start_new_session=True,
             )  # fmt: skip
@@ -203,27 +208,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _command(request: Request, config: Path, result: Path, host_limit: HostLimit) -> list[str]:
-    workload = request.workload
-    command = [
-        sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(workload.ranks),
+def _command(request: Request, task: Path) -> list[str]:
+    return [
+        sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(request.workload.ranks),
         "--master_port", str(free_port()), *request.peer.launcher,
-        "--module", f"{PACKAGE}.training.{request.peer.program}",
-        "--model", workload.model, "--micro-batch", str(workload.micro_batch), "--sequence", str(workload.sequence),
-        "--accumulation", str(workload.accumulation), "--precision", workload.precision,
-        "--steps", str(request.steps), "--warmup", str(request.warmup),
-        "--config", str(config.resolve()), "--result", str(result.resolve()),
-        *request.peer.arguments,
+        "--module", f"{PACKAGE}.training.{request.peer.program}", str(task),
     ]  # fmt: skip
-    if workload.activation_checkpointing:
-        command.append("--checkpointing")
-    if request.profile:
-        command.append("--profile-device")
-    if request.gpu_nbytes is not None:
-        command += ["--gpu-memory", str(request.gpu_nbytes)]
-    if host_limit.nbytes is not None:
-        command += ["--host-memory", str(host_limit.nbytes)]
-    return command
 
 
 def environment() -> dict[str, str]:

@@ -7,8 +7,8 @@ communicate between the steps, over gloo, outside of all measured times.
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ..record import Measurement, Memory, Step, write_at_once
+from ..record import Measurement, Memory, Step, Task, write_at_once
 from ..turns import Gate
 from . import instruments
 from .consumption import Consumption
@@ -33,45 +33,15 @@ DATA_SEED = 99
 """Plus the rank."""
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The command line that all training programs share."""
-    command_line = argparse.ArgumentParser(description=description)
-    add = command_line.add_argument
-    add("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help="given by the launcher")
-    add("--model", required=True, help="a name in benchmarks.workloads")
-    add("--micro-batch", type=int, required=True, help="sequences per micro-step and rank")
-    add("--sequence", type=int, required=True, help="tokens per sequence")
-    add("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
-    add("--steps", type=int, required=True, help="measured optimizer steps, after the warm-up")
-    add("--turns", type=int, default=1, help="turns, each released by --gate, for the measured steps; divides --steps")
-    add("--gate", type=Path, help="folder of the benchmark's turnstile (benchmarks.turns)")
-    add("--warmup", type=int, default=2, help="warm-up optimizer steps, not measured")
-    add("--precision", choices=("bf16", "fp16"), required=True)
-    add("--checkpointing", action="store_true", help="recompute activations in backward")
-    add("--deterministic", action="store_true")
-    add("--gpu-memory", type=int, help="limit of torch's allocator per GPU, in bytes")
-    add("--host-memory", type=int, help="cap in bytes that is enforced elsewhere: only compared")
-    add("--profile-device", action="store_true", help="run an additional step under torch's profiler")
-    add("--timeline-hz", type=float, default=20, help="samples per second; 0 takes none")
-    add("--config", required=True, help="DeepSpeed config, a JSON file")
-    add("--result", required=True, help="JSON file that rank 0 writes")
-    return command_line
+def read_task() -> Task:
+    """The task in the file that the command line names; the launcher adds ``--local_rank``."""
+    (file,) = (word for word in sys.argv[1:] if not word.startswith("--local_rank"))
+    return Task.model_validate_json(Path(file).read_text())
 
 
-def check_config(arguments: argparse.Namespace, config: dict[str, Any]) -> None:
-    """Compares the command line with the DeepSpeed config.
-
-    Raises:
-        ValueError: they describe different training.
-    """
-    precision = next((key for key in ("bf16", "fp16") if config.get(key, {}).get("enabled")), "fp32")
-    for name, given, configured in (
-        ("--micro-batch", arguments.micro_batch, config.get("train_micro_batch_size_per_gpu")),
-        ("--accumulation", arguments.accumulation, config.get("gradient_accumulation_steps", 1)),
-        ("--precision", arguments.precision, precision),
-    ):
-        if given != configured:
-            raise ValueError(f"{name} is {given}, but the DeepSpeed config {arguments.config} says {configured}")
+def local_rank() -> int:
+    """Index of this process on its host, as the launcher says."""
+    return int(os.environ["LOCAL_RANK"])
 
 
 def nvme_paths(config: dict[str, Any]) -> list[str]:
@@ -128,7 +98,7 @@ class Trainee(Protocol):
 class MeasuredRun:
     """One training run under measurement. Make it before the model, after ``torch.distributed`` is initialised."""
 
-    arguments: argparse.Namespace  # of :func:`parser`
+    task: Task
     paths: Iterable[str] = ()  # folders on NVMe, whose block devices are watched
     meter: StorageMeter = field(default_factory=StorageMeter)  # the storage meter of this process
     _result: Measurement = field(default_factory=Measurement)
@@ -155,28 +125,28 @@ class MeasuredRun:
         Returns:
             What rank 0 has written; on other ranks their own part of it.
         """
-        arguments, accelerator = self.arguments, get_accelerator()
+        task, accelerator = self.task, get_accelerator()
         accelerator.synchronize()
         start_rss = instruments.process_nbytes("VmHWM") + instruments.children_nbytes()
         self._can_reset_peak = instruments.reset_peak_rss()
         if not self._can_reset_peak and self._rank == 0:
             print("the peak of resident memory cannot be reset here: the steady one comes from samples", flush=True)
         accelerator.reset_peak_memory_stats()
-        self._update(numel=trainee.numel, model_s=model_s, initialize_s=initialize_s, warmup_steps=arguments.warmup)
+        self._update(numel=trainee.numel, model_s=model_s, initialize_s=initialize_s, warmup_steps=task.warmup)
         batches = self._draw(trainee)
-        timeline = Timeline(self.meter, arguments.timeline_hz if self._rank == 0 else 0, lambda: self._children_nbytes)
-        for _ in range(arguments.warmup):
+        timeline = Timeline(self.meter, task.timeline_hz if self._rank == 0 else 0, lambda: self._children_nbytes)
+        for _ in range(task.warmup):
             self._keep(self._step(trainee, next(batches)))
         consumption = Consumption(self.paths)
-        gate = Gate(arguments.gate) if arguments.gate is not None else None
-        for turn in range(arguments.turns):
+        gate = Gate(Path(task.gate)) if task.gate is not None else None
+        for turn in range(task.turns):
             if gate is not None:
                 self._wait_for_turn(gate, turn)
                 # What ran behind the training had the whole wait to end in: the first step after it is no fair one.
                 self._keep(self._step(trainee, next(batches), turn, resumed=True))
             consumption.start()
             timeline.start()
-            for _ in range(arguments.steps // arguments.turns):
+            for _ in range(task.steps // task.turns):
                 self._keep(self._step(trainee, next(batches), turn))
                 consumption.look()
             timeline.stop()
@@ -192,7 +162,7 @@ class MeasuredRun:
             memory=self._memory(start_rss, stats),
         )
         self._write()
-        if arguments.profile_device and torch.cuda.is_available():
+        if task.profile and torch.cuda.is_available():
             batch = next(batches)
             if self._rank == 0:
                 self._update(device_profile=profile_step(partial(self._micro_steps, trainee, batch)))
@@ -203,14 +173,14 @@ class MeasuredRun:
 
     def _draw(self, trainee: Trainee) -> Iterator[list[torch.Tensor]]:
         """Micro-batches of all possible steps, the same for every configuration, moved to the device when taken."""
-        arguments = self.arguments
+        task, workload = self.task, self.task.workload
         generator = torch.Generator().manual_seed(DATA_SEED + self._rank)
-        shape = (arguments.micro_batch, arguments.sequence)
-        per_step = arguments.accumulation
-        resumed = arguments.turns if arguments.gate is not None else 0
+        shape = (workload.micro_batch, workload.sequence)
+        per_step = workload.accumulation
+        resumed = task.turns if task.gate is not None else 0
         micro_batches = [
             torch.randint(0, trainee.vocabulary, shape, generator=generator)
-            for _ in range((arguments.warmup + arguments.steps + resumed + 1) * per_step)
+            for _ in range((task.warmup + task.steps + resumed + 1) * per_step)
         ]
         for first in range(0, len(micro_batches), per_step):
             yield [tokens.to(trainee.device) for tokens in micro_batches[first : first + per_step]]
@@ -317,7 +287,7 @@ class MeasuredRun:
         }
         of_ranks = self._gather(mine)
         memory = Memory(**{key: max(values[key] for values in of_ranks) for key in mine})
-        cap = self.arguments.host_memory
+        cap = self.task.host_nbytes
         if cap is not None and self._rank == 0:
             used = max(step.host_used_nbytes for step in self._result.steps)
             print(f"host memory: {used / 2**30:.2f} GiB in use after a step, {cap / 2**30:.2f} GiB allowed", flush=True)
@@ -333,4 +303,4 @@ class MeasuredRun:
 
     def _write(self) -> None:
         if self._rank == 0:
-            write_at_once(self._result, Path(self.arguments.result))
+            write_at_once(self._result, Path(self.task.result))

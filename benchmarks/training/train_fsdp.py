@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One measured training run with torch's FSDP2 and CPU offload: a peer outside DeepSpeed.
 
-    deepspeed --module benchmarks.training.train_fsdp --model 1.3B --micro-batch 4 --sequence 512 \\
-        --steps 5 --precision bf16 --config ds_config.json --result out.json
+    deepspeed --module benchmarks.training.train_fsdp task.json    # a benchmarks.record.Task
 
 Model, first weights, data, loss and optimizer settings are those of :mod:`.train_step`; batch, optimizer and clipping
 are read from the DeepSpeed config. The numerics are torch's own (where it rounds, in which order it reduces), so losses
@@ -14,11 +13,9 @@ cast to 16 bits and gathered. AdamW is torch's fused one, on the CPU.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -28,7 +25,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
 from .. import workloads
-from .measured_run import MODEL_SEED, MeasuredRun, check_config, limit_gpu_memory, parser, use_deterministic_algorithms
+from .measured_run import MODEL_SEED, MeasuredRun, limit_gpu_memory, local_rank, read_task, use_deterministic_algorithms
 from .train_step import DTYPES, same_weights_as_zero_init
 
 
@@ -147,27 +144,26 @@ def refusal() -> str:
 
 
 def main() -> None:
-    arguments = parser(__doc__.splitlines()[0]).parse_args()
-    config = json.loads(Path(arguments.config).read_text())
-    check_config(arguments, config)
+    task = read_task()
+    workload, config = task.workload, task.deepspeed_config
     if reason := refusal():
         sys.exit(f"cannot run: {reason}")
-    if arguments.deterministic:
+    if task.deterministic:
         use_deterministic_algorithms()
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", arguments.local_rank) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", local_rank()) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     # gloo for the gradients' norm, which is reduced in host memory.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     deepspeed.init_distributed()  # its loss scaler asks it for the rank
-    run = MeasuredRun(arguments)
+    run = MeasuredRun(task)
     workloads.prepare()
     t_start = time.perf_counter()
     torch.manual_seed(MODEL_SEED)
-    dtype = DTYPES[arguments.precision]
+    dtype = DTYPES[workload.precision]
     with same_weights_as_zero_init(dtype, device):
-        model = workloads.build(arguments.model, arguments.sequence, checkpointing=arguments.checkpointing)
+        model = workloads.build(workload.model, workload.sequence, checkpointing=workload.activation_checkpointing)
     model.to("cpu")
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point():  # as DeepSpeed's engine does
@@ -178,7 +174,7 @@ def main() -> None:
     t_model = time.perf_counter()
     if on_gpu:
         torch.cuda.empty_cache()
-    limit_gpu_memory(arguments.gpu_memory)  # only now: the first weights are drawn whole on the GPU
+    limit_gpu_memory(task.gpu_nbytes)  # only now: the first weights are drawn whole on the GPU
     shard(model, dtype, device)
     trainee = FsdpTrainee(model, config, device, numel)
     run.train(trainee, t_model - t_start, time.perf_counter() - t_model)

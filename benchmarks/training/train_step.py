@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One measured training run with DeepSpeed, stock or with TenCache, depending on the config.
 
-    deepspeed --module benchmarks.training.train_step --model 1.3B --micro-batch 4 --sequence 512 \\
-        --steps 5 --precision bf16 --config ds_config.json --result out.json
+    deepspeed --module benchmarks.training.train_step task.json    # a benchmarks.record.Task
 
 The training is that of any DeepSpeed script; stock's modes, ZenFlow and SuperOffload need nothing but their config.
 TenCache is mentioned only where its transfers are metered and its own counters read.
@@ -11,11 +10,9 @@ TenCache is mentioned only where its transfers are metered and its own counters 
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,10 +22,10 @@ from .. import workloads
 from .measured_run import (
     MODEL_SEED,
     MeasuredRun,
-    check_config,
     limit_gpu_memory,
+    local_rank,
     nvme_paths,
-    parser,
+    read_task,
     use_deterministic_algorithms,
 )
 from .storage_meter import StorageMeter
@@ -129,34 +126,29 @@ def compare_counters(meter: StorageMeter, stats: Any) -> str:
 
 
 def main() -> None:
-    command_line = parser(__doc__.splitlines()[0])
-    command_line.add_argument(
-        "--no-zero-init", action="store_true", help="build the unpartitioned model; stages 1 and 2 need it"
-    )
-    arguments = command_line.parse_args()
-    config = json.loads(Path(arguments.config).read_text())
-    check_config(arguments, config)
+    task = read_task()
+    workload, config = task.workload, task.deepspeed_config
 
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    if arguments.deterministic:
+    if task.deterministic:
         use_deterministic_algorithms()
     deepspeed.init_distributed()
-    get_accelerator().set_device(arguments.local_rank)
-    run = MeasuredRun(arguments, nvme_paths(config))
+    get_accelerator().set_device(local_rank())
+    run = MeasuredRun(task, nvme_paths(config))
     meter_storage(run.meter, config)
-    limit_gpu_memory(arguments.gpu_memory)
+    limit_gpu_memory(task.gpu_nbytes)
     workloads.prepare()
     t_start = time.perf_counter()
     torch.manual_seed(MODEL_SEED)
-    if arguments.no_zero_init:
-        device = torch.device(get_accelerator().current_device_name())
-        building = same_weights_as_zero_init(DTYPES[arguments.precision], device)
-    else:
+    if task.zero_init:
         building = deepspeed.zero.Init(config_dict_or_path=config)
+    else:
+        device = torch.device(get_accelerator().current_device_name())
+        building = same_weights_as_zero_init(DTYPES[workload.precision], device)
     with building:
-        model = workloads.build(arguments.model, arguments.sequence, checkpointing=arguments.checkpointing)
+        model = workloads.build(workload.model, workload.sequence, checkpointing=workload.activation_checkpointing)
     t_model = time.perf_counter()
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     get_accelerator().synchronize()

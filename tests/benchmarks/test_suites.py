@@ -80,7 +80,7 @@ def test_zenflow_builds_the_model_whole_and_starts_its_optimizer_process_in_the_
     peer = PEERS["zenflow"]
     config = peer.configure(setting(), {knob: values[0] for knob, values in peer.space.items()})
     assert config["zero_optimization"]["zenflow"]["full_warm_up_rounds"] == 1
-    assert peer.arguments == ("--no-zero-init",)
+    assert not peer.zero_init
 
 
 def test_entries() -> None:

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
-import json
 import os
 import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.record import Measurement
-from benchmarks.training.measured_run import MeasuredRun, check_config, nvme_paths, parser
+from benchmarks.comparison.suites import workload_of
+from benchmarks.record import Measurement, Task
+from benchmarks.training.measured_run import MeasuredRun, nvme_paths
 from benchmarks.training.storage_meter import StorageMeter
 from benchmarks.training.train_fsdp import loss_scaler
 from benchmarks.training.train_step import meter_storage
@@ -78,12 +76,15 @@ def config_on(path: Path, engine: str) -> dict[str, Any]:
     return config
 
 
-def train(
-    folder: Path, config: dict[str, Any], program: str = "train_step", further: Sequence[str] = ()
-) -> tuple[Measurement, str]:
+def train(folder: Path, config: dict[str, Any], program: str = "train_step", **further: Any) -> tuple[Measurement, str]:
     """One run in its own process; its result and its log."""
-    config_file, result = folder / "config.json", folder / "result.json"
-    config_file.write_text(json.dumps(config))
+    file, result = folder / "task.json", folder / "result.json"
+    workload = workload_of("7M", ranks=1, micro_batch=1, sequence=16, accumulation=2)
+    task = Task(
+        workload=workload, deepspeed_config=config, result=str(result), steps=STEPS, warmup=WARMUP,
+        deterministic=True, timeline_hz=50, profile=True, **further,
+    )  # fmt: skip
+    file.write_text(task.model_dump_json())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -97,13 +98,7 @@ def train(
     }  # fmt: skip
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
-    command = [
-        sys.executable, "-m", f"benchmarks.training.{program}", "--model", "7M", "--micro-batch", "1",
-        "--sequence", "16", "--accumulation", "2", "--precision", "bf16",
-        "--steps", str(STEPS), "--warmup", str(WARMUP), "--config", str(config_file), "--result", str(result),
-        "--deterministic", "--timeline-hz", "50", "--profile-device",
-        *further,
-    ]  # fmt: skip
+    command = [sys.executable, "-m", f"benchmarks.training.{program}", "--local_rank=0", str(file)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
     )
@@ -145,8 +140,9 @@ def test_a_run_is_measured(runs: dict[str, tuple[Measurement, str]], engine: str
 
 def test_every_step_gets_its_tokens_on_the_device() -> None:
     """The profiled one too, which only a GPU has."""
-    steps = {"warmup": 1, "steps": 2, "turns": 1, "gate": None, "accumulation": 2, "micro_batch": 3, "sequence": 5}
-    run = SimpleNamespace(arguments=argparse.Namespace(**steps), _rank=0)
+    workload = workload_of("7M", ranks=1, micro_batch=3, sequence=5, accumulation=2)
+    task = Task(workload=workload, deepspeed_config={}, result="", steps=2, warmup=1)
+    run = SimpleNamespace(task=task, _rank=0)
     trainee = SimpleNamespace(vocabulary=7, device=torch.device("meta"))
     batches = list(MeasuredRun._draw(run, trainee))  # type: ignore[arg-type]
     assert len(batches) == 1 + 2 + 1
@@ -187,8 +183,7 @@ def test_turns_change_nothing_but_what_counts(runs: dict[str, tuple[Measurement,
     turnstile.prepare(os.getpid())
     for turn in range(STEPS):
         turnstile.open(turn)
-    further = ["--turns", str(STEPS), "--gate", str(turnstile.folder)]
-    run, _ = train(tmp_path, config_on(tmp_path, "tencache"), further=further)
+    run, _ = train(tmp_path, config_on(tmp_path, "tencache"), turns=STEPS, gate=str(turnstile.folder))
     assert all(turnstile.is_waiting(turn) for turn in range(STEPS))
     assert [(step.turn, step.resumed) for step in run.steps] == [(0, False)] * WARMUP + [
         (turn, resumed) for turn in range(STEPS) for resumed in (True, False)
@@ -204,7 +199,7 @@ def test_pinned_memory_of_tencache_is_recorded(monkeypatch: pytest.MonkeyPatch) 
     """On a GPU; elsewhere nothing is registered."""
     made = SimpleNamespace(
         _can_reset_peak=False, _children_nbytes=0, _peak_rss=7, _gather=lambda value: [value], _rank=0,
-        arguments=argparse.Namespace(host_memory=None), _result=Measurement(),
+        task=SimpleNamespace(host_nbytes=None), _result=Measurement(),
     )  # fmt: skip
     assert MeasuredRun._memory(made, 5, {"pinned_nbytes": 9}).registered_nbytes == 0  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -222,26 +217,6 @@ def test_fsdp_trains_about_the_same(runs: dict[str, tuple[Measurement, str]], tm
         ours, theirs = ([float.fromhex(loss) for loss in found.losses] for found in (step, stock))
         assert ours == pytest.approx(theirs, rel=2e-3)
         assert step.nvme_read_nbytes == step.nvme_write_nbytes == 0
-
-
-def arguments(**given: Any) -> argparse.Namespace:
-    command = ["--model", "7M", "--micro-batch", "1", "--sequence", "8", "--accumulation", "2", "--steps", "1",
-               "--precision", "bf16", "--config", "c.json", "--result", "r.json"]  # fmt: skip
-    found = parser("").parse_args(command)
-    vars(found).update(given)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [({"micro_batch": 3}, "--micro-batch is 3"), ({"accumulation": 1}, "--accumulation is 1"),
-     ({"precision": "fp16"}, "--precision is fp16")],
-)  # fmt: skip
-def test_a_config_for_something_else_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
-    config = config_on(tmp_path, "stock")
-    check_config(arguments(), config)
-    with pytest.raises(ValueError, match=message):
-        check_config(arguments(**given), config)
 
 
 def test_where_a_config_offloads_to(tmp_path: Path) -> None:

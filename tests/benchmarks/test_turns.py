@@ -11,7 +11,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,8 +30,9 @@ import json, os, sys, time
 from pathlib import Path
 from benchmarks.turns import Gate
 
-name, result, journal, fails_at, sleeps_at, *rest = sys.argv[1:]
-turns, gate = int(rest[rest.index("--turns") + 1]), Gate(Path(rest[rest.index("--gate") + 1]))
+name, task, journal, fails_at, sleeps_at = sys.argv[1:]
+task = json.loads(Path(task).read_text())
+turns, gate, result = task["turns"], Gate(Path(task["gate"])), task["result"]
 print("started", name, flush=True)
 for turn in range(turns):
     gate.announce(turn)
@@ -57,10 +57,10 @@ class Scripted:
     fails_at: dict[str, int]
     sleeps_at: dict[str, int]
 
-    def command(self, request: Request, config: Path, result: Path, host_limit: Any) -> list[str]:
+    def command(self, request: Request, task: Path) -> list[str]:
         name = request.configuration
         at = [str(when.get(name, "")) for when in (self.fails_at, self.sleeps_at)]
-        return [sys.executable, "-c", PROGRAM, name, str(result), str(self.folder / "journal"), *at]
+        return [sys.executable, "-c", PROGRAM, name, str(task), str(self.folder / "journal"), *at]
 
     def journal(self) -> list[tuple[str, int, float, float]]:
         lines = (self.folder / "journal").read_text().splitlines()
