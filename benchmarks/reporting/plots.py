@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ..record import Benchmark, Run
-from .figures import HOST_USED, PEAK_RSS, all_figures
+from .figures import HOST_USED, PEAK_RSS, Figures, all_figures
 from .text import GB, GIB, joined, number
 
 DPI = 120
@@ -117,19 +117,20 @@ def memory_sources(benchmark: Benchmark) -> str:
     return f"{text}{HOST_USED} for {joined(used)}, {PEAK_RSS} for the others."
 
 
-def colours(benchmark: Benchmark) -> dict[str, str]:
+def colours(figures: dict[str, Figures]) -> dict[str, str]:
     """Colour of each configuration: TenCache's are blue, the peers' are not."""
     ours, peers = itertools.cycle(OURS), itertools.cycle(PEERS)
-    return {name: next(ours) if f.is_ours else next(peers) for name, f in all_figures(benchmark).items()}
+    return {name: next(ours) if f.is_ours else next(peers) for name, f in figures.items()}
 
 
 def step_time(benchmark: Benchmark) -> Figure | None:
     """Horizontal bars of the phases of a step, the bound as a mark; None when no step was measured."""
     # What was never run has no bar and no error to show: the table lists it.
-    shown = [f for f in all_figures(benchmark).values() if f.measured or f.failure]
+    figures = all_figures(benchmark)
+    shown = [f for f in figures.values() if f.measured or f.failure]
     if not any(f.measured for f in shown):
         return None
-    colour = [colours(benchmark)[f.name] for f in shown]
+    colour = [colours(figures)[f.name] for f in shown]
     bars = pd.DataFrame({phase: [f.steps[f"{phase}_s"].median() for f in shown] for phase in PHASES}).fillna(0.0)
     median, bound_s = np.array([f.median_s for f in shown]), np.array([f.bound_s for f in shown])
     least, most = (np.array([getattr(f.steps.seconds, of)() for f in shown], float) for of in ("min", "max"))
@@ -161,10 +162,11 @@ def step_time(benchmark: Benchmark) -> Figure | None:
 
 def frontier(benchmark: Benchmark) -> Figure | None:
     """Step time against peak host memory; None when no configuration has both."""
-    shown = [f for f in all_figures(benchmark).values() if f.measured and f.training_peak and f.training_peak.nbytes]
+    figures = all_figures(benchmark)
+    shown = [f for f in figures.values() if f.measured and f.training_peak and f.training_peak.nbytes]
     if not shown:
         return None
-    colour = colours(benchmark)
+    colour = colours(figures)
     points = pd.DataFrame(
         [(f.training_peak.nbytes / GIB, f.median_s, f.bound_s, f.is_ours) for f in shown if f.training_peak],
         columns=["memory", "seconds", "bound", "ours"],
@@ -172,8 +174,12 @@ def frontier(benchmark: Benchmark) -> Figure | None:
     line = points[points.ours].sort_values("memory")
     bounded = line.dropna()
     figure, axes = _figure(4.6, "Step time against host memory")
+    avoided = points[["memory", "seconds"]]
     if len(line) > 1:
         axes.plot(line.memory, line.seconds, color=OURS[0], linewidth=1.6, label="TenCache")
+        along = np.linspace(line.memory.min(), line.memory.max(), 60)
+        on_line = {"memory": along, "seconds": np.interp(along, line.memory, line.seconds)}
+        avoided = pd.concat([avoided, pd.DataFrame(on_line)])
     if not bounded.empty:
         axes.plot(bounded.memory, bounded.bound, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), marker="_",
                   markersize=9, markeredgewidth=1.6, label="bound of each TenCache point")  # fmt: skip
@@ -197,28 +203,20 @@ def frontier(benchmark: Benchmark) -> Figure | None:
     axes.grid()
     if len(line) > 1 or not bounded.empty:
         axes.legend(**LEGEND)
-    names = [
-        axes.text(
-            point.memory, point.seconds, textwrap.fill(f.configuration.label, LABEL_CHARACTERS), color=colour[f.name]
-        )
-        for f, point in zip(shown, points.itertuples(), strict=True)
-    ]
+    labels = [textwrap.fill(f.configuration.label, LABEL_CHARACTERS) for f in shown]
+    names = list(map(axes.text, points.memory, points.seconds, labels))
     figure.draw_without_rendering()  # the layout moves the axes: before it pixels mean nothing
     adjustText.adjust_text(
-        names,
-        x=points.memory.to_numpy(),
-        y=points.seconds.to_numpy(),
-        ax=axes,
-        expand=(1.2, 1.8),
-        ensure_inside_axes=True,
-        arrowprops={"arrowstyle": "-", "color": FAINT, "lw": 0.6},
-    )
+        names, x=avoided.memory.to_numpy(), y=avoided.seconds.to_numpy(), ax=axes, expand=(1.2, 1.8),
+        ensure_inside_axes=True, arrowprops={"arrowstyle": "-", "color": FAINT, "lw": 0.6},
+    )  # fmt: skip
     return figure
 
 
 def storage_bandwidth(benchmark: Benchmark) -> Figure | None:
     """Reads and writes over time, a panel for each configuration that used storage; None when none did."""
-    panels = [(f, sampled[-1]) for f in all_figures(benchmark).values() if (sampled := list(filter(_moved, f.runs)))]
+    figures = all_figures(benchmark)
+    panels = [(f, sampled[-1]) for f in figures.values() if (sampled := list(filter(_moved, f.runs)))]
     if not panels:
         return None
     title = "Storage bandwidth over time" + (", on tmpfs in place of a drive" if benchmark.on_tmpfs else "")
@@ -227,7 +225,7 @@ def storage_bandwidth(benchmark: Benchmark) -> Figure | None:
     mixed = storage.mixed_bytes_per_s / ranks / GB if storage is not None else None
     for axes, (f, run) in zip(first[:, 0], panels, strict=True):
         edges, read, write = storage_rates(run)
-        colour = colours(benchmark)[f.name]
+        colour = colours(figures)[f.name]
         axes.stairs(read, edges, fill=True, color=colour, linewidth=0)
         axes.stairs(-write, edges, fill=True, color=(colour, 0.5), linewidth=0)
         axes.stairs(read + write, edges, baseline=None, color="#555555", linewidth=0.9)

@@ -9,10 +9,12 @@ from pathlib import Path
 import psutil
 import torch
 
+_SELF = psutil.Process()
+
 
 def process_io() -> tuple[int, int]:
     """Bytes this process has read from and written to storage (0 on tmpfs)."""
-    counters = psutil.Process().io_counters()
+    counters = _SELF.io_counters()
     return counters.read_bytes, counters.write_bytes
 
 
@@ -24,7 +26,7 @@ def process_nbytes(key: str) -> int:
 
 def rss_nbytes() -> int:
     """Resident memory of this process now. Cheap enough for a sampler."""
-    return int(psutil.Process().memory_info().rss)
+    return int(_SELF.memory_info().rss)
 
 
 def reset_peak_rss() -> bool:
@@ -39,7 +41,7 @@ def reset_peak_rss() -> bool:
 def children_nbytes() -> int:
     """Private memory of this process's descendants (ZenFlow and SuperOffload update in one)."""
     total = 0
-    for child in psutil.Process().children(recursive=True):
+    for child in _SELF.children(recursive=True):
         try:
             memory = child.memory_info()
         except psutil.Error:

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.record import Sample
 from benchmarks.reporting import plots
+from benchmarks.reporting.figures import all_figures
 from benchmarks.reporting.plots import OURS, PEERS
 from tests.benchmarks.examples import (
     GIB,
@@ -137,7 +138,7 @@ def test_access_classes_are_shares():
 
 def test_colours_are_those_of_the_configuration():
     example = benchmark([stock("a"), tencache("b"), stock("c"), tencache("d")], [])
-    assert plots.colours(example) == {"a": PEERS[0], "b": OURS[0], "c": PEERS[1], "d": OURS[1]}
+    assert plots.colours(all_figures(example)) == {"a": PEERS[0], "b": OURS[0], "c": PEERS[1], "d": OURS[1]}
 
 
 def test_files_are_small(tmp_path: Path):
