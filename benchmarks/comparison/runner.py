@@ -25,14 +25,14 @@ from tencache_ds.planning.bound import Bound
 
 from ..record import Benchmark, Configuration, Outcome, Placement, Run
 from ..workloads import census
-from . import tuning
 from .host_limit import HostLimit, host_limit
 from .limits import balance_tokens, bound_of, placement_of
 from .machine import Machine
 from .neighbours import busy_cores
-from .peers import PEERS, Peer, Setting
+from .peers import PEERS, Setting
 from .process import Request, execute, execute_in_turns
 from .suites import Entry, Plan
+from .tuning import Search, Trial
 
 RESULT_FILE = "benchmark.json"
 TYPICAL_RUN_S = 90.0
@@ -96,7 +96,7 @@ class Session:
                     continue
                 for entry in self._plan.entries:
                     if self._is_due(entry, index):
-                        self._execute(entry, self._knobs(entry, PEERS[entry.peer]), index, setting, limit)
+                        self._execute(entry, self._knobs(entry), index, setting, limit)
         self._conclude()
         return self._benchmark
 
@@ -159,48 +159,42 @@ class Session:
     # The search
 
     def _tune(self, entry: Entry, setting: Setting, limit: HostLimit) -> None:
-        peer = PEERS[entry.peer]
-        refusal = peer.refuse(setting)
-        if refusal:
-            if not any(run.configuration == entry.name for run in self._benchmark.runs):
-                config = peer.configure(setting, self._knobs(entry, peer))
-                self._add(Run(configuration=entry.name, round=0, outcome=Outcome.cannot_run, error=refusal,
-                              deepspeed_config=_without_paths(config, setting)))  # fmt: skip
-            self._describe(entry, peer)
-            return
-        most, confirm = self._max_trials(entry), self._plan.confirm
-        while True:
+        refusal = PEERS[entry.peer].refuse(setting)
+        if refusal and not any(run.configuration == entry.name for run in self._benchmark.runs):
+            config = PEERS[entry.peer].configure(setting, self._knobs(entry))
+            self._add(Run(configuration=entry.name, round=0, outcome=Outcome.cannot_run, error=refusal,
+                          deepspeed_config=_without_paths(config, setting)))  # fmt: skip
+        while not refusal:
             trials = self._trials(entry)
-            knobs = tuning.next_trial(peer.space, trials, entry.fixed, most, confirm)
+            knobs = self._search(entry).next_trial(trials)
             if knobs is None:
                 break
             if any(trial.knobs == knobs for trial in trials):
                 self._bar.total += 1  # once more to confirm: not foreseen
             self._execute(entry, knobs, -1 - len(trials), setting, limit)
-        self._describe(entry, peer)
+        self._describe(entry)
 
-    def _max_trials(self, entry: Entry) -> int:
+    def _search(self, entry: Entry) -> Search:
         wanted = self._plan.searched is None or entry.name in self._plan.searched
-        return self._plan.max_trials if wanted else 0
+        most = self._plan.max_trials if wanted else 0
+        return Search(PEERS[entry.peer].space, entry.fixed, most, self._plan.confirm)
 
-    def _trials(self, entry: Entry) -> list[tuning.Trial]:
+    def _trials(self, entry: Entry) -> list[Trial]:
         return [
-            tuning.Trial(run.knobs, run.median_s if run.outcome is Outcome.ok and run.measured else math.inf)
+            Trial(run.knobs, run.median_s if run.outcome is Outcome.ok and run.measured else math.inf)
             for run in self._benchmark.tuning
             if run.configuration == entry.name
         ]
 
-    def _knobs(self, entry: Entry, peer: Peer) -> dict[str, Any]:
-        return tuning.best(peer.space, self._trials(entry), entry.fixed, self._plan.confirm)
+    def _knobs(self, entry: Entry) -> dict[str, Any]:
+        return self._search(entry).best(self._trials(entry))
 
-    def _describe(self, entry: Entry, peer: Peer) -> None:
+    def _describe(self, entry: Entry) -> None:
         trials = self._trials(entry)
-        knobs = trials[0].knobs if trials else {}
-        tried = {knob: list(dict.fromkeys(trial.knobs[knob] for trial in trials)) for knob in knobs}
+        tried = {knob: list(dict.fromkeys(trial.knobs[knob] for trial in trials)) for knob in self._knobs(entry)}
         described = Configuration(
-            name=entry.name, label=entry.label, peer=entry.peer, semantics=peer.semantics,
-            knobs=self._knobs(entry, peer),
-            searched={knob: values for knob, values in tried.items() if len(values) > 1},
+            name=entry.name, label=entry.label, peer=entry.peer, semantics=PEERS[entry.peer].semantics,
+            knobs=self._knobs(entry), searched={knob: values for knob, values in tried.items() if len(values) > 1},
         )  # fmt: skip
         others = [known for known in self._benchmark.configurations if known.name != entry.name]
         order = {planned.name: index for index, planned in enumerate(self._plan.entries)}
@@ -224,7 +218,7 @@ class Session:
         for number, entry in enumerate(due):
             own = replace(setting, nvme_path=str(Path(setting.nvme_path) / str(number)))
             Path(own.nvme_path).mkdir()
-            knobs = self._knobs(entry, PEERS[entry.peer])
+            knobs = self._knobs(entry)
             prepared.append((self._request(entry, knobs, index, own), knobs, own))
         self._bar.set_description(f"{len(due)} in turns")
         requests = [request for request, _, _ in prepared]
@@ -317,9 +311,9 @@ class Session:
     def _expected_runs(self) -> int:
         trials = 0
         for entry in self._plan.entries:
-            space = PEERS[entry.peer].space
-            free = [len(values) - 1 for knob, values in space.items() if knob not in entry.fixed]
-            trials += min(self._max_trials(entry), sum(free) + 1) if sum(free) else 0
+            search = self._search(entry)
+            free = sum(len(values) - 1 for knob, values in search.space.items() if knob not in entry.fixed)
+            trials += min(int(search.most), free + 1) if free else 0
         return trials + self._plan.rounds * len(self._plan.entries)
 
 
