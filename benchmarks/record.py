@@ -11,14 +11,14 @@ import os
 import statistics
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tencache_ds.planning.bound import STATE_NBYTES
 from tencache_ds.profiling.hardware import Hardware
 
-SCHEMA = 1
+SCHEMA: Final = 1
 
 
 class Record(BaseModel):
@@ -235,7 +235,7 @@ class Task(Record):
 class Benchmark(Record):
     """A whole benchmark: one machine, one workload, one alternation."""
 
-    schema_version: int = SCHEMA
+    schema_version: Literal[1] = SCHEMA
     title: str
     started_at: str
     command: str  # how to repeat it; paths of the machine are left out

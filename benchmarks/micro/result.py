@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ..record import Record, write_at_once
 
-SCHEMA = 1
+SCHEMA: Final = 1
 
 MIN_REPEATS = 5
 """Repeats below which a median says too little."""
@@ -70,7 +70,7 @@ class Row(Record):
 class MicroResult(Record):
     """One micro-benchmark on one machine."""
 
-    schema_version: int = SCHEMA
+    schema_version: Literal[1] = SCHEMA
     name: str  # of the benchmark
     parameters: dict[str, JsonValue]  # its settings, and context needed to interpret the figures
     rows: list[Row]  # its figures
@@ -127,7 +127,7 @@ class MicroResult(Record):
 class MicroReport(Record):
     """The file that ``python -m benchmarks.micro --json`` writes."""
 
-    schema_version: int = SCHEMA
+    schema_version: Literal[1] = SCHEMA
     results: list[MicroResult]
 
     def write(self, path: Path) -> None:

@@ -413,6 +413,12 @@ def test_a_record_that_went_through_a_file_gives_the_same_page(tmp_path: Path):
     assert render(Benchmark.read(tmp_path / "small.json")) == render(small())
 
 
+def test_a_record_of_another_version_is_refused(tmp_path: Path):
+    (tmp_path / "later.json").write_text(small().model_dump_json().replace('"schema_version":1', '"schema_version":2'))
+    with pytest.raises(ValueError, match="schema_version"):
+        Benchmark.read(tmp_path / "later.json")
+
+
 def test_wrong_arguments_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="its configurations are: nvme-nvme, tencache"):
         write_report(small(), tmp_path, name="x", baseline="absent")
