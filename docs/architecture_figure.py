@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 FIGURE = Path(__file__).parent / "images" / "architecture.svg"
-WIDTH, HEIGHT = 860, 500
+WIDTH, HEIGHT = 860, 562
 STYLE = (
     "text{font-family:sans-serif;font-size:13px;fill:#1f2933;text-anchor:middle}.small{font-size:11px;fill:#52606d}"
     ".title{font-weight:bold}.arrow{stroke:#52606d;stroke-width:1.5;fill:none;marker-end:url(#head)}"
@@ -42,37 +42,41 @@ class Box:
 
 DEEPSPEED, POLICY, MECHANISM, PLACE = "#e6f0fa", "#fdf3d8", "#e7f5e9", "#f0e9f7"
 BOXES = (
-    Box(20, 20, 820, 62, "DeepSpeed ZeRO-3, unmodified", ("engine, coordinator, optimizer, checkpoints",), DEEPSPEED),
-    Box(20, 112, 820, 50, "integration", ("the only package that depends on DeepSpeed's internals",), DEEPSPEED),
-    Box(20, 192, 190, 96, "profiling", ("recorded order of accesses", "step profile", "hardware probe"), POLICY),
-    Box(20, 316, 190, 164, "planning", (
+    Box(20, 20, 820, 52, "DeepSpeed ZeRO-3, unmodified", ("engine, coordinator, optimizer, checkpoints",), DEEPSPEED),
+    Box(20, 102, 820, 52, "integration", ("the only package that depends on DeepSpeed's internals",), DEEPSPEED),
+    Box(20, 184, 190, 84, "profiling", ("recorded order of accesses", "step profile", "hardware probe"), POLICY),
+    Box(20, 298, 190, 130, "planning", (
         "pure functions:", "chunks, size classes", "budgets, placement", "look-ahead", "shares of NVMe paths",
         "bound and forecast",
     ), POLICY),
-    Box(250, 192, 590, 96, "tiers", (
+    Box(20, 458, 190, 84, "observability", ("counters, step records", "spans, traces", "log, monitor, watch"), POLICY),
+    Box(250, 184, 590, 52, "engine, session", ("build the components of a model and of an engine",), MECHANISM),
+    Box(250, 266, 590, 84, "tiers", (
         "weights: read ahead, gathered, written back", "gradients: accumulated next to the state they update",
         "optimizer state: a stream of chunks through the update kernels",
     ), MECHANISM),
-    Box(250, 316, 280, 56, "memory", ("arenas, size-class pools, leases",), MECHANISM),
-    Box(560, 316, 280, 56, "io", ("extent store, lanes, fingerprints",), MECHANISM),
-    Box(250, 420, 130, 60, "GPU memory", ("left free by training",), PLACE),
-    Box(400, 420, 130, 60, "RAM", ("host_memory",), PLACE),
-    Box(560, 420, 280, 60, "NVMe", ("nvme_path, nvme_paths",), PLACE),
+    Box(250, 380, 280, 52, "memory", ("arenas, size-class pools, leases",), MECHANISM),
+    Box(560, 380, 280, 52, "io", ("extent store, lanes, fingerprints",), MECHANISM),
+    Box(250, 490, 130, 52, "GPU memory", ("left free by training",), PLACE),
+    Box(400, 490, 130, 52, "RAM", ("host_memory",), PLACE),
+    Box(560, 490, 280, 52, "NVMe", ("nvme_path, nvme_paths",), PLACE),
 )  # fmt: skip
 ARROWS = (
-    ("arrow both", "M430 82V112"),
-    ("arrow both", "M545 162V192"),
-    ("arrow", "M115 162V192"),
-    ("arrow", "M115 288V316"),
-    ("arrow", "M210 345H230V240H250"),
-    ("arrow both", "M390 288V316"),
-    ("arrow both", "M700 288V316"),
-    ("arrow both", "M530 344H560"),
-    ("arrow both", "M315 372V420"),
-    ("arrow both", "M465 372V420"),
-    ("arrow both", "M700 372V420"),
+    ("arrow both", "M430 72V102"),
+    ("arrow both", "M545 154V184"),
+    ("arrow", "M115 154V184"),
+    ("arrow", "M115 268V298"),
+    ("arrow", "M210 330H230V308H250"),
+    ("arrow both", "M545 236V266"),
+    ("arrow both", "M390 350V380"),
+    ("arrow both", "M700 350V380"),
+    ("arrow both", "M530 406H560"),
+    ("arrow", "M250 340H238V500H210"),
+    ("arrow both", "M315 432V490"),
+    ("arrow both", "M465 432V490"),
+    ("arrow both", "M700 432V490"),
 )
-LABELS = ((190, 181, "the accesses of a step"), (172, 305, "recorded step"))
+LABELS = ((190, 172, "accesses of a step"), (168, 287, "recorded step"), (160, 448, "counts, spans"))
 
 
 def svg() -> str:
@@ -80,7 +84,8 @@ def svg() -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
         "<title>DeepSpeed calls the integration; profiling feeds planning; planning gives a placement to the "
-        "tiers, which move data between GPU memory, RAM and NVMe through memory and io.</title>",
+        "tiers, which move data between GPU memory, RAM and NVMe through memory and io; observability gets counts and "
+        "spans.</title>",
         f"<style>{STYLE}</style>",
         '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
         'orient="auto-start-reverse"><path d="M0 0L10 5L0 10z" fill="#52606d"/></marker></defs>',

@@ -17,9 +17,10 @@ from rich.table import Table
 
 from tencache_ds.cli.arguments import at_least_one, check_json_file, open_console, positive
 from tencache_ds.cli.finding import format_nbytes
-from tencache_ds.cli.plan_plot import check_plot_file, write_plot
+from tencache_ds.cli.plan_plot import write_plot
 from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.planning.budget import AUTO_HOST_SHARE
+from tencache_ds.plotting import check_plot_file
 from tencache_ds.profiling.host_memory import available_nbytes
 
 if TYPE_CHECKING:  # they need pydantic, and the options DeepSpeed, which other commands do without
@@ -31,7 +32,7 @@ MORE_NBYTES = 8 * 2**30
 """The step of memory whose worth is shown."""
 
 PLOTTED = 64
-"""Points of a curve over host memory."""
+"""Points of each curve over host memory."""
 
 _COUNT = re.compile(r"([\d.]+(?:e\d+)?)([KMBT]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -77,7 +78,10 @@ def add_command(commands: Any) -> None:
         "--seconds", type=positive, default=10.0, help="duration of the measurement (default: %(default)g)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it: places, and step over host memory")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE",
+        help="also draw it, as PNG, SVG or PDF: bytes by place, and the step over RAM for several GPU memory sizes",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -163,10 +167,13 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.plot is not None:
         most = max(training.nbytes, chosen.budget_nbytes)
         points = [most * index // PLOTTED for index in range(PLOTTED + 1)]
-        curve = [forecast(training, budget, hardware, gpu_budget_nbytes=gpu_nbytes) for budget in points]
+        frontier = {
+            gpu: [forecast(training, budget, hardware, gpu_budget_nbytes=gpu) for budget in points]
+            for gpu in gpu_budgets(gpu_nbytes, (hardware.gpu_memory_nbytes or 0) * training.ranks)
+        }
         title = f"{numel / 1e9:.3g} billion parameters on {training.ranks} x {hardware.gpu or hardware.cpu}"
         limit = _resource_names("the GPU" if hardware.gpu else "arithmetic")[chosen.bound.limit]
-        write_plot(arguments.plot, title, chosen, curve, limit=limit, ranks=training.ranks)
+        write_plot(arguments.plot, title, chosen, frontier, limit=limit, ranks=training.ranks)
     return 1 if problems else 0
 
 
@@ -210,6 +217,19 @@ def budgets(training: Training, chosen_nbytes: int) -> list[int]:
     """Budgets worth a line, ascending: nothing, the chosen one, some more, and everything."""
     everything = training.nbytes
     return sorted({0, min(chosen_nbytes, everything), min(chosen_nbytes + MORE_NBYTES, everything), everything})
+
+
+def gpu_budgets(chosen_nbytes: int, memory_nbytes: int) -> list[int]:
+    """GPU memory budgets of the frontier, ascending: nothing, the chosen one, and others for comparison.
+
+    Args:
+        chosen_nbytes: the value of --gpu-memory, all ranks together.
+        memory_nbytes: the size of all GPUs together; 0 without one.
+    """
+    others = [chosen_nbytes // 2, 2 * chosen_nbytes] if chosen_nbytes else [memory_nbytes // 4, memory_nbytes // 2]
+    if memory_nbytes:
+        others = [min(each, memory_nbytes) for each in others]
+    return sorted({0, chosen_nbytes, *others})
 
 
 def what_is_missing(chosen: Forecast, available: int, free: int | None, gpu_nbytes: int) -> list[str]:

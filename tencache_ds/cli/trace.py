@@ -17,13 +17,16 @@ from rich.console import Console
 
 from tencache_ds.cli.arguments import at_least_one, open_console
 from tencache_ds.cli.jobs import add_job_argument, find_job, ranks_here
+from tencache_ds.cli.trace_plot import write_plot
 from tencache_ds.cli.trace_view import render
 from tencache_ds.cli.watch_view import latest_engine
 from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.observability.channel_client import Answer, Job, Process, snapshot_of
 from tencache_ds.observability.recording import RankRecording
+from tencache_ds.observability.timeline import timelines
 from tencache_ds.observability.trace_file import read_trace, write_trace
 from tencache_ds.observability.trace_summary import summarize
+from tencache_ds.plotting import check_plot_file
 
 MARGIN_S = 0.5
 """Lead time: the ranks learn one after another at which step to begin, so that step must be far enough ahead."""
@@ -52,6 +55,9 @@ def add_command(commands: Any) -> None:
         "--output", type=Path, metavar="FILE", help="where to write the trace (default: tencache-RUN_ID-stepN.json)"
     )
     parser.add_argument("--summary", type=Path, metavar="FILE", help="summarize this trace; record nothing")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw the steps as a timeline, as PNG, SVG or PDF (matplotlib)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -59,8 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Records and summarizes; returns 1 if that is not possible, else 0."""
     console = open_console()
     try:
+        check_plot_file(arguments.plot)
         if arguments.summary is not None:
-            console.print(render(summarize(read_trace(arguments.summary))))
+            contents = read_trace(arguments.summary)
+            console.print(render(summarize(contents)))
+            _plot(arguments.plot, contents, console)
             return 0
         _check_output(arguments.output)
         job = find_job(arguments.job, console)
@@ -72,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         contents = write_trace(output, recordings)
         console.print(render(summarize(contents)))
         _say_where(output, console)
+        _plot(arguments.plot, contents, console)
     except (TenCacheError, OSError) as error:
         print(f"tencache trace: {error}", file=sys.stderr)
         return 1
@@ -84,6 +94,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _say_where(output: Path, console: Console) -> None:
     size = output.stat().st_size / 2**20
     console.print(f"written to {output} ({size:.1f} MiB): open it at https://ui.perfetto.dev", soft_wrap=True)
+
+
+def _plot(path: Path | None, contents: dict[str, Any], console: Console) -> None:
+    if path is not None:
+        write_plot(path, title_of(contents), timelines(contents))
+        console.print(f"timeline drawn in {path}", soft_wrap=True)
+
+
+def title_of(contents: dict[str, Any]) -> str:
+    """The title of a trace's timeline."""
+    ranks = contents["otherData"]["tencache"]["ranks"]
+    steps = [step["step"] for step in ranks[0]["steps"]]
+    return f"Steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"Step {steps[0]}"
 
 
 def _check_output(output: Path | None) -> None:

@@ -7,6 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
+import matplotlib as mpl
 import pytest
 from transformers import GPT2Config
 
@@ -116,6 +117,30 @@ def test_a_picture(tmp_path: Path) -> None:
     assert main(argv) == 0
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert file.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("chosen", "memory", "expected"),
+    [
+        (0, 0, [0]),
+        (0, 8 * GIB, [0, 2 * GIB, 4 * GIB]),
+        (6 * GIB, 8 * GIB, [0, 3 * GIB, 6 * GIB, 8 * GIB]),
+        (6 * GIB, 0, [0, 3 * GIB, 6 * GIB, 12 * GIB]),
+    ],
+)
+def test_gpu_memory_sizes_of_the_frontier(chosen: int, memory: int, expected: list[int]) -> None:
+    assert plan.gpu_budgets(chosen, memory) == expected
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_picture_shows_the_frontier(tmp_path: Path) -> None:
+    file = tmp_path / "plan.svg"
+    plotted = ["plan", "--params", "6.7B", "--nvme-path", str(tmp_path), "--gpu-memory", "8GiB", "--plot", str(file)]
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        assert main(plotted) == 0
+    text = file.read_text()
+    assert all(f">{size} GiB<" in text for size in (0, 4, 8, 16)), "one curve for each GPU memory size"
+    assert "limited by" in text
 
 
 @pytest.mark.usefixtures("machine")
