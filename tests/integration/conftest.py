@@ -25,11 +25,14 @@ import torch
 
 from tencache_ds.ops.build_lock import remove_left_behind
 from tencache_ds.profiling.filesystem import file_system_of
+from tests.integration.warm_start import Forked, WarmParent, without_job
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 TAIL_CHARACTERS = 6000
 ABORT_PATIENCE_S = 3.0
+NOT_PASSED_ON = ("PYTEST", "TENCACHE_", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables of pytest and the tests, and those that the imports of DeepSpeed and torch's compiler set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,11 @@ class Harness:
     def __init__(self, base: Path) -> None:
         self._base = base
         self._count = 0
+        self._parent: WarmParent | None = None
+
+    def close(self) -> None:
+        if self._parent is not None:
+            self._parent.close()
 
     def folder(self) -> Path:
         """A new empty folder on a disk."""
@@ -90,7 +98,7 @@ class Harness:
 
     def environment(self, ranks: int = 1, extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
         """What a training process needs, without what pytest's own process may have set."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "TENCACHE_"))}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(NOT_PASSED_ON)}
         environment |= {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
@@ -131,7 +139,41 @@ class Harness:
         """Runs a command to its end, or kills it with its children after ``timeout_s``."""
         folder = folder or self.folder()
         environment = self.environment(ranks, env)
-        process = self.start(command, folder, environment)
+        return self._finish(self.start(command, folder, environment), folder, environment, timeout_s)
+
+    def python(
+        self,
+        words: Sequence[str],
+        *,
+        folder: Path | None = None,
+        ranks: int = 1,
+        env: Mapping[str, str | None] | None = None,
+        timeout_s: float = 300,
+    ) -> Finished:
+        """Runs what ``python words`` runs, once per rank, without the seconds that imports take.
+
+        It is forked from a process that has made them. Where that is not possible, ``python`` or DeepSpeed's launcher
+        starts it: with CUDA, which does not survive a fork, and in an environment that imports may look at.
+        """
+        folder = folder or self.folder()
+        environment = self.environment(1, env)
+        usual = self.environment(0)
+        if self._parent is None and without_job(environment) == without_job(usual) and not torch.cuda.is_available():
+            self._parent = WarmParent(usual, self._base / "warm_parent.log")
+        if self._parent is not None and self._parent.fits(environment):
+            process = self._parent.start(words, folder, environment, ranks)
+            return self._finish(process, folder, environment, timeout_s)
+        if ranks > 1:
+            return self.launch(ranks, words, folder=folder, env=env, timeout_s=timeout_s)
+        return self.execute([sys.executable, *words], folder=folder, env=env, timeout_s=timeout_s)
+
+    def _finish(
+        self,
+        process: subprocess.Popen[bytes] | Forked,
+        folder: Path,
+        environment: Mapping[str, str],
+        timeout_s: float,
+    ) -> Finished:
         code: int | None = None
         try:
             code = process.wait(timeout_s)
@@ -164,11 +206,12 @@ class Harness:
         *,
         ranks: int = 1,
         program: str = "training.py",
+        launcher: bool = False,
         folder: Path | None = None,
         env: Mapping[str, str | None] | None = None,
         timeout_s: float = 300,
     ) -> Outcome:
-        """Runs ``(name, case, engine)`` cases in one process per rank."""
+        """Runs ``(name, case, engine)`` cases in one process per rank, if wanted under DeepSpeed's launcher."""
         # A rank that the launcher kills while it loads an operator leaves torch's lock, at which all later loads hang.
         if "TORCH_EXTENSIONS_DIR" in os.environ:  # the tests' own folder
             remove_left_behind()
@@ -176,10 +219,10 @@ class Harness:
         list_file = folder / "cases.json"
         list_file.write_text(json.dumps([list(case) for case in cases]))
         script = [str(HERE / program), "--cases", str(list_file), "--folder", str(folder)]
-        if ranks == 1:
-            finished = self.execute([sys.executable, *script], folder=folder, env=env, timeout_s=timeout_s)
-        else:
+        if launcher:
             finished = self.launch(ranks, script, folder=folder, env=env, timeout_s=timeout_s)
+        else:
+            finished = self.python(script, folder=folder, ranks=ranks, env=env, timeout_s=timeout_s)
         results = []
         for rank in range(ranks):
             path = folder / f"results_{rank}.json"
@@ -209,7 +252,9 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
         base = Path("/var/tmp")
     base.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="tencache-integration-", dir=base))
-    yield Harness(folder)
+    harness = Harness(folder)
+    yield harness
+    harness.close()
     if os.environ.get("TENCACHE_TEST_KEEP"):
         print(f"kept: {folder}")
         return

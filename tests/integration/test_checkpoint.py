@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -217,7 +216,7 @@ def test_loading_only_a_part_on_two_ranks(loaded_by_two: Any, name: str) -> None
 def make_universal(harness: Any, checkpoint: Path) -> None:
     command = ["--input_folder", str(checkpoint / "save0"), "--output_folder", str(checkpoint / "universal")]
     workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    harness.execute([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *command, *workers]).succeeded()
+    harness.python(["-m", "deepspeed.checkpoint.ds_to_universal", *command, *workers]).succeeded()
 
 
 @pytest.fixture(scope="module")

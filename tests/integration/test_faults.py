@@ -213,7 +213,11 @@ def test_every_rank_says_what_happened_to_it(together: Any, name: str, kind: str
 def test_a_fault_on_one_rank_ends_the_job(harness: Any, rule: str, rank: int, named: str) -> None:
     """The other one waits in a collective, which nobody will complete: the launcher ends it."""
     outcome = harness.run(
-        [("fault", inject(rule, dies=True, **HANG), "tencache")], ranks=2, program=PROGRAM, timeout_s=120
+        [("fault", inject(rule, dies=True, **HANG), "tencache")],
+        ranks=2,
+        program=PROGRAM,
+        launcher=True,
+        timeout_s=120,
     )
     seconds = time.time() - float((outcome.finished.folder / "inject-began").read_text())
     print(f"the job ended {seconds:.1f} s after the fault began")

@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
-
-from tests.integration.conftest import free_port
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -38,21 +33,16 @@ print("the script ended")
 """
 
 
-def run(folder: Path, *arguments: str) -> str:
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                                "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": "0"}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=150
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(harness: Any, *arguments: str) -> str:
+    folder = harness.folder()
+    (folder / "script.py").write_text(SCRIPT)
+    printed: str = harness.python([str(folder / "script.py"), *arguments], folder=folder, timeout_s=150).succeeded().log
+    return printed
 
 
 @pytest.mark.parametrize("end", ["destroy", "exit"])
-def test_a_line_at_the_start_and_a_summary_at_the_end(tmp_path: Path, end: str) -> None:
-    printed = run(tmp_path, "normal", end)
+def test_a_line_at_the_start_and_a_summary_at_the_end(harness: Any, end: str) -> None:
+    printed = run(harness, "normal", end)
     assert printed.count("is active with DeepSpeed") == 1
     unused = "zero_optimization.offload_param.buffer_size, zero_optimization.offload_optimizer.pipeline_read"
     assert printed.count(f"TenCache does not use {unused}") == 1
@@ -62,5 +52,5 @@ def test_a_line_at_the_start_and_a_summary_at_the_end(tmp_path: Path, end: str) 
     assert after == (end == "exit")
 
 
-def test_quiet(tmp_path: Path) -> None:
-    assert "TenCache" not in run(tmp_path, "quiet", "exit")
+def test_quiet(harness: Any) -> None:
+    assert "TenCache" not in run(harness, "quiet", "exit")
