@@ -25,6 +25,7 @@ import torch
 
 from tencache_ds.ops.build_lock import remove_left_behind
 from tencache_ds.profiling.filesystem import file_system_of
+from tests.integration.oracle import remove_unused
 from tests.integration.warm_start import Forked, WarmParent, without_job
 
 HERE = Path(__file__).parent
@@ -80,8 +81,9 @@ class Outcome:
 class Harness:
     """Runs programs of this folder under DeepSpeed."""
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, oracle: Path | None = None) -> None:
         self._base = base
+        self._oracle = oracle
         self._count = 0
         self._parent: WarmParent | None = None
 
@@ -219,6 +221,8 @@ class Harness:
         list_file = folder / "cases.json"
         list_file.write_text(json.dumps([list(case) for case in cases]))
         script = [str(HERE / program), "--cases", str(list_file), "--folder", str(folder)]
+        if self._oracle is not None:
+            script += ["--oracle", str(self._oracle)]
         if launcher:
             finished = self.launch(ranks, script, folder=folder, env=env, timeout_s=timeout_s)
         else:
@@ -244,15 +248,22 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    """Runs training processes whose files lie on a disk: ``TENCACHE_TEST_NVME``, the temporary folder or /var/tmp."""
+def harness(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Harness]:
+    """Runs training processes whose files lie on a disk: ``TENCACHE_TEST_NVME``, the temporary folder or /var/tmp.
+
+    Results of stock DeepSpeed are kept in pytest's cache, unless ``TENCACHE_TEST_FRESH_ORACLE`` is set.
+    """
     chosen = os.environ.get("TENCACHE_TEST_NVME")
     base = Path(chosen) if chosen else tmp_path_factory.getbasetemp()
     if not chosen and file_system_of(base).in_memory:
         base = Path("/var/tmp")
     base.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="tencache-integration-", dir=base))
-    harness = Harness(folder)
+    kept: Path | None = None
+    if getattr(pytestconfig, "cache", None) is not None and not os.environ.get("TENCACHE_TEST_FRESH_ORACLE"):
+        kept = pytestconfig.cache.mkdir("stock")
+        remove_unused(kept)
+    harness = Harness(folder, kept)
     yield harness
     harness.close()
     if os.environ.get("TENCACHE_TEST_KEEP"):

@@ -24,5 +24,9 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
     return scenario.seen
 
 
+def keeps(case: dict[str, Any]) -> bool:
+    return case["scenario"] != "trainer_trains"  # whose checkpoint others resume from
+
+
 if __name__ == "__main__":
-    training.main(run)
+    training.main(run, keeps)

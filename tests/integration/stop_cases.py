@@ -197,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", required=True, help="JSON file: list of [name, case, engine]")
     parser.add_argument("--folder", required=True)
+    parser.add_argument("--oracle", help="not used: there are no cases with stock")
     arguments = parser.parse_args()
     import cpuinfo
     import deepspeed  # noqa: F401

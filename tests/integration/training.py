@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from models import MODELS, Experts
+from oracle import KeptResults, circumstances
 from torch import nn
 
 # Configs
@@ -334,12 +335,25 @@ def run_case(case: dict[str, Any], engine_name: str, folder: str, rank: int, hoo
     return result
 
 
-def main(run: Callable[[dict[str, Any], str, str, int], dict[str, Any]] = run_case) -> None:
-    """Runs the cases of ``--cases`` with ``run(case, engine, folder, rank)`` and writes ``results_<rank>.json``."""
+def writes_no_files(case: dict[str, Any]) -> bool:
+    """Whether nothing but its result is left of a case with stock."""
+    return "action" not in case
+
+
+def main(
+    run: Callable[[dict[str, Any], str, str, int], dict[str, Any]] = run_case,
+    keeps: Callable[[dict[str, Any]], bool] = writes_no_files,
+) -> None:
+    """Runs the cases of ``--cases`` with ``run(case, engine, folder, rank)`` and writes ``results_<rank>.json``.
+
+    Stock's of which ``keeps(case)`` is true run first, before there is a TenCache engine in the process; with
+    ``--oracle``, only those of which no result is kept there.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=0)
     parser.add_argument("--cases", required=True, help="JSON file: list of [name, case, engine]")
     parser.add_argument("--folder", required=True)
+    parser.add_argument("--oracle", help="folder for results of stock that are kept")
     arguments = parser.parse_args()
     import cpuinfo
     import deepspeed
@@ -348,24 +362,53 @@ def main(run: Callable[[dict[str, Any], str, str, int], dict[str, Any]] = run_ca
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     deepspeed.init_distributed()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    rank = deepspeed.comm.get_rank()
+    rank, ranks = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+    cases = json.loads(Path(arguments.cases).read_text())
+    of_stock = [(name, case) for name, case, engine in cases if engine == "stock" and keeps(case)]
+    kept: KeptResults | None = None
     results: dict[str, Any] = {}
-    for name, case, engine in json.loads(Path(arguments.cases).read_text()):
+    if arguments.oracle and of_stock:
+        on = circumstances(os.environ)
+        kept = KeptResults(Path(arguments.oracle), Path(sys.argv[0]).stem, (rank, ranks), on)
+        found = {f"{name}/stock": kept.find(name, case) for name, case in of_stock}
+        results = {key: found[key] for key in found_by_all(found)}
+        print(f"[rank {rank}] kept results of stock: {len(results)} of {len(of_stock)}", flush=True)
+    ordered = [(name, case, "stock") for name, case in of_stock]
+    ordered += [case for case in map(tuple, cases) if case not in ordered]
+    for name, case, engine in ordered:
         key = f"{name}/{engine}"
+        if key in results:
+            continue
         t_start = time.perf_counter()
         try:
-            results[key] = run(case, engine, arguments.folder, rank)
+            results[key] = run(copy.deepcopy(case), engine, arguments.folder, rank)
         except Exception as error:  # reported to the test, which fails with it
             trace = traceback.format_exc()
             print(trace, flush=True)
             results[key] = {"error": f"{type(error).__name__}: {error}", "traceback": trace}
+        else:
+            if kept is not None and engine == "stock" and keeps(case):
+                kept.keep(name, case, results[key])
         seconds = time.perf_counter() - t_start
         print(f"[rank {rank}] {key}: {results[key].get('error', 'done')} ({seconds:.1f} s)", flush=True)
         Path(arguments.folder, f"results_{rank}.json").write_text(json.dumps(results))
-        if "error" in results[key] and deepspeed.comm.get_world_size() > 1:
+        if "error" in results[key] and ranks > 1:
             break  # the ranks are no longer together
+    Path(arguments.folder, f"results_{rank}.json").write_text(json.dumps(results))
     if any("error" in result for result in results.values()):
         sys.exit(1)
+
+
+def found_by_all(found: dict[str, Any]) -> list[str]:
+    """What no rank has to do again. Collective."""
+    from deepspeed.accelerator import get_accelerator
+
+    if torch.distributed.get_world_size() == 1:
+        return [key for key, value in found.items() if value is not None]
+    device = get_accelerator().current_device_name()
+    by_all = torch.tensor([value is not None for value in found.values()], dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(by_all, torch.distributed.ReduceOp.MIN)
+    return [key for key, everywhere in zip(found, by_all.tolist(), strict=True) if everywhere]
 
 
 if __name__ == "__main__":
