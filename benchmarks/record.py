@@ -219,9 +219,9 @@ class Task(Record):
 
     workload: Workload
     deepspeed_config: dict[str, Any]
-    result: str  # JSON file that rank 0 writes, a :class:`Measurement`
     steps: int  # measured optimizer steps
     warmup: int = 2  # steps before them, which do not count
+    result: str = ""  # JSON file that rank 0 writes, a :class:`Measurement`
     turns: int = 1  # the measured steps are split into so many turns, each released by the gate; divides the steps
     gate: str | None = None  # folder of the benchmark's turnstile (``benchmarks.turns``)
     zero_init: bool = True  # False builds the unpartitioned model

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..record import Caps, Outcome, Run, Task, Workload, write_at_once
+from ..record import Caps, Outcome, Run, Task, write_at_once
 from ..turns import Turnstile
 from .host_limit import HostLimit
 from .peers import Peer
@@ -42,12 +42,7 @@ class Request:
     configuration: str  # its name in the record
     round: int  # see :attr:`..record.Run.round`
     peer: Peer  # the peer to run
-    config: dict[str, Any]  # its DeepSpeed config
-    workload: Workload  # the training
-    steps: int  # measured optimizer steps
-    warmup: int  # steps before them, which do not count
-    profile: bool  # whether a further step is made under the profiler
-    gpu_nbytes: int | None  # cap on GPU memory, or None
+    task: Task  # without files, turns and the cap on host memory
     timeout_s: float  # the run is stopped after this time, the turns of others left out
 
 
@@ -115,23 +110,17 @@ class _Launched:
         self._timed_out = False
 
     def __enter__(self) -> _Launched:
-        request, gate = self._request, None
-        self._result.unlink(missing_ok=True)
+        given: dict[str, Any] = {"result": str(self._result.resolve()), "host_nbytes": self._host_limit.nbytes}
         if self._n_turns is not None:
             self.turnstile.prepare(os.getpid())
-            gate = str(self.turnstile.folder.resolve())
-        task = Task(
-            workload=request.workload, deepspeed_config=request.config, result=str(self._result.resolve()),
-            steps=request.steps, warmup=request.warmup, turns=self._n_turns or 1, gate=gate,
-            zero_init=request.peer.zero_init, gpu_nbytes=request.gpu_nbytes, host_nbytes=self._host_limit.nbytes,
-            profile=request.profile,
-        )  # fmt: skip
-        write_at_once(task, self._task)
+            given |= {"turns": self._n_turns, "gate": str(self.turnstile.folder.resolve())}
+        self._result.unlink(missing_ok=True)
+        write_at_once(self._request.task.model_copy(update=given), self._task)
         self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         with self._log.open("wb") as log:
             # Its own session: the launcher's children must not outlive it and disturb the next run.
             self._process = subprocess.Popen(
-                self._host_limit.wrap(_command(request, self._task.resolve())),
+                self._host_limit.wrap(_command(self._request, self._task.resolve())),
                 stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 env=environment(), start_new_session=True,
             )  # fmt: skip
@@ -163,7 +152,9 @@ class _Launched:
             "round": request.round,
             "started_at": self._started_at,
             "wall_s": self._used_s,
-            "caps": Caps(host_nbytes=limit.nbytes, host_enforced_by=limit.enforced_by, gpu_nbytes=request.gpu_nbytes),
+            "caps": Caps(
+                host_nbytes=limit.nbytes, host_enforced_by=limit.enforced_by, gpu_nbytes=request.task.gpu_nbytes
+            ),
         }
         if self._result.exists():
             fields |= json.loads(self._result.read_text())
@@ -210,7 +201,7 @@ def free_port() -> int:
 
 def _command(request: Request, task: Path) -> list[str]:
     return [
-        sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(request.workload.ranks),
+        sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(request.task.workload.ranks),
         "--master_port", str(free_port()), *request.peer.launcher,
         "--module", f"{PACKAGE}.training.{request.peer.program}", str(task),
     ]  # fmt: skip

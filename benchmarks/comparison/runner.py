@@ -23,7 +23,7 @@ from tqdm import tqdm
 from tencache_ds.errors import ConfigError
 from tencache_ds.planning.bound import Bound
 
-from ..record import Benchmark, Configuration, Outcome, Placement, Run
+from ..record import Benchmark, Configuration, Outcome, Placement, Run, Task
 from ..workloads import census
 from .host_limit import HostLimit, host_limit
 from .limits import balance_tokens, bound_of, placement_of
@@ -244,20 +244,21 @@ class Session:
             raise OutOfTime(f"the next run takes about {expected_s:.0f} s, which exceeds the time limit")
 
     def _request(self, entry: Entry, knobs: dict[str, Any], index: int, setting: Setting) -> Request:
-        trial, peer = index < 0, PEERS[entry.peer]
-        return Request(
-            configuration=entry.name, round=index, peer=peer, config=peer.configure(setting, knobs),
-            workload=self._plan.workload,
-            steps=self._plan.trial_steps if trial else self._plan.steps,
-            warmup=1 if trial else self._plan.warmup,
-            profile=self._options.profile and setting.gpus > 0 and index == 0,
-            gpu_nbytes=self._options.gpu_nbytes, timeout_s=self._options.timeout_s,
+        trial, peer, plan = index < 0, PEERS[entry.peer], self._plan
+        task = Task(
+            workload=plan.workload, deepspeed_config=peer.configure(setting, knobs), zero_init=peer.zero_init,
+            steps=plan.trial_steps if trial else plan.steps, warmup=1 if trial else plan.warmup,
+            profile=self._options.profile and setting.gpus > 0 and index == 0, gpu_nbytes=self._options.gpu_nbytes,
         )  # fmt: skip
+        return Request(entry.name, index, peer, task, self._options.timeout_s)
 
     def _described(self, run: Run, request: Request, knobs: dict[str, Any], setting: Setting) -> Run:
         name = request.configuration
         self._longest[name] = max(run.wall_s, self._longest.get(name, 0.0))
-        config, stats = _without_paths(request.config, setting), _without_paths(run.tencache_stats, setting)
+        config, stats = (
+            _without_paths(request.task.deepspeed_config, setting),
+            _without_paths(run.tencache_stats, setting),
+        )
         return run.model_copy(update={"knobs": knobs, "deepspeed_config": config, "tencache_stats": stats})
 
     def _logs(self) -> Path:

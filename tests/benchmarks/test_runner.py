@@ -72,11 +72,17 @@ class ScriptedRuns:
 
     def __call__(self, request: Any, folder: Path, *, host_limit: Any, on_progress: Any) -> Run:
         self.requests.append(request)
-        nvme = Path(request.config["zero_optimization"].get("offload_optimizer", {}).get("nvme_path", folder))
+        nvme = Path(
+            request.task.deepspeed_config["zero_optimization"].get("offload_optimizer", {}).get("nvme_path", folder)
+        )
         if nvme != folder:
             (nvme / "zero_stage_3").mkdir()  # what a killed run of stock leaves behind; a second one would fail here
         seconds = self.seconds(request)
-        fields: dict[str, Any] = {"configuration": request.configuration, "round": request.round, "wall_s": 20.0}
+        fields: dict[str, Any] = {
+            "configuration": request.configuration,
+            "round": request.round,
+            "wall_s": 20.0,
+        }
         if seconds is None:
             return Run(outcome=Outcome.failed, error="RuntimeError: it broke", **fields)
         step = Step(
@@ -89,7 +95,7 @@ class ScriptedRuns:
             stats = {"resident_weight_nbytes": 7_000_000, "paths": [{"path": f"{nvme}/scratch"}]}
         return Run(
             outcome=Outcome.ok, numel=7_000_000,
-            steps=[step] * (request.warmup + request.steps), warmup_steps=request.warmup,
+            steps=[step] * (request.task.warmup + request.task.steps), warmup_steps=request.task.warmup,
             tencache_stats=stats, **fields,
         )  # fmt: skip
 
@@ -141,7 +147,10 @@ def test_turns_give_each_configuration_storage_of_its_own(
     names = ("nvme-nvme", "ram-nvme", "tencache")
     benchmark = Session(plan(*names, rounds=2, turns=2, steps=4), options, ScriptedMachine()).run()
     assert rounds == [["nvme-nvme", "ram-nvme", "tencache"], ["nvme-nvme", "tencache"]]
-    paths = {request.config["zero_optimization"]["offload_optimizer"]["nvme_path"] for request in runs.requests[:3]}
+    paths = {
+        request.task.deepspeed_config["zero_optimization"]["offload_optimizer"]["nvme_path"]
+        for request in runs.requests[:3]
+    }
     assert len(paths) == 3
     assert list(options.nvme_path.iterdir()) == []
     assert len(benchmark.runs_of("tencache")) == 2
@@ -185,7 +194,7 @@ def test_where_arithmetic_takes_as_long_as_storage(options: Options, scripted: A
 
 def test_the_best_of_the_search_is_measured(options: Options, scripted: Any) -> None:
     def seconds(request: Any) -> float | None:
-        threads = request.config.get("aio", {}).get("intra_op_parallelism")
+        threads = request.task.deepspeed_config.get("aio", {}).get("intra_op_parallelism")
         return {4: 3.0, 8: 1.0, 1: None, 16: 2.0, None: 1.0}[threads]
 
     runs = scripted(seconds)
@@ -197,7 +206,7 @@ def test_the_best_of_the_search_is_measured(options: Options, scripted: Any) -> 
     tried = [(run.knobs["aio_threads"], run.outcome is Outcome.ok) for run in benchmark.tuning]
     assert tried == [(4, True), (8, True), (1, False), (16, True), (4, True), (8, True)]
     measured = [request for request in runs.requests if request.round >= 0 and request.configuration == "nvme-nvme"]
-    assert all(request.config["aio"]["intra_op_parallelism"] == 8 for request in measured)
+    assert all(request.task.deepspeed_config["aio"]["intra_op_parallelism"] == 8 for request in measured)
 
 
 def test_what_fails_is_a_row_and_is_not_tried_in_each_round(options: Options, scripted: Any) -> None:

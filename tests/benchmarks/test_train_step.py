@@ -141,7 +141,7 @@ def test_a_run_is_measured(runs: dict[str, tuple[Measurement, str]], engine: str
 def test_every_step_gets_its_tokens_on_the_device() -> None:
     """The profiled one too, which only a GPU has."""
     workload = workload_of("7M", ranks=1, micro_batch=3, sequence=5, accumulation=2)
-    task = Task(workload=workload, deepspeed_config={}, result="", steps=2, warmup=1)
+    task = Task(workload=workload, deepspeed_config={}, steps=2, warmup=1)
     run = SimpleNamespace(task=task, _rank=0)
     trainee = SimpleNamespace(vocabulary=7, device=torch.device("meta"))
     batches = list(MeasuredRun._draw(run, trainee))  # type: ignore[arg-type]

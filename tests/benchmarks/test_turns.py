@@ -18,7 +18,7 @@ from benchmarks.comparison import process
 from benchmarks.comparison.peers import PEERS
 from benchmarks.comparison.process import Request, execute_in_turns
 from benchmarks.comparison.suites import workload_of
-from benchmarks.record import Measurement, Outcome
+from benchmarks.record import Measurement, Outcome, Task
 from benchmarks.turns import Gate, Turnstile
 
 pytestmark = pytest.mark.timeout(120)
@@ -75,10 +75,8 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
 
 
 def request(name: str, timeout_s: float = 60.0) -> Request:
-    return Request(
-        configuration=name, round=0, peer=PEERS["tencache"], config={}, workload=workload_of("7M", ranks=1),
-        steps=N_TURNS, warmup=1, profile=False, gpu_nbytes=None, timeout_s=timeout_s,
-    )  # fmt: skip
+    task = Task(workload=workload_of("7M", ranks=1), deepspeed_config={}, steps=N_TURNS, warmup=1)
+    return Request(name, 0, PEERS["tencache"], task, timeout_s)
 
 
 def test_turns_go_round_and_never_overlap(scripted: Scripted) -> None:
