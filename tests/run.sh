@@ -25,7 +25,8 @@ for entry in tests/*; do
     case "$entry" in tests/integration | tests/benchmarks) continue ;; esac
     if [[ "$entry" == */test_*.py ]] || compgen -G "$entry/test_*.py" >/dev/null; then add "$entry"; fi
 done
-add tests/integration/test_exactness.py tests/benchmarks/test_smoke.py tests/integration/test_*.py
+add tests/integration/test_{exactness,gpu_memory,overlap,hugging_face,checkpoint,user_api,gds,faults}.py
+add tests/benchmarks/test_smoke.py tests/integration/test_*.py
 add tests/benchmarks/test_*.py
 for argument in "$@"; do
     if [ -e "${argument%%::*}" ]; then ordered=(); fi # the caller says which tests

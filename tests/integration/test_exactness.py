@@ -31,11 +31,11 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["unused"]["weight_decay"] = 0.0  # so that a weight without a gradient should not change at all
 
 TRAINING: dict[str, dict[str, Any]] = {
-    "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1},
+    "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1, "steps": 8},
     "accumulation_random_skip": {"model": "random_skip", "accumulation": 2, "steps": 8},
     "fp32": {"model": "mlp", "precision": "fp32"},
-    "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2},
-    "two_groups_scheduler": {"model": "gpt2", "optimizer": "two_groups", "scheduler": True},
+    "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2, "steps": 10},
+    "two_groups_scheduler": {"model": "gpt2", "optimizer": "two_groups", "scheduler": True, "steps": 12},
     "lion": {"model": "mlp", "optimizer": "lion"},
     "cpu_adagrad": {"model": "mlp", "optimizer": "cpu_adagrad"},
     # One chunk of the whole model, which CPU Lion's second state enlarges.
@@ -60,6 +60,7 @@ TRAINING: dict[str, dict[str, Any]] = {
         "model": "llama",
         "accumulation": 2,
         "clipping": 0.1,
+        "steps": 8,
         "tencache": {"host_memory": "12MiB", "chunk_size": 2**16},
     },
     "sub_groups_in_two_places": {
