@@ -34,22 +34,24 @@ TRAINING: dict[str, dict[str, Any]] = {
 
 PARTS: dict[str, dict[str, Any]] = {
     # The shards of the llama take 4.4 MiB, its state with gradients 30.6.
-    "weights": {"model": "llama", "device_memory": "3MiB", "weights": True} | CHUNKS,
-    "no_weights_fit": {"model": "llama", "device_memory": 0} | CHUNKS,
-    "some_state": {"model": "llama", "device_memory": "14MiB", "clipping": 0.1} | CHUNKS,
-    "some_state_ram": {"model": "llama", "device_memory": "14MiB", "weights": True} | CHUNKS | RAM,
+    "weights": {"model": "llama", "device_memory": "3MiB", "weights": True, "steps": 8} | CHUNKS,
+    "no_weights_fit": {"model": "llama", "device_memory": 0, "steps": 8} | CHUNKS,
+    "some_state": {"model": "llama", "device_memory": "14MiB", "clipping": 0.1, "steps": 8} | CHUNKS,
+    "some_state_ram": {"model": "llama", "device_memory": "14MiB", "weights": True, "steps": 8} | CHUNKS | RAM,
     "three_places": {
         "model": "llama",
         "device_memory": "14MiB",
+        "steps": 8,
         "tencache": {"chunk_size": 2**16, "host_memory": "16MiB"},
     },
     # Weights and gradients leave 0.2 MiB of host memory for state, until they are in GPU memory.
     "host_memory_freed": {
         "model": "llama",
         "device_memory": "24MiB",
+        "steps": 8,
         "tencache": {"chunk_size": 2**16, "host_memory": "9MiB"},
     },
-    "odd_chunks": {"model": "gpt2", "device_memory": "12MiB", "tencache": {"chunk_size": 100_003}},
+    "odd_chunks": {"model": "gpt2", "device_memory": "12MiB", "steps": 8, "tencache": {"chunk_size": 100_003}},
 }
 
 FP16: dict[str, dict[str, Any]] = {
@@ -67,7 +69,7 @@ MOVES: dict[str, dict[str, Any]] = {
         "clipping": 0.1 if seed % 2 else 0.0,
         "accumulation": 1 + seed % 3,
         "tencache": {"chunk_size": 2 ** (16 + seed % 4), "host_memory": ("6MiB", "24MiB", 0)[seed % 3]},
-        "steps": 20,
+        "steps": 12,
     }
     for seed in range(4)
 }
@@ -87,12 +89,15 @@ SHRINKS: dict[str, dict[str, Any]] = {
 MIB = 2**20
 SPILLS: dict[str, dict[str, Any]] = {
     # Of 26 MiB of state 20 have no other place.
-    "spills": {"model": "llama", "host_available": 12 * MIB, "device_memory": "22MiB", "weights": True} | CHUNKS | RAM,
+    "spills": {"model": "llama", "host_available": 12 * MIB, "device_memory": "22MiB", "weights": True, "steps": 8}
+    | CHUNKS
+    | RAM,
     "spills_from_nvme": {
         "model": "llama",
         "host_available": 0,
         "nvme_free": 12 * MIB,
         "device_memory": "22MiB",
+        "steps": 8,
         "tencache": {"chunk_size": 2**16, "host_memory": "8MiB"},
     },
     "spills_all": {"model": "llama", "host_available": 0, "steps": 6} | CHUNKS | RAM,
