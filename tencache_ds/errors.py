@@ -112,3 +112,8 @@ class SpaceError(StorageError):
 
 class CheckpointError(TenCacheError, RuntimeError):
     """A checkpoint could not be saved or loaded: names it, the reason, and the rank that detected it."""
+
+
+class InplaceChangeError(TenCacheError, RuntimeError):
+    """A tensor that backward needs was modified in place after the forward pass had saved it; autograd raises a
+    ``RuntimeError`` for the same reason: names the tensor and both versions."""

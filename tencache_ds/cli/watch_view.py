@@ -24,6 +24,8 @@ STALLS = {
     "buffer": "buffer",
     "write_back": "write_back",
     "update": "update",
+    "activation_read": "activation_read",
+    "activation_write": "activation_write",
 }
 ACCESSES = ("resident", "prefetched", "late", "demand")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-NVME_STALLS = ("weight_read", "optimizer_read", "buffer", "write_back")
+NVME_STALLS = ("weight_read", "optimizer_read", "buffer", "write_back", "activation_read", "activation_write")
 
 
 def shares(record: Mapping[str, Any]) -> dict[str, float]:

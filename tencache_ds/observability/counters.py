@@ -45,6 +45,12 @@ class Stall(enum.StrEnum):
     UPDATE = "update"
     """A weight was needed before an update in the background had come to it."""
 
+    ACTIVATION_READ = "activation_read"
+    """Backward needed an activation before it was read from NVMe."""
+
+    ACTIVATION_WRITE = "activation_write"
+    """An activation had to be saved, but NVMe had not yet written those before it."""
+
 
 class Access(enum.StrEnum):
     """The place of a weight when training requested it."""

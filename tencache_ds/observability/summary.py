@@ -11,6 +11,8 @@ _WAITS = {
     Stall.OPTIMIZER_READ: "reads of optimizer state",
     Stall.BUFFER: "staging buffers",
     Stall.WRITE_BACK: "writes",
+    Stall.ACTIVATION_READ: "reads of activations",
+    Stall.ACTIVATION_WRITE: "writes of activations",
 }
 
 WORTH_SAYING = 0.05

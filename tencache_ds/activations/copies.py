@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of raw bytes between device and host memory.
+
+[Note: streams] Two streams of their own carry the copies, one in each direction. A copy out begins when the work
+issued to the compute stream before it is done, and a copy back when the device memory it fills is free, which is
+allocated on the compute stream like any other tensor. The host waits for neither. Memory is not freed under a copy
+because whoever started it keeps a reference until the copy's event is done, or until the compute stream has been made
+to wait for that event: memory freed after that is reused by later work of the compute stream only. ``record_stream``
+is not used, since it delays the reuse until the host next looks.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol, cast
+
+import torch
+
+from tencache_ds.memory.lease import Event
+from tencache_ds.planning.activation_policy import MoveRates
+
+_MEASURED_NBYTES = 32 * 2**20
+
+
+class Copies(Protocol):
+    """Used by one thread at a time. All tensors are 1-D uint8."""
+
+    def out(self, target: torch.Tensor, source: torch.Tensor) -> Event | None:
+        """Copies device memory to host memory of the same size.
+
+        Returns:
+            Done when ``target`` is filled and ``source`` may be freed; None: that is so already.
+        """
+
+    def back(self, source: torch.Tensor, after: Event | None) -> tuple[torch.Tensor, Event | None]:
+        """Copies host memory to new device memory, once the copy that fills ``source`` is done.
+
+        Returns:
+            The device memory, and an event that is done when it is filled and ``source`` may be reused; None: that is
+            so already. Work on the memory may be issued after :meth:`wait`.
+        """
+
+    def wait(self, event: Event | None) -> None:
+        """Later work on the current stream waits for a copy; the host does not."""
+
+    def rates(self) -> MoveRates | None:
+        """Measured bandwidths; None if unknown."""
+
+
+class PlainCopies:
+    """For a device whose memory is ordinary memory: each copy is over when its call returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved = [[0, 0.0], [0, 0.0]]  # bytes and seconds, out and back
+
+    def out(self, target: torch.Tensor, source: torch.Tensor) -> Event | None:
+        """See :meth:`Copies.out`."""
+        self._copy(target, source, 0)
+        return None
+
+    def back(self, source: torch.Tensor, after: Event | None) -> tuple[torch.Tensor, Event | None]:
+        """See :meth:`Copies.back`."""
+        target = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
+        self._copy(target, source, 1)
+        return target, None
+
+    def wait(self, event: Event | None) -> None:
+        """See :meth:`Copies.wait`."""
+
+    def rates(self) -> MoveRates | None:
+        """See :meth:`Copies.rates`: of all copies so far."""
+        if any(not seconds for _, seconds in self._moved):
+            return None
+        return MoveRates(*(nbytes / seconds for nbytes, seconds in self._moved))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, direction: int) -> None:
+        t_start_s = time.perf_counter()
+        target.copy_(source)
+        self._moved[direction][0] += source.numel()
+        self._moved[direction][1] += time.perf_counter() - t_start_s
+
+
+class CudaCopies:
+    """See [Note: streams]. Not yet run on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out = torch.cuda.Stream(device)
+        self._back = torch.cuda.Stream(device)
+        self._rates: MoveRates | None = None
+
+    def out(self, target: torch.Tensor, source: torch.Tensor) -> Event | None:
+        """See :meth:`Copies.out`."""
+        # Before the block below, in which the current stream is the copy's own.
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            target.copy_(source, non_blocking=True)
+            return self._out.record_event()
+
+    def back(self, source: torch.Tensor, after: Event | None) -> tuple[torch.Tensor, Event | None]:
+        """See :meth:`Copies.back`."""
+        target = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
+        self._back.wait_stream(torch.cuda.current_stream(self._device))
+        if after is not None:
+            self._back.wait_event(cast(torch.cuda.Event, after))
+        with torch.cuda.stream(self._back):
+            target.copy_(source, non_blocking=True)
+            return target, self._back.record_event()
+
+    def wait(self, event: Event | None) -> None:
+        """See :meth:`Copies.wait`."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(cast(torch.cuda.Event, event))
+
+    def rates(self) -> MoveRates | None:
+        """See :meth:`Copies.rates`: of pinned memory, measured once, which takes some milliseconds."""
+        if self._rates is None:
+            host = torch.empty(_MEASURED_NBYTES, dtype=torch.uint8, pin_memory=True)
+            device = torch.empty(_MEASURED_NBYTES, dtype=torch.uint8, device=self._device)
+            self._rates = MoveRates(_rate(host, device), _rate(device, host))
+        return self._rates
+
+
+def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Bytes per second of a copy on the current stream."""
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for event in (started, ended):  # the first copy of all is slow
+        target.copy_(source, non_blocking=True)
+        event.record()
+    ended.synchronize()
+    return source.numel() / (started.elapsed_time(ended) / 1e3)
+
+
+def open_copies(device: torch.device) -> Copies:
+    """The copies that suit a device."""
+    return CudaCopies(device) if device.type == "cuda" else PlainCopies(device)

@@ -1,0 +1,564 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves the tensors that autograd saves to host memory and NVMe, and back before backward needs them.
+
+The state machine of a block, and the two walks ahead of backward: reads from NVMe into host buffers, as far as there
+are buffers, and copies to the device, as far as their window allows. Both follow the order of the recorded pass. What
+they have not brought is brought when it is needed, so an order that differs costs time only.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tencache_ds.activations.blocks import Block, KeptTensor, MovedTensor, Remains, alive
+from tencache_ds.activations.copies import Copies
+from tencache_ds.activations.host_buffers import HostBuffers
+from tencache_ds.activations.pass_recorder import PassRecorder
+from tencache_ds.errors import MemoryLimitError, TenCacheError
+from tencache_ds.io import ExtentStore, Priority, Ticket
+from tencache_ds.items import Place
+from tencache_ds.memory.lease import Event
+from tencache_ds.observability.counters import Counters, Link, Stall
+from tencache_ds.observability.spans import Category, span
+from tencache_ds.planning.activation_policy import (
+    MOST_AHEAD_NBYTES,
+    RecordedPass,
+    place_unplanned,
+    plan_places,
+    reload_order,
+    reload_window_nbytes,
+)
+
+_T = TypeVar("_T")
+logger = logging.getLogger("DeepSpeed.tencache")
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationFigures:
+    """Of the last pass, when its backward began.
+
+    Attributes:
+        kept_nbytes: saved tensors of at least the smallest size that stayed in device memory.
+        host_nbytes: in host memory.
+        nvme_nbytes: on NVMe, or on their way there.
+        n_ahead: blocks that had been reloaded, or were being copied to the device, when backward needed them.
+        n_late: blocks that it had to wait for or to ask for.
+    """
+
+    kept_nbytes: int = 0
+    host_nbytes: int = 0
+    nvme_nbytes: int = 0
+    n_ahead: int = 0
+    n_late: int = 0
+
+
+class SavedTensors:
+    """The pack and unpack hooks of one engine. Any thread may call them: training saves, autograd's threads load.
+
+    Args:
+        device: whose tensors are moved.
+        copies: between it and host memory.
+        resident: host memory for blocks that stay there.
+        staging: host memory that blocks pass through on their way to and from NVMe.
+        open_store: opens storage on NVMe at its first use; None if there is none.
+        counters: where bytes and stalls are counted.
+        is_weight: whether a storage is that of a weight, which DeepSpeed manages.
+        least_nbytes: smaller storages stay on the device.
+        host_capacity: host memory for blocks that stay there, in bytes, taken and free.
+        timeout_s: longest wait for a request.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        copies: Copies,
+        resident: HostBuffers,
+        staging: HostBuffers,
+        open_store: Callable[[], ExtentStore] | None,
+        counters: Counters,
+        is_weight: Callable[[torch.Tensor], bool],
+        least_nbytes: int,
+        host_capacity: Callable[[], int],
+        timeout_s: float,
+    ) -> None:
+        self._device = device
+        self._copies = copies
+        self._resident = resident
+        self._staging = staging
+        self._open_store = open_store
+        self._store: ExtentStore | None = None
+        self._counters = counters
+        self._is_weight = is_weight
+        self._least_nbytes = max(least_nbytes, 1)
+        self._host_capacity = host_capacity
+        self._timeout_s = timeout_s
+        # Reentrant: a garbage collection under it may end a graph. Blocks take no lock, see [Note: lifetimes].
+        self._lock = threading.RLock()
+        self._closed = False
+        self._warned = False
+        self._remains: deque[Remains] = deque()
+        self._busy: list[Remains] = []
+        self._by_address: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+        self._leaving: deque[tuple[weakref.ref[Block], torch.UntypedStorage, Event | None]] = deque()
+        self._leaving_nbytes = 0
+        self._unwritten: deque[weakref.ref[Block]] = deque()
+        self._writing: deque[tuple[weakref.ref[Block], Ticket]] = deque()
+        self._pass: list[weakref.ref[Block]] = []
+        self._recorder = PassRecorder()
+        self._recorded: RecordedPass | None = None
+        self._places: Sequence[Place] = ()
+        self._moved_nbytes = 0
+        self._order: tuple[int, ...] = ()
+        self._turns: dict[int, int] = {}
+        self._turn = self._next_read = self._next_copy = 0
+        self._arriving_nbytes = 0
+        self._figures = ActivationFigures()
+        self._n_ahead = self._n_late = 0
+
+    # Forward
+
+    def begin_forward(self) -> None:
+        """A forward pass begins. The passes before it are recorded if their backward has begun, or forgotten if their
+        graphs are gone; otherwise their backward is still to come, and this one is a part of the same pass."""
+        with self._lock:
+            self._collect()
+            if self._recorder.in_backward or all(reference() is None for reference in self._pass):
+                self._begin_pass()
+
+    def save(self, tensor: torch.Tensor) -> MovedTensor | KeptTensor:
+        """The pack hook: what autograd keeps instead of a tensor.
+
+        Raises:
+            StorageError: an activation could not be written.
+            TenCacheError: after :meth:`close`.
+        """
+        if not self._may_move(tensor):
+            return KeptTensor(tensor)
+        with self._lock, torch.no_grad():
+            self._check_open()
+            self._collect()
+            storage = tensor.untyped_storage()
+            block = self._by_address.get(storage._cdata)
+            if block is None or block.version != tensor._version or block.nbytes != storage.nbytes():
+                block = self._save_block(tensor)
+                self._by_address[storage._cdata] = block
+            block.n_waiting += 1
+            return MovedTensor(block, tensor)
+
+    def _may_move(self, tensor: torch.Tensor) -> bool:
+        # Exactly a tensor: a subclass may keep its bytes elsewhere, and a parameter is no activation.
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
+            return False
+        if isinstance(tensor._base, torch.nn.Parameter) or tensor.is_conj() or tensor.is_neg():
+            return False
+        return tensor.untyped_storage().nbytes() >= self._least_nbytes and not self._is_weight(tensor)
+
+    def _save_block(self, tensor: torch.Tensor) -> Block:
+        if self._recorder.in_backward:
+            self._begin_pass()
+        nbytes = tensor.untyped_storage().nbytes()
+        position = self._recorder.saved(nbytes, time.perf_counter())
+        if position < len(self._places):
+            place = self._places[position]
+        else:
+            left_nbytes = self._host_capacity() - self._resident.used_nbytes
+            place = place_unplanned(nbytes, host_left_nbytes=left_nbytes, has_nvme=self._open_store is not None)
+        block = Block(tensor, position, place, self._remains)
+        self._pass.append(weakref.ref(block))
+        if block.place is not Place.GPU:
+            self._move_out(block)
+        return block
+
+    def _move_out(self, block: Block) -> None:
+        storage = block.storage
+        if storage is None or not self._take_buffer(block):
+            block.place = Place.GPU
+            return
+        host = _required(block.host)
+        with span(Category.COPY, "copy::activation_out", block.name, block.nbytes):
+            block.left = self._copies.out(host[: block.nbytes], _bytes_of(storage))
+        self._counters.moved(Link.D2H, block.nbytes)
+        self._moved_nbytes += block.nbytes
+        self._leaving.append((weakref.ref(block), storage, block.left))
+        self._leaving_nbytes += block.nbytes
+        if block.place is Place.NVME:
+            self._unwritten.append(weakref.ref(block))
+        del storage
+        self._let_leave()
+        self._write()
+
+    def _take_buffer(self, block: Block) -> bool:
+        """A host buffer for a block that leaves the device; False if there is none, so that it has to stay."""
+        try:
+            if block.place is Place.HOST:
+                block.buffers, block.host = self._resident, self._resident.take(block.nbytes)
+                if block.host is not None or self._open_store is None:
+                    return block.host is not None
+                block.place = Place.NVME
+            block.buffers, block.host = self._staging, self._staging.take(block.nbytes)
+            while block.host is None:
+                waited = self._wait_for_a_write()
+                block.host = self._staging.take(block.nbytes, regardless=not waited)
+        except MemoryLimitError as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning("an activation stays in device memory, for want of host memory: %s", error)
+            return False
+        return True
+
+    def _let_leave(self) -> None:
+        """Frees device memory whose copy is done, and by order of streams that of the oldest copies if there are many.
+        See [Note: streams] in :mod:`tencache_ds.activations.copies`."""
+        while self._leaving:
+            reference, storage, event = self._leaving[0]
+            if event is not None and not event.query():
+                if self._leaving_nbytes <= MOST_AHEAD_NBYTES:
+                    return
+                self._copies.wait(event)
+            self._leaving.popleft()
+            self._leaving_nbytes -= storage.nbytes()
+            block = reference()
+            if block is not None:
+                block.storage = None
+
+    # NVMe
+
+    def _write(self) -> None:
+        """Submits the writes of blocks that are in host memory by now, and gives up the buffers of those written.
+
+        Raises:
+            StorageError: a write failed.
+        """
+        while self._unwritten:
+            block = self._unwritten[0]()
+            if block is not None and block.left is not None and not block.left.query():
+                break
+            self._unwritten.popleft()
+            if block is not None:
+                self._submit(block)
+            del block
+        while self._writing and self._writing[0][1].done:
+            reference, ticket = self._writing.popleft()
+            ticket.wait(0)
+            block = reference()
+            if block is not None and block.written is ticket:
+                block.leave_buffer()
+            del block
+        self._collect()
+
+    def _submit(self, block: Block) -> None:
+        store, host = self._require_store(), _required(block.host)
+        block.extent = store.allocate(block.nbytes, block.name)
+        nbytes = block.extent.allocated_nbytes
+        self._counters.moved(Link.NVME_WRITE, nbytes)
+        block.written = store.write(block.extent, host[:nbytes])
+        self._writing.append((weakref.ref(block), block.written))
+
+    def _wait_for_a_write(self) -> bool:
+        """Waits until a staging buffer may have come back; False if none is on its way to NVMe."""
+        self._write()
+        if not self._writing and self._unwritten:
+            block = self._unwritten[0]()
+            if block is not None and block.left is not None:
+                with self._counters.stall(Stall.ACTIVATION_WRITE, block.name, block.nbytes):
+                    block.left.synchronize()
+            del block
+            self._write()
+        ticket = self._writing[0][1] if self._writing else None
+        if ticket is None:  # written for nobody: a graph was dropped
+            tickets = [ticket for remains in self._busy for ticket in remains.tickets if not ticket.done]
+            ticket = tickets[0] if tickets else None
+        if ticket is None:
+            return False
+        with self._counters.stall(Stall.ACTIVATION_WRITE, ticket.tag, ticket.nbytes):
+            ticket.wait(self._timeout_s)
+        self._write()
+        return True
+
+    def _begin_read(self, block: Block, priority: Priority) -> bool:
+        """Begins to read a block into a staging buffer; False if there is none and nobody waits for it."""
+        host = self._staging.take(block.nbytes, regardless=priority is Priority.URGENT)
+        if host is None:
+            return False
+        block.buffers, block.host = self._staging, host
+        extent = block.extent
+        if extent is None:
+            raise TenCacheError(f"{block.name} is neither in host memory nor on NVMe")
+        self._counters.moved(Link.NVME_READ, extent.allocated_nbytes)
+        block.reading = self._require_store().read(extent, host[: extent.allocated_nbytes], priority=priority)
+        return True
+
+    def _finish_read(self, block: Block) -> None:
+        """Waits until a block that is being read is in host memory.
+
+        Raises:
+            StorageError: the read failed, or the write before it.
+        """
+        ticket = block.reading
+        if ticket is None:
+            return
+        try:
+            if ticket.done:
+                ticket.wait(0)
+            else:
+                with self._counters.stall(Stall.ACTIVATION_READ, block.name, block.nbytes):
+                    ticket.wait(self._timeout_s)
+        except BaseException:
+            block.leave_buffer()
+            block.reading = None
+            raise
+        block.reading = None
+
+    # Backward
+
+    def load(self, saved: MovedTensor) -> torch.Tensor:
+        """The unpack hook of a moved tensor: the same bytes, shape and strides. It may be called more than once.
+
+        Raises:
+            InplaceChangeError: the tensor was modified after it was saved.
+            StorageError: the activation could not be read, or written before; names it.
+            TenCacheError: after :meth:`close`.
+        """
+        saved.check()
+        block = saved.block
+        with self._lock, torch.no_grad():
+            self._check_open()
+            self._let_leave()
+            self._write()
+            if not self._recorder.in_backward:
+                self._begin_backward()
+            storage = self._bring(block)
+            if not saved.unpacked:
+                saved.unpacked = True
+                block.n_waiting -= 1
+            if block.place is not Place.GPU and block.storage is not storage:
+                # Kept for the other handles on it; afterwards as long as the nodes that use it now.
+                block.reloaded = StorageWeakRef(storage)
+                block.storage = storage if block.n_waiting else None
+            elif block.place is not Place.GPU and not block.n_waiting and not self._is_leaving(block):
+                block.storage = None
+            self._look_ahead(block)
+            return saved.view_of(storage)
+
+    def _is_leaving(self, block: Block) -> bool:
+        return any(reference() is block for reference, _, _ in self._leaving)
+
+    def _begin_backward(self) -> None:
+        self._order = reload_order(self._recorder.n_saved, self._recorded)
+        self._turns = {position: turn for turn, position in enumerate(self._order)}
+        self._turn = self._next_read = self._next_copy = 0
+        nbytes = dict.fromkeys(Place, 0)
+        for reference in self._pass:
+            block = reference()
+            if block is not None:
+                nbytes[block.place] += block.nbytes
+        self._n_ahead = self._n_late = 0
+        self._figures = ActivationFigures(nbytes[Place.GPU], nbytes[Place.HOST], nbytes[Place.NVME])
+
+    def _bring(self, block: Block) -> torch.UntypedStorage:
+        """A block's storage, on which later work of the current stream may be issued."""
+        now_s, storage, is_held = time.perf_counter(), block.storage, False
+        if storage is None and block.reloaded is not None:
+            storage = alive(block.reloaded)
+        if storage is None and block.arriving is None:
+            storage = block.held_elsewhere()
+            is_held = storage is not None
+        elif block.place is Place.GPU:
+            is_held = self._was_held_elsewhere(block)
+        if block.position < len(self._pass) and self._pass[block.position]() is block:
+            self._recorder.needed(block.position, now_s, held_elsewhere=is_held)
+        if storage is not None:
+            return storage
+        is_late = block.arriving is None
+        self._n_late += is_late
+        self._n_ahead += not is_late
+        if block.arriving is None:
+            if block.host is None:
+                self._begin_read(block, Priority.URGENT)
+            self._finish_read(block)
+            self._copy_back(block)
+        storage, event = _required(block.arriving)
+        self._copies.wait(event)
+        block.arriving = None
+        self._arriving_nbytes -= block.nbytes
+        return storage
+
+    def _was_held_elsewhere(self, block: Block) -> bool:
+        """Whether that is why the block stayed: nothing can be seen of it any more, so it goes on."""
+        recorded = self._recorded.blocks if self._recorded is not None else ()
+        if block.position >= len(recorded):
+            return False
+        before = recorded[block.position]
+        return before.held_elsewhere and before.nbytes == block.nbytes
+
+    def _copy_back(self, block: Block) -> None:
+        """Begins to copy a block, which is in host memory, to the device."""
+        host = _required(block.host)
+        with span(Category.COPY, "copy::activation_back", block.name, block.nbytes):
+            filled, event = self._copies.back(host[: block.nbytes], block.left)
+        self._counters.moved(Link.H2D, block.nbytes)
+        block.arriving = filled.untyped_storage(), event
+        block.arrived = event
+        self._arriving_nbytes += block.nbytes
+        if block.extent is not None and block.written is not None and block.written.done:
+            block.leave_buffer()  # NVMe has it
+
+    def _look_ahead(self, block: Block) -> None:
+        """Reads from NVMe and copies to the device what comes after a block."""
+        turn = self._turns.get(block.position)
+        if turn is None or not (block.position < len(self._pass) and self._pass[block.position]() is block):
+            return
+        if turn < self._turn:  # the graph is gone through once more
+            self._next_read = self._next_copy = turn + 1
+        self._turn = turn
+        self._next_read = max(self._next_read, turn + 1)
+        self._next_copy = max(self._next_copy, turn + 1)
+        while self._next_read < len(self._order) and self._read_one_ahead(self._order[self._next_read]):
+            self._next_read += 1
+        window_nbytes = reload_window_nbytes(self._moved_nbytes)
+        while self._next_copy < len(self._order):
+            if not self._copy_one_ahead(self._order[self._next_copy], window_nbytes):
+                break
+            self._next_copy += 1
+
+    def _read_one_ahead(self, position: int) -> bool:
+        """False if the walk has to stop here for now."""
+        block = self._pass[position]()
+        if block is None or block.place is not Place.NVME or block.host is not None or block.extent is None:
+            return True
+        if block.storage is not None or block.arriving is not None:
+            return True
+        return self._begin_read(block, Priority.BACKGROUND)
+
+    def _copy_one_ahead(self, position: int, window_nbytes: int) -> bool:
+        block = self._pass[position]()
+        if block is None or block.place is Place.GPU or block.storage is not None or block.arriving is not None:
+            return True
+        if self._arriving_nbytes and self._arriving_nbytes + block.nbytes > window_nbytes:
+            return False
+        if block.held_elsewhere() is not None:
+            return True
+        if block.host is None or (block.reading is not None and not block.reading.done):
+            return False
+        self._finish_read(block)
+        self._copy_back(block)
+        return True
+
+    # Passes
+
+    def _begin_pass(self) -> None:
+        """Plans the next pass with what is known of the last one."""
+        if self._recorder.in_backward:
+            self._recorded = self._recorder.result()
+            self._figures = replace(self._figures, n_ahead=self._n_ahead, n_late=self._n_late)
+            self._places = plan_places(
+                self._recorded.blocks,
+                self._copies.rates(),
+                host_nbytes=self._host_capacity(),
+                has_nvme=self._open_store is not None,
+            )
+        self._recorder = PassRecorder()
+        self._pass = []
+        self._order, self._turns = (), {}
+        self._moved_nbytes = 0
+
+    def _collect(self) -> None:
+        """Frees what dropped blocks have left behind, as far as nothing accesses it any more."""
+        while self._remains:
+            remains = self._remains.popleft()
+            self._arriving_nbytes -= remains.arriving_nbytes
+            remains.arriving_nbytes = 0
+            self._busy.append(remains)
+        still_busy = []
+        for remains in self._busy:
+            if not remains.idle:
+                still_busy.append(remains)
+                continue
+            # A device that never answered may still write to the buffer.
+            lost = any(ticket.given_up for ticket in remains.tickets)
+            if remains.buffers is not None and remains.buffer is not None and not lost:
+                remains.buffers.give(remains.buffer)
+            if remains.extent is not None and self._store is not None:
+                self._store.free(remains.extent)
+        self._busy = still_busy
+
+    # Reporting and lifetime
+
+    @property
+    def figures(self) -> ActivationFigures:
+        """Of the last pass. Any thread."""
+        return self._figures
+
+    @property
+    def host_nbytes(self) -> int:
+        """Host memory allocated for activations: their buffers, used and free."""
+        return self._resident.allocated_nbytes + self._staging.allocated_nbytes
+
+    @property
+    def live_nbytes(self) -> int:
+        """Of the blocks that a graph still needs, wherever they are."""
+        with self._lock:
+            return sum(block.nbytes for reference in self._pass if (block := reference()) is not None)
+
+    def step_done(self) -> None:
+        """An optimizer step is over: frees what dropped graphs have left.
+
+        Raises:
+            StorageError: a write of an activation failed that nobody has read.
+        """
+        with self._lock:
+            self._let_leave()
+            self._write()
+            if self._store is not None:
+                self._store.check()
+
+    def close(self) -> None:
+        """Ends it; the store is closed by its owner, before the memory of the buffers is freed. Graphs that still need
+        a moved tensor cannot be run backward any more. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._open_store = None
+            for _, _, event in self._leaving:
+                self._copies.wait(event)
+            self._leaving.clear()
+            self._unwritten.clear()
+            self._writing.clear()
+            self._remains.clear()
+            self._busy.clear()
+            self._pass = []
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TenCacheError(
+                "this DeepSpeed engine was destroyed, and the activations that it had moved with it: run backward "
+                "before destroy()"
+            )
+
+    def _require_store(self) -> ExtentStore:
+        if self._store is None:
+            if self._open_store is None:
+                raise TenCacheError("an activation is to go to NVMe, but there is no store")
+            self._store = self._open_store()
+        return self._store
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, as a 1-D uint8 tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _required(value: _T | None) -> _T:
+    if value is None:
+        raise TenCacheError("an activation has lost its memory")
+    return value
