@@ -179,6 +179,16 @@ class Verify(StrEnum):
     """No check."""
 
 
+class Activations(StrEnum):
+    """Whether tensors that a forward pass saves for backward are moved to RAM and NVMe in between."""
+
+    off = "off"
+    """Never: they stay in GPU memory, as in DeepSpeed."""
+
+    on = "on"
+    """All that are large enough, except the last ones, which backward needs at once."""
+
+
 class Log(StrEnum):
     """The amount of output on rank 0 when all is well; warnings are always shown."""
 
@@ -265,6 +275,21 @@ class TenCacheConfig(DeepSpeedConfigModel):
     verify: Verify = Verify.sampled
     """How data read back from NVMe is compared with the data written."""
 
+    activations: Activations = Activations.off
+    """Whether tensors that a forward pass saves for backward are moved to RAM and NVMe in between: for sequences or
+    batches that do not fit otherwise. Same results ([activations](activations.md)). Tested on CPUs, where ordinary
+    memory takes the place of GPU memory; **not yet run on a GPU**."""
+
+    activation_memory: Size | None = None
+    """RAM per rank for activations, set aside of ``host_memory`` before gradients and optimizer state are placed (in
+    addition to it where weights have taken all of it); what exceeds it goes to NVMe.
+
+    Automatic: what weights, gradients and optimizer state leave of ``host_memory``."""
+
+    activation_min_size: Size = Field(2**20, ge=2**10)
+    """Tensors whose memory is smaller stay in GPU memory: below 1 MiB a transfer takes less time than its management.
+    """
+
     gds: Gds = Gds.auto
     """Whether weights are read from NVMe straight into GPU memory: GPUDirect Storage, through KvikIO
     (``pip install 'tencache-ds[gds-cu13]'``, or ``gds-cu12``). At startup a file of 64 MiB is written to each path and
@@ -305,6 +330,8 @@ def options_from(section: object) -> TenCacheConfig:
     # Checked here: the base class drops values of "auto" before it checks names.
     unknown = [_explain_unknown(key, value) for key, value in section.items() if key not in TenCacheConfig.model_fields]
     known = {key: value for key, value in section.items() if key in TenCacheConfig.model_fields}
+    if known.get("activations") == "auto":  # which the base class would take for the default
+        unknown.append(f"\"{OPTIONS_KEY}.activations\" cannot be 'auto': Input should be 'off' or 'on'")
     try:
         options = TenCacheConfig(**{key: value for key, value in known.items() if value is not None})
     except ValidationError as error:

@@ -21,7 +21,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tencache_ds.config import TenCacheConfig
+from tencache_ds.activation_homes import ActivationHomes
+from tencache_ds.activations.saved_tensors import ActivationFigures
+from tencache_ds.config import Activations, TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import SpaceError, TenCacheError
 from tencache_ds.gpu_staging import GpuStaging
@@ -79,6 +81,8 @@ class Session:
         self.surroundings = surroundings
         self.counters = Counters()
         self.optimizer_state: OptimizerStateTier | None = None
+        self.activations: ActivationHomes | None = None
+        """Memory of activations; None unless they are moved."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
@@ -131,6 +135,21 @@ class Session:
         return list(self._engines)
 
     # Building
+
+    def build_activations(self, device: torch.device, is_weight: Callable[[torch.Tensor], bool]) -> bool:
+        """Prepares to move activations, if the options say so; before :meth:`plan_optimizer_state`, which takes what
+        host memory they leave.
+
+        Args:
+            device: where they are.
+            is_weight: whether a tensor lies in the storage of a weight.
+        """
+        if self.options.activations == Activations.on:
+            engine = self._engines[0]
+            self.activations = ActivationHomes(
+                self.options, self.surroundings, engine, self.counters, self.count_host, device, is_weight
+            )
+        return self.activations is not None
 
     def plan_optimizer_state(
         self,
@@ -371,6 +390,11 @@ class Session:
         stored_weight_nbytes = stored_nbytes = sum(tier.homes.allocated_nbytes for tier in weights)
         if self._optimizer_store is not None:
             stored_nbytes += self._optimizer_store.nbytes_allocated
+        moved = ActivationFigures()
+        if self.activations is not None:
+            moved = self.activations.figures
+            stored_nbytes += self.activations.stored_nbytes
+            arenas.append(self.activations.arena)
         pinned_weights_nbytes = sum(engine.pinned_nbytes for engine in self._engines)
         return Stats(
             total=self.counters.total(),
@@ -390,6 +414,10 @@ class Session:
             gpu_weight_nbytes=self._gpu_weight_nbytes,
             gpu_gradient_nbytes=self._gpu_gradient_nbytes,
             gpu_state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.device_nbytes,
+            gpu_activation_nbytes=moved.kept_nbytes,
+            host_activation_nbytes=moved.host_nbytes,
+            nvme_activation_nbytes=moved.nvme_nbytes,
+            activation_buffer_nbytes=0 if self.activations is None else self.activations.arena.nbytes_in_use,
             placement=self._placement,
             predicted_seconds=self._predicted_seconds,
             healed_reads=sum(store.n_healed_reads for store in stores),
@@ -409,6 +437,8 @@ class Session:
         if self.optimizer_state is not None:
             state = _by_place(gpu=stats.gpu_state_nbytes, ram=stats.resident_state_nbytes, nvme=state_nbytes)
             parts.append(f"optimizer state {state}")
+        if self.activations is not None:
+            parts.append(self.activations.describe())
         parts.append(f"staging {gib(stats.staging_nbytes)}")
         parts.append(f"pinned {gib(stats.pinned_nbytes)}")
         if self._gpu_staging.choice is not None:
@@ -442,6 +472,8 @@ class Session:
             engine.weights.check()
         if self.optimizer_state is not None:
             self.optimizer_state.check()
+        if self.activations is not None:
+            self.activations.saved.step_done()
 
     def assert_idle(self) -> None:
         """Raises if a staging buffer is leased, naming its holder."""
@@ -471,6 +503,8 @@ class Session:
                 stack.callback(self._engines[0].reserve_host_memory, -self._reserved_nbytes)
                 stack.callback(self._gradient_arena.disown)
                 stack.callback(self._weight_arena.disown)
+                if self.activations is not None:
+                    stack.callback(self.activations.free)
                 if self.surroundings.on_cuda:
                     stack.callback(torch.cuda.synchronize)  # copies from this memory may be under way
                 for arena in (self._staging_arena, self._late_arena):
@@ -483,6 +517,8 @@ class Session:
                     stack.callback(self._engines[0].nvme.close_store, self._optimizer_store)
                 for pool in () if self._keeps_memory else self._pools:  # its buffers do not all come back
                     stack.callback(self._close_pool, pool)
+                if self.activations is not None:
+                    stack.callback(self.activations.close)
                 for engine in self._claimed:
                     stack.callback(engine.unclaim, self)
                 if self.optimizer_state is not None:

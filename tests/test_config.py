@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.config import Gds, IoBackend, Log, Share, TenCacheConfig, Verify, options_from, parse_size
+from tencache_ds.config import Activations, Gds, IoBackend, Log, Share, TenCacheConfig, Verify, options_from, parse_size
 from tencache_ds.errors import ConfigError
 
 UNITS = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4} | {
@@ -82,10 +82,19 @@ def test_defaults():
     assert options.io_request_size == 8 * 2**20
     assert options.io_timeout_s == 600.0
     assert options.verify == Verify.sampled
+    assert options.activations == Activations.off
+    assert options.activation_memory is None
     assert options.gds == Gds.auto
     assert options.gds_memory is None
     assert options.overlap_step is True
     assert options.poison_buffers is False
+
+
+def test_activations_are_on_or_off():
+    with pytest.raises(ConfigError, match=r'"tencache.activations" cannot be \'auto\': Input should be \'off\' or'):
+        options_from({"activations": "auto"})
+    with pytest.raises(ConfigError, match=r'"tencache.activations" cannot be True: Input should be \'off\' or \'on\''):
+        options_from({"activations": True})
 
 
 def test_every_option_takes_effect():
@@ -102,6 +111,9 @@ def test_every_option_takes_effect():
         "io_request_size": 2**16,
         "io_timeout_s": 5,
         "verify": "off",
+        "activations": "on",
+        "activation_memory": "3GiB",
+        "activation_min_size": "2MiB",
         "gds": "on",
         "gds_memory": "512MiB",
         "log": "quiet",
@@ -114,6 +126,9 @@ def test_every_option_takes_effect():
     assert options.gpu_memory == 2**33
     assert options.overlap_step is False
     assert options.split_master is True
+    assert options.activations == Activations.on
+    assert options.activation_memory == 3 * 2**30
+    assert options.activation_min_size == 2**21
     assert options.log == Log.quiet
     assert options.staging_memory == 10**9
     assert options.chunk_size == 2**20

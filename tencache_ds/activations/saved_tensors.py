@@ -115,6 +115,9 @@ class SavedTensors:
         self._unwritten: deque[weakref.ref[Block]] = deque()
         self._writing: deque[tuple[weakref.ref[Block], Ticket]] = deque()
         self._pass: list[weakref.ref[Block]] = []
+        self._live: weakref.WeakSet[Block] = weakref.WeakSet()
+        self.in_flight: list[tuple[torch.Tensor, Ticket]] = []
+        """Requests that may not have been over at :meth:`close`, with their buffers."""
         self._recorder = PassRecorder()
         self._recorded: RecordedPass | None = None
         self._places: Sequence[Place] = ()
@@ -176,6 +179,7 @@ class SavedTensors:
             place = place_unplanned(nbytes, host_left_nbytes=left_nbytes, has_nvme=self._open_store is not None)
         block = Block(tensor, position, place, self._remains)
         self._pass.append(weakref.ref(block))
+        self._live.add(block)
         if block.place is not Place.GPU:
             self._move_out(block)
         return block
@@ -509,7 +513,7 @@ class SavedTensors:
     def live_nbytes(self) -> int:
         """Of the blocks that a graph still needs, wherever they are."""
         with self._lock:
-            return sum(block.nbytes for reference in self._pass if (block := reference()) is not None)
+            return sum(block.nbytes for block in self._live)
 
     def step_done(self) -> None:
         """An optimizer step is over: frees what dropped graphs have left.
@@ -529,6 +533,7 @@ class SavedTensors:
         with self._lock:
             self._closed = True
             self._open_store = None
+            self.in_flight = self._requests()
             for _, _, event in self._leaving:
                 self._copies.wait(event)
             self._leaving.clear()
@@ -537,6 +542,19 @@ class SavedTensors:
             self._remains.clear()
             self._busy.clear()
             self._pass = []
+
+    def _requests(self) -> list[tuple[torch.Tensor, Ticket]]:
+        """Requests that may be under way, with their buffers."""
+        found = [
+            (remains.buffer, ticket)
+            for remains in (*self._remains, *self._busy)
+            for ticket in remains.tickets
+            if remains.buffer is not None
+        ]
+        for block in self._live:
+            if block.host is not None:
+                found += [(block.host, ticket) for ticket in (block.written, block.reading) if ticket is not None]
+        return found
 
     def _check_open(self) -> None:
         if self._closed:

@@ -54,6 +54,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         """Called at the start of each forward pass."""
         self.before_backward: Callable[[], None] = lambda: None
         """Called at the start of each backward pass."""
+        self.fetched_for_forward: Callable[[Any], None] | None = None
+        """Called with each module whose weights were fetched for a forward pass."""
         self._tencache_forward = False
         self.between_modules: Callable[[], None] = lambda: None
         """Called after each fetch, on the thread that computes."""
@@ -81,6 +83,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
                 self._access(param)
             self._commit(params)
         super().fetch_sub_module(current_submodule, forward)
+        if forward and self.fetched_for_forward is not None:
+            self.fetched_for_forward(current_submodule)
         if recorder is not None:
             recorder.after_fetch(awaited)
         with self._tencache_lock:

@@ -84,6 +84,17 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "optimizer"),
         "selects the stage-3 optimizer and coordinator classes for one engine",
     ),
+    Seam(f"{_RUNTIME}.engine", "DeepSpeedEngine.forward", ("self", "inputs", "kwargs"), "moves activations"),
+    *(
+        Seam(f"{_RUNTIME}.activation_checkpointing.checkpointing", name, parameters, "moves checkpointed inputs")
+        for name, parameters in (
+            ("_get_cpu_offload_engine", ()),
+            ("get_offloaded_activations_for_backward", ("args", "engine")),
+            ("restore_offloaded_activations", ("tensors", "engine")),
+            ("CPU_CHECKPOINT", None),
+            ("PARTITION_ACTIVATIONS", None),
+        )
+    ),
     Seam(
         f"{_RUNTIME}.engine",
         "DeepSpeedEngine.save_checkpoint",

@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from tencache_ds.errors import ConfigError, MemoryLimitError, TenCacheError
 from tencache_ds.gpu_homes import GpuHomes, initial_gpu_nbytes
 from tencache_ds.host_homes import HostHomes
+from tencache_ds.integration.activation_hooks import ActivationHooks
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater
 from tencache_ds.integration.chunked_step import ChunkedStep
@@ -71,6 +72,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._tencache_options = options
         self._deepspeed_engine = weakref.ref(deepspeed_engine)
         self.tencache: Session | None = None
+        self.activation_hooks: ActivationHooks | None = None
         self._state: OptimizerStateTier | None = None
         self._gradients: GradientTier | None = None
         self._optimizer_states: OptimizerStates | None = None
@@ -109,6 +111,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         skip_backward_hooks_without_gradients(self.parameter_offload)
         coordinator = self._get_param_coordinator()
         coordinator.weights_stay = self._weights_stay
+        if self.activation_hooks is not None:
+            coordinator.fetched_for_forward = self.activation_hooks.note_weights
         if self._gpu_homes is not None:
             coordinator.before_pass = self._gpu_homes.begin_pass
             coordinator.before_backward = self._gpu_homes.begin_backward
@@ -127,6 +131,10 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             )
         self.tencache = session_for(engines, self._deepspeed_engine()._config, self._tencache_options)
         agree_on_homes(self.tencache.all(), self.parameter_offload.module)
+        hooks, device = ActivationHooks(), torch.device(get_accelerator().current_device_name())
+        if self.tencache.build_activations(device, hooks.is_weight):
+            hooks.use(self.tencache.activations.saved)
+            self.activation_hooks = hooks
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         groups = self.trainable_param_groups

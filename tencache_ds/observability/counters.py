@@ -132,6 +132,11 @@ class Stats:
         gpu_weight_nbytes: weights kept in GPU memory.
         gpu_gradient_nbytes: gradients accumulated in GPU memory.
         gpu_state_nbytes: optimizer state kept, and updated, in GPU memory.
+        gpu_activation_nbytes: saved tensors of the last pass that stayed in GPU memory when its backward began, without
+            those below ``activation_min_size``; 0 without ``"activations": "on"``.
+        host_activation_nbytes: those in host memory.
+        nvme_activation_nbytes: those on NVMe.
+        activation_buffer_nbytes: host memory allocated for activations, including those on their way to and from NVMe.
         placement: the latest decision about GPU memory, and its reason; "" before.
         predicted_seconds: predicted step time since then; None if unknown.
         healed_reads: reads that differed from the written data and were correct when repeated: a disk to watch.
@@ -156,6 +161,10 @@ class Stats:
     gpu_weight_nbytes: int = 0
     gpu_gradient_nbytes: int = 0
     gpu_state_nbytes: int = 0
+    gpu_activation_nbytes: int = 0
+    host_activation_nbytes: int = 0
+    nvme_activation_nbytes: int = 0
+    activation_buffer_nbytes: int = 0
     placement: str = ""
     predicted_seconds: float | None = None
     healed_reads: int = 0

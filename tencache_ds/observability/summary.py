@@ -45,6 +45,12 @@ def summary(stats: Stats) -> list[str]:
         f", in RAM {gib(stats.resident_weight_nbytes + stats.resident_state_nbytes)} of weights and state, on NVMe "
         f"{gib(stats.stored_nbytes)}"
     )
+    moved_nbytes = stats.host_activation_nbytes + stats.nvme_activation_nbytes
+    if moved_nbytes:
+        lines.append(
+            f"activations between forward and backward: {gib(stats.gpu_activation_nbytes)} in GPU memory, "
+            f"{gib(stats.host_activation_nbytes)} in RAM, {gib(stats.nvme_activation_nbytes)} on NVMe"
+        )
     if share >= WORTH_SAYING:
         lines.append(
             "more RAM or GPU memory, another drive (tencache.nvme_paths) or a larger batch would shorten these waits; "

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory and storage for the activations of one engine. Part of the composition root (:mod:`tencache_ds.session`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tencache_ds.activations.copies import open_copies
+from tencache_ds.activations.host_buffers import HostBuffers
+from tencache_ds.activations.saved_tensors import ActivationFigures, SavedTensors
+from tencache_ds.config import TenCacheConfig
+from tencache_ds.engine import TenCacheEngine
+from tencache_ds.io import ExtentStore
+from tencache_ds.layout import gib
+from tencache_ds.memory.arena import HostArena
+from tencache_ds.observability.counters import Counters
+from tencache_ds.surroundings import Surroundings
+
+STAGING_NBYTES = 512 * 2**20
+"""Host memory for activations on their way to and from NVMe: at most this, or four of the largest."""
+
+
+class ActivationHomes:
+    """Used by the training thread; :attr:`saved` by autograd's threads, too.
+
+    Args:
+        options, surroundings: of the session.
+        engine: whose NVMe paths are used, and whose host memory is accounted for.
+        counters: of the session.
+        count_host: more host memory is taken, or less.
+        device: whose tensors are moved.
+        is_weight: whether a tensor lies in the storage of a weight.
+    """
+
+    def __init__(
+        self,
+        options: TenCacheConfig,
+        surroundings: Surroundings,
+        engine: TenCacheEngine,
+        counters: Counters,
+        count_host: Callable[[int], None],
+        device: torch.device,
+        is_weight: Callable[[torch.Tensor], bool],
+    ) -> None:
+        self._options = options
+        self._engine = engine
+        self._paths = surroundings.optimizer_paths or surroundings.weights_paths
+        self._store: ExtentStore | None = None
+        self.arena = HostArena(None, engine.staging_locking(STAGING_NBYTES))
+        poison, limit_nbytes = options.poison_buffers, options.activation_memory
+        if limit_nbytes is None:
+            resident = HostBuffers(
+                self.arena, lambda nbytes: nbytes <= engine.host_left_nbytes, count_host, "activations", poison=poison
+            )
+        else:
+            count_host(limit_nbytes)  # now, so that nothing else takes it
+            resident = HostBuffers(
+                self.arena,
+                lambda nbytes: resident.allocated_nbytes + nbytes <= limit_nbytes,
+                _nothing,
+                "activations",
+                poison=poison,
+            )
+        staging = HostBuffers(
+            self.arena,
+            lambda nbytes: staging.allocated_nbytes + nbytes <= max(STAGING_NBYTES, 4 * nbytes),
+            _nothing,
+            "activation staging",
+            poison=poison,
+        )
+
+        def capacity_nbytes() -> int:
+            if limit_nbytes is not None:
+                return limit_nbytes
+            return resident.allocated_nbytes + max(engine.host_left_nbytes, 0)
+
+        self.saved = SavedTensors(
+            device=device,
+            copies=open_copies(device),
+            resident=resident,
+            staging=staging,
+            open_store=self._open if self._paths else None,
+            counters=counters,
+            is_weight=is_weight,
+            least_nbytes=options.activation_min_size,
+            host_capacity=capacity_nbytes,
+            timeout_s=options.io_timeout_s,
+        )
+
+    def _open(self) -> ExtentStore:
+        self._store = self._engine.open_store("activations", self._paths)
+        return self._store
+
+    @property
+    def figures(self) -> ActivationFigures:
+        """Of the last pass. Any thread."""
+        return self.saved.figures
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Space taken on NVMe."""
+        return 0 if self._store is None else self._store.nbytes_allocated
+
+    def describe(self) -> str:
+        """The places that activations may go to."""
+        limit_nbytes = self._options.activation_memory
+        ram = "what host_memory leaves" if limit_nbytes is None else gib(limit_nbytes)
+        return f"activations are moved to RAM ({ram}){' and NVMe' if self._paths else ''}"
+
+    def close(self) -> None:
+        """No graph can use it any more; waits for requests in flight.
+
+        Raises:
+            StorageError: a write failed that nobody has read.
+        """
+        self.saved.close()
+        store, self._store = self._store, None
+        if store is not None:
+            self._engine.nvme.close_store(store)
+
+    def free(self) -> None:
+        """Frees the memory, after :meth:`close` and the end of all copies."""
+        for buffer, ticket in self.saved.in_flight:
+            if not ticket.done or ticket.given_up:
+                self.arena.keep(buffer, ticket.tag)
+        self.arena.close()
+
+
+def _nothing(nbytes: int) -> None:
+    """This memory is accounted for elsewhere."""

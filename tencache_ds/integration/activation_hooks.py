@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where DeepSpeed's forward pass meets :mod:`tencache_ds.activations`.
+
+Autograd's hooks for saved tensors are installed around ``DeepSpeedEngine.forward``, outside of what may be compiled. A
+block under torch's activation checkpointing, and so a ``GradientCheckpointingLayer`` of transformers, saves its input
+through them. DeepSpeed's own checkpointing keeps its inputs itself, and gives them to its offload engine if
+``cpu_checkpointing`` is on: :class:`_Inputs` takes that engine's place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.utils import z3_leaf_module
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tencache_ds.activations.blocks import KeptTensor, MovedTensor
+from tencache_ds.activations.saved_tensors import SavedTensors
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+
+class ActivationHooks:
+    """Of one engine. Used by the training thread."""
+
+    def __init__(self) -> None:
+        self._saved: SavedTensors | None = None
+        self._weights: dict[int, StorageWeakRef] = {}
+        self._warned = False
+
+    def use(self, saved: SavedTensors) -> None:
+        """What moves the tensors."""
+        self._saved = saved
+
+    # Weights
+
+    def note_weights(self, module: torch.nn.Module) -> None:
+        """The weights of a module were gathered: their storages, and those of their shards, are no activations."""
+        for param in iter_params(module, recurse=z3_leaf_module(module)):
+            for tensor in (param.data, getattr(param, "ds_tensor", None)):
+                if tensor is not None and tensor.layout is torch.strided:
+                    storage = tensor.untyped_storage()
+                    if storage._cdata not in self._weights:
+                        # As long as there is a weak reference, no other storage gets this address.
+                        self._weights[storage._cdata] = StorageWeakRef(storage)
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the storage of a weight."""
+        return tensor.untyped_storage()._cdata in self._weights
+
+    # The forward pass
+
+    @contextlib.contextmanager
+    def around_forward(self) -> Iterator[None]:
+        """What the block saves for backward is moved, unless a hook around it wants those tensors for itself."""
+        if self._saved is None or self._is_taken():
+            yield
+            return
+        self._weights = {key: each for key, each in self._weights.items() if not each.expired()}
+        self._saved.begin_forward()
+        before = getattr(_active, "saved", None)
+        _active.saved = self._saved
+        try:
+            with saved_tensors_hooks(self._saved.save, self._unpack):
+                yield
+        finally:
+            _active.saved = before
+
+    def _unpack(self, handle: MovedTensor | KeptTensor) -> torch.Tensor:
+        if isinstance(handle, KeptTensor):
+            return handle.unpack()
+        saved = self._saved
+        assert saved is not None  # it has made the handle
+        return saved.load(handle)
+
+    def _is_taken(self) -> bool:
+        autograd = torch._C._autograd
+        if autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None:
+            return False
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "activations stay in device memory: the script has hooks for saved tensors around the forward pass, or "
+                "has switched them off"
+            )
+        return True
+
+
+_active = threading.local()
+"""``saved``: the :class:`SavedTensors` of the forward pass that the thread is in."""
+
+
+class _Inputs:
+    """The inputs of blocks under DeepSpeed's own activation checkpointing: what its ``_ActivationOffloadEngine`` does.
+
+    Args:
+        saved: what moves them.
+    """
+
+    def __init__(self, saved: SavedTensors) -> None:
+        self._saved = saved
+
+    def offload_input(self, tensor: torch.Tensor) -> MovedTensor | None:
+        """A token to get it back with; None: DeepSpeed has to keep it."""
+        handle = self._saved.save(tensor)
+        return handle if isinstance(handle, MovedTensor) else None
+
+    def restore_input(self, token: MovedTensor) -> torch.Tensor:
+        """The tensor."""
+        return self._saved.load(token)
+
+
+def hook_forward(engine_class: Any, checkpointing: Any) -> None:
+    """Connects the engines that move activations, and leaves all others to DeepSpeed.
+
+    Args:
+        engine_class: ``DeepSpeedEngine``.
+        checkpointing: DeepSpeed's module of that name.
+    """
+    stock_forward = engine_class.forward
+
+    @functools.wraps(stock_forward)
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        hooks = getattr(getattr(self, "optimizer", None), "activation_hooks", None)
+        if hooks is None or not self.module.training or not torch.is_grad_enabled():
+            return stock_forward(self, *inputs, **kwargs)
+        with hooks.around_forward():
+            return stock_forward(self, *inputs, **kwargs)
+
+    engine_class.forward = forward
+    stock_engine = checkpointing._get_cpu_offload_engine
+
+    @functools.wraps(stock_engine)
+    def _get_cpu_offload_engine() -> Any:
+        saved = getattr(_active, "saved", None)
+        if saved is None or not checkpointing.CPU_CHECKPOINT or checkpointing.PARTITION_ACTIVATIONS:
+            return stock_engine()
+        return _Inputs(saved)
+
+    checkpointing._get_cpu_offload_engine = _get_cpu_offload_engine

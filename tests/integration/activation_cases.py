@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with and without ``"activations": "on"``: run like ``training.py``, with the engines "off" and "on", both of
+them TenCache's. A case may do something in the middle that hooks for saved tensors have to cope with.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import models
+import torch
+import training
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.checkpoint import checkpoint
+
+import tencache_ds
+from tencache_ds.errors import InplaceChangeError, StorageError
+from tencache_ds.io.wrappers.fault_rules import VARIABLE
+
+ACT_AT = 3
+"""The step in which a case does what it is about."""
+
+
+class Residual(models.Mlp):
+    """Layers with dropout, views and an operation in place, under one kind of checkpointing or none."""
+
+    def __init__(self, checkpointing: str = "") -> None:
+        super().__init__(width=256, depth=5)
+        self.checkpointing = checkpointing
+        self.breaks = ""
+
+    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        x = torch.randn(32, self.width, generator=generator)
+        return x, x.roll(1, dims=1)
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        left, right = torch.tanh(layer(x)).chunk(2, dim=1)
+        mixed = nn.functional.dropout(torch.cat((right.t().contiguous().t(), left), dim=1), 0.1)
+        return nn.functional.leaky_relu(x + mixed, 0.3, inplace=True)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        import deepspeed
+
+        x = x.to(self.layers[0].weight.dtype).requires_grad_()
+        for index, layer in enumerate(self.layers):
+            if self.breaks == "exception" and index == 3:
+                raise ZeroDivisionError
+            if self.checkpointing == "deepspeed":
+                x = deepspeed.checkpointing.checkpoint(lambda h, layer=layer: self.block(layer, h), x)
+            elif self.checkpointing:
+                x = checkpoint(self.block, layer, x, use_reentrant=self.checkpointing == "reentrant")
+            else:
+                x = self.block(layer, x)
+            if self.breaks == "inplace" and index == 2:
+                scaled = torch.sigmoid(x)
+                x = x + scaled
+                scaled.mul_(2)
+        return nn.functional.mse_loss(x.float(), y.float().to(x.device))
+
+
+models.MODELS |= {
+    "residual": Residual,
+    "residual_reentrant": lambda: Residual("reentrant"),
+    "residual_nonreentrant": lambda: Residual("nonreentrant"),
+    "residual_deepspeed": lambda: Residual("deepspeed"),
+}
+
+
+class MadeStorages(TorchDispatchMode):
+    """Counts the bytes of the storages that operations have made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def alive_nbytes(self) -> int:
+        gc.collect()
+        return sum(nbytes for reference, nbytes in self._storages.values() if not reference.expired())
+
+
+def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose operations no mode sees."""
+
+    @functools.wraps(function)
+    def hidden(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return hidden
+
+
+def one_step(engine: Any, generator: torch.Generator, act: str) -> dict[str, Any]:
+    """A step in which something happens; what is to be reported."""
+    found: dict[str, Any] = {}
+    batch = [tensor.to(engine.device) for tensor in engine.module.batch(generator)]
+    if act == "exception":
+        engine.module.breaks = act
+        try:
+            engine(*batch)
+        except ZeroDivisionError as error:
+            found["error"] = type(error).__name__
+        engine.module.breaks = ""
+    elif act == "inplace":
+        engine.module.breaks = act
+        loss = engine(*batch)
+        try:
+            engine.backward(loss)
+        except RuntimeError as error:
+            found |= {"inplace": str(error), "ours": isinstance(error, InplaceChangeError)}
+        return found
+    elif act == "no_backward":
+        for _ in range(3):
+            engine(*batch)
+    elif act == "eval":
+        engine.eval()
+        found["eval_loss"] = engine(*batch).item()
+        engine.train()
+    if act == "memory":
+        hooks = engine.optimizer.activation_hooks
+        if hooks is not None:  # the hooks' own buffers are not the model's tensors
+            hooks._saved.save = unseen(hooks._saved.save)
+            hooks._saved.begin_forward = unseen(hooks._saved.begin_forward)
+        with MadeStorages() as made:
+            loss = engine(*batch)
+        found["alive_nbytes"] = made.alive_nbytes()
+    elif act == "own_hooks":
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            loss = engine(*batch)
+    else:
+        loss = engine(*batch)
+    found["loss"] = loss.item().hex()
+    # Twice does not work under ZeRO-3, with or without TenCache: weights were released.
+    engine.backward(loss, retain_graph=act == "retain_graph")
+    engine.step()
+    if engine.optimizer.activation_hooks is not None:
+        found["figures"] = dataclasses.asdict(engine.optimizer.tencache.activations.figures)
+    return found
+
+
+def run_case(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    case = copy.deepcopy(case)
+    places = case.setdefault("tencache", {})
+    if engine_name == "on":
+        places |= {"activations": "on", "activation_min_size": 1024} | case.get("places", {})
+    if case.get("model") == "residual_deepspeed":
+        import deepspeed
+
+        # Without, its inputs stay in the graph: on a CPU, stock's own offload of them frees the very tensor it keeps.
+        deepspeed.checkpointing.configure(None, checkpoint_in_cpu=engine_name == "on")
+    if "fault" in case:
+        os.environ[VARIABLE] = case["fault"]
+    try:
+        engine = training.build(case, "tencache", os.path.join(folder, "nvme"))
+    finally:
+        os.environ.pop(VARIABLE, None)
+    torch.manual_seed(77 + rank)  # dropout
+    generator = torch.Generator().manual_seed(1000 + rank)
+    result: dict[str, Any] = {}
+    act, steps = case.get("act"), case.get("steps", 20)
+    try:
+        if act is None:
+            result["losses"] = training.train(engine, steps, generator, oracle=False)
+        else:
+            result["losses"] = training.train(engine, ACT_AT, generator, oracle=False)
+            result["act"] = one_step(engine, generator, act)
+            if act != "inplace":
+                result["losses"] += training.train(engine, ACT_AT, generator, oracle=False)
+    except StorageError as error:
+        result["storage_error"] = str(error)
+    result["stats"] = dataclasses.asdict(tencache_ds.stats(engine))
+    if engine.optimizer.activation_hooks is not None:
+        gc.collect()
+        saved = engine.optimizer.tencache.activations.saved
+        result["live_nbytes"] = saved.live_nbytes
+    if case.get("weights"):
+        result["weights"] = training.digests(engine.module)
+    if "fault" in case:
+        try:
+            engine.destroy()
+        except StorageError as error:
+            result["at_end"] = str(error)
+    else:
+        engine.destroy()
+    return result
+
+
+if __name__ == "__main__":
+    training.main(run_case)

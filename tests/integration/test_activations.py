@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training whose activations are moved to RAM and NVMe is bit for bit the training that keeps them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)
+
+PROGRAM = "activation_cases.py"
+RAM = {"activation_memory": "1GiB"}
+NVME = {"activation_memory": 0}
+BOTH = {"activation_memory": "100KiB"}
+
+TRAINING: dict[str, dict[str, Any]] = {
+    "llama": {"model": "llama", "places": BOTH, "weights": True},
+    "llama_reentrant": {"model": "llama_reentrant", "places": NVME, "weights": True},
+    "llama_nonreentrant": {"model": "llama_nonreentrant", "places": RAM, "weights": True},
+    "dropout": {"model": "residual", "places": NVME},
+    "dropout_reentrant": {"model": "residual_reentrant", "places": RAM},
+    "dropout_nonreentrant": {"model": "residual_nonreentrant", "places": NVME},
+    "deepspeed_checkpointing": {"model": "residual_deepspeed", "places": NVME},
+    "accumulation": {"model": "residual", "accumulation": 3, "places": BOTH, "steps": 8},
+    "random_skip": {"model": "random_skip", "places": NVME},
+    "lora": {"model": "llama", "lora": True, "places": NVME, "steps": 8},
+    "moe_leaf": {"model": "moe_leaf", "places": RAM, "steps": 8},
+    "external": {"model": "external", "places": NVME, "steps": 8},
+    "weights_in_ram": {
+        "model": "residual",
+        "offload_param": "cpu",
+        "offload_optimizer": "cpu",
+        "places": RAM,
+        "steps": 8,
+    },
+}
+ON_TWO_RANKS = ("llama", "llama_nonreentrant", "dropout_reentrant", "accumulation")
+
+ACTS: dict[str, dict[str, Any]] = {
+    act: {"model": "residual", "act": act, "places": NVME}
+    for act in ("exception", "no_backward", "eval", "own_hooks", "retain_graph", "inplace", "memory")
+}
+FAULTS: dict[str, dict[str, Any]] = {
+    operation: {"model": "residual", "steps": 5, "fault": f"kind=eio,op={operation},match=activation", "places": NVME}
+    for operation in ("read", "write")
+}
+
+
+def both(cases: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any], str]]:
+    return [(name, case, engine) for name, case in cases.items() for engine in ("off", "on")]
+
+
+@pytest.fixture(scope="module")
+def one_rank(harness: Any) -> Any:
+    faults = [(name, case, "on") for name, case in FAULTS.items()]
+    return harness.run([*both(TRAINING | ACTS), *faults], program=PROGRAM, timeout_s=380)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(harness: Any) -> Any:
+    return harness.run(both({name: TRAINING[name] for name in ON_TWO_RANKS}), ranks=2, program=PROGRAM, timeout_s=380)
+
+
+def assert_same(outcome: Any, name: str) -> dict[str, Any]:
+    for rank in outcome.ranks:
+        off, on = (outcome.result(name, engine, rank) for engine in ("off", "on"))
+        assert on["losses"] == off["losses"]
+        assert len(set(off["losses"])) > 1, "the case does not train"
+        assert on.get("weights") == off.get("weights")
+        assert on["live_nbytes"] == 0
+        assert off["stats"]["host_activation_nbytes"] == off["stats"]["nvme_activation_nbytes"] == 0
+    return dict(on["stats"])
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_losses_are_the_same(one_rank, name):
+    stats, places = assert_same(one_rank, name), TRAINING[name]["places"]
+    assert (stats["host_activation_nbytes"] > 0) == (places is not NVME)
+    assert (stats["nvme_activation_nbytes"] > 0) == (places is not RAM)
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_losses_are_the_same_on_two_ranks(two_ranks, name):
+    assert_same(two_ranks, name)
+
+
+@pytest.mark.parametrize("act", [act for act in ACTS if act not in ("inplace", "memory")])
+def test_training_goes_on_after(one_rank, act):
+    assert_same(one_rank, act)
+    off, on = (one_rank.result(act, engine)["act"] for engine in ("off", "on"))
+    assert off.items() <= on.items()
+
+
+def test_a_change_in_place_is_an_error_in_both(one_rank):
+    off, on = (one_rank.result("inplace", engine)["act"] for engine in ("off", "on"))
+    text = "one of the variables needed for gradient computation has been modified by an inplace operation"
+    assert text in off["inplace"]
+    assert text in on["inplace"]
+    assert (off["ours"], on["ours"]) == (False, True)
+
+
+def test_the_memory_held_between_forward_and_backward_falls_by_what_is_moved(one_rank):
+    assert_same(one_rank, "memory")
+    off, on = (one_rank.result("memory", engine)["act"] for engine in ("off", "on"))
+    moved_nbytes = on["figures"]["host_nbytes"] + on["figures"]["nvme_nbytes"]
+    assert moved_nbytes > 5 * on["figures"]["kept_nbytes"]
+    # Small weights that the one run gathers in this forward pass, and the other before.
+    assert off["alive_nbytes"] - on["alive_nbytes"] == pytest.approx(moved_nbytes, rel=0.02)
+
+
+@pytest.mark.parametrize("operation", FAULTS)
+def test_a_failure_of_storage_names_the_activation(one_rank, operation):
+    result = one_rank.result(operation, "on")
+    assert f"{operation} of activation " in result["storage_error"]
+    assert "Input/output error" in result["storage_error"]
