@@ -76,6 +76,7 @@ class SavedTensors:
         least_nbytes: smaller storages stay on the device.
         host_capacity: host memory for blocks that stay there, in bytes, taken and free.
         timeout_s: longest wait for a request.
+        most_leaving_nbytes: device memory that is held for copies out; the compute stream waits for what exceeds it.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class SavedTensors:
         least_nbytes: int,
         host_capacity: Callable[[], int],
         timeout_s: float,
+        most_leaving_nbytes: int = MOST_AHEAD_NBYTES,
     ) -> None:
         self._device = device
         self._copies = copies
@@ -103,6 +105,7 @@ class SavedTensors:
         self._least_nbytes = max(least_nbytes, 1)
         self._host_capacity = host_capacity
         self._timeout_s = timeout_s
+        self._most_leaving_nbytes = most_leaving_nbytes
         # Reentrant: a garbage collection under it may end a graph. Blocks take no lock, see [Note: lifetimes].
         self._lock = threading.RLock()
         self._closed = False
@@ -227,7 +230,7 @@ class SavedTensors:
         while self._leaving:
             reference, storage, event = self._leaving[0]
             if event is not None and not event.query():
-                if self._leaving_nbytes <= MOST_AHEAD_NBYTES:
+                if self._leaving_nbytes <= self._most_leaving_nbytes:
                     return
                 self._copies.wait(event)
             self._leaving.popleft()
@@ -534,7 +537,11 @@ class SavedTensors:
             self._closed = True
             self._open_store = None
             self.in_flight = self._requests()
-            for _, _, event in self._leaving:
+            # Device memory that is freed now is reused by work that comes after the copies.
+            for event in (
+                *(event for _, _, event in self._leaving),
+                *(event for remains in (*self._remains, *self._busy) for event in remains.events),
+            ):
                 self._copies.wait(event)
             self._leaving.clear()
             self._unwritten.clear()

@@ -123,8 +123,8 @@ class Rig:
             least_nbytes=least_nbytes,
             host_capacity=lambda: host_nbytes,
             timeout_s=TIMEOUT_S,
+            most_leaving_nbytes=2**15,
         )
-        self.handles: list[Any] = []
 
     def _buffers(self, limit_nbytes: int) -> HostBuffers:
         taken = [0]
@@ -602,6 +602,19 @@ def test_a_graph_that_outlives_its_engine_says_so(rig):
         loss.backward()
     with pytest.raises(TenCacheError), made.hooks():
         model(torch.randn(64, 64))
+
+
+def test_closing_under_copies_frees_no_memory_that_they_still_use(rig):
+    model, made = Layers(), rig(late=True)
+    train(model, made.hooks, 2)
+    with made.hooks():
+        loss = model(torch.randn(64, 64))
+    (gradient,) = torch.autograd.grad(loss, model.layers[-1].bias, retain_graph=True)  # reloads more than it needs
+    del loss, gradient
+    assert not all(is_out for _, _, _, is_out, _ in made.copies.queue)
+    made.saved.close()
+    if made.copies.queue:
+        made.copies.run_until(made.copies.queue[-1][-1])
 
 
 def test_no_host_wait_for_copies(rig):
