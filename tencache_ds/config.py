@@ -59,7 +59,7 @@ def parse_size(value: object) -> int:
     else:
         number = value
     if not 0 <= number <= LARGEST_SIZE_NBYTES:
-        raise ValueError(f"a size cannot be {value!r}: it is from 0 to 1024 PiB")
+        raise ValueError(f"a size cannot be {value!r}: it must be from 0 to 1024 PiB")
     if (unit == 1 and number != int(number)) or 0 < number < 1:
         raise ValueError(f"{value!r} is not a whole number of bytes: write a unit, as in '4GiB'")
     return int(number)

@@ -100,7 +100,7 @@ def check_gpus() -> list[Finding]:
             name = pynvml.nvmlDeviceGetName(handle)
             findings.append(Finding(Level.OK, f"gpu {index}", f"{name}, {format_nbytes(total)}, driver {driver}"))
     except pynvml.NVMLError as error:
-        return [Finding(Level.WARNING, "gpu", f"the driver does not answer: {error}", "run nvidia-smi to see why")]
+        return [Finding(Level.WARNING, "gpu", f"the driver does not respond: {error}", "run nvidia-smi to see why")]
     finally:
         pynvml.nvmlShutdown()
     if findings and _torch_is_for_cpu_only():

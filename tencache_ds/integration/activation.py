@@ -214,12 +214,12 @@ def _substituted_classes(engine: Any, options: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _nothing_left_after_failure(engine: Any) -> Iterator[None]:
     """An engine that cannot be built leaves its model as it was: readable, to be dropped or initialized again."""
-    from tencache_ds.integration.letting_go import let_go_after_failure
+    from tencache_ds.integration.model_release import release_after_failure
 
     try:
         yield
     except BaseException:
-        let_go_after_failure(engine)
+        release_after_failure(engine)
         raise
 
 

@@ -184,7 +184,7 @@ def _check_faults(options: TenCacheConfig) -> None:
     """A variable left over from a test must not damage a run, nor be ignored where faults are intended."""
     if os.environ.get(FAULTS_VARIABLE) and not options.allow_faults:
         raise ConfigError(
-            f"{FAULTS_VARIABLE} is set in the environment, which makes storage fail on purpose. To test failures, add "
+            f"{FAULTS_VARIABLE} is set in the environment, which injects storage faults. To test failures, add "
             f'"{OPTIONS_KEY}": {{"allow_faults": true}} to the config; otherwise unset {FAULTS_VARIABLE}.'
         )
 

@@ -90,8 +90,8 @@ def _load_everything() -> None:
         from tencache_ds.errors import InstallationError
 
         raise InstallationError(
-            f'the config asks for "{ENGINE_KEY}": "{ENGINE_NAME}", but TenCache cannot be loaded: '
-            f"{type(error).__name__}: {error}. Install it again with what it needs (pip install --force-reinstall "
-            f'tencache-ds; "tencache doctor" looks at the rest), or remove "{ENGINE_KEY}" to run with DeepSpeed\'s own '
+            f'the config selects "{ENGINE_KEY}": "{ENGINE_NAME}", but TenCache cannot be loaded: '
+            f"{type(error).__name__}: {error}. Reinstall it with its requirements (pip install --force-reinstall "
+            f'tencache-ds; "tencache doctor" checks the rest), or remove "{ENGINE_KEY}" to run with DeepSpeed\'s own '
             "offload."
         ) from error

@@ -94,7 +94,7 @@ def take_engine_choice(
     for mistake in mistakes:
         if active or enabled or mistake.is_certain:
             raise ConfigError(
-                f'"{mistake.key}" (given: {mistake.value!r}) is no key of DeepSpeed or TenCache, or not in its place, '
+                f'"{mistake.key}" (given: {mistake.value!r}) is not a key of DeepSpeed or TenCache, or is misplaced, '
                 f'and would have no effect. Did you mean "{mistake.wanted}"? {mistake.correction}.'
             )
     if choices:

@@ -23,7 +23,7 @@ from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.coordinator import TenCacheCoordinator
 from tencache_ds.integration.device_weights import DeviceWeights
 from tencache_ds.integration.engine_building import session_for
-from tencache_ds.integration.letting_go import finish_gathers, let_go
+from tencache_ds.integration.model_release import finish_gathers, release_model
 from tencache_ds.integration.module_hooks import SuspendedHooks, skip_backward_hooks_without_gradients
 from tencache_ds.integration.param_swapper import engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
@@ -139,7 +139,7 @@ def complete(offload: Any, ds_config: Any, options: TenCacheConfig) -> None:
         if session.closed:
             return
         with contextlib.ExitStack() as stack:  # every step runs, whatever an earlier one raises
-            stack.callback(let_go, module)
+            stack.callback(release_model, module)
             stack.callback(session.close)
             stack.callback(stock_destroy)
             if homes is not None:

@@ -29,7 +29,7 @@ from tencache_ds.integration.chunked_step import ChunkedStep
 from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu
-from tencache_ds.integration.letting_go import finish_gathers, let_go
+from tencache_ds.integration.model_release import finish_gathers, release_model
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
 from tencache_ds.integration.module_hooks import skip_backward_hooks_without_gradients
 from tencache_ds.integration.optimizer_states import OptimizerStates
@@ -538,7 +538,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             return
         module = self.parameter_offload.module
         with contextlib.ExitStack() as stack:  # every step runs, even if an earlier one raises
-            stack.callback(let_go, module)
+            stack.callback(release_model, module)
             if session is not None:
                 stack.callback(session.close)
             stack.callback(super().destroy)

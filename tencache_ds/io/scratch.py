@@ -110,7 +110,7 @@ def free_nbytes(root: str) -> int:
     """Bytes a normal user can still store at ``root`` (or, while it is missing, at its nearest existing parent).
 
     Raises:
-        OSError: the file system cannot be asked.
+        OSError: the file system cannot be queried.
     """
     status = os.statvfs(_existing_parent(root))
     return status.f_bavail * status.f_frsize
@@ -120,7 +120,7 @@ def device_of(root: str) -> int:
     """Number of the file system that ``root`` (or its nearest existing parent) is on: equal ones share their space.
 
     Raises:
-        OSError: the file system cannot be asked.
+        OSError: the file system cannot be queried.
     """
     return os.stat(_existing_parent(root)).st_dev
 

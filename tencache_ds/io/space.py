@@ -77,7 +77,7 @@ class SpaceFile:
         """Bytes that are free for a normal user on the file system, and its size.
 
         Raises:
-            OSError: the file system cannot be asked.
+            OSError: the file system cannot be queried.
         """
         status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize

@@ -124,7 +124,7 @@ class HostArena:
             ValueError: ``nbytes`` is not positive, or the arena is closed or another process's.
         """
         if os.getpid() != self._pid:  # before any lock: a thread that does not exist here may hold it indefinitely
-            raise ValueError(f"cannot allocate {nbytes} bytes for {purpose}: the arena is process {self._pid}'s")
+            raise ValueError(f"cannot allocate {nbytes} bytes for {purpose}: the arena belongs to process {self._pid}")
         if nbytes <= 0:
             raise ValueError(f"cannot allocate {nbytes} bytes for {purpose}: at least 1 is needed")
         rounded_nbytes = round_up(nbytes)

@@ -45,7 +45,7 @@ class Endpoint:
             timeout_s: longest wait for the next line of the answer.
 
         Raises:
-            TenCacheError: the process cannot be asked.
+            TenCacheError: the process cannot be queried.
         """
         connection = None
         try:
@@ -57,7 +57,7 @@ class Endpoint:
         except OSError as error:
             if connection is not None:
                 connection.close()
-            raise TenCacheError(f"process {self.pid} cannot be asked: {error}") from error
+            raise TenCacheError(f"process {self.pid} cannot be queried: {error}") from error
         return Answer(self.pid, connection, timeout_s)
 
 
@@ -95,7 +95,7 @@ class Answer:
         except TimeoutError as error:
             raise TenCacheError(f"process {self._pid} did not answer within {self._timeout_s:.0f} s") from error
         except (OSError, ValueError) as error:
-            raise TenCacheError(f"the answer of process {self._pid} broke off: {error}") from error
+            raise TenCacheError(f"the answer of process {self._pid} was incomplete: {error}") from error
         if line is not None and "error" in line:
             raise TenCacheError(f"process {self._pid}: {line['error']}")
         return line

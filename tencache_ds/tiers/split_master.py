@@ -124,8 +124,8 @@ class SplitMasters:
         weights = self._weights.rounded(chunk)
         if weights is None or self.digest(weights) != expected:
             raise TenCacheError(
-                f"weights of sub-group {chunk.sub_group} (elements from {chunk.start}) were changed behind the "
-                "optimizer's back, and its master weights are stored as the difference to them: change weights inside "
+                f"weights of sub-group {chunk.sub_group} (elements from {chunk.start}) were changed without the "
+                "optimizer, whose master weights are stored as the difference to them: change weights inside "
                 'deepspeed.zero.GatheredParameters(..., modifier_rank=...) only, or set "tencache.split_master" to '
                 "false. This state is lost; load a checkpoint."
             )
@@ -165,6 +165,6 @@ def _views(chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
 def _wait(job: SplitJob, chunk: Chunk) -> None:
     if not job.wait(SPLIT_TIMEOUT_S):
         raise TenCacheError(
-            f"master weights of chunk {chunk.sub_group}.{chunk.index} were not there after {SPLIT_TIMEOUT_S:.0f} s: "
+            f"master weights of chunk {chunk.sub_group}.{chunk.index} were not ready after {SPLIT_TIMEOUT_S:.0f} s: "
             "the optimizer threads get no CPU time"
         )

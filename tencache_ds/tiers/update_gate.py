@@ -81,7 +81,7 @@ class UpdateGate:
             if self._error is not None:
                 raise_failure(self._error)
             if not ended:
-                raise TenCacheError(f"the optimizer step did not get to a weight within {TIMEOUT_S:.0f} s")
+                raise TenCacheError(f"the optimizer step did not reach a weight within {TIMEOUT_S:.0f} s")
 
 
 def _named(keys: Sequence[int]) -> str:

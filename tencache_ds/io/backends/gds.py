@@ -147,7 +147,7 @@ class GdsBackend(LaneBackend):
                     if operation is Operation.READ and offset + nbytes > size_nbytes:
                         there = max(0, size_nbytes - offset)
                         raise EOFError(
-                            f"file ends after {size_nbytes} bytes, {there} of {nbytes} bytes were there"
+                            f"file ends after {size_nbytes} bytes, {there} of {nbytes} bytes were read"
                         ) from None
                     raise
         except Exception as error:  # KvikIO's are of C++, and any of them ends in a ticket

@@ -130,7 +130,7 @@ class PosixFiles(OpenFiles[Descriptor]):
                     if n_more == 0:
                         if operation is Operation.READ:
                             size = os.fstat(fd).st_size
-                            raise EOFError(f"file ends after {size} bytes, {n_moved} of {len(view)} bytes were there")
+                            raise EOFError(f"file ends after {size} bytes, {n_moved} of {len(view)} bytes were read")
                         raise OSError(errno.EIO, f"the device accepted {n_moved} of {len(view)} bytes")
                     n_moved += n_more
             finally:

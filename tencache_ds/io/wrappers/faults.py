@@ -329,7 +329,7 @@ def _short(ticket: Ticket, n_moved: int | None = None) -> StorageError:
     if operation is Operation.WRITE:
         refusal = OSError(errno.EIO, f"the device accepted {n_moved} of {nbytes} bytes, {_NOTE}")
         return storage_error(operation, path, offset, nbytes, refusal, ticket.tag)
-    cause = f"file ends after {offset + n_moved} bytes, {n_moved} of {nbytes} bytes were there, {_NOTE}"
+    cause = f"file ends after {offset + n_moved} bytes, {n_moved} of {nbytes} bytes were read, {_NOTE}"
     return ticket.failure(cause, StorageError)
 
 

@@ -75,7 +75,7 @@ def test_a_file_that_ends_early(path, short_at_end):
             backend.submit(Operation.READ, path, 0, aligned(4 * P), tag="weight 7").wait(TIMEOUT_S)
         backend.close()
     error = caught.value
-    assert f"file ends after {P + 100} bytes, {P + 100} of {4 * P} bytes were there" in str(error)
+    assert f"file ends after {P + 100} bytes, {P + 100} of {4 * P} bytes were read" in str(error)
     assert (error.operation, error.path, error.offset, error.nbytes, error.tag) == ("read", path, 0, 4 * P, "weight 7")
 
 

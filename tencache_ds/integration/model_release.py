@@ -24,7 +24,7 @@ GATHER_TIMEOUT_S = 60.0
 """Other ranks that are well begin a gather within a step of one another."""
 
 
-def let_go(module: torch.nn.Module) -> None:
+def release_model(module: torch.nn.Module) -> None:
     """Makes DeepSpeed's stack of modules hold the model weakly; nothing happens when it is not on it.
 
     The entry stays while the model lives: a forward of it without hooks registers external parameters there. Further
@@ -38,7 +38,7 @@ def let_go(module: torch.nn.Module) -> None:
     stack[:] = entries
 
 
-def let_go_after_failure(engine: Any) -> None:
+def release_after_failure(engine: Any) -> None:
     """Removes the leftovers of a DeepSpeed engine that could not be built from its model, which may get another engine.
 
     Args:
@@ -47,7 +47,7 @@ def let_go_after_failure(engine: Any) -> None:
     for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         handle.remove()
     debug_clear_module_and_param_names()
-    let_go(engine.module)
+    release_model(engine.module)
 
 
 def finish_gathers(module: torch.nn.Module, gave_up: Callable[[], None], timeout_s: float = GATHER_TIMEOUT_S) -> None:
