@@ -175,7 +175,7 @@ def _explain(root: str, error: OSError) -> str:
 _unnamed: dict[int, tuple[int, int]] = {}
 
 
-def _let_go_in_child() -> None:
+def _release_in_child() -> None:
     ours = set(_unnamed.values())
     _unnamed.clear()
     if not ours:
@@ -188,4 +188,4 @@ def _let_go_in_child() -> None:
     os.close(nothing)
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_release_in_child)
