@@ -198,7 +198,7 @@ def in_child(arena, tensor, inherited):
     try:
         arena.allocate(1, "staging")
     except ValueError as error:
-        if f"process {os.getppid()}'s" not in str(error):
+        if f"belongs to process {os.getppid()}" not in str(error):
             return 2
     else:
         return 3
