@@ -63,7 +63,7 @@ def bound_of(hardware: Hardware, workload: Workload, numel: int, placement: Plac
 
 
 def balance_tokens(found: Bound, workload: Workload) -> float | None:
-    """Tokens per step at which arithmetic would take as long as NVMe, with as many micro-steps, by a bound for
+    """Tokens per step at which compute time equals NVMe time, with as many micro-steps, by a bound for
     ``workload``; None when nothing is on NVMe, or a rate is not known.
     """
     nvme_s, gpu_s = (found.by_resource.get(resource) for resource in (Resource.NVME, Resource.GPU))
