@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plots of a report, drawn with matplotlib and seaborn's styles.
+"""The plots of a report, drawn with matplotlib.
 
 Colours are safe for the colour-blind (Okabe and Ito's, darkened where they have to be read on white); a configuration
 has the same colour in every plot.
