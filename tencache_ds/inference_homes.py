@@ -37,6 +37,8 @@ class InferenceHomes:
         after_moves: called when weights have moved.
         idle: of a weight whether it could leave now: no module uses it and no gather reads it.
         returns_alone: of a weight whether it can leave, and come back, without the other ranks noticing.
+        beside_training: whether an engine of this process trains. Unless the user has set ``gpu_memory``, weights keep
+            out of GPU memory then: nothing tells what its backward pass is going to need.
         agree: among all ranks.
         say: tells the user, on one rank.
     """
@@ -52,6 +54,7 @@ class InferenceHomes:
         after_moves: Callable[[], None],
         idle: Callable[[int], bool],
         returns_alone: Callable[[int], bool],
+        beside_training: Callable[[], bool],
         agree: Agree,
         say: Callable[[str], None],
     ) -> None:
@@ -63,12 +66,14 @@ class InferenceHomes:
         self._after_moves = after_moves
         self._idle = idle
         self._returns_alone = returns_alone
+        self._beside_training = beside_training
         self._agree = agree
         self._say = say
         self._watch = PassMemory()
         self._planned = self._stuck = False
         self._t_looked_s = 0.0
         self._left_nbytes = 0
+        self._said = False
         memory.record()
 
     @property
@@ -79,6 +84,8 @@ class InferenceHomes:
     def begin_pass(self, tokens: int) -> None:
         """A forward pass begins, whose input has so many elements (0: not known)."""
         short_nbytes = self._watch.begin_pass(self._memory.usage(), tokens)
+        if self._moves.there and self._keeps_out():
+            short_nbytes = self._moves.nbytes
         if self._planned and short_nbytes > 0:
             self._release(short_nbytes)
 
@@ -96,7 +103,14 @@ class InferenceHomes:
         """A forward pass is over."""
         spare_nbytes = self._watch.end_pass(self._memory.usage())
         if not self._planned:
-            self._plan()
+            if not self._keeps_out():
+                self._plan()
+            elif not self._said:
+                self._said = True
+                self._say(
+                    "no weights of the engine without an optimizer go to GPU memory while another one of this process "
+                    'trains; its "tencache.gpu_memory" gives it a part'
+                )
             return
         if self._left_nbytes:
             logger.warning(
@@ -105,12 +119,15 @@ class InferenceHomes:
                 gib(self._moves.nbytes),
             )
             self._left_nbytes = 0
-        elif spare_nbytes > 0 and self._moves.out and all(map(self._idle, self._moves.out)):
+        elif spare_nbytes > 0 and self._moves.out and not self._keeps_out() and all(map(self._idle, self._moves.out)):
             self._before_moves()
             if self._moves.bring_back(spare_nbytes):
                 self._watch.came_back()
                 self._stuck = False
                 self._moved()
+
+    def _keeps_out(self) -> bool:
+        return self._options.gpu_memory is None and self._beside_training()
 
     def _plan(self) -> None:
         """After the first pass, by what it took; while somebody has gathered weights, after the next."""

@@ -42,6 +42,7 @@ def activate() -> None:
 
     if hasattr(engine_module.DeepSpeedEngine._configure_zero_optimizer, _HOOKED):
         return
+    from tencache_ds.integration import inference, training_engines
     from tencache_ds.integration.activation_hooks import hook_forward
     from tencache_ds.integration.checkpoint import hook_loading
     from tencache_ds.integration.checkpoint_saving import hook_saving
@@ -138,9 +139,9 @@ def activate() -> None:
         if options is None:
             with _nothing_left_after_failure(self):
                 _refuse_our_weights(self.module)
-            return configure(self, optimizer)
-        from tencache_ds.integration import inference
-
+            configured = configure(self, optimizer)
+            training_engines.note(self, configured)
+            return configured
         t_start_s = time.perf_counter()
         with _nothing_left_after_failure(self):
             agree_on_options(self._config)
@@ -153,6 +154,7 @@ def activate() -> None:
             _announce(configured.tencache, self._config, time.perf_counter() - t_start_s)
         else:
             _announce_nothing_to_do(options)
+        training_engines.note(self, configured)
         return configured
 
     setattr(_configure_zero_optimizer, _HOOKED, True)

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CON
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.inference_homes import InferenceHomes
-from tencache_ds.integration import gpu_building
+from tencache_ds.integration import gpu_building, training_engines
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.coordinator import TenCacheCoordinator
@@ -174,6 +174,7 @@ def _build_homes(
         after_moves=note,
         idle=weights.idle,
         returns_alone=weights.belongs_to_host,
+        beside_training=training_engines.exist,
         agree=agreed,
         say=say,
     )

@@ -129,6 +129,20 @@ class Inference:
         for memory in opened:
             memory.wanted_by_training_nbytes = 0
 
+    def train_beside(self) -> None:
+        """Another engine of this process trains."""
+        config = training.config_for({"model": "mlp"}, self._kind, os.path.join(self._folder, "nvme"))
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = MODELS["mlp"]()
+        self._trained = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        loss = self._trained(*(each.to(self._trained.device) for each in model.batch(torch.Generator().manual_seed(1))))
+        self._trained.backward(loss)
+        self._trained.step()
+        self.seen.append(float(loss).hex())
+
+    def train_no_longer(self) -> None:
+        self._trained.destroy()
+
     def destroy(self) -> None:
         self.engine.destroy()
 

@@ -18,6 +18,7 @@ SHRINKS = ["generate", "need_memory", "generate_from_a_long_prompt", "need_no_me
 CHANGES = ["generate", "change_weights", "generate", "save", "generate"]
 UNUSUAL = ["generate", "run_the_inner_model", "empty_cache", "run_the_inner_model", "generate", "differentiate",
            "generate_without_hooks", "generate", "change_weights", "run_the_inner_model", "save"]  # fmt: skip
+BESIDE = ["generate", "train_beside", "generate", "train_no_longer", "generate", "generate"]
 RAM = {"offload_param": "cpu"}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -37,6 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
     "unusual_ram": {"actions": UNUSUAL} | RAM,
     "unusual_part": {"actions": UNUSUAL, "device_memory": "2MiB"},
     "unusual_nothing": {"actions": UNUSUAL, "device_memory": 0},
+    "beside_training": {"actions": BESIDE},
+    "beside_training_part": {"actions": BESIDE, "device_memory": "2MiB"} | RAM,
+    "after_training_began": {"actions": ["train_beside", "generate", "train_no_longer", "generate", "generate"]},
     "gathered_first": {"actions": ["generate_with_gathered_weights", "generate", "generate"]},
     "gathered_later": {"actions": ["generate", "generate_with_gathered_weights", "generate", "save"]} | RAM,
     "destroyed": {"actions": ["generate", "destroy", "read", "initialize", "generate", "change_weights", "save"]},
@@ -102,6 +106,20 @@ def test_they_leave_when_memory_is_needed_and_come_back(alone: Any, name: str) -
     assert nbytes[0] > ON_DEVICE
     assert nbytes[2] == 0
     assert nbytes[-1] == nbytes[0]
+
+
+def test_they_keep_out_of_memory_that_a_training_engine_may_need(alone: Any) -> None:
+    nbytes = {
+        name: alone[0].result(name, "tencache")["gpu_weight_nbytes"]
+        for name in ("beside_training", "beside_training_part", "after_training_began")
+    }
+    before, _, meanwhile, _, _, after = nbytes["beside_training"]
+    assert before > ON_DEVICE
+    assert meanwhile == 0
+    assert after == before
+    assert min(nbytes["beside_training_part"]) > 2**20, "the user's wish"
+    assert nbytes["after_training_began"][:2] == [0, 0]
+    assert nbytes["after_training_began"][-1] > ON_DEVICE
 
 
 def test_weights_that_a_user_has_gathered_do_not_move(alone: Any) -> None:
