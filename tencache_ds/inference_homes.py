@@ -37,8 +37,8 @@ class InferenceHomes:
         after_moves: called when weights have moved.
         idle: of a weight whether it could leave now: no module uses it and no gather reads it.
         returns_alone: of a weight whether it can leave, and come back, without the other ranks noticing.
-        beside_training: whether an engine of this process trains. Unless the user has set ``gpu_memory``, weights keep
-            out of GPU memory then: nothing tells what its backward pass is going to need.
+        beside_others: whether the process has another DeepSpeed engine. Unless the user has set ``gpu_memory``, weights
+            keep out of GPU memory then: nothing tells what the other one's next pass is going to need.
         agree: among all ranks.
         say: tells the user, on one rank.
     """
@@ -54,7 +54,7 @@ class InferenceHomes:
         after_moves: Callable[[], None],
         idle: Callable[[int], bool],
         returns_alone: Callable[[int], bool],
-        beside_training: Callable[[], bool],
+        beside_others: Callable[[], bool],
         agree: Agree,
         say: Callable[[str], None],
     ) -> None:
@@ -66,7 +66,7 @@ class InferenceHomes:
         self._after_moves = after_moves
         self._idle = idle
         self._returns_alone = returns_alone
-        self._beside_training = beside_training
+        self._beside_others = beside_others
         self._agree = agree
         self._say = say
         self._watch = PassMemory()
@@ -108,8 +108,8 @@ class InferenceHomes:
             elif not self._said:
                 self._said = True
                 self._say(
-                    "no weights of the engine without an optimizer go to GPU memory while another one of this process "
-                    'trains; its "tencache.gpu_memory" gives it a part'
+                    "no weights of the engine without an optimizer go to GPU memory beside another engine of this "
+                    'process; its "tencache.gpu_memory" gives it a part'
                 )
             return
         if self._left_nbytes:
@@ -127,7 +127,7 @@ class InferenceHomes:
                 self._moved()
 
     def _keeps_out(self) -> bool:
-        return self._options.gpu_memory is None and self._beside_training()
+        return self._options.gpu_memory is None and self._beside_others()
 
     def _plan(self) -> None:
         """After the first pass, by what it took; while somebody has gathered weights, after the next."""

@@ -42,7 +42,7 @@ def activate() -> None:
 
     if hasattr(engine_module.DeepSpeedEngine._configure_zero_optimizer, _HOOKED):
         return
-    from tencache_ds.integration import inference, training_engines
+    from tencache_ds.integration import inference, other_engines
     from tencache_ds.integration.activation_hooks import hook_forward
     from tencache_ds.integration.checkpoint import hook_loading
     from tencache_ds.integration.checkpoint_saving import hook_saving
@@ -140,7 +140,7 @@ def activate() -> None:
             with _nothing_left_after_failure(self):
                 _refuse_our_weights(self.module)
             configured = configure(self, optimizer)
-            training_engines.note(self, configured)
+            other_engines.note(self)
             return configured
         t_start_s = time.perf_counter()
         with _nothing_left_after_failure(self):
@@ -148,13 +148,13 @@ def activate() -> None:
             with _substituted_classes(self, options):
                 configured = configure(self, optimizer)
             if not hasattr(configured, "tencache"):
-                inference.complete(configured, self._config, options)
+                inference.complete(configured, self, options)
         if hasattr(configured, "tencache"):
             observatory.add(configured.tencache, self.module)
             _announce(configured.tencache, self._config, time.perf_counter() - t_start_s)
         else:
             _announce_nothing_to_do(options)
-        training_engines.note(self, configured)
+        other_engines.note(self)
         return configured
 
     setattr(_configure_zero_optimizer, _HOOKED, True)

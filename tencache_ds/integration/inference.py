@@ -8,7 +8,8 @@ DeepSpeed makes a bare ``DeepSpeedZeRoOffload`` for them. See [Note: weights tha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CON
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.inference_homes import InferenceHomes
-from tencache_ds.integration import gpu_building, training_engines
+from tencache_ds.integration import gpu_building, other_engines
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.coordinator import TenCacheCoordinator
@@ -102,9 +103,14 @@ class InferenceWeights:
         )
 
 
-def complete(offload: Any, ds_config: Any, options: TenCacheConfig) -> None:
+def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
     """Gives DeepSpeed's ``offload`` of a model without optimizer a session (``offload.tencache``) and an end. Nothing
     happens where there is nothing to do: no weight on NVMe, and no GPU memory for the others.
+
+    Args:
+        offload: what DeepSpeed has made.
+        engine: the ``DeepSpeedEngine``.
+        options: of its config.
 
     Raises:
         ConfigError, StorageError, MemoryLimitError: staging buffers cannot be built.
@@ -116,11 +122,14 @@ def complete(offload: Any, ds_config: Any, options: TenCacheConfig) -> None:
     used = agreed("whether GPU memory is used", memory is not None and bool(weights.shards()), all)
     if not engines and not used:
         return
-    session = session_for(engines, ds_config, options)
+    session = session_for(engines, engine._config, options)
     try:
         agree_on_homes(session.all(), module)
         session.build_staging([])
-        homes = _build_homes(session, memory, weights, coordinator) if used and memory is not None else None
+        homes = None
+        if used and memory is not None:
+            this = weakref.ref(engine)
+            homes = _build_homes(session, memory, weights, coordinator, lambda: other_engines.beside(this()))
     except BaseException:
         session.close()
         offload.destroy()
@@ -154,7 +163,11 @@ def complete(offload: Any, ds_config: Any, options: TenCacheConfig) -> None:
 
 
 def _build_homes(
-    session: Session, memory: DeviceMemory, weights: InferenceWeights, coordinator: TenCacheCoordinator
+    session: Session,
+    memory: DeviceMemory,
+    weights: InferenceWeights,
+    coordinator: TenCacheCoordinator,
+    beside_others: Callable[[], bool],
 ) -> InferenceHomes:
     moves = WeightMoves(memory, weights)
 
@@ -174,7 +187,7 @@ def _build_homes(
         after_moves=note,
         idle=weights.idle,
         returns_alone=weights.belongs_to_host,
-        beside_training=training_engines.exist,
+        beside_others=beside_others,
         agree=agreed,
         say=say,
     )

@@ -108,7 +108,7 @@ def test_they_leave_when_memory_is_needed_and_come_back(alone: Any, name: str) -
     assert nbytes[-1] == nbytes[0]
 
 
-def test_they_keep_out_of_memory_that_a_training_engine_may_need(alone: Any) -> None:
+def test_they_keep_out_of_memory_that_another_engine_may_need(alone: Any) -> None:
     nbytes = {
         name: alone[0].result(name, "tencache")["gpu_weight_nbytes"]
         for name in ("beside_training", "beside_training_part", "after_training_began")
