@@ -50,9 +50,9 @@ def test_an_op_compiled_at_installation_is_used_with_its_version_of_torch_only(
     monkeypatch.setattr(tencache_ds.ops, "__path__", [*tencache_ds.ops.__path__, str(tmp_path)])
     try:
         assert TenCacheAioBuilder().load().ORIGIN == "installation"
-    finally:  # or the tests that follow in this process would get it too
+        assert TenCacheUpdateBuilder().prebuilt() is None
+        monkeypatch.setattr("torch.__version__", "2.4.1+cu124")
+        assert TenCacheAioBuilder().prebuilt() is None
+    finally:  # or the tests that follow in this process would find the folder, and the module in it
         for name in [name for name in sys.modules if name.startswith("tencache_ds.ops.prebuilt_")]:
             del sys.modules[name]
-    assert TenCacheUpdateBuilder().prebuilt() is None
-    monkeypatch.setattr("torch.__version__", "2.4.1+cu124")
-    assert TenCacheAioBuilder().prebuilt() is None
