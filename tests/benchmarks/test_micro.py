@@ -288,7 +288,7 @@ def test_a_variant_moves_what_it_says(folder, variant):
 
 
 def test_cpu_update():
-    result = cpu_update.run(0.1, threads=[1, 2], numel=(1 << 20) + 5, repeats=5)
+    result = cpu_update.run(0.001, threads=[1, 2], numel=(1 << 20) + 5, repeats=5)
     assert result.parameters["params"] == (1 << 20) + 5
     for threads in (1, 2):
         for name in (cpu_update.CHUNKS, cpu_update.PASSES, cpu_update.ADAM):
