@@ -74,6 +74,7 @@ class InferenceHomes:
         self._t_looked_s = 0.0
         self._left_nbytes = 0
         self._said = False
+        self._n_passes = 0  # before the plan
         memory.record()
 
     @property
@@ -103,14 +104,10 @@ class InferenceHomes:
         """A forward pass is over."""
         spare_nbytes = self._watch.end_pass(self._memory.usage())
         if not self._planned:
-            if not self._keeps_out():
+            self._n_passes += 1
+            # All ranks have to agree, also about what each sees for itself: less and less often, by a common count.
+            if self._n_passes.bit_count() == 1:
                 self._plan()
-            elif not self._said:
-                self._said = True
-                self._say(
-                    "no weights of the engine without an optimizer go to GPU memory beside another engine of this "
-                    'process; its "tencache.gpu_memory" gives it a part'
-                )
             return
         if self._left_nbytes:
             logger.warning(
@@ -130,10 +127,18 @@ class InferenceHomes:
         return self._options.gpu_memory is None and self._beside_others()
 
     def _plan(self) -> None:
-        """After the first pass, by what it took; while somebody has gathered weights, after the next."""
+        """After the first pass, by what it took; after a later one, where weights are gathered or have to keep out."""
         self._before_moves()
         shards = self._shards()
-        if not self._agree("whether weights can move", all(self._idle(shard.key) for shard in shards), all):
+        keeps_out = self._keeps_out()
+        if keeps_out and not self._said:
+            self._said = True
+            self._say(
+                "no weights of the engine without an optimizer go to GPU memory beside another engine of this process; "
+                'its "tencache.gpu_memory" gives it a part'
+            )
+        movable = not keeps_out and all(self._idle(shard.key) for shard in shards)
+        if not self._agree("whether weights can move", movable, all):
             return
         self._planned = True
         self._memory.synchronize()

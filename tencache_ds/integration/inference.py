@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.inference_homes import InferenceHomes
@@ -25,7 +25,7 @@ from tencache_ds.integration.coordinator import TenCacheCoordinator
 from tencache_ds.integration.device_weights import DeviceWeights
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.model_release import finish_gathers, release_model
-from tencache_ds.integration.module_hooks import SuspendedHooks, skip_backward_hooks_without_gradients
+from tencache_ds.integration.module_hooks import SuspendedHooks, is_free, skip_backward_hooks_without_gradients
 from tencache_ds.integration.param_swapper import engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.memory.device_memory import DeviceMemory
@@ -95,12 +95,8 @@ class InferenceWeights:
     def idle(self, key: int) -> bool:
         """Whether no module, gather or user has the weight now."""
         param = self._params[key]
-        if getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
-            return False
-        gathered = param.ds_status is ZeroParamStatus.AVAILABLE
-        return not param.ds_active_sub_modules and (
-            param.ds_status is ZeroParamStatus.NOT_AVAILABLE or (gathered and self._single and param.ds_persist)
-        )
+        stays_gathered = self._single and param.ds_persist
+        return is_free(param) and (param.ds_status is ZeroParamStatus.NOT_AVAILABLE or stays_gathered)
 
 
 def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:

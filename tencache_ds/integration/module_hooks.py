@@ -131,7 +131,7 @@ class SuspendedHooks:
         params = _params_of(module)
         if params and any(True for _ in module.children()):
             return False
-        return all(param.ds_persist and _is_free(param) for param in params)
+        return all(param.ds_persist and is_free(param) for param in params)
 
     def _resume(self, param: Any) -> None:
         """A weight is about to be released."""
@@ -193,7 +193,7 @@ def _params_of(module: torch.nn.Module) -> list[Any]:
     return list(iter_params(module, recurse=z3_leaf_module(module)))
 
 
-def _is_free(param: Any) -> bool:
-    """Whether it is in nobody's hands."""
+def is_free(param: Any) -> bool:
+    """Whether no module, gather or user has a parameter now."""
     held = getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) or param.ds_active_sub_modules
     return not held and param.ds_status is not ZeroParamStatus.INFLIGHT
