@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the pictures of docs/observing.md: trains a small model on two CPU ranks, watches and traces it.
+"""Makes the pictures of docs/observing.md: trains a small model on two ranks, on GPUs where there are two, watches and
+traces it.
 
 python docs/images/observing.py --nvme-path /local_nvme
 """
@@ -15,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
 from rich.console import Console, RenderableType
 
 from tencache_ds.cli.trace import record, title_of
@@ -41,7 +43,8 @@ with deepspeed.zero.Init(config_dict_or_path=config):
     model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(12)])
 engine = deepspeed.initialize(model=model, config=config)[0]
 while True:
-    engine.backward(engine(torch.randn(128, 1024, dtype=torch.bfloat16)).float().pow(2).mean())
+    batch = torch.randn(128, 1024, dtype=torch.bfloat16, device=engine.device)
+    engine.backward(engine(batch).float().pow(2).mean())
     engine.step()
 """
 
@@ -51,6 +54,7 @@ def main() -> None:
     parser.add_argument("--nvme-path", required=True)
     parser.add_argument("--warm-up", type=int, default=20, metavar="STEPS")
     arguments = parser.parse_args()
+    gpus = torch.cuda.device_count() >= 2
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
         script.write_text(TRAINING)
@@ -58,15 +62,17 @@ def main() -> None:
             sys.executable,
             "-m",
             "deepspeed.launcher.runner",
-            "--num_accelerators",
+            "--num_gpus" if gpus else "--num_accelerators",
             "2",
             "--master_port",
             "29871",
         ]
         training = subprocess.Popen(
             [*launcher, str(script), arguments.nvme_path],
-            env=os.environ | {"DS_ACCELERATOR": "cpu"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            env=dict(os.environ) if gpus else os.environ | {"DS_ACCELERATOR": "cpu"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         try:
             before = wait_for_job(str(script), arguments.warm_up)
             t_start = time.monotonic()

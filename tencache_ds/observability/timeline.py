@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tencache_ds.observability.trace_file import spans_by_rank
+
 Span = tuple[float, float]
 """Start and end in seconds since the start of the trace."""
 
@@ -65,12 +67,8 @@ def timelines(contents: dict[str, Any]) -> list[Timeline]:
     Args:
         contents: see :func:`tencache_ds.observability.trace_file.trace_events`.
     """
-    header = contents["otherData"]["tencache"]
-    by_rank: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for event in contents["traceEvents"]:
-        if event["ph"] == "X":
-            by_rank[event["pid"]].append(event)
-    return [_timeline(rank, by_rank[rank["rank"]], header["t_zero_ns"]) for rank in header["ranks"]]
+    t_zero_ns = contents["otherData"]["tencache"]["t_zero_ns"]
+    return [_timeline(rank, spans, t_zero_ns) for rank, spans in spans_by_rank(contents)]
 
 
 def _timeline(rank: dict[str, Any], events: Sequence[dict[str, Any]], t_zero_ns: int) -> Timeline:

@@ -9,6 +9,7 @@ import heapq
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,19 @@ def read_trace(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         pass
     raise ConfigError(f"{path} is not a trace of this version of `tencache trace`: record it again")
+
+
+def spans_by_rank(contents: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """The header of each rank and its spans.
+
+    Args:
+        contents: see :func:`trace_events`.
+    """
+    spans: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for event in contents["traceEvents"]:
+        if event["ph"] == "X":
+            spans[event["pid"]].append(event)
+    return [(header, spans[header["rank"]]) for header in contents["otherData"]["tencache"]["ranks"]]
 
 
 def _header(recording: RankRecording) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tencache_ds.observability.trace_file import spans_by_rank
+
 NOTHING = "unattributed"
 """Outside forward passes, backward passes and optimizer steps: data loading, the script, DeepSpeed."""
 
@@ -96,12 +98,8 @@ def summarize(contents: dict[str, Any]) -> list[RankSummary]:
     Args:
         contents: see :func:`tencache_ds.observability.trace_file.trace_events`.
     """
-    header = contents["otherData"]["tencache"]
-    by_rank: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for event in contents["traceEvents"]:
-        if event["ph"] == "X":
-            by_rank[event["pid"]].append(event)
-    return [_summarize(rank, by_rank[rank["rank"]], header["t_zero_ns"]) for rank in header["ranks"]]
+    t_zero_ns = contents["otherData"]["tencache"]["t_zero_ns"]
+    return [_summarize(rank, spans, t_zero_ns) for rank, spans in spans_by_rank(contents)]
 
 
 def _summarize(rank: dict[str, Any], events: Sequence[dict[str, Any]], t_zero_ns: int) -> RankSummary:
