@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -183,8 +184,7 @@ class Harness:
             pass
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGABRT)  # each process prints where its threads are
-                time.sleep(ABORT_PATIENCE_S)
+                abort_in_turn(process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -232,6 +232,28 @@ class Harness:
             path = folder / f"results_{rank}.json"
             results.append(json.loads(path.read_text()) if path.exists() else {})
         return Outcome(finished, tuple(results))
+
+
+def abort_in_turn(group: int) -> None:
+    """Has each process of a group print where its threads are, one after another: they share a log. All are stopped
+    first, so that none ends the others meanwhile; children come before their parents.
+    """
+    processes = [process for process in psutil.process_iter() if group_of(process) == group]
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGSTOP)
+    for process in sorted(processes, key=lambda process: -process.pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGABRT)
+            process.send_signal(signal.SIGCONT)
+            deadline_s = time.monotonic() + ABORT_PATIENCE_S
+            while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+
+
+def group_of(process: psutil.Process) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(process.pid)
+    return None
 
 
 def remove_shared_buffers(port: str) -> None:
