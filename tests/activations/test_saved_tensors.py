@@ -142,7 +142,8 @@ class Rig:
         def unpack(handle: Any) -> torch.Tensor:
             return self.saved.load(handle) if isinstance(handle, MovedTensor) else handle.unpack()
 
-        self.saved.begin_forward()
+        with _disable_current_modes():  # host buffers that come back are poisoned, which is an operation, too
+            self.saved.begin_forward()
         return saved_tensors_hooks(pack, unpack)
 
     def settle(self) -> None:
