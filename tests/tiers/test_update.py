@@ -389,5 +389,5 @@ def test_a_weight_that_cannot_be_written_leaves_no_buffer_behind(stored):
         stored.update(Kernel())
     stored.tier.begin_pass(())  # what was read ahead goes back
     stored.tier.drain()
-    stored.storage.pool.assert_idle()
+    stored.storage.assert_idle()
     assert stored.weights.closed == [0, 1, 2]
