@@ -65,6 +65,11 @@ def prepare(case: dict[str, Any], when: str, tell: int) -> None:
         signal.signal(case["signal"], signal.SIG_IGN)
 
 
+def be_a_worker(running: Any) -> None:
+    running.wait(PATIENCE_S)
+    time.sleep(10)
+
+
 def be_a_trainer(case: dict[str, Any], engine_name: str, folder: Path, tell: int, go_on: int) -> None:
     """In the forked process; ``tell`` gets a line for whatever has happened."""
     import training
@@ -82,9 +87,12 @@ def be_a_trainer(case: dict[str, Any], engine_name: str, folder: Path, tell: int
     training.train(engine, STEPS_BEFORE, generator, oracle=False)
     if case.get("workers"):
         # As a data loader makes them, but that its own SIGCHLD handler ends the script when one of them dies.
-        workers = [multiprocessing.get_context("fork").Process(target=time.sleep, args=[10]) for _ in range(2)]
+        context = multiprocessing.get_context("fork")
+        running = context.Barrier(3)  # all handlers of the fork have run in a process that has come to its function
+        workers = [context.Process(target=be_a_worker, args=[running]) for _ in range(2)]
         for worker in workers:
             worker.start()
+        running.wait(PATIENCE_S)
         os.write(tell, f"workers {' '.join(str(worker.pid) for worker in workers)}\n".encode())
     os.write(tell, b"steps\n")
     if case.get("in_native_code"):
@@ -162,7 +170,7 @@ def run(case: dict[str, Any], engine_name: str, folder: Path, log: Path) -> dict
         else:
             workers = [int(worker) for worker in wait_for(told, "workers").split()] if case.get("workers") else []
             wait_for(told, "steps")
-            result["held_by_trainer"] = holders(folder) == [pid]
+            result["trainer"], result["holders_while_training"] = pid, holders(folder)
             if workers:
                 os.kill(workers[0], signal.SIGTERM)
                 os.write(go_on, b"x")
