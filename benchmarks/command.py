@@ -196,9 +196,15 @@ def _chosen(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan,
 def _report(folder: Path, arguments: argparse.Namespace) -> Path:
     from .reporting.report import write_report  # pandas and matplotlib take seconds, which --help need not wait for
 
-    benchmark = Benchmark.read(folder / RESULT_FILE)
-    repeat = Benchmark.read(arguments.repeat / RESULT_FILE) if arguments.repeat else None
+    benchmark, repeat = _finished(folder), _finished(arguments.repeat) if arguments.repeat else None
     return write_report(benchmark, folder, name=arguments.name, baseline=arguments.baseline, repeat=repeat)
+
+
+def _finished(folder: Path) -> Benchmark:
+    file = folder / RESULT_FILE
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no {RESULT_FILE}: give the folder that was --out of a benchmark")
+    return Benchmark.read(file)
 
 
 def _several(text: str) -> tuple[int, ...]:

@@ -303,6 +303,11 @@ def test_a_folder_that_cannot_be_written_is_named(options: Options, scripted: An
         Session(plan(), replace(options, nvme_path=blocked / "nvme"), ScriptedMachine()).run()
 
 
+def test_report_of_a_folder_without_a_benchmark_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--report", str(tmp_path)]) == command.EXIT_PROBLEM
+    assert f"{tmp_path} holds no {RESULT_FILE}" in capsys.readouterr().err
+
+
 def test_a_benchmark_that_is_terminated_gets_to_ending_its_runs(tmp_path, monkeypatch):
     ended = []
 
