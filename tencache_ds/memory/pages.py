@@ -38,6 +38,7 @@ from typing import Any, Protocol
 import torch
 
 from tencache_ds.errors import LockedMemoryError, MemoryLimitError
+from tencache_ds.layout import round_up
 from tencache_ds.limits import limit
 
 logger = logging.getLogger("DeepSpeed.tencache.memory")
@@ -269,6 +270,17 @@ def _refusal(nbytes: int, cause: str) -> LockedMemoryError:
         "`ulimit -l unlimited` (docker: `--ulimit memlock=-1`), or avoid locked memory: "
         '"pin_memory": false or "io_backend": "posix"'
     )
+
+
+def discard(tensor: torch.Tensor) -> None:
+    """Gives the whole pages under a contiguous tensor back to the system; those elements are zero from then on.
+
+    For plain pages only: CUDA would keep transferring from and to the pages that a registered address had before.
+    """
+    start = round_up(tensor.data_ptr(), mmap.PAGESIZE)
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < end and _libc().madvise(start, end - start, mmap.MADV_DONTNEED) != 0:
+        logger.debug("%d bytes of host memory stay in use: %s", end - start, os.strerror(ctypes.get_errno()))
 
 
 @functools.cache

@@ -253,7 +253,8 @@ class OptimizerStateTier:
             zeroed = {kind: tensor.zero_() for kind, tensor in group.tensors.items() if kind not in values}
             tensors = {kind: values[kind].contiguous() if kind in values else zeroed[kind] for kind in dtypes}
             chunks = group.chunks if spec == group.spec else self._cut(sub_group, spec)
-            self._groups[sub_group] = SubGroup(spec, chunks, tensors=tensors)
+            own = group.own and all(tensors[kind] is group.tensors.get(kind) for kind in tensors)
+            self._groups[sub_group] = SubGroup(spec, chunks, tensors=tensors, own=own)
             return
         if spec != group.spec:
             self._relocate(sub_group, spec)
@@ -357,7 +358,7 @@ class OptimizerStateTier:
         """Moves chunks between the places where they live. Between two passes.
 
         An error leaves every chunk complete where it was or where it was to be. A sub-group that was whole is in chunks
-        from then on; for a moment, its part that stays in host memory is there twice.
+        from then on.
 
         Args:
             places: of the sub-groups that change, where each chunk is to live.
@@ -416,7 +417,7 @@ class OptimizerStateTier:
     def _make(self, index: int, spec: SubGroupSpec) -> SubGroup:
         if spec.whole:
             tensors = {kind: untouched_zeros(spec.numel, dtype) for kind, dtype in spec.kinds}
-            return SubGroup(spec, self._cut(index, spec), tensors=tensors)
+            return SubGroup(spec, self._cut(index, spec), tensors=tensors, own=True)
         return self._relocation.house(spec, self._cut(index, spec))
 
     def _cut(self, index: int, spec: SubGroupSpec, largest_nbytes: int | None = None) -> tuple[Chunk, ...]:

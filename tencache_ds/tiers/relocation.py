@@ -16,6 +16,7 @@ from tencache_ds.errors import TenCacheError
 from tencache_ds.items import Place
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.device_memory import DeviceMemory
+from tencache_ds.memory.pages import discard
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.stored_chunks import StoredChunks
 from tencache_ds.tiers.sub_group import SubGroup, SubGroupSpec
@@ -67,30 +68,52 @@ class StateRelocation:
     def cut_whole(self, group: SubGroup, places: Sequence[Place]) -> SubGroup:
         """A whole sub-group's state in chunks, those for device memory there and the others in host memory.
 
+        The pages of a chunk's old home are given up before the next chunk gets a new one, so that no more than one
+        chunk is there twice. Tensors that the optimizer has created keep theirs.
+
         Raises:
             MemoryLimitError: not enough memory; nothing was taken.
         """
         cut = SubGroup(replace(group.spec, places=tuple(places)), group.chunks)
+        moved: list[Chunk] = []
         try:
             for chunk, place in zip(group.chunks, places, strict=True):
-                pieces = {
-                    piece: group.tensors[piece.kind][chunk.start : chunk.start + chunk.numel].view(torch.uint8)
-                    for piece in chunk.pieces
-                }
                 if place is Place.GPU:
-                    device = self._require_device(chunk)
-                    memory = cut.device[chunk.index] = device.allocate(chunk.nbytes)
-                    for piece, values in pieces.items():
-                        device.write(memory[piece.offset : piece.offset + piece.nbytes], values)
+                    cut.device[chunk.index] = self._require_device(chunk).allocate(chunk.nbytes)
                 else:
-                    memory = cut.resident[chunk.index] = self._memory.allocate(chunk.nbytes, PURPOSE)
-                    for piece, values in pieces.items():
-                        memory[piece.offset : piece.offset + piece.nbytes].copy_(values)
+                    cut.resident[chunk.index] = self._memory.allocate(chunk.nbytes, PURPOSE)
+                for home, values in self._pieces(group, cut, chunk):
+                    if place is Place.GPU:
+                        self._require_device(chunk).write(home, values)
+                    else:
+                        home.copy_(values)
+                if group.own:
+                    moved.append(chunk)
+                    for _, values in self._pieces(group, cut, chunk):
+                        discard(values)
         except BaseException:
+            for chunk in moved:
+                for home, values in self._pieces(group, cut, chunk):
+                    if chunk.index in cut.device:
+                        self._require_device(chunk).read(values, home)
+                    else:
+                        values.copy_(home)
             for chunk in cut.chunks:
                 self._free_memory(cut, chunk)
             raise
         return cut
+
+    @staticmethod
+    def _pieces(whole: SubGroup, cut: SubGroup, chunk: Chunk) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each kind the bytes of a chunk in its own home, and in the tensors of the whole sub-group."""
+        home = cut.device[chunk.index] if chunk.index in cut.device else cut.resident[chunk.index]
+        return [
+            (
+                home[piece.offset : piece.offset + piece.nbytes],
+                whole.tensors[piece.kind][chunk.start : chunk.start + chunk.numel].view(torch.uint8),
+            )
+            for piece in chunk.pieces
+        ]
 
     def move(self, group: SubGroup, chunk: Chunk, place: Place) -> None:
         """Moves one chunk.

@@ -52,6 +52,7 @@ class SubGroup:
             sub-group.
         device: the same of chunks that live in device memory.
         tensors: of a whole sub-group, 1-D, by kind.
+        own: whether these are in plain pages of the tier; else they were created by the optimizer.
     """
 
     spec: SubGroupSpec
@@ -61,6 +62,7 @@ class SubGroup:
     resident: dict[int, torch.Tensor] = field(default_factory=dict)
     device: dict[int, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    own: bool = False
 
     @property
     def resident_nbytes(self) -> int:

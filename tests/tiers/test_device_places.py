@@ -6,6 +6,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -154,6 +155,58 @@ def test_without_memory_state_stays_where_it_is(bench):
     bench.check()
     bench.change(1)
     bench.check()
+
+
+def test_without_memory_a_whole_sub_group_stays_whole(tmp_path):
+    bench = Bench(tmp_path, whole=True)
+    try:
+        bench.device.left_nbytes = CHUNK_NBYTES
+        with pytest.raises(MemoryLimitError):
+            bench.tier.relocate({0: (Place.GPU, Place.HOST, Place.GPU, Place.HOST)})
+        assert bench.tier.whole(0)
+        bench.check()
+        bench.change(1)
+        bench.check()
+    finally:
+        bench.close()
+
+
+def test_a_whole_sub_group_is_cut_without_a_second_copy_of_it(tmp_path):
+    chunk_nbytes, n_chunks = 4 * 2**20 * 3, 12
+    numel = n_chunks * chunk_nbytes // 12
+    storage, process, seen = Storage(tmp_path, (SizeClass(chunk_nbytes, 1),)), psutil.Process(), []
+
+    class Watched(Device):
+        def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            super().write(target, source)
+            seen.append(process.memory_info().rss)
+
+    tier = OptimizerStateTier(
+        [SubGroupSpec(numel, KINDS, None)], store=None, pool=lambda: storage.pool, counters=storage.counters,
+        chunk_nbytes=chunk_nbytes, timeout_s=TIMEOUT_S, device=Watched(),
+    )  # fmt: skip
+    values = {kind: numbers(numel, dtype, number) for number, (kind, dtype) in enumerate(KINDS)}
+    tier.write(0, values)
+    before = process.memory_info().rss
+    tier.relocate({0: (Place.HOST, Place.GPU) * (n_chunks // 2)})
+    assert len(seen) == 3 * n_chunks // 2
+    assert max(seen) - before < 3 * chunk_nbytes
+    for kind, value in values.items():
+        assert torch.equal(tier.read(0, kind), value)
+    tier.close()
+    storage.close()
+
+
+def test_tensors_of_the_optimizer_are_left_as_they_are(tmp_path):
+    bench = Bench(tmp_path, whole=True)
+    try:
+        foreign = {kind: value.clone() for kind, value in bench.dense[0].items()}
+        bench.tier.keep(0, foreign)
+        bench.tier.relocate({0: (Place.GPU, Place.HOST, Place.GPU, Place.HOST)})
+        assert all(torch.equal(foreign[kind], value) for kind, value in bench.dense[0].items())
+        bench.check()
+    finally:
+        bench.close()
 
 
 def test_a_chunk_that_cannot_be_written_stays_in_memory(bench):
