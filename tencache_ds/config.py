@@ -220,7 +220,7 @@ class TenCacheConfig(DeepSpeedConfigModel):
 
     gpu_memory: SizeOrShare | None = None
     """GPU memory per rank for weights, gradients and optimizer state: everything after the first step if it fits;
-    otherwise, after the third step, the items that save the most time per byte. State in GPU memory is updated in
+    otherwise, after three to six steps, the items that save the most time per byte. State in GPU memory is updated in
     place. Memory that a later step needs is released, and reclaimed when it is free again
     ([how it works](how_it_works.md#idle-gpu-memory)). For optimizers whose state is updated chunk by chunk
     ([below](#optimizers)), with fp32 states.

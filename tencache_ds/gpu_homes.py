@@ -2,9 +2,11 @@
 """The data of one DeepSpeed engine in GPU memory: planned after a recorded step, released when training needs the
 memory, and taken again when it does not. Part of the composition root (:mod:`tencache_ds.session`).
 
-Where everything fits into what the first step left free, there is nothing to decide. Otherwise the third step is
-recorded: for which weights the device waits, and what the update costs. It is the first one like all that follow: in
-the second, DeepSpeed fetches ahead for the first time, and allocators and kernels are still being warmed up.
+Where everything fits into what the first step left free, there is nothing to decide. Otherwise a later step is
+recorded: for which weights the device waits, and what the update costs. It has to be like those that follow: in the
+second, DeepSpeed fetches ahead for the first time, and while allocators, kernels and pages are being warmed up, steps
+become faster. So it is the first one from the third on that was hardly faster than its predecessor, the sixth at the
+latest.
 See [Note: memory that training needs] in :mod:`tencache_ds.planning.memory_watch` for what comes after.
 """
 
@@ -53,7 +55,13 @@ INITIAL_SHARE = 0.7
 """Upper limit for state that fits nowhere else, as a share of the memory that is free before the first pass."""
 
 WARM_UP_STEPS = 2
-"""Steps before the one that is recorded: they take up to twice as long as those that follow."""
+"""Steps before the first that is recorded: they take up to twice as long as those that follow."""
+
+LAST_RECORDED_STEP = 6
+"""The plan is made after this step even if steps still become faster."""
+
+STILL_FASTER = 0.9
+"""A step that takes less than this share of the time of the one before it is still part of the warm-up."""
 
 HIDDEN_SHARE = 0.02
 """Of the time that a weight's copies take: what they cost even where the device never waits for them."""
@@ -149,6 +157,7 @@ class GpuHomes:
         self._watch = MemoryWatch()
         self._recorder: FetchRecorder | None = None
         self._n_steps = 0
+        self._last_seconds = 0.0
         self._t_forward_s = 0.0
         self._forward_seconds: float | None = None  # of the first pass of this step
         self._planned = False
@@ -209,7 +218,7 @@ class GpuHomes:
     # The plan
 
     def _plan(self, record: StepRecord, update_seconds: float) -> None:
-        """After the first step, where everything fits; else after the third, by what it cost."""
+        """After the first step, where everything fits; else after one that is like those that follow, by its costs."""
         self._memory.synchronize()
         self._n_steps += 1
         usage = self._memory.usage()
@@ -223,8 +232,10 @@ class GpuHomes:
         if not self._agree("whether everything fits into GPU memory", everything, all):
             if self._n_steps < WARM_UP_STEPS:
                 return
+            faster, self._last_seconds = record.seconds < STILL_FASTER * self._last_seconds, record.seconds
+            warming_up = self._agree("whether steps are still becoming faster", faster, any)
             # A step that was skipped, as with fp16 and an overflow, says nothing about the update.
-            if self._recorder is None or not update_seconds:
+            if self._recorder is None or not update_seconds or (warming_up and self._n_steps < LAST_RECORDED_STEP):
                 self._recorder = FetchRecorder(CudaStreamClock() if self._memory.device.type == "cuda" else HostClock())
                 self._record_fetches(self._recorder)
                 return

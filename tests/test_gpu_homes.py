@@ -106,8 +106,9 @@ class Accounts:
 
 
 class Life:
-    """A training of three weights in two sub-groups, whose steps take two seconds."""
+    """A training of three weights in two sub-groups, whose steps take two seconds unless said otherwise."""
 
+    seconds = 2.0
     update_seconds = 1e-9
     hidden_share = 0.0
     forward_seconds = 0.0
@@ -160,7 +161,7 @@ class Life:
 
     @property
     def record(self) -> StepRecord:
-        return dataclasses.replace(Counters().step_done(0), seconds=2.0)
+        return dataclasses.replace(Counters().step_done(0), seconds=self.seconds)
 
     def step(self, tokens: float) -> list[int]:
         """One step whose layers take a unit each for ``tokens`` of 1, and the loss two. Returns how many chunks are
@@ -299,6 +300,26 @@ def test_a_skipped_step_is_not_what_a_plan_is_made_from(life):
     training.update_seconds = 1.0
     assert training.step(1)[-1] == 5
     assert training.predicted == [pytest.approx(2.0 - 1.0 * 5 / 6, abs=0.1)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "predicted"),
+    [
+        ([9.0, 5.0, 2.0, 1.5, 1.4], 1.4),
+        ([9.0, 5.0, 4.0, 3.0, 2.0, 1.4], 1.4),
+        ([9.0, 5.0, 9.0], 9.0),
+    ],
+    ids=["settles", "faster_all_the_time", "settled"],
+)
+def test_a_step_of_the_warm_up_is_not_what_a_plan_is_made_from(life, steps, predicted):
+    training = life(18)
+    training.update_seconds = 0.6
+    for seconds in steps:
+        assert training.chunks() == 0
+        training.seconds = seconds
+        training.step(1)
+    assert training.chunks() == 5
+    assert training.predicted == [pytest.approx(predicted - 0.6 * 5 / 6, abs=0.1)]
 
 
 def test_an_update_that_takes_long_comes_before_weights(life):
