@@ -55,7 +55,8 @@ class Remains:
 
 class Block:
     """The bytes of one storage at one version. Its fields belong to
-    :class:`~tencache_ds.activations.saved_tensors.SavedTensors`.
+    :class:`~tencache_ds.activations.saved_tensors.SavedTensors`, those of NVMe to
+    :class:`~tencache_ds.activations.stored_blocks.StoredBlocks`.
 
     Attributes:
         position: in its pass.

@@ -20,15 +20,17 @@ from typing import TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tencache_ds.activations.blocks import Block, KeptTensor, MovedTensor, Remains, alive
+from tencache_ds.activations.blocks import Block, KeptTensor, MovedTensor, alive
 from tencache_ds.activations.copies import Copies
+from tencache_ds.activations.dropped_blocks import DroppedBlocks
 from tencache_ds.activations.host_buffers import HostBuffers
 from tencache_ds.activations.pass_recorder import PassRecorder
+from tencache_ds.activations.stored_blocks import StoredBlocks
 from tencache_ds.errors import MemoryLimitError, TenCacheError
 from tencache_ds.io import ExtentStore, Priority, Ticket
 from tencache_ds.items import Place
 from tencache_ds.memory.lease import Event
-from tencache_ds.observability.counters import Counters, Link, Stall
+from tencache_ds.observability.counters import Counters, Link
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.planning.activation_policy import (
     MOST_AHEAD_NBYTES,
@@ -97,26 +99,20 @@ class SavedTensors:
         self._device = device
         self._copies = copies
         self._resident = resident
-        self._staging = staging
-        self._open_store = open_store
-        self._store: ExtentStore | None = None
         self._counters = counters
         self._is_weight = is_weight
         self._least_nbytes = max(least_nbytes, 1)
         self._host_capacity = host_capacity
-        self._timeout_s = timeout_s
         self._most_leaving_nbytes = most_leaving_nbytes
         # Reentrant: a garbage collection under it may end a graph. Blocks take no lock, see [Note: lifetimes].
         self._lock = threading.RLock()
         self._closed = False
         self._warned = False
-        self._remains: deque[Remains] = deque()
-        self._busy: list[Remains] = []
+        self._dropped = DroppedBlocks()
+        self._stored = StoredBlocks(open_store, staging, counters, timeout_s, self._dropped, self._collect)
         self._by_address: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
         self._leaving: deque[tuple[weakref.ref[Block], torch.UntypedStorage, Event | None]] = deque()
         self._leaving_nbytes = 0
-        self._unwritten: deque[weakref.ref[Block]] = deque()
-        self._writing: deque[tuple[weakref.ref[Block], Ticket]] = deque()
         self._pass: list[weakref.ref[Block]] = []
         self._live: weakref.WeakSet[Block] = weakref.WeakSet()
         self.in_flight: list[tuple[torch.Tensor, Ticket]] = []
@@ -179,8 +175,8 @@ class SavedTensors:
             place = self._places[position]
         else:
             left_nbytes = self._host_capacity() - self._resident.used_nbytes
-            place = place_unplanned(nbytes, host_left_nbytes=left_nbytes, has_nvme=self._open_store is not None)
-        block = Block(tensor, position, place, self._remains)
+            place = place_unplanned(nbytes, host_left_nbytes=left_nbytes, has_nvme=self._stored.available)
+        block = Block(tensor, position, place, self._dropped.queue)
         self._pass.append(weakref.ref(block))
         self._live.add(block)
         if block.place is not Place.GPU:
@@ -200,23 +196,20 @@ class SavedTensors:
         self._leaving.append((weakref.ref(block), storage, block.left))
         self._leaving_nbytes += block.nbytes
         if block.place is Place.NVME:
-            self._unwritten.append(weakref.ref(block))
+            self._stored.write(block)
         del storage
         self._let_leave()
-        self._write()
+        self._stored.proceed()
 
     def _take_buffer(self, block: Block) -> bool:
         """A host buffer for a block that leaves the device; False if there is none, so that it has to stay."""
         try:
             if block.place is Place.HOST:
                 block.buffers, block.host = self._resident, self._resident.take(block.nbytes)
-                if block.host is not None or self._open_store is None:
+                if block.host is not None or not self._stored.available:
                     return block.host is not None
                 block.place = Place.NVME
-            block.buffers, block.host = self._staging, self._staging.take(block.nbytes)
-            while block.host is None:
-                waited = self._wait_for_a_write()
-                block.host = self._staging.take(block.nbytes, regardless=not waited)
+            self._stored.take_buffer(block)
         except MemoryLimitError as error:
             if not self._warned:
                 self._warned = True
@@ -239,94 +232,6 @@ class SavedTensors:
             if block is not None:
                 block.storage = None
 
-    # NVMe
-
-    def _write(self) -> None:
-        """Submits the writes of blocks that are in host memory by now, and gives up the buffers of those written.
-
-        Raises:
-            StorageError: a write failed.
-        """
-        while self._unwritten:
-            block = self._unwritten[0]()
-            if block is not None and block.left is not None and not block.left.query():
-                break
-            self._unwritten.popleft()
-            if block is not None:
-                self._submit(block)
-            del block
-        while self._writing and self._writing[0][1].done:
-            reference, ticket = self._writing.popleft()
-            ticket.wait(0)
-            block = reference()
-            if block is not None and block.written is ticket:
-                block.leave_buffer()
-            del block
-        self._collect()
-
-    def _submit(self, block: Block) -> None:
-        store, host = self._require_store(), _required(block.host)
-        block.extent = store.allocate(block.nbytes, block.name)
-        nbytes = block.extent.allocated_nbytes
-        self._counters.moved(Link.NVME_WRITE, nbytes)
-        block.written = store.write(block.extent, host[:nbytes])
-        self._writing.append((weakref.ref(block), block.written))
-
-    def _wait_for_a_write(self) -> bool:
-        """Waits until a staging buffer may have come back; False if none is on its way to NVMe."""
-        self._write()
-        if not self._writing and self._unwritten:
-            block = self._unwritten[0]()
-            if block is not None and block.left is not None:
-                with self._counters.stall(Stall.ACTIVATION_WRITE, block.name, block.nbytes):
-                    block.left.synchronize()
-            del block
-            self._write()
-        ticket = self._writing[0][1] if self._writing else None
-        if ticket is None:  # written for nobody: a graph was dropped
-            tickets = [ticket for remains in self._busy for ticket in remains.tickets if not ticket.done]
-            ticket = tickets[0] if tickets else None
-        if ticket is None:
-            return False
-        with self._counters.stall(Stall.ACTIVATION_WRITE, ticket.tag, ticket.nbytes):
-            ticket.wait(self._timeout_s)
-        self._write()
-        return True
-
-    def _begin_read(self, block: Block, priority: Priority) -> bool:
-        """Begins to read a block into a staging buffer; False if there is none and nobody waits for it."""
-        host = self._staging.take(block.nbytes, regardless=priority is Priority.URGENT)
-        if host is None:
-            return False
-        block.buffers, block.host = self._staging, host
-        extent = block.extent
-        if extent is None:
-            raise TenCacheError(f"{block.name} is neither in host memory nor on NVMe")
-        self._counters.moved(Link.NVME_READ, extent.allocated_nbytes)
-        block.reading = self._require_store().read(extent, host[: extent.allocated_nbytes], priority=priority)
-        return True
-
-    def _finish_read(self, block: Block) -> None:
-        """Waits until a block that is being read is in host memory.
-
-        Raises:
-            StorageError: the read failed, or the write before it.
-        """
-        ticket = block.reading
-        if ticket is None:
-            return
-        try:
-            if ticket.done:
-                ticket.wait(0)
-            else:
-                with self._counters.stall(Stall.ACTIVATION_READ, block.name, block.nbytes):
-                    ticket.wait(self._timeout_s)
-        except BaseException:
-            block.leave_buffer()
-            block.reading = None
-            raise
-        block.reading = None
-
     # Backward
 
     def load(self, saved: MovedTensor) -> torch.Tensor:
@@ -342,7 +247,7 @@ class SavedTensors:
         with self._lock, torch.no_grad():
             self._check_open()
             self._let_leave()
-            self._write()
+            self._stored.proceed()
             if not self._recorder.in_backward:
                 self._begin_backward()
             storage = self._bring(block)
@@ -392,8 +297,8 @@ class SavedTensors:
         self._n_ahead += not is_late
         if block.arriving is None:
             if block.host is None:
-                self._begin_read(block, Priority.URGENT)
-            self._finish_read(block)
+                self._stored.begin_read(block, Priority.URGENT)
+            self._stored.finish_read(block)
             self._copy_back(block)
         storage, event = _required(block.arriving)
         self._copies.wait(event)
@@ -446,7 +351,7 @@ class SavedTensors:
             return True
         if block.storage is not None or block.arriving is not None:
             return True
-        return self._begin_read(block, Priority.BACKGROUND)
+        return self._stored.begin_read(block, Priority.BACKGROUND)
 
     def _copy_one_ahead(self, position: int, window_nbytes: int) -> bool:
         block = self._pass[position]()
@@ -458,7 +363,7 @@ class SavedTensors:
             return True
         if block.host is None or (block.reading is not None and not block.reading.done):
             return False
-        self._finish_read(block)
+        self._stored.finish_read(block)
         self._copy_back(block)
         return True
 
@@ -473,7 +378,7 @@ class SavedTensors:
                 self._recorded.blocks,
                 self._copies.rates(),
                 host_nbytes=self._host_capacity(),
-                has_nvme=self._open_store is not None,
+                has_nvme=self._stored.available,
             )
         self._recorder = PassRecorder()
         self._pass = []
@@ -482,23 +387,7 @@ class SavedTensors:
 
     def _collect(self) -> None:
         """Frees what dropped blocks have left behind, as far as nothing accesses it any more."""
-        while self._remains:
-            remains = self._remains.popleft()
-            self._arriving_nbytes -= remains.arriving_nbytes
-            remains.arriving_nbytes = 0
-            self._busy.append(remains)
-        still_busy = []
-        for remains in self._busy:
-            if not remains.idle:
-                still_busy.append(remains)
-                continue
-            # A device that never answered may still write to the buffer.
-            lost = any(ticket.given_up for ticket in remains.tickets)
-            if remains.buffers is not None and remains.buffer is not None and not lost:
-                remains.buffers.give(remains.buffer)
-            if remains.extent is not None and self._store is not None:
-                self._store.free(remains.extent)
-        self._busy = still_busy
+        self._arriving_nbytes -= self._dropped.collect(self._stored.free)
 
     # Reporting and lifetime
 
@@ -510,7 +399,7 @@ class SavedTensors:
     @property
     def host_nbytes(self) -> int:
         """Host memory allocated for activations: their buffers, used and free."""
-        return self._resident.allocated_nbytes + self._staging.allocated_nbytes
+        return self._resident.allocated_nbytes + self._stored.buffer_nbytes
 
     @property
     def live_nbytes(self) -> int:
@@ -526,38 +415,29 @@ class SavedTensors:
         """
         with self._lock:
             self._let_leave()
-            self._write()
-            if self._store is not None:
-                self._store.check()
+            self._stored.proceed()
+            self._stored.check()
 
     def close(self) -> None:
         """Ends it; the store is closed by its owner, before the memory of the buffers is freed. Graphs that still need
         a moved tensor cannot be run backward any more. Idempotent."""
         with self._lock:
             self._closed = True
-            self._open_store = None
             self.in_flight = self._requests()
             # Device memory that is freed now is reused by work that comes after the copies.
             for event in (
                 *(event for _, _, event in self._leaving),
-                *(event for remains in (*self._remains, *self._busy) for event in remains.events),
+                *self._dropped.events(),
             ):
                 self._copies.wait(event)
             self._leaving.clear()
-            self._unwritten.clear()
-            self._writing.clear()
-            self._remains.clear()
-            self._busy.clear()
+            self._stored.close()
+            self._dropped.forget()
             self._pass = []
 
     def _requests(self) -> list[tuple[torch.Tensor, Ticket]]:
         """Requests that may be under way, with their buffers."""
-        found = [
-            (remains.buffer, ticket)
-            for remains in (*self._remains, *self._busy)
-            for ticket in remains.tickets
-            if remains.buffer is not None
-        ]
+        found = list(self._dropped.requests())
         for block in self._live:
             if block.host is not None:
                 found += [(block.host, ticket) for ticket in (block.written, block.reading) if ticket is not None]
@@ -569,13 +449,6 @@ class SavedTensors:
                 "this DeepSpeed engine was destroyed, and the activations that it had moved with it: run backward "
                 "before destroy()"
             )
-
-    def _require_store(self) -> ExtentStore:
-        if self._store is None:
-            if self._open_store is None:
-                raise TenCacheError("an activation is to go to NVMe, but there is no store")
-            self._store = self._open_store()
-        return self._store
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
