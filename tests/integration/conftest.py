@@ -193,7 +193,9 @@ class Harness:
         return Finished(code, (folder / "log").read_text(errors="replace"), folder)
 
     def launch(self, ranks: int, arguments: Sequence[str], **options: Any) -> Finished:
-        """Runs a script (or ``--module name``) under the ``deepspeed`` launcher."""
+        """Runs a script (or ``--module name``) under ``deepspeed``, each rank on a GPU if there are any."""
+        if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+            pytest.skip(f"needs {ranks} GPUs, or a machine without any; this one has {torch.cuda.device_count()}")
         launcher = [sys.executable, "-m", "deepspeed.launcher.runner"]
         count = "--num_gpus" if torch.cuda.is_available() else "--num_accelerators"
         port = str(free_port())
