@@ -387,7 +387,8 @@ class SavedTensors:
 
     def _collect(self) -> None:
         """Frees what dropped blocks have left behind, as far as nothing accesses it any more."""
-        self._arriving_nbytes -= self._dropped.collect(self._stored.free)
+        dropped_nbytes = self._dropped.collect(self._stored.free)
+        self._arriving_nbytes -= dropped_nbytes
 
     # Reporting and lifetime
 
