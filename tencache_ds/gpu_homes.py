@@ -355,6 +355,10 @@ class GpuHomes:
         self._t_forward_s = time.perf_counter()
         self._watch.begin_pass(self._memory.usage())
 
+    def places_changed(self) -> None:
+        """:meth:`relieve` is called at other places from the next pass on."""
+        self._watch.places_changed()
+
     def begin_backward(self) -> None:
         """A backward pass begins."""
         if self._forward_seconds is None:

@@ -48,7 +48,7 @@ def activate() -> None:
     from tencache_ds.integration.checkpoint_saving import hook_saving
     from tencache_ds.integration.chunked_step import wait_for_updates
     from tencache_ds.integration.cpu_adam_op import loaded_when_needed
-    from tencache_ds.integration.module_hooks import BEFORE_RELEASE
+    from tencache_ds.integration.module_hooks import before_release, before_user_gathers, user_releases
     from tencache_ds.integration.observing import observatory
     from tencache_ds.integration.param_swapper import ParamSwapper, swapper_factory
     from tencache_ds.integration.rank_checks import agree_on_options
@@ -69,9 +69,7 @@ def activate() -> None:
 
     @functools.wraps(partition_param)
     def _partition_param(self: Any, param: Any, *args: Any, has_been_updated: bool = False, **kwargs: Any) -> Any:
-        before_release = getattr(param, BEFORE_RELEASE, None)
-        if before_release is not None:
-            before_release(param)
+        before_release(param)
         if not has_been_updated:
             return partition_param(self, param, *args, has_been_updated=has_been_updated, **kwargs)
         managed = isinstance(param.nvme_swapper, ParamSwapper)
@@ -87,6 +85,8 @@ def activate() -> None:
 
     @functools.wraps(enter)
     def __enter__(self: Any) -> Any:
+        if self.enabled:
+            before_user_gathers(self.params)
         result = enter(self)
         if self.enabled:
             gathered(self.params)
@@ -95,7 +95,8 @@ def activate() -> None:
     @functools.wraps(leave)
     def __exit__(self: Any, *error: Any) -> Any:
         try:
-            return leave(self, *error)
+            with user_releases(self.params if self.enabled else ()):
+                return leave(self, *error)
         finally:
             if self.enabled:
                 released(self.params)

@@ -28,6 +28,9 @@ from tencache_ds.planning.lookahead import CommitWindow, Walk
 from tencache_ds.profiling.access_trace import AccessTrace
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 
+_ORDER = ("submodule_order", "param_order", "trace_mode", "params_to_release")
+"""Private attributes of DeepSpeed's coordinator that make up its order of modules and what it has derived from that."""
+
 
 class TenCacheCoordinator(PartitionedParameterCoordinator):
     """DeepSpeed's coordinator with TenCache's read-ahead around each fetch."""
@@ -37,9 +40,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         super().__init__(*args, prefetch_nvme=False, **kwargs)
         # DeepSpeed caches which parameters to release in one table for all coordinators of the process, which keeps
         # every model. Each gets a table that goes with it.
-        self._PartitionedParameterCoordinator__params_to_release = functools.lru_cache(maxsize=None)(
-            functools.partial(_without_cache(PartitionedParameterCoordinator), self)
-        )
+        self.forget_releases()
         self._tencache_lock = threading.RLock()
         self._tencache_trace: AccessTrace[int] = AccessTrace()
         self._tencache_reads = Walk(self._tencache_trace)
@@ -129,7 +130,21 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
 
     def forget_releases(self) -> None:
         """Weights are kept gathered from now on that were not, or no longer."""
-        self._PartitionedParameterCoordinator__params_to_release.cache_clear()
+        self._PartitionedParameterCoordinator__params_to_release = functools.lru_cache(maxsize=None)(
+            functools.partial(_without_cache(PartitionedParameterCoordinator), self)
+        )
+
+    def order(self) -> dict[str, Any]:
+        """DeepSpeed's complete order of modules and their weights, for :meth:`restore`."""
+        names = (f"_PartitionedParameterCoordinator__{name}" for name in _ORDER)
+        return {name: getattr(self, name) for name in names}
+
+    def restore(self, order: dict[str, Any]) -> None:
+        """Modules run in that order again, from the next forward pass on. Between passes."""
+        if not self.is_invalid_trace():
+            self._invalidate_trace()
+        for name, value in order.items():
+            setattr(self, name, value)
 
     def hide_unused(self) -> None:
         """Takes back weights that were committed but not gathered, before they go out of date."""

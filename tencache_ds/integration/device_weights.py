@@ -90,16 +90,26 @@ class DeviceWeights:
         return tier
 
 
+def lies_on_device(param: Any) -> bool:
+    """Whether DeepSpeed itself keeps a plain shard of it in device memory, and no second one or quantized values."""
+    return _has_plain_shard(param) and not in_tier(param) and _on_device(param.ds_tensor)
+
+
 def _is_movable(param: Any) -> bool:
     """Whether DeepSpeed keeps a plain shard of it off the device, and no second one or quantized values."""
+    return _has_plain_shard(param) and (in_tier(param) or not _on_device(param.ds_tensor))
+
+
+def _has_plain_shard(param: Any) -> bool:
     shard = getattr(param, "ds_tensor", None)
     if shard is None or hasattr(shard, "ds_quant_scale") or getattr(param, "ds_secondary_tensor", None) is not None:
         return False
-    if in_tier(param):
-        return True
-    available = shard.status is PartitionedParamStatus.AVAILABLE
-    synchronized = get_accelerator().is_synchronized_device()
-    return available and (synchronized or not get_accelerator().on_accelerator(shard))
+    return in_tier(param) or shard.status is PartitionedParamStatus.AVAILABLE
+
+
+def _on_device(shard: torch.Tensor) -> bool:
+    """Without a device, host memory is none."""
+    return not get_accelerator().is_synchronized_device() and bool(get_accelerator().on_accelerator(shard))
 
 
 def _nbytes(param: Any) -> int:

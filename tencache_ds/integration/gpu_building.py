@@ -15,9 +15,8 @@ from tencache_ds.gpu_homes import GpuHomes, open_device
 from tencache_ds.gpu_moves import GpuMoves
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.announcing import announce
-from tencache_ds.integration.device_weights import DeviceWeights
 from tencache_ds.integration.engine_building import on_cuda
-from tencache_ds.integration.model_weights import ModelWeights
+from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.optimizers import updates_by_chunks
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.profiling.fetch_waits import FetchRecorder
@@ -66,8 +65,7 @@ def build_gpu_homes(
     memory: DeviceMemory,
     state: StateMoves,
     gradients: GradientTier,
-    model_weights: ModelWeights,
-    module: torch.nn.Module,
+    weights: GatheredWeights,
     groups: Sequence[Sequence[Any]],
     *,
     moved_gradient: Callable[[int, torch.Tensor], None],
@@ -81,14 +79,12 @@ def build_gpu_homes(
         memory: of the compute device.
         state: moves the optimizer's state.
         gradients: the accumulated gradients.
-        model_weights: where the optimizer writes the weights.
-        module: the model.
+        weights: of the model.
         groups: the parameters of each sub-group.
         moved_gradient: see :class:`GpuMoves`.
         hidden_share: see :class:`GpuHomes`.
         record_fetches: see :class:`GpuHomes`.
     """
-    weights = DeviceWeights(list(module.parameters()), model_weights)
     moves = GpuMoves(
         memory,
         state,

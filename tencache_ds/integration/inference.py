@@ -2,18 +2,18 @@
 """DeepSpeed engines without optimizer, for evaluation and generation: staging buffers for weights on NVMe, and as many
 weights in GPU memory as forward passes leave room for.
 
-DeepSpeed makes a bare ``DeepSpeedZeRoOffload`` for them. See [Note: weights that stay gathered].
+DeepSpeed makes a bare ``DeepSpeedZeRoOffload`` for them. See [Note: weights that stay gathered] in
+:mod:`tencache_ds.integration.gathered_weights`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.config import TenCacheConfig
@@ -22,81 +22,40 @@ from tencache_ds.integration import gpu_building, other_engines
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.coordinator import TenCacheCoordinator
-from tencache_ds.integration.device_weights import DeviceWeights
 from tencache_ds.integration.engine_building import session_for
+from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.model_release import finish_gathers, release_model
 from tencache_ds.integration.module_hooks import SuspendedHooks, is_free, skip_backward_hooks_without_gradients
 from tencache_ds.integration.param_swapper import engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.session import Session
-from tencache_ds.weight_moves import Shard, WeightMoves
+from tencache_ds.weight_moves import WeightMoves
 
 
-class InferenceWeights:
-    """A :class:`tencache_ds.weight_moves.MovableWeights` between, and for those not in use within, forward passes.
-
-    [Note: weights that stay gathered] On one rank the gathered weight is the shard itself, once that is in GPU memory.
-    DeepSpeed would still release and gather it in every pass, which costs more than a small module's arithmetic. So it
-    is marked as what DeepSpeed keeps gathered (``ds_persist``) as long as it is there. On several ranks a gathered
-    weight takes memory of its own, and is gathered in each pass from the shards.
+class InferenceWeights(GatheredWeights):
+    """Weights that move between, and those not in use within, forward passes.
 
     Args:
         module: the model.
-        coordinator: of its fetches.
     """
 
-    def __init__(self, module: torch.nn.Module, coordinator: TenCacheCoordinator) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         # What DeepSpeed keeps gathered is in GPU memory already.
-        params = [param for param in module.parameters() if not param.ds_persist]
-        self._params = {param.ds_id: param for param in params}
-        self._weights = DeviceWeights(params)
-        self._coordinator = coordinator
-        self._single = dist.get_world_size() == 1
+        super().__init__([param for param in module.parameters() if not param.ds_persist])
 
-    @property
-    def stay_gathered(self) -> bool:
-        """Whether weights in GPU memory do."""
-        return self._single
-
-    def shards(self) -> list[Shard]:
-        """See :meth:`MovableWeights.shards`."""
-        return self._weights.shards()
-
-    def to_device(self, key: int, memory: torch.Tensor) -> None:
-        """See :meth:`MovableWeights.to_device`."""
-        self._weights.to_device(key, memory)
-        if self._single:
-            self._params[key].ds_persist = True
-            self._coordinator.forget_releases()
-
-    def to_host(self, key: int) -> None:
-        """See :meth:`MovableWeights.to_host`."""
-        param = self._params[key]
-        if self._single:
-            if param.ds_status is ZeroParamStatus.AVAILABLE:
-                param.partition()
-            param.ds_persist = False
-            self._coordinator.forget_releases()
-        self._weights.to_host(key)
+    def stays(self, param: Any) -> bool:
+        """Also what DeepSpeed keeps gathered: no optimizer changes it."""
+        return param.ds_persist or super().stays(param)
 
     def belongs_to_host(self, key: int) -> bool:
         """See :meth:`MovableWeights.belongs_to_host`."""
-        return self._single or self._weights.belongs_to_host(key)
-
-    def host_nbytes_of(self, keys: Iterable[int]) -> int:
-        """See :meth:`MovableWeights.host_nbytes_of`."""
-        return self._weights.host_nbytes_of(keys)
-
-    def free_unused(self) -> int:
-        """See :meth:`MovableWeights.free_unused`."""
-        return self._weights.free_unused()
+        return self._single or super().belongs_to_host(key)
 
     def idle(self, key: int) -> bool:
         """Whether no module, gather or user has the weight now."""
         param = self._params[key]
-        stays_gathered = self._single and param.ds_persist
-        return is_free(param) and (param.ds_status is ZeroParamStatus.NOT_AVAILABLE or stays_gathered)
+        return is_free(param) and (param.ds_status is ZeroParamStatus.NOT_AVAILABLE or self.stays(param))
 
 
 def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
@@ -114,7 +73,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
     module, coordinator = offload.module, offload.get_param_coordinator()
     engines = engines_for(module)
     memory = gpu_building.open_memory(options)
-    weights = InferenceWeights(module, coordinator)
+    weights = InferenceWeights(module)
     used = agreed("whether GPU memory is used", memory is not None and bool(weights.shards()), all)
     if not engines and not used:
         return
@@ -136,7 +95,8 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
     if homes is not None:
         coordinator.between_modules = homes.relieve
         if weights.stay_gathered:
-            suspended = SuspendedHooks(offload, homes.relieve)
+            suspended = SuspendedHooks(offload, weights, homes.relieve)
+            coordinator.before_backward = suspended.begin_backward
     hooks = _follow_passes(module, session, homes, suspended)
     stock_destroy = offload.destroy
 

@@ -28,10 +28,11 @@ from tencache_ds.integration.chunk_update import SubGroupUpdater
 from tencache_ds.integration.chunked_step import ChunkedStep
 from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.engine_building import session_for
+from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu
 from tencache_ds.integration.model_release import finish_gathers, release_model
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
-from tencache_ds.integration.module_hooks import skip_backward_hooks_without_gradients
+from tencache_ds.integration.module_hooks import SuspendedHooks, skip_backward_hooks_without_gradients
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import (
     known_kinds,
@@ -78,6 +79,10 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._optimizer_states: OptimizerStates | None = None
         self._updater: SubGroupUpdater | None = None
         self._gpu_homes: GpuHomes | None = None
+        self._gathered: GatheredWeights | None = None
+        self._suspended: SuspendedHooks | None = None
+        self._n_hook_changes = 0
+        self._had_suspended = False
         self._host_homes: HostHomes | None = None
         self._device: tuple[DeviceMemory, DeviceAdam] | None = None
         self._model_weights: ModelWeights | None = None
@@ -85,7 +90,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._shared_weights: SharedWeights | None = None
         self._optimizer_on_nvme = False
         self._combined_scale: Any = 1.0
-        self._weights_changing = False
+        self._stepping = self._weights_changing = False
         self._by_chunks = False
         self._chunked_step: ChunkedStep | None = None
         self._update_seconds = 0.0
@@ -114,9 +119,11 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if self.activation_hooks is not None:
             coordinator.fetched_for_forward = self.activation_hooks.note_weights
         if self._gpu_homes is not None:
-            coordinator.before_pass = self._gpu_homes.begin_pass
-            coordinator.before_backward = self._gpu_homes.begin_backward
             coordinator.between_modules = self._gpu_homes.relieve
+            coordinator.before_pass = self._begin_pass
+            coordinator.before_backward = self._begin_backward
+            if self._gathered.stay_gathered:
+                self._suspended = SuspendedHooks(self.parameter_offload, self._gathered, self._gpu_homes.relieve)
 
     # Building
 
@@ -252,13 +259,13 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         moves.before = self._chunked_step.finish
         self._host_homes = engine.watch_host_memory(moves)
         if self._device is not None:
+            self._gathered = GatheredWeights(list(self.module.parameters()), self._model_weights)
             self._gpu_homes = build_gpu_homes(
                 engine,
                 self._device[0],
                 moves,
                 self._gradients,
-                self._model_weights,
-                self.module,
+                self._gathered,
                 self.fp16_groups,
                 moved_gradient=getattr(self, _GRAD_PARTITIONS).__setitem__,
                 hidden_share=self._chunked_step.hidden_share,
@@ -300,6 +307,45 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         finally:
             for param, gather in zip(stored, gathers, strict=True):
                 param.all_gather = gather
+
+    # Passes
+
+    def _begin_pass(self) -> None:
+        if self._suspended is not None and self._suspended.n_changes != self._n_hook_changes:
+            self._n_hook_changes = self._suspended.n_changes
+            self._gpu_homes.places_changed()
+            if self.activation_hooks is not None:
+                for module in self._suspended.modules:
+                    self.activation_hooks.note_weights(module)
+        self._gpu_homes.begin_pass()
+
+    def _begin_backward(self) -> None:
+        if self._suspended is not None:
+            self._suspended.begin_backward()
+        self._gpu_homes.begin_backward()
+
+    def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
+        """DeepSpeed's; in a backward pass without its hooks memory is looked at here."""
+        super().reduce_ready_partitions_and_remove_grads(param)
+        if self._suspended is not None and self._suspended.modules:
+            self._gpu_homes.relieve()
+
+    def _partition_all_parameters(self) -> None:
+        with contextlib.ExitStack() as stack:
+            if self._stepping and self._suspended is not None:
+                stack.enter_context(self._suspended.update())
+            super()._partition_all_parameters()
+
+    def checkpoint_event_prologue(self) -> None:
+        """DeepSpeed's, which releases all weights before it saves a checkpoint."""
+        self._had_suspended = self._suspended is not None and bool(self._suspended.modules)
+        super().checkpoint_event_prologue()
+
+    def checkpoint_event_epilogue(self) -> None:
+        """DeepSpeed's, after it has saved a checkpoint."""
+        super().checkpoint_event_epilogue()
+        if self._had_suspended:
+            self._suspended.suspend()
 
     # Gradients
 
@@ -354,6 +400,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
     def backward_epilogue(self) -> None:
         """Its end."""
         super().backward_epilogue()
+        if self._suspended is not None:
+            self._suspended.end_pass()
         spans.phase(None)
 
     # The step
@@ -375,10 +423,11 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if self._gradients is not None:
             self._gradients.settle()
             self._complete_norms()
+        self._stepping = True
         try:
             super().step(closure)
         finally:
-            self._weights_changing = False
+            self._stepping = self._weights_changing = False
         if self._gradients is not None:
             self._gradients.end_step()
         record = engine.step_done(time.perf_counter_ns() - t_start_ns)
@@ -389,6 +438,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             coordinator.weights_changed()
         if self._host_homes is not None:
             self._host_homes.step_done()
+        if self._suspended is not None and self._gpu_homes.settled:
+            self._suspended.step_done()
         coordinator.read_ahead(updated=True)
         deepspeed_engine = self._deepspeed_engine()
         if deepspeed_engine is not None and deepspeed_engine.monitor.enabled and dist.get_rank() == 0:
@@ -544,6 +595,8 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             stack.callback(super().destroy)
             if self._gpu_homes is not None:
                 stack.callback(self._gpu_homes.close)
+            if self._suspended is not None:
+                stack.callback(self._suspended.close)
             stack.callback(self._write_figures)
             if self._shared_weights is not None:
                 stack.callback(self._shared_weights.close)

@@ -53,6 +53,10 @@ class MemoryWatch:
         self._lowest_at_start_nbytes = min(usage.available_nbytes, self._lowest_at_start_nbytes)
         self._curve.begin()
 
+    def places_changed(self) -> None:
+        """From the next pass on there are others: what was recorded at the old ones says nothing."""
+        self._curve, self._to_record = MemoryCurve(), RECORDED_STEPS
+
     def next_place(self) -> int:
         """Counts the places between modules; returns the number of this one. Cheap."""
         self._place += 1

@@ -151,8 +151,11 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
         hook = Shrinking(case.get("shrinks_at"))
     if engine == "tencache" and "host_runs_out_at" in case:
         hook = FullHost(case["host_runs_out_at"])
+    followed = Followed(hook)
     with little_room(case):
-        result = training.run_case(case, engine, folder, rank, hook=hook)
+        result = training.run_case(case, engine, folder, rank, hook=followed if engine == "tencache" else hook)
+    if engine == "tencache":
+        result["modules_without_hooks"] = followed.modules_without_hooks
     if isinstance(hook, RandomMoves):
         result["moved"] = hook.moved
     if isinstance(hook, FullHost):
@@ -160,6 +163,21 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
     if isinstance(hook, Shrinking):
         result["device_nbytes"] = hook.device_nbytes
     return result
+
+
+class Followed:
+    """Looks at an engine after each step, and calls a hook of the case."""
+
+    def __init__(self, hook: Any) -> None:
+        self._hook = hook
+        self.modules_without_hooks: list[int] = []
+        """After each step: how many run without DeepSpeed's hooks."""
+
+    def __call__(self, engine: Any, step: int) -> None:
+        if self._hook is not None:
+            self._hook(engine, step)
+        suspended = getattr(engine.optimizer, "_suspended", None)
+        self.modules_without_hooks.append(0 if suspended is None else len(suspended.modules))
 
 
 class FullHost:

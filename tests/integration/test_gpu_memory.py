@@ -128,6 +128,7 @@ SCENARIOS = (
     "write_local_state",
     "step_hooks",
     "gather_before_and_between",
+    "gather_within_passes",
     "forward_inside_gathered",
     "gather_everything",
     "evaluate_between",
@@ -164,6 +165,10 @@ def checkpoints() -> list[tuple[str, dict[str, Any], str]]:
         case_here = case | {"action": "load", "checkpoint": f"{name}-stock"}
         cases.append((f"load_{name}_of_stock", case_here, "stock"))
     return cases
+
+
+FEWEST_WITHOUT_HOOKS = {"external": 0, "tied": 3, "moe_leaf": 1}
+"""Modules of small models: the weights of the others are used by the whole model or by a module with submodules."""
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +222,19 @@ def test_everything_is_in_gpu_memory(one_rank: Any, name: str) -> None:
     assert stats["resident_state_nbytes"] == 0
     moved = stats["last_step"]["nbytes"]
     assert moved["nvme_read"] == moved["nvme_write"] == moved["d2h"] == moved["h2d"] == 0
+    without_hooks = one_rank.result(name, "tencache")["modules_without_hooks"]
+    assert without_hooks[-3:] == [FEWEST_WITHOUT_HOOKS.get(name, max(without_hooks[-1], 4))] * 3
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_modules_with_weights_elsewhere_keep_their_hooks(one_rank: Any, name: str) -> None:
+    result = one_rank.result(name, "tencache")
+    assert bool(result["modules_without_hooks"][-1]) == bool(result["stats"]["gpu_weight_nbytes"])
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_on_two_ranks_weights_are_gathered_for_each_use(two_ranks: Any, name: str) -> None:
+    assert set(two_ranks.result(name, "tencache")["modules_without_hooks"]) == {0}
 
 
 @pytest.mark.parametrize(("name", "least"), [("spills", 15), ("spills_from_nvme", 6), ("spills_all", 24)])

@@ -195,6 +195,47 @@ def gather_before_and_between(engine_name: str, folder: str, rank: int) -> dict[
     return s.end()
 
 
+def gather_within_passes(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """Weights are gathered, and released again, while others are being used: in a forward pass, in a backward pass,
+    between the two, and between two forward passes of one backward pass. Not so in stock, which cannot release what it
+    has begun to fetch."""
+    s = Scenario(engine_name, folder, rank)
+    layers = s.engine.module.layers
+
+    def read(*params: Any) -> None:
+        if engine_name != "stock":
+            with deepspeed.zero.GatheredParameters(list(params)):
+                assert all(param.data.shape == param.ds_shape for param in params)
+
+    def read_in_backward(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: read(layers[1].weight, layers[2].weight, layers[3].weight))
+
+    s.train(4)
+    for _ in range(2):
+        hooks = [
+            layers[2].register_forward_pre_hook(lambda *_: read(layers[1].weight, layers[2].weight, layers[3].bias)),
+            layers[2].register_forward_hook(read_in_backward),
+        ]
+        s.backward()
+        for hook in hooks:
+            hook.remove()
+        loss = s.engine(*s.batch())
+        read(layers[1].weight, layers[2].weight)
+        s.engine.backward(loss)
+        s.engine.step()
+        if engine_name == "stock":
+            training.zero_gradients(s.engine)
+        first = s.engine(*s.batch())
+        read(layers[3].weight)
+        second = s.engine(*s.batch())
+        s.engine.backward(first + second)
+        s.engine.step()
+        if engine_name == "stock":
+            training.zero_gradients(s.engine)
+        s.train()
+    return s.end()
+
+
 def forward_inside_gathered(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     """A forward (or a whole step) inside the context releases what the context has gathered, and the edit with it."""
 
@@ -926,6 +967,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         gather_before_and_between,
         masters_of_changed_weights,
         weights_changed_behind_the_back,
+        gather_within_passes,
         forward_inside_gathered,
         gather_everything,
         evaluate_between,
