@@ -37,6 +37,9 @@ class InferenceHomes:
         after_moves: called when weights have moved.
         idle: of a weight whether it could leave now: no module uses it and no gather reads it.
         returns_alone: of a weight whether it can leave, and come back, without the other ranks noticing.
+        most_gathered_nbytes: the most bytes of weights that a pass holds gathered at a time, besides those that live in
+            GPU memory; the argument: if all weights lived there that can.
+        gathered_nbytes: of weights that are gathered at present, in a pass.
         beside_others: whether the process has another DeepSpeed engine. Unless the user has set ``gpu_memory``, weights
             keep out of GPU memory then: nothing tells what the other one's next pass is going to need.
         agree: among all ranks.
@@ -54,6 +57,8 @@ class InferenceHomes:
         after_moves: Callable[[], None],
         idle: Callable[[int], bool],
         returns_alone: Callable[[int], bool],
+        most_gathered_nbytes: Callable[[bool], int],
+        gathered_nbytes: Callable[[], int],
         beside_others: Callable[[], bool],
         agree: Agree,
         say: Callable[[str], None],
@@ -66,6 +71,8 @@ class InferenceHomes:
         self._after_moves = after_moves
         self._idle = idle
         self._returns_alone = returns_alone
+        self._most_gathered_nbytes = most_gathered_nbytes
+        self._gathered_nbytes = gathered_nbytes
         self._beside_others = beside_others
         self._agree = agree
         self._say = say
@@ -84,7 +91,7 @@ class InferenceHomes:
 
     def begin_pass(self, tokens: int) -> None:
         """A forward pass begins, whose input has so many elements (0: not known)."""
-        short_nbytes = self._watch.begin_pass(self._memory.usage(), tokens)
+        short_nbytes = self._watch.begin_pass(self._memory.usage(), tokens, self._most_gathered_nbytes(False))
         if self._moves.there and self._keeps_out():
             short_nbytes = self._moves.nbytes
         if self._planned and short_nbytes > 0:
@@ -92,11 +99,13 @@ class InferenceHomes:
 
     def relieve(self) -> None:
         """Called between modules: releases weights where the pass is about to need their memory."""
+        gathered_nbytes = self._gathered_nbytes()
+        self._watch.gathered(gathered_nbytes)
         now_s = time.monotonic()
         if now_s - self._t_looked_s < LOOK_EVERY_S:
             return
         self._t_looked_s = now_s
-        short_nbytes = self._watch.look(self._memory.usage())
+        short_nbytes = self._watch.look(self._memory.usage(), gathered_nbytes)
         if self._planned and short_nbytes > 0:
             self._release(short_nbytes)
 
@@ -143,8 +152,12 @@ class InferenceHomes:
         self._planned = True
         self._memory.synchronize()
         usage = self._memory.usage()
-        left_nbytes = max(usage.available_nbytes - self._watch.headroom_nbytes, 0)
-        reason = f"a pass left {gib(usage.available_nbytes)} free, {gib(self._watch.headroom_nbytes)} stay free"
+        # Where all weights fit, fewer have to be gathered in each pass, and less has to stay free for that.
+        headroom_nbytes = self._watch.headroom_beside(self._most_gathered_nbytes(True))
+        if usage.available_nbytes - headroom_nbytes < sum(shard.nbytes for shard in shards):
+            headroom_nbytes = self._watch.headroom_nbytes
+        left_nbytes = max(usage.available_nbytes - headroom_nbytes, 0)
+        reason = f"a pass left {gib(usage.available_nbytes)} free, {gib(headroom_nbytes)} stay free"
         wanted_nbytes = limit_nbytes(usage, self._options.gpu_memory)
         if wanted_nbytes is not None and wanted_nbytes <= left_nbytes:
             left_nbytes, reason = wanted_nbytes, "tencache.gpu_memory"

@@ -53,6 +53,12 @@ class InferenceWeights:
         self._weights = DeviceWeights(params)
         self._coordinator = coordinator
         self._single = dist.get_world_size() == 1
+        self._full_nbytes = {param.ds_id: param.ds_numel * param.element_size() for param in params}
+        self._element_nbytes = [param.element_size() for param in params] or [0]
+        self._passing_nbytes: int | None = None  # gathered in each pass; None: to be counted
+        self._fixed_nbytes = sum(self._full_nbytes.values())  # of those that would be so in any case
+        if self._single:
+            self._fixed_nbytes -= sum(self._full_nbytes[shard.key] for shard in self._weights.shards())
 
     @property
     def stay_gathered(self) -> bool:
@@ -68,6 +74,7 @@ class InferenceWeights:
         self._weights.to_device(key, memory)
         if self._single:
             self._params[key].ds_persist = True
+            self._passing_nbytes = None
             self._coordinator.forget_releases()
 
     def to_host(self, key: int) -> None:
@@ -77,6 +84,7 @@ class InferenceWeights:
             if param.ds_status is ZeroParamStatus.AVAILABLE:
                 param.partition()
             param.ds_persist = False
+            self._passing_nbytes = None
             self._coordinator.forget_releases()
         self._weights.to_host(key)
 
@@ -91,6 +99,24 @@ class InferenceWeights:
     def free_unused(self) -> int:
         """See :meth:`MovableWeights.free_unused`."""
         return self._weights.free_unused()
+
+    def most_gathered_nbytes(self, all_there: bool) -> int:
+        """The most that DeepSpeed holds of weights that it gathers in each pass.
+
+        Args:
+            all_there: with all weights in GPU memory that can be there, instead of with those that are.
+        """
+        if self._passing_nbytes is None:
+            passing = [key for key, param in self._params.items() if not param.ds_persist]
+            self._passing_nbytes = sum(self._full_nbytes[key] for key in passing)
+        # A weight larger than DeepSpeed's limit is gathered all the same.
+        limit_nbytes = self._coordinator.most_gathered_numel * max(self._element_nbytes)
+        limit_nbytes = max(limit_nbytes, *self._full_nbytes.values(), 0)
+        return min(self._fixed_nbytes if all_there else self._passing_nbytes, limit_nbytes)
+
+    def gathered_nbytes(self) -> int:
+        """Of weights that have been gathered in this pass and not released: DeepSpeed's own count."""
+        return self._coordinator.gathered_numel * min(self._element_nbytes)
 
     def idle(self, key: int) -> bool:
         """Whether no module, gather or user has the weight now."""
@@ -182,6 +208,8 @@ def _build_homes(
         before_moves=coordinator.hide_unused,
         after_moves=note,
         idle=weights.idle,
+        most_gathered_nbytes=weights.most_gathered_nbytes,
+        gathered_nbytes=weights.gathered_nbytes,
         returns_alone=weights.belongs_to_host,
         beside_others=beside_others,
         agree=agreed,

@@ -205,6 +205,10 @@ SEAMS: tuple[Seam, ...] = (
             "log_trace_cache_warnings",
         ),
         "follows the order of accesses",
+        (
+            "_PartitionedParameterCoordinator__max_n_available_params",
+            "_PartitionedParameterCoordinator__n_available_params",
+        ),
     ),
     Seam(
         _COORDINATOR,
