@@ -24,6 +24,7 @@ from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.coordinator import TenCacheCoordinator
 from tencache_ds.integration.device_weights import DeviceWeights
 from tencache_ds.integration.engine_building import session_for
+from tencache_ds.integration.linear_layers import skip_autograd_without_gradients
 from tencache_ds.integration.model_release import finish_gathers, release_model
 from tencache_ds.integration.module_hooks import SuspendedHooks, is_free, skip_backward_hooks_without_gradients
 from tencache_ds.integration.param_swapper import engines_for
@@ -158,6 +159,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
         raise
     offload.tencache = session
     skip_backward_hooks_without_gradients(offload)
+    end_skipping = skip_autograd_without_gradients()
     suspended: SuspendedHooks | None = None
     if homes is not None:
         coordinator.between_modules = homes.relieve
@@ -173,6 +175,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
             stack.callback(release_model, module)
             stack.callback(session.close)
             stack.callback(stock_destroy)
+            stack.callback(end_skipping)
             if homes is not None:
                 stack.callback(homes.close)
             for hook in hooks:

@@ -182,6 +182,18 @@ SEAMS: tuple[Seam, ...] = (
         "takes hooks off modules where they have nothing to do",
     ),
     Seam(
+        f"{_RUNTIME}.zero.linear",
+        "LinearFunctionForZeroStage3.forward",
+        ("input", "weight", "bias"),
+        "computes linear layers where there are no gradients",
+    ),
+    Seam(
+        _PARAMETERS,
+        "zero3_linear_wrap",
+        ("input", "weight", "bias"),
+        "computes linear layers where there are no gradients",
+    ),
+    Seam(
         _COORDINATOR,
         "PartitionedParameterCoordinator._invalidate_trace",
         ("self",),
