@@ -21,9 +21,6 @@ from tencache_ds.weight_moves import Agree, Shard, WeightMoves
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
-LOOK_EVERY_S = 0.002
-"""Memory is looked at no more often than this within a pass."""
-
 
 class InferenceHomes:
     """Used by the thread that computes.
@@ -78,7 +75,7 @@ class InferenceHomes:
         self._say = say
         self._watch = PassMemory()
         self._planned = self._stuck = False
-        self._t_looked_s = 0.0
+        self._t_next_look_s = 0.0
         self._left_nbytes = 0
         self._said = False
         self._n_passes = 0  # before the plan
@@ -91,7 +88,9 @@ class InferenceHomes:
 
     def begin_pass(self, tokens: int) -> None:
         """A forward pass begins, whose input has so many elements (0: not known)."""
+        t_start_s = time.monotonic()
         short_nbytes = self._watch.begin_pass(self._memory.usage(), tokens, self._most_gathered_nbytes(False))
+        self._looked(t_start_s)
         if self._moves.there and self._keeps_out():
             short_nbytes = self._moves.nbytes
         if self._planned and short_nbytes > 0:
@@ -101,17 +100,18 @@ class InferenceHomes:
         """Called between modules: releases weights where the pass is about to need their memory."""
         gathered_nbytes = self._gathered_nbytes()
         self._watch.gathered(gathered_nbytes)
-        now_s = time.monotonic()
-        if now_s - self._t_looked_s < LOOK_EVERY_S:
+        t_start_s = time.monotonic()
+        if t_start_s < self._t_next_look_s:
             return
-        self._t_looked_s = now_s
         short_nbytes = self._watch.look(self._memory.usage(), gathered_nbytes)
+        self._looked(t_start_s)
         if self._planned and short_nbytes > 0:
             self._release(short_nbytes)
 
     def pass_done(self) -> None:
         """A forward pass is over."""
         spare_nbytes = self._watch.end_pass(self._memory.usage())
+        self._t_next_look_s = 0.0  # modules may be called outside a pass of the whole model
         if not self._planned:
             self._n_passes += 1
             # All ranks have to agree, also about what each sees for itself: less and less often, by a common count.
@@ -180,6 +180,10 @@ class InferenceHomes:
             f"{', ' + ' and '.join(rest) + ' as before' if rest else ', which is all of them'} "
             f"({reason}; moved in {time.perf_counter() - t_start_s:.1f} s)"
         )
+
+    def _looked(self, t_start_s: float) -> None:
+        now_s = time.monotonic()
+        self._t_next_look_s = now_s + self._watch.pause_s(now_s - t_start_s)
 
     def _release(self, nbytes: int) -> None:
         """Weights leave, the least useful first, until so much is free or none that may leave is there."""

@@ -20,6 +20,21 @@ from tencache_ds.planning.patience import Patience
 SPARE_SHARE = 0.25
 """Of what a pass is expected to take: so much more is kept free, for what is lost between allocations."""
 
+LOOK_EVERY_S = 0.002
+"""Memory is looked at no more often than this within a pass."""
+
+LOOK_SHARE = 0.01
+"""Of the time of a pass of known size, what looking at memory may take: on some machines a look takes 200 us."""
+
+LONGEST_PAUSE_S = 0.02
+"""Between two looks of such a pass, whatever they take: one that was interrupted must not hide the rest of the pass."""
+
+AMPLE = 4
+"""Times the headroom: with so much available a pass of known size cannot run short but by something that has never
+happened, of which two looks per pass, and one each second, are enough."""
+
+AMPLE_PAUSE_S = 1.0
+
 FIRST_PATIENCE, LONGEST_PATIENCE = 16, 4096
 """Passes before weights come back, the first time and at most."""
 
@@ -33,6 +48,7 @@ class PassMemory:
         self._limit_nbytes = 0  # of gathered weights
         self._gathered_nbytes = 0  # at most, in this pass
         self._tokens = self._start_nbytes = self._peak_nbytes = 0
+        self._available_nbytes = 0  # when it was looked at last
         self._lowest_nbytes: int | None = None
         self._patience = Patience(FIRST_PATIENCE, LONGEST_PATIENCE)
 
@@ -73,6 +89,14 @@ class PassMemory:
         self._learn(usage)
         return self._short_nbytes(usage, usage.allocated_nbytes - self._start_nbytes, gathered_nbytes)
 
+    def pause_s(self, cost_s: float) -> float:
+        """Seconds until the next look within the pass, after one (or its beginning) that took ``cost_s``."""
+        if not 0 < self._tokens <= self._most_tokens:
+            return LOOK_EVERY_S  # what is expected of it is a guess; there are few such passes
+        if self._available_nbytes >= AMPLE * self.headroom_nbytes:
+            return AMPLE_PAUSE_S
+        return min(max(LOOK_EVERY_S, cost_s / LOOK_SHARE), LONGEST_PAUSE_S)
+
     def end_pass(self, usage: GpuUsage) -> int:
         """The pass is over.
 
@@ -81,6 +105,7 @@ class PassMemory:
         """
         self._learn(usage)
         self._most_tokens = max(self._most_tokens, self._tokens)
+        self._tokens = 0
         self._note(usage.available_nbytes)
         if self._patience.step_done():
             self._lowest_nbytes = None
@@ -113,6 +138,7 @@ class PassMemory:
             gathered_nbytes: of weights, at present.
         """
         headroom_nbytes, available_nbytes = self.headroom_nbytes, usage.available_nbytes
+        self._available_nbytes = available_nbytes
         if self._most_tokens and self._tokens > self._most_tokens:
             growing_nbytes = self._growing_nbytes * self._tokens // self._most_tokens
             expected_nbytes = needed_nbytes = _with_spare(self._limit_nbytes + growing_nbytes)

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from tencache_ds.items import GpuUsage
 from tencache_ds.planning.gpu_budget import LEAST_HEADROOM_NBYTES
-from tencache_ds.planning.pass_memory import FIRST_PATIENCE, PassMemory
+from tencache_ds.planning.pass_memory import (
+    AMPLE_PAUSE_S,
+    FIRST_PATIENCE,
+    LONGEST_PAUSE_S,
+    LOOK_EVERY_S,
+    LOOK_SHARE,
+    PassMemory,
+)
 
 GIB = 2**30
 CAPACITY = 100 * GIB
@@ -170,3 +177,27 @@ def test_less_stays_free_where_nothing_has_to_be_gathered() -> None:
     gpu.run_pass(1000, 4 * GIB)
     assert gpu.watch.headroom_nbytes == 10 * GIB
     assert gpu.watch.headroom_beside(0) == 5 * GIB
+
+
+def test_looking_takes_a_hundredth_of_the_time(gpu: Gpu) -> None:
+    gpu.watch.begin_pass(gpu.usage(), 1000, 0)
+    assert gpu.watch.pause_s(1e-6) == LOOK_EVERY_S
+    assert gpu.watch.pause_s(100e-6) == pytest.approx(100e-6 / LOOK_SHARE)
+    assert gpu.watch.pause_s(0.5) == LONGEST_PAUSE_S
+
+
+@pytest.mark.parametrize("tokens", [0, 1001])
+def test_a_pass_of_another_size_is_looked_at_all_the_time(gpu: Gpu, tokens: int) -> None:
+    gpu.weights = 0
+    gpu.watch.begin_pass(gpu.usage(), tokens, 0)
+    assert gpu.watch.pause_s(100e-6) == LOOK_EVERY_S
+
+
+def test_with_ample_memory_a_pass_of_known_size_is_looked_at_twice(gpu: Gpu) -> None:
+    pauses = []
+    for gpu.weights in (CAPACITY - 19 * GIB, CAPACITY - 20 * GIB):
+        gpu.watch.begin_pass(gpu.usage(), 1, 0)
+        pauses.append(gpu.watch.pause_s(100e-6))
+        gpu.watch.end_pass(gpu.usage())
+        assert gpu.watch.pause_s(100e-6) == LOOK_EVERY_S, "outside a pass"
+    assert pauses == [pytest.approx(0.01), AMPLE_PAUSE_S]
