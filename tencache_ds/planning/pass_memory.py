@@ -30,10 +30,11 @@ LONGEST_PAUSE_S = 0.02
 """Between two looks of such a pass, whatever they take: one that was interrupted must not hide the rest of the pass."""
 
 AMPLE = 4
-"""Times the headroom: with so much available a pass of known size cannot run short but by something that has never
-happened, of which two looks per pass, and one each second, are enough."""
+"""Times the headroom. With so much available a pass of known size runs short only if it takes several times what any
+took before, or if another process takes the memory within this very pass: looking when it begins and ends is enough."""
 
 AMPLE_PAUSE_S = 1.0
+"""Between two looks within a pass then: some passes take long."""
 
 FIRST_PATIENCE, LONGEST_PATIENCE = 16, 4096
 """Passes before weights come back, the first time and at most."""
