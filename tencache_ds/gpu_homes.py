@@ -45,8 +45,11 @@ logger = logging.getLogger("DeepSpeed.tencache")
 COPY_TIMEOUT_S = 600.0
 """A copy within host memory takes milliseconds; where it takes this long, nothing else gets on either."""
 
-LOOK_EVERY_S = 0.002
-"""Memory is looked at no more often than this, so that it costs less than one percent."""
+LOOK_EVERY_S, LOOK_EVERY_AT_MOST_S = 0.002, 0.02
+"""Memory is looked at no more often than this, and than :data:`LOOK_SHARE` allows, which has an end as well."""
+
+LOOK_SHARE = 0.01
+"""Of the time: so long a look at memory may take. Most take 10 microseconds; with virtual GPUs it can be 100."""
 
 QUANTUM_SHARE = 0.5
 """Of the headroom: so much more state leaves than has to, because each time the device is waited for."""
@@ -162,7 +165,7 @@ class GpuHomes:
         self._forward_seconds: float | None = None  # of the first pass of this step
         self._planned = False
         self._lock = threading.Lock()
-        self._t_looked_s = 0.0
+        self._t_next_look_s = 0.0
         self._stuck = False
         self._left_nbytes = 0
         memory.record()
@@ -374,11 +377,13 @@ class GpuHomes:
         if not self._planned:
             return
         now_s = time.monotonic()
-        if now_s - self._t_looked_s < LOOK_EVERY_S or not self._lock.acquire(blocking=False):
+        if now_s < self._t_next_look_s or not self._lock.acquire(blocking=False):
             return
         try:
-            self._t_looked_s = now_s
             short_nbytes = watch.short_nbytes(self._memory.usage(), place)
+            t_looked_s = time.monotonic()
+            pause_s = (t_looked_s - now_s) / LOOK_SHARE
+            self._t_next_look_s = t_looked_s + min(max(pause_s, LOOK_EVERY_S), LOOK_EVERY_AT_MOST_S)
             if short_nbytes > 0 and not self._stuck:
                 self._give_back(short_nbytes, weights_too=False)
         finally:

@@ -21,9 +21,6 @@ from tencache_ds.weight_moves import Agree, Shard, WeightMoves
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
-LOOK_EVERY_S = 0.002
-"""Memory is looked at no more often than this within a pass."""
-
 
 class InferenceHomes:
     """Used by the thread that computes.
@@ -37,6 +34,9 @@ class InferenceHomes:
         after_moves: called when weights have moved.
         idle: of a weight whether it could leave now: no module uses it and no gather reads it.
         returns_alone: of a weight whether it can leave, and come back, without the other ranks noticing.
+        most_gathered_nbytes: the most bytes of weights that a pass holds gathered at a time, besides those that live in
+            GPU memory; the argument: if all weights lived there that can.
+        gathered_nbytes: of weights that are gathered at present, in a pass.
         beside_others: whether the process has another DeepSpeed engine. Unless the user has set ``gpu_memory``, weights
             keep out of GPU memory then: nothing tells what the other one's next pass is going to need.
         agree: among all ranks.
@@ -54,6 +54,8 @@ class InferenceHomes:
         after_moves: Callable[[], None],
         idle: Callable[[int], bool],
         returns_alone: Callable[[int], bool],
+        most_gathered_nbytes: Callable[[bool], int],
+        gathered_nbytes: Callable[[], int],
         beside_others: Callable[[], bool],
         agree: Agree,
         say: Callable[[str], None],
@@ -66,12 +68,14 @@ class InferenceHomes:
         self._after_moves = after_moves
         self._idle = idle
         self._returns_alone = returns_alone
+        self._most_gathered_nbytes = most_gathered_nbytes
+        self._gathered_nbytes = gathered_nbytes
         self._beside_others = beside_others
         self._agree = agree
         self._say = say
         self._watch = PassMemory()
         self._planned = self._stuck = False
-        self._t_looked_s = 0.0
+        self._t_next_look_s = 0.0
         self._left_nbytes = 0
         self._said = False
         self._n_passes = 0  # before the plan
@@ -84,7 +88,9 @@ class InferenceHomes:
 
     def begin_pass(self, tokens: int) -> None:
         """A forward pass begins, whose input has so many elements (0: not known)."""
-        short_nbytes = self._watch.begin_pass(self._memory.usage(), tokens)
+        t_start_s = time.monotonic()
+        short_nbytes = self._watch.begin_pass(self._memory.usage(), tokens, self._most_gathered_nbytes(False))
+        self._looked(t_start_s)
         if self._moves.there and self._keeps_out():
             short_nbytes = self._moves.nbytes
         if self._planned and short_nbytes > 0:
@@ -92,17 +98,20 @@ class InferenceHomes:
 
     def relieve(self) -> None:
         """Called between modules: releases weights where the pass is about to need their memory."""
-        now_s = time.monotonic()
-        if now_s - self._t_looked_s < LOOK_EVERY_S:
+        gathered_nbytes = self._gathered_nbytes()
+        self._watch.gathered(gathered_nbytes)
+        t_start_s = time.monotonic()
+        if t_start_s < self._t_next_look_s:
             return
-        self._t_looked_s = now_s
-        short_nbytes = self._watch.look(self._memory.usage())
+        short_nbytes = self._watch.look(self._memory.usage(), gathered_nbytes)
+        self._looked(t_start_s)
         if self._planned and short_nbytes > 0:
             self._release(short_nbytes)
 
     def pass_done(self) -> None:
         """A forward pass is over."""
         spare_nbytes = self._watch.end_pass(self._memory.usage())
+        self._t_next_look_s = 0.0  # modules may be called outside a pass of the whole model
         if not self._planned:
             self._n_passes += 1
             # All ranks have to agree, also about what each sees for itself: less and less often, by a common count.
@@ -143,8 +152,12 @@ class InferenceHomes:
         self._planned = True
         self._memory.synchronize()
         usage = self._memory.usage()
-        left_nbytes = max(usage.available_nbytes - self._watch.headroom_nbytes, 0)
-        reason = f"a pass left {gib(usage.available_nbytes)} free, {gib(self._watch.headroom_nbytes)} stay free"
+        # Where all weights fit, fewer have to be gathered in each pass, and less has to stay free for that.
+        headroom_nbytes = self._watch.headroom_beside(self._most_gathered_nbytes(True))
+        if usage.available_nbytes - headroom_nbytes < sum(shard.nbytes for shard in shards):
+            headroom_nbytes = self._watch.headroom_nbytes
+        left_nbytes = max(usage.available_nbytes - headroom_nbytes, 0)
+        reason = f"a pass left {gib(usage.available_nbytes)} free, {gib(headroom_nbytes)} stay free"
         wanted_nbytes = limit_nbytes(usage, self._options.gpu_memory)
         if wanted_nbytes is not None and wanted_nbytes <= left_nbytes:
             left_nbytes, reason = wanted_nbytes, "tencache.gpu_memory"
@@ -167,6 +180,10 @@ class InferenceHomes:
             f"{', ' + ' and '.join(rest) + ' as before' if rest else ', which is all of them'} "
             f"({reason}; moved in {time.perf_counter() - t_start_s:.1f} s)"
         )
+
+    def _looked(self, t_start_s: float) -> None:
+        now_s = time.monotonic()
+        self._t_next_look_s = now_s + self._watch.pause_s(now_s - t_start_s)
 
     def _release(self, nbytes: int) -> None:
         """Weights leave, the least useful first, until so much is free or none that may leave is there."""

@@ -187,7 +187,7 @@ class Life:
         return [*seen, self.chunks()]
 
     def look(self) -> None:
-        self.homes._t_looked_s = float("-inf")
+        self.homes._t_next_look_s = float("-inf")
         self.homes.relieve()
         self.memory.here = sum(self._here())  # what was released is free
 

@@ -146,6 +146,16 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         for name, value in order.items():
             setattr(self, name, value)
 
+    @property
+    def gathered_numel(self) -> int:
+        """Elements of weights that have been gathered in this pass and not released."""
+        return max(int(self._PartitionedParameterCoordinator__n_available_params), 0)
+
+    @property
+    def most_gathered_numel(self) -> int:
+        """At how many of them DeepSpeed gathers nothing ahead of its use any more (``stage3_max_live_parameters``)."""
+        return int(self._PartitionedParameterCoordinator__max_n_available_params)
+
     def hide_unused(self) -> None:
         """Takes back weights that were committed but not gathered, before they go out of date."""
         with self._tencache_lock:

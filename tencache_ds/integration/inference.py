@@ -24,6 +24,7 @@ from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.coordinator import TenCacheCoordinator
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
+from tencache_ds.integration.linear_layers import skip_autograd_without_gradients
 from tencache_ds.integration.model_release import finish_gathers, release_model
 from tencache_ds.integration.module_hooks import SuspendedHooks, is_free, skip_backward_hooks_without_gradients
 from tencache_ds.integration.param_swapper import engines_for
@@ -38,11 +39,20 @@ class InferenceWeights(GatheredWeights):
 
     Args:
         module: the model.
+        coordinator: of its fetches.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, coordinator: TenCacheCoordinator) -> None:
         # What DeepSpeed keeps gathered is in GPU memory already.
-        super().__init__([param for param in module.parameters() if not param.ds_persist])
+        params = [param for param in module.parameters() if not param.ds_persist]
+        super().__init__(params)
+        self._coordinator = coordinator
+        self._full_nbytes = {param.ds_id: param.ds_numel * param.element_size() for param in params}
+        self._element_nbytes = [param.element_size() for param in params] or [0]
+        self._passing = -1, 0  # a version of the places, and the bytes that are gathered in each pass then
+        self._fixed_nbytes = sum(self._full_nbytes.values())  # of those that would be so in any case
+        if self._single:
+            self._fixed_nbytes -= sum(self._full_nbytes[shard.key] for shard in self.shards())
 
     def stays(self, param: Any) -> bool:
         """Also what DeepSpeed keeps gathered: no optimizer changes it."""
@@ -51,6 +61,24 @@ class InferenceWeights(GatheredWeights):
     def belongs_to_host(self, key: int) -> bool:
         """See :meth:`MovableWeights.belongs_to_host`."""
         return self._single or super().belongs_to_host(key)
+
+    def most_gathered_nbytes(self, all_there: bool) -> int:
+        """The most that DeepSpeed holds of weights that it gathers in each pass.
+
+        Args:
+            all_there: with all weights in GPU memory that can be there, instead of with those that are.
+        """
+        if self._passing[0] != self.version:
+            passing = [key for key, param in self._params.items() if not self.stays(param)]
+            self._passing = self.version, sum(self._full_nbytes[key] for key in passing)
+        # A weight larger than DeepSpeed's limit is gathered all the same.
+        limit_nbytes = self._coordinator.most_gathered_numel * max(self._element_nbytes)
+        limit_nbytes = max(limit_nbytes, *self._full_nbytes.values(), 0)
+        return min(self._fixed_nbytes if all_there else self._passing[1], limit_nbytes)
+
+    def gathered_nbytes(self) -> int:
+        """Of weights that have been gathered in this pass and not released: DeepSpeed's own count."""
+        return self._coordinator.gathered_numel * min(self._element_nbytes)
 
     def idle(self, key: int) -> bool:
         """Whether no module, gather or user has the weight now."""
@@ -73,7 +101,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
     module, coordinator = offload.module, offload.get_param_coordinator()
     engines = engines_for(module)
     memory = gpu_building.open_memory(options)
-    weights = InferenceWeights(module)
+    weights = InferenceWeights(module, coordinator)
     used = agreed("whether GPU memory is used", memory is not None and bool(weights.shards()), all)
     if not engines and not used:
         return
@@ -91,6 +119,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
         raise
     offload.tencache = session
     skip_backward_hooks_without_gradients(offload)
+    end_skipping = skip_autograd_without_gradients()
     suspended: SuspendedHooks | None = None
     if homes is not None:
         coordinator.between_modules = homes.relieve
@@ -107,6 +136,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
             stack.callback(release_model, module)
             stack.callback(session.close)
             stack.callback(stock_destroy)
+            stack.callback(end_skipping)
             if homes is not None:
                 stack.callback(homes.close)
             for hook in hooks:
@@ -142,6 +172,8 @@ def _build_homes(
         before_moves=coordinator.hide_unused,
         after_moves=note,
         idle=weights.idle,
+        most_gathered_nbytes=weights.most_gathered_nbytes,
+        gathered_nbytes=weights.gathered_nbytes,
         returns_alone=weights.belongs_to_host,
         beside_others=beside_others,
         agree=agreed,

@@ -182,6 +182,18 @@ SEAMS: tuple[Seam, ...] = (
         "takes hooks off modules where they have nothing to do",
     ),
     Seam(
+        f"{_RUNTIME}.zero.linear",
+        "LinearFunctionForZeroStage3.forward",
+        ("input", "weight", "bias"),
+        "computes linear layers where there are no gradients",
+    ),
+    Seam(
+        _PARAMETERS,
+        "zero3_linear_wrap",
+        ("input", "weight", "bias"),
+        "computes linear layers where there are no gradients",
+    ),
+    Seam(
         _COORDINATOR,
         "PartitionedParameterCoordinator._invalidate_trace",
         ("self",),
@@ -205,6 +217,10 @@ SEAMS: tuple[Seam, ...] = (
             "log_trace_cache_warnings",
         ),
         "follows the order of accesses",
+        (
+            "_PartitionedParameterCoordinator__max_n_available_params",
+            "_PartitionedParameterCoordinator__n_available_params",
+        ),
     ),
     Seam(
         _COORDINATOR,

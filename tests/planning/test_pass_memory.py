@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from tencache_ds.items import GpuUsage
 from tencache_ds.planning.gpu_budget import LEAST_HEADROOM_NBYTES
-from tencache_ds.planning.pass_memory import FIRST_PATIENCE, PassMemory
+from tencache_ds.planning.pass_memory import (
+    AMPLE_PAUSE_S,
+    FIRST_PATIENCE,
+    LONGEST_PAUSE_S,
+    LOOK_EVERY_S,
+    LOOK_SHARE,
+    PassMemory,
+)
 
 GIB = 2**30
 CAPACITY = 100 * GIB
@@ -22,6 +29,8 @@ class Gpu:
         self.missing = 0
         self.left = 0
         self.spare = 0
+        self.limit = 0
+        """Of weights that are gathered in each pass, where some are not in GPU memory."""
 
     def usage(self, taken: int = 0) -> GpuUsage:
         allocated = self.weights + self.cache + taken
@@ -35,14 +44,16 @@ class Gpu:
             self.left += released
             self.watch.released(released)
 
-    def run_pass(self, tokens: int, taken: int, *, keeps: int = 0, layers: int = 8) -> None:
-        """A pass that takes ``taken`` bytes in each layer for a moment, and keeps some."""
-        self.release(self.watch.begin_pass(self.usage(), tokens))
-        for _ in range(layers):
-            self.missing = max(self.missing, self.weights + self.cache + taken - CAPACITY)
-            self.usage(taken)
+    def run_pass(self, tokens: int, taken: int, *, keeps: int = 0, layers: int = 8, gathered: int = 0) -> None:
+        """A pass that takes ``taken`` bytes in each layer for a moment, and keeps some. It holds ``gathered`` bytes of
+        weights until its last layer."""
+        self.release(self.watch.begin_pass(self.usage(), tokens, self.limit))
+        for layer in range(layers):
+            self.missing = max(self.missing, self.weights + self.cache + gathered + taken - CAPACITY)
+            self.usage(gathered + taken)
             self.cache += keeps // layers
-            self.release(self.watch.look(self.usage()))
+            held = gathered if layer < layers - 1 else 0
+            self.release(self.watch.look(self.usage(held), held))
         self.spare = self.watch.end_pass(self.usage())
 
 
@@ -119,3 +130,74 @@ def test_a_pass_of_unknown_size_is_taken_for_the_largest(gpu: Gpu) -> None:
     gpu.run_pass(0, 4 * GIB)
     assert gpu.left == 0
     assert gpu.missing == 0
+
+
+def test_gathered_weights_are_not_expected_to_grow_with_the_tokens() -> None:
+    gpu = Gpu()
+    gpu.limit = 2 * GIB
+    gpu.run_pass(1024, 2**20)  # DeepSpeed gathers ahead from the second pass on
+    gpu.weights = 8 * GIB
+    for _ in range(10):
+        gpu.run_pass(8, 2 * 2**20, gathered=2 * GIB)  # a hair above the prompt
+        gpu.run_pass(1024, 2**20, gathered=2 * GIB)
+    assert gpu.left == 0
+    gpu.weights = CAPACITY - 4 * GIB
+    gpu.run_pass(1024, 2**20, gathered=2 * GIB)
+    assert gpu.left == 0
+
+
+@given(st.integers(0, 2**19), st.integers(0, 4 * GIB), st.integers(1, 4096), st.integers(1, 20))
+def test_there_is_always_room_for_gathered_weights_and_for_tokens(
+    per_token: int, gathered: int, first: int, factor: int
+) -> None:
+    gpu = Gpu()
+    gpu.limit = gathered
+    gpu.run_pass(first, per_token * first)
+    gpu.weights = CAPACITY - gpu.watch.headroom_nbytes
+    for tokens in (first, 1, first * factor, 1, first):
+        gpu.run_pass(tokens, per_token * tokens, gathered=gathered)
+        assert gpu.missing == 0
+    assert gpu.left == 0 or factor > 1
+
+
+def test_gathering_weights_does_not_drive_others_out() -> None:
+    gpu = Gpu()
+    gpu.limit = 4 * GIB
+    gpu.run_pass(1000, GIB)
+    gpu.weights = CAPACITY - gpu.watch.headroom_nbytes
+    for _ in range(20):
+        gpu.run_pass(1000, GIB, gathered=4 * GIB)
+        gpu.run_pass(1, 2**20, gathered=4 * GIB)
+    assert gpu.left == 0
+
+
+def test_less_stays_free_where_nothing_has_to_be_gathered() -> None:
+    gpu = Gpu()
+    gpu.limit = 4 * GIB
+    gpu.run_pass(1000, 4 * GIB)
+    assert gpu.watch.headroom_nbytes == 10 * GIB
+    assert gpu.watch.headroom_beside(0) == 5 * GIB
+
+
+def test_looking_takes_a_hundredth_of_the_time(gpu: Gpu) -> None:
+    gpu.watch.begin_pass(gpu.usage(), 1000, 0)
+    assert gpu.watch.pause_s(1e-6) == LOOK_EVERY_S
+    assert gpu.watch.pause_s(100e-6) == pytest.approx(100e-6 / LOOK_SHARE)
+    assert gpu.watch.pause_s(0.5) == LONGEST_PAUSE_S
+
+
+@pytest.mark.parametrize("tokens", [0, 1001])
+def test_a_pass_of_another_size_is_looked_at_all_the_time(gpu: Gpu, tokens: int) -> None:
+    gpu.weights = 0
+    gpu.watch.begin_pass(gpu.usage(), tokens, 0)
+    assert gpu.watch.pause_s(100e-6) == LOOK_EVERY_S
+
+
+def test_with_ample_memory_a_pass_of_known_size_is_looked_at_twice(gpu: Gpu) -> None:
+    pauses = []
+    for gpu.weights in (CAPACITY - 19 * GIB, CAPACITY - 20 * GIB):
+        gpu.watch.begin_pass(gpu.usage(), 1, 0)
+        pauses.append(gpu.watch.pause_s(100e-6))
+        gpu.watch.end_pass(gpu.usage())
+        assert gpu.watch.pause_s(100e-6) == LOOK_EVERY_S, "outside a pass"
+    assert pauses == [pytest.approx(0.01), AMPLE_PAUSE_S]
