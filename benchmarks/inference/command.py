@@ -81,8 +81,8 @@ def run(words: list[str]) -> int:
             console.print(_table(arguments, batch, systems, found, errors, hardware))
             for name, error in errors.items():
                 console.print(f"{name}: {_in_a_line(error)}", markup=False, highlight=False)
-            record[batch] = {name: each.model_dump() for name, each in found.items()}
-            record[batch] |= {name: str(error) for name, error in errors.items()}
+            figures = {name: each.model_dump() for name, each in found.items()}
+            record[batch] = figures | {name: str(error) for name, error in errors.items()}
             failed |= bool(errors)
         settings = {key: getattr(arguments, key) for key in ("model", "prompt", "tokens", "rounds", "runs")}
         result = {"settings": settings, "hardware": hardware.model_dump(), "versions": machine.versions()}
