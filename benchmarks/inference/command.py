@@ -79,7 +79,10 @@ def run(words: list[str]) -> int:
         for batch in arguments.batch:
             found, errors = _measure(arguments, systems, batch)
             console.print(_table(arguments, batch, systems, found, errors, hardware))
-            record[batch] = {name: each.model_dump() for name, each in found.items()} | errors
+            for name, error in errors.items():
+                console.print(f"{name}: {_in_a_line(error)}", markup=False, highlight=False)
+            figures = {name: each.model_dump() for name, each in found.items()}
+            record[batch] = figures | {name: str(error) for name, error in errors.items()}
             failed |= bool(errors)
         settings = {key: getattr(arguments, key) for key in ("model", "prompt", "tokens", "rounds", "runs")}
         result = {"settings": settings, "hardware": hardware.model_dump(), "versions": machine.versions()}
@@ -92,11 +95,11 @@ def run(words: list[str]) -> int:
 
 def _measure(
     arguments: argparse.Namespace, systems: dict[str, System], batch: int
-) -> tuple[dict[str, Generation], dict[str, str]]:
+) -> tuple[dict[str, Generation], dict[str, Exception]]:
     """By system, its figures, or the reason for their absence."""
     counted = census(arguments.model, arguments.prompt + arguments.tokens)
     found: dict[str, Generation] = {}
-    errors: dict[str, str] = {}
+    errors: dict[str, Exception] = {}
     for number in range(arguments.runs):
         for name, system in systems.items():
             if name in errors:
@@ -105,7 +108,7 @@ def _measure(
             try:
                 each = _run(arguments, name, system, counted, batch)
             except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-                errors[name] = str(error)
+                errors[name] = error
                 found.pop(name, None)
                 continue
             if name in found:
@@ -149,24 +152,34 @@ def _run(arguments: argparse.Namespace, name: str, system: System, counted: Cens
         shutil.rmtree(storage, ignore_errors=True)
 
 
+def _in_a_line(error: Exception) -> str:
+    """Why a system has no figures. The text of a time-out is the whole command, which is for the file only."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"timed out after {error.timeout:g} s"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def _table(
     arguments: argparse.Namespace,
     batch: int,
     systems: dict[str, System],
     found: dict[str, Generation],
-    errors: dict[str, str],
+    errors: dict[str, Exception],
     hardware: Hardware,
 ) -> Table:
     table = Table(title=f"{arguments.model}, batch {batch}, prompt {arguments.prompt}, {arguments.tokens} tokens")
     for heading in ("system", "ms/token", "tokens/s", f"x {BASELINE}", "of bound", "prompt s", "built s", "GPU peak",
                     "RAM peak", "weights: GPU, RAM, NVMe", "tokens"):  # fmt: skip
-        table.add_column(heading, justify="left" if heading == "system" else "right")
+        if heading == "system":  # rich would shorten the names first, which differ at their ends
+            table.add_column(heading, min_width=max(map(len, systems)), no_wrap=True, overflow="fold")
+        else:
+            table.add_column(heading, justify="right")
     baseline = found.get(BASELINE)
     expected = {systems[name].program == "deepspeed": each.digest for name, each in reversed(found.items())}
     for name, system in systems.items():
         each = found.get(name)
         if each is None:
-            table.add_row(name, errors.get(name, ""))
+            table.add_row(name, "failed" if name in errors else "")
             continue
         seconds, bound_s = each.seconds_per_token, each.bound_s(hardware, system.on_nvme)
         places = (each.gpu_nbytes, each.host_nbytes, each.nvme_nbytes)

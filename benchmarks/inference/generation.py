@@ -133,10 +133,18 @@ def deepspeed_engine(arguments: argparse.Namespace, device: Any) -> tuple[Any, C
             return {}
         import tencache_ds
 
-        stats = tencache_ds.stats(engine)
+        try:
+            stats = tencache_ds.stats(engine)
+        except ValueError:  # there is nothing to do for TenCache: DeepSpeed keeps all weights in RAM
+            return {}
+        host_nbytes = stats.resident_weight_nbytes
+        if config["zero_optimization"]["offload_param"]["device"] == "cpu":
+            # DeepSpeed keeps these weights, and TenCache's statistics of RAM do not cover them.
+            in_ram = [param for param in engine.module.parameters() if not param.ds_persist]
+            host_nbytes = sum(param.ds_numel * param.element_size() for param in in_ram)
         return {
             "gpu_nbytes": stats.gpu_weight_nbytes,
-            "host_nbytes": stats.resident_weight_nbytes,
+            "host_nbytes": host_nbytes,
             "nvme_nbytes": stats.stored_weight_nbytes,
         }
 

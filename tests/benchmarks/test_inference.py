@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.inference import command
 from benchmarks.inference.result import Generation
 from benchmarks.inference.systems import SYSTEMS, parse
 from benchmarks.workloads import census
@@ -18,15 +20,15 @@ from tencache_ds.profiling.hardware import Hardware, StorageRates
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(300)
-COMPARED = ("device", "stock-ram", "accelerate-disk", "tencache:host_memory=2MiB")
+COMPARED = ("device", "stock-ram", "tencache-ram:gpu_memory=0", "accelerate-disk", "tencache:host_memory=2MiB")
 
 
 def test_it_compares_and_leaves_nothing_on_the_storage(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TENCACHE_")}
-    command = [sys.executable, "-m", "tencache_ds.cli", "bench", "inference", *COMPARED, "--nvme-path", str(tmp_path),
-               "--out", str(tmp_path / "out"), "--model", "7M", "--batch", "2", "--prompt", "8", "--tokens", "3",
-               "--rounds", "1", "--runs", "1"]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    words = [sys.executable, "-m", "tencache_ds.cli", "bench", "inference", *COMPARED, "--nvme-path", str(tmp_path),
+             "--out", str(tmp_path / "out"), "--model", "7M", "--batch", "2", "--prompt", "8", "--tokens", "3",
+             "--rounds", "1", "--runs", "1"]  # fmt: skip
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     record = json.loads((tmp_path / "out" / "inference.json").read_text())["by_batch"]["2"]
@@ -35,10 +37,51 @@ def test_it_compares_and_leaves_nothing_on_the_storage(tmp_path: Path) -> None:
     assert all(each.seconds_per_token > 0 and each.model_nbytes > 10**7 for each in found.values())
     assert found["stock-ram"].digest == found[COMPARED[-1]].digest, "TenCache generates the same tokens"
     assert found["device"].digest == found["accelerate-disk"].digest
+    idle = found["tencache-ram:gpu_memory=0"]
+    assert idle.digest == found["stock-ram"].digest
+    assert idle.host_nbytes is None, "TenCache has nothing to do, and no statistics"
     ours = found[COMPARED[-1]]
     assert ours.nvme_nbytes > 10**7 > ours.host_nbytes > 0
     for name in COMPARED:
         assert name in done.stdout
+
+
+def test_names_are_readable_and_errors_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    names = ["stock-ram", "tencache-ram:gpu_memory=8GiB", "tencache:gpu_memory=16GiB+host_memory=32GiB"]
+    texts = {"stock-ram": "RuntimeError: out\nof memory"}
+
+    def fail(arguments: Any, name: str, *_: Any) -> Any:
+        if name in texts:
+            raise ValueError(texts[name])
+        if name == names[1]:
+            raise subprocess.TimeoutExpired(["python", "-m", "a.module", *["--option"] * 100], 120.0)
+        return Generation(built_s=100, prompt_s=[12.34] * 2, token_s=[12.34] * 2, digest="", model_nbytes=10**11,
+                          gpu_peak_nbytes=10**11, rss_peak_nbytes=10**11, gpu_nbytes=10**11, host_nbytes=10**11,
+                          nvme_nbytes=10**11)  # fmt: skip
+
+    monkeypatch.setattr(command, "_run", fail)
+    monkeypatch.setattr(command, "Machine", FakeMachine)
+    words = [*names, "--nvme-path", str(tmp_path), "--out", str(tmp_path), "--model", "7M", "--runs", "1"]
+    assert command.run(words) == command.EXIT_PROBLEM
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(line.startswith("│") and f" {name} " in line for line in lines) for name in names)
+    assert f"{names[1]}: timed out after 120 s" in lines
+    assert "stock-ram: RuntimeError: out of memory" in lines
+    assert not any("--option" in line for line in lines)
+    record = json.loads((tmp_path / "inference.json").read_text())["by_batch"]["8"]
+    assert "--option" in record[names[1]]
+
+
+class FakeMachine:
+    """Of known figures."""
+
+    def build_operators(self) -> None: ...
+
+    def probe(self, path: Path, seconds: float) -> Hardware:
+        return HARDWARE
+
+    def versions(self) -> dict[str, str]:
+        return {}
 
 
 STORAGE = StorageRates(read_bytes_per_s=2e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1e9, request_nbytes=4096, lanes=1,

@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 from models import MODELS
 
 from tencache_ds.integration import gpu_building
+from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning import pass_memory
 
 PASSES = 4
@@ -35,6 +36,8 @@ class Inference:
         self._folder = folder
         self.seen: list[Any] = []
         self.gpu_weight_nbytes: list[int] = []
+        self.available_nbytes: int | None = None
+        self._taken: torch.Tensor | None = None
         self.model = self._new_model()
         self.initialize()
 
@@ -124,11 +127,21 @@ class Inference:
     def need_memory(self) -> None:
         """Somebody else takes nearly all of the device's memory."""
         for memory in opened:
-            memory.wanted_by_training_nbytes = gpu_memory_cases.CAPACITY["nbytes"]
+            if isinstance(memory, gpu_memory_cases.OrdinaryMemory):
+                memory.wanted_by_training_nbytes = gpu_memory_cases.CAPACITY["nbytes"]
+            else:
+                memory.trim()
+                nbytes = memory.usage().free_nbytes - LEFT_NBYTES
+                self._taken = torch.empty(nbytes, dtype=torch.uint8, device=memory.device)
+            self.available_nbytes = memory.usage().available_nbytes
 
     def need_no_memory(self) -> None:
+        self._taken = None
         for memory in opened:
-            memory.wanted_by_training_nbytes = 0
+            if isinstance(memory, gpu_memory_cases.OrdinaryMemory):
+                memory.wanted_by_training_nbytes = 0
+            else:
+                memory.trim()
 
     def train_beside(self) -> None:
         """Another engine of this process trains."""
@@ -148,29 +161,35 @@ class Inference:
         self.engine.destroy()
 
 
-opened: list[gpu_memory_cases.OrdinaryMemory] = []
+LEFT_NBYTES = gpu_memory_cases.LEFT_BY_TRAINING_NBYTES
+opened: list[DeviceMemory] = []
+open_device_memory = gpu_building.open_memory
 
 
-def open_memory(options: Any) -> gpu_memory_cases.OrdinaryMemory | None:
-    if options.gpu_memory == 0:
-        return None
-    opened[:] = [gpu_memory_cases.OrdinaryMemory()]
-    return opened[0]
+def open_memory(options: Any) -> DeviceMemory | None:
+    """The device's memory, or what stands in for it, kept where actions find it."""
+    memory: DeviceMemory | None
+    if get_accelerator().is_synchronized_device() and options.gpu_memory != 0:
+        memory = gpu_memory_cases.OrdinaryMemory()
+    else:
+        memory = open_device_memory(options)
+    opened[:] = [] if memory is None else [memory]
+    return memory
 
 
 def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:
+    opened.clear()  # stock DeepSpeed opens none
     inference = Inference(case, engine, folder)
     for action in case["actions"]:
         inference.act(action)
     inference.engine.destroy()
-    seen, nbytes = inference.seen, inference.gpu_weight_nbytes
+    seen, nbytes, available_nbytes = inference.seen, inference.gpu_weight_nbytes, inference.available_nbytes
     del inference
     gc.collect()  # an engine of stock DeepSpeed counts as long as it is referred to
-    return {"seen": seen, "gpu_weight_nbytes": nbytes}
+    return {"seen": seen, "gpu_weight_nbytes": nbytes, "available_nbytes": available_nbytes}
 
 
 if __name__ == "__main__":
     pass_memory.FIRST_PATIENCE = 2
-    if get_accelerator().is_synchronized_device():
-        gpu_building.open_memory = open_memory
+    gpu_building.open_memory = open_memory
     training.main(run)

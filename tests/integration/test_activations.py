@@ -104,7 +104,8 @@ def test_the_memory_held_between_forward_and_backward_falls_by_what_is_moved(one
     assert_same(one_rank, "memory")
     off, on = (one_rank.result("memory", engine)["act"] for engine in ("off", "on"))
     moved_nbytes = on["figures"]["host_nbytes"] + on["figures"]["nvme_nbytes"]
-    assert moved_nbytes > 5 * on["figures"]["kept_nbytes"]
+    # Of each dropout, a CPU saves a mask in the type of its input, and a GPU one of single bytes.
+    assert moved_nbytes > 4 * on["figures"]["kept_nbytes"]
     # Small weights that the one run gathers in this forward pass, and the other before.
     assert off["alive_nbytes"] - on["alive_nbytes"] == pytest.approx(moved_nbytes, rel=0.02)
 

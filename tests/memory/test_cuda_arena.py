@@ -132,17 +132,27 @@ def test_copies_do_not_block_the_host(arena: HostArena, to_gpu: bool) -> None:
 
 
 def copy_patterns(
-    pool: BufferPool, n_copies: int, give_back: Callable[[Lease, torch.cuda.Event], None]
+    pool: BufferPool,
+    n_copies: int,
+    give_back: Callable[[Lease, torch.cuda.Event], None],
+    first_cycles: int = BUSY_CYCLES,
 ) -> list[tuple[int, torch.Tensor]]:
-    """Copy patterns to the GPU through the pool, each copy queued behind a busy GPU; return pattern and copy."""
+    """Copy patterns to the GPU through the pool, each copy queued behind a busy GPU, which before the first one is busy
+    for ``first_cycles``; return pattern and copy."""
     stream = torch.cuda.Stream()
+    # A first use loads the kernel, and takes memory from the driver, either of which may wait for the GPU.
+    torch.cuda._sleep(1)
+    with torch.cuda.stream(stream):
+        reserve = torch.empty(n_copies * SLOT_NBYTES, dtype=torch.uint8, device="cuda")
+    del reserve
+    torch.cuda.synchronize()
     copies = []
     for i in range(n_copies):
         lease = pool.lease(SLOT_NBYTES, f"weight {i}", "to GPU", timeout_s=30)
         pattern = i % 200 + 1
         lease.buffer.fill_(pattern)
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(BUSY_CYCLES)
+            torch.cuda._sleep(BUSY_CYCLES if copies else first_cycles)
             device = lease.buffer.to("cuda", non_blocking=True)
         copies.append((pattern, device))
         give_back(lease, recorded(stream))
@@ -151,9 +161,12 @@ def copy_patterns(
 
 
 def test_a_slot_is_not_reused_before_its_copy_to_the_gpu_is_done(pool: BufferPool) -> None:
-    copies = copy_patterns(pool, 60, lambda lease, event: lease.release_after(event))
-    assert [i for i, (pattern, device) in enumerate(copies) if not bool((device == pattern).all())] == []
-    assert pool.stats().n_waits > 0
+    # The first copies wait for so long that the host asks for a third slot meanwhile, however slow its calls are.
+    copies = copy_patterns(pool, 60, lambda lease, event: lease.release_after(event), 100 * BUSY_CYCLES)
+    wrong = [i for i, (pattern, device) in enumerate(copies) if not bool((device == pattern).all())]
+    assert wrong == [], "copies with another pattern"
+    assert pool.stats().n_waits > 0, "no lease had to wait"
+    pool.drain(timeout_s=30)
     pool.assert_idle()
 
 
