@@ -175,7 +175,7 @@ def _table(
         else:
             table.add_column(heading, justify="right")
     baseline = found.get(BASELINE)
-    expected = {systems[name].program == "deepspeed": each.digest for name, each in reversed(found.items())}
+    expected = {systems[name].program == "deepspeed": each for name, each in reversed(found.items())}
     for name, system in systems.items():
         each = found.get(name)
         if each is None:
@@ -196,6 +196,6 @@ def _table(
             gib(each.rss_peak_nbytes),
             "" if None in places else ", ".join(gib(nbytes) for nbytes in places if nbytes is not None),
             # DeepSpeed draws other random weights than a model that is built without it.
-            "equal" if each.digest == expected[system.program == "deepspeed"] else "differ",
+            each.compare(expected[system.program == "deepspeed"]),
         )
     return table

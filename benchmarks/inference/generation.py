@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import json
 import os
 import time
@@ -62,18 +61,20 @@ def measure(arguments: argparse.Namespace) -> Generation:
 
     generate(arguments.tokens)  # recorded, and then weights find their places
     generate(arguments.tokens)
-    prompts, tokens, made = [], [], prompt
+    prompts, tokens, generated = [], [], []
     for _ in range(arguments.rounds):
         seconds, _ = generate(1)
         whole, made = generate(arguments.tokens)
         prompts.append(seconds)
         tokens.append((whole - seconds) / (arguments.tokens - 1))
+        generated.append(made[:, arguments.prompt :].tolist())
     parameters = sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
     return Generation(
         built_s=built_s,
         prompt_s=prompts,
         token_s=tokens,
-        digest=hashlib.sha256(made.cpu().numpy().tobytes()).hexdigest()[:12],
+        tokens=generated[-1],
+        varies=any(each != generated[-1] for each in generated),
         model_nbytes=parameters * torch.bfloat16.itemsize,
         gpu_peak_nbytes=None if accelerator.is_synchronized_device() else accelerator.max_memory_allocated(),
         rss_peak_nbytes=process_nbytes("VmHWM"),

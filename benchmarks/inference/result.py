@@ -17,7 +17,8 @@ class Generation(BaseModel):
         built_s: until the model could generate.
         prompt_s: seconds for reading the prompt and generating one token.
         token_s: seconds for each further token, of all sequences together.
-        digest: of the generated tokens.
+        tokens: of each sequence, those generated in the last round.
+        varies: whether other rounds have generated others.
         model_nbytes: of the weights, in 16 bits.
         gpu_peak_nbytes: the most that tensors took of GPU memory; None on a CPU.
         rss_peak_nbytes: the most that the process took of RAM.
@@ -29,7 +30,8 @@ class Generation(BaseModel):
     built_s: float
     prompt_s: list[float]
     token_s: list[float]
-    digest: str
+    tokens: list[list[int]]
+    varies: bool = False
     model_nbytes: int
     gpu_peak_nbytes: int | None
     rss_peak_nbytes: int
@@ -41,6 +43,19 @@ class Generation(BaseModel):
     def seconds_per_token(self) -> float:
         """Median."""
         return statistics.median(self.token_s)
+
+    def compare(self, other: Generation) -> str:
+        """Whether the tokens are those of another system: in a few words, for a table."""
+        if self.varies:
+            return "vary"
+        firsts = [
+            next((place for place, (ours, theirs) in enumerate(zip(*pair, strict=True)) if ours != theirs), None)
+            for pair in zip(self.tokens, other.tokens, strict=True)
+        ]
+        places = [place for place in firsts if place is not None]
+        if not places:
+            return "equal"
+        return f"{len(places)} of {len(firsts)} differ, from {min(places) + 1} on"
 
     def bound_s(self, hardware: Hardware, on_nvme: bool) -> float | None:
         """The time that a token's transfers take at the measured rates; None where these or the places are not known.

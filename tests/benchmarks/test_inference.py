@@ -35,10 +35,10 @@ def test_it_compares_and_leaves_nothing_on_the_storage(tmp_path: Path) -> None:
     found = {name: Generation.model_validate(each) for name, each in record.items()}
     assert set(found) == set(COMPARED)
     assert all(each.seconds_per_token > 0 and each.model_nbytes > 10**7 for each in found.values())
-    assert found["stock-ram"].digest == found[COMPARED[-1]].digest, "TenCache generates the same tokens"
-    assert found["device"].digest == found["accelerate-disk"].digest
+    assert found["stock-ram"].tokens == found[COMPARED[-1]].tokens, "TenCache generates the same tokens"
+    assert found["device"].tokens == found["accelerate-disk"].tokens
     idle = found["tencache-ram:gpu_memory=0"]
-    assert idle.digest == found["stock-ram"].digest
+    assert idle.tokens == found["stock-ram"].tokens
     assert idle.host_nbytes is None, "TenCache has nothing to do, and no statistics"
     ours = found[COMPARED[-1]]
     assert ours.nvme_nbytes > 10**7 > ours.host_nbytes > 0
@@ -55,7 +55,7 @@ def test_names_are_readable_and_errors_short(tmp_path: Path, monkeypatch: pytest
             raise ValueError(texts[name])
         if name == names[1]:
             raise subprocess.TimeoutExpired(["python", "-m", "a.module", *["--option"] * 100], 120.0)
-        return Generation(built_s=100, prompt_s=[12.34] * 2, token_s=[12.34] * 2, digest="", model_nbytes=10**11,
+        return Generation(built_s=100, prompt_s=[12.34] * 2, token_s=[12.34] * 2, tokens=[[1]], model_nbytes=10**11,
                           gpu_peak_nbytes=10**11, rss_peak_nbytes=10**11, gpu_nbytes=10**11, host_nbytes=10**11,
                           nvme_nbytes=10**11)  # fmt: skip
 
@@ -101,10 +101,32 @@ HARDWARE = Hardware(cpu="x", cores=1, memory_nbytes=1, storage=STORAGE, h2d_byte
 )
 def test_the_bound_is_that_of_the_slowest_link(places: dict[str, float], on_nvme: bool, seconds: float | None) -> None:
     generation = Generation(
-        built_s=1, prompt_s=[1], token_s=[1], digest="", model_nbytes=10**10, gpu_peak_nbytes=None, rss_peak_nbytes=0,
-        **{key: int(nbytes) for key, nbytes in places.items()},
+        built_s=1, prompt_s=[1], token_s=[1], tokens=[[1]], model_nbytes=10**10, gpu_peak_nbytes=None,
+        rss_peak_nbytes=0, **{key: int(nbytes) for key, nbytes in places.items()},
     )  # fmt: skip
     assert generation.bound_s(HARDWARE, on_nvme) == (None if seconds is None else pytest.approx(seconds))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "varies", "said"),
+    [
+        ([[1, 2, 3], [4, 5, 6]], False, "equal"),
+        ([[1, 2, 9], [4, 9, 6]], False, "2 of 2 differ, from 2 on"),
+        ([[1, 2, 3], [4, 5, 9]], False, "1 of 2 differ, from 3 on"),
+        ([[1, 2, 3], [4, 5, 6]], True, "vary"),
+    ],
+)
+def test_tokens_are_compared_by_their_places(tokens: list[list[int]], varies: bool, said: str) -> None:
+    figures = {
+        "built_s": 1,
+        "prompt_s": [1],
+        "token_s": [1],
+        "model_nbytes": 1,
+        "gpu_peak_nbytes": None,
+        "rss_peak_nbytes": 0,
+    }
+    expected = Generation(tokens=[[1, 2, 3], [4, 5, 6]], **figures)
+    assert Generation(tokens=tokens, varies=varies, **figures).compare(expected) == said
 
 
 def test_configs_of_all_systems(tmp_path: Path) -> None:
