@@ -48,12 +48,12 @@ def activate() -> None:
     from tencache_ds.integration.checkpoint_saving import hook_saving
     from tencache_ds.integration.chunked_step import wait_for_updates
     from tencache_ds.integration.cpu_adam_op import loaded_when_needed
-    from tencache_ds.integration.module_hooks import before_release, before_user_gathers, user_releases
     from tencache_ds.integration.observing import observatory
     from tencache_ds.integration.param_swapper import ParamSwapper, swapper_factory
     from tencache_ds.integration.rank_checks import agree_on_options
     from tencache_ds.integration.seams import verify_seams, warn_of_version
     from tencache_ds.integration.shared_weights import gathered, overwriting, released
+    from tencache_ds.integration.suspended_hooks import before_release, before_user_gathers, user_releases
 
     verify_seams()
     warn_of_version(deepspeed.__version__, dist.get_rank() if dist.is_initialized() else 0)

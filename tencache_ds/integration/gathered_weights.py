@@ -4,7 +4,7 @@
 [Note: weights that stay gathered] On one rank the gathered weight is the shard itself, once that is in GPU memory.
 DeepSpeed would still release and gather it in every pass, which costs more than a small module's arithmetic. So it is
 marked as what DeepSpeed keeps gathered (``ds_persist``) as long as it is there, and modules all of whose weights are
-there run without DeepSpeed's hooks (:class:`~tencache_ds.integration.module_hooks.SuspendedHooks`). The optimizer
+there run without DeepSpeed's hooks (:class:`~tencache_ds.integration.suspended_hooks.SuspendedHooks`). The optimizer
 updates the shard, and so the gathered weight: unlike DeepSpeed's own persistent weights these are not gathered anew
 after each step. On several ranks a gathered weight takes memory of its own, and is gathered in each pass from the
 shards.

@@ -26,9 +26,10 @@ from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.linear_layers import skip_autograd_without_gradients
 from tencache_ds.integration.model_release import finish_gathers, release_model
-from tencache_ds.integration.module_hooks import SuspendedHooks, is_free, skip_backward_hooks_without_gradients
+from tencache_ds.integration.module_hooks import skip_backward_hooks_without_gradients
 from tencache_ds.integration.param_swapper import engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
+from tencache_ds.integration.suspended_hooks import SuspendedHooks, is_free
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.session import Session
 from tencache_ds.weight_moves import WeightMoves

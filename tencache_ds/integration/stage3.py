@@ -32,7 +32,7 @@ from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu
 from tencache_ds.integration.model_release import finish_gathers, release_model
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
-from tencache_ds.integration.module_hooks import SuspendedHooks, skip_backward_hooks_without_gradients
+from tencache_ds.integration.module_hooks import skip_backward_hooks_without_gradients
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import (
     known_kinds,
@@ -41,6 +41,7 @@ from tencache_ds.integration.optimizers import (
     updates_by_chunks,
 )
 from tencache_ds.integration.param_swapper import ParamSwapper, engines_for
+from tencache_ds.integration.passes import PassesMixin
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.shared_weights import SharedWeights
 from tencache_ds.integration.state_access import StateAccessMixin
@@ -65,7 +66,7 @@ logger = logging.getLogger("DeepSpeed.tencache")
 OVERFLOW_CHECK_NUMEL = 16 * 2**20
 
 
-class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZeroOptimizer_Stage3):
+class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixin, DeepSpeedZeroOptimizer_Stage3):
     """``DeepSpeedZeroOptimizer_Stage3`` with weights, gradients and optimizer state in TenCache's tiers."""
 
     def __init__(self, module: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -80,9 +81,6 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._updater: SubGroupUpdater | None = None
         self._gpu_homes: GpuHomes | None = None
         self._gathered: GatheredWeights | None = None
-        self._suspended: SuspendedHooks | None = None
-        self._n_hook_changes = 0
-        self._had_suspended = False
         self._host_homes: HostHomes | None = None
         self._device: tuple[DeviceMemory, DeviceAdam] | None = None
         self._model_weights: ModelWeights | None = None
@@ -90,7 +88,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._shared_weights: SharedWeights | None = None
         self._optimizer_on_nvme = False
         self._combined_scale: Any = 1.0
-        self._stepping = self._weights_changing = False
+        self._weights_changing = False
         self._by_chunks = False
         self._chunked_step: ChunkedStep | None = None
         self._update_seconds = 0.0
@@ -119,11 +117,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if self.activation_hooks is not None:
             coordinator.fetched_for_forward = self.activation_hooks.note_weights
         if self._gpu_homes is not None:
-            coordinator.between_modules = self._gpu_homes.relieve
-            coordinator.before_pass = self._begin_pass
-            coordinator.before_backward = self._begin_backward
-            if self._gathered.stay_gathered:
-                self._suspended = SuspendedHooks(self.parameter_offload, self._gathered, self._gpu_homes.relieve)
+            self._follow_passes(self._gpu_homes, self._gathered)
 
     # Building
 
@@ -308,45 +302,6 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             for param, gather in zip(stored, gathers, strict=True):
                 param.all_gather = gather
 
-    # Passes
-
-    def _begin_pass(self) -> None:
-        if self._suspended is not None and self._suspended.n_changes != self._n_hook_changes:
-            self._n_hook_changes = self._suspended.n_changes
-            self._gpu_homes.places_changed()
-            if self.activation_hooks is not None:
-                for module in self._suspended.modules:
-                    self.activation_hooks.note_weights(module)
-        self._gpu_homes.begin_pass()
-
-    def _begin_backward(self) -> None:
-        if self._suspended is not None:
-            self._suspended.begin_backward()
-        self._gpu_homes.begin_backward()
-
-    def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
-        """DeepSpeed's; in a backward pass without its hooks memory is looked at here."""
-        super().reduce_ready_partitions_and_remove_grads(param)
-        if self._suspended is not None and self._suspended.modules:
-            self._gpu_homes.relieve()
-
-    def _partition_all_parameters(self) -> None:
-        with contextlib.ExitStack() as stack:
-            if self._stepping and self._suspended is not None:
-                stack.enter_context(self._suspended.update())
-            super()._partition_all_parameters()
-
-    def checkpoint_event_prologue(self) -> None:
-        """DeepSpeed's, which releases all weights before it saves a checkpoint."""
-        self._had_suspended = self._suspended is not None and bool(self._suspended.modules)
-        super().checkpoint_event_prologue()
-
-    def checkpoint_event_epilogue(self) -> None:
-        """DeepSpeed's, after it has saved a checkpoint."""
-        super().checkpoint_event_epilogue()
-        if self._had_suspended:
-            self._suspended.suspend()
-
     # Gradients
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
@@ -392,18 +347,6 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         self._model_parallel_all_reduce(tensor=overflow, op=dist.ReduceOp.MAX)
         return bool(overflow[0].item())
 
-    def backward_prologue(self) -> None:
-        """The start of a backward pass."""
-        spans.phase("backward")
-        super().backward_prologue()
-
-    def backward_epilogue(self) -> None:
-        """Its end."""
-        super().backward_epilogue()
-        if self._suspended is not None:
-            self._suspended.end_pass()
-        spans.phase(None)
-
     # The step
 
     def step(self, closure: Any = None) -> None:
@@ -423,11 +366,11 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
         if self._gradients is not None:
             self._gradients.settle()
             self._complete_norms()
-        self._stepping = True
         try:
-            super().step(closure)
+            with self._updating_gathered_weights():
+                super().step(closure)
         finally:
-            self._stepping = self._weights_changing = False
+            self._weights_changing = False
         if self._gradients is not None:
             self._gradients.end_step()
         record = engine.step_done(time.perf_counter_ns() - t_start_ns)
@@ -438,8 +381,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             coordinator.weights_changed()
         if self._host_homes is not None:
             self._host_homes.step_done()
-        if self._suspended is not None and self._gpu_homes.settled:
-            self._suspended.step_done()
+        self._follow_step()
         coordinator.read_ahead(updated=True)
         deepspeed_engine = self._deepspeed_engine()
         if deepspeed_engine is not None and deepspeed_engine.monitor.enabled and dist.get_rank() == 0:
@@ -595,8 +537,7 @@ class TenCacheZeroOptimizer_Stage3(CheckpointMixin, StateAccessMixin, DeepSpeedZ
             stack.callback(super().destroy)
             if self._gpu_homes is not None:
                 stack.callback(self._gpu_homes.close)
-            if self._suspended is not None:
-                stack.callback(self._suspended.close)
+            stack.callback(self._stop_following)
             stack.callback(self._write_figures)
             if self._shared_weights is not None:
                 stack.callback(self._shared_weights.close)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tencache_ds.integration.module_hooks import _Taken, _WithGradients
+from tencache_ds.integration.module_hooks import _WithGradients
+from tencache_ds.integration.suspended_hooks import _Taken
 
 
 def test_hooks_come_back_in_their_order() -> None:

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's hooks on modules whose weights stay gathered, where they have nothing to do.
+
+Four hooks on every module gather its weights, release them, and prepare the backward pass. In generation, where the
+arithmetic of a module may take ten microseconds, they take several times as long as everything else; in training with
+small batches, as long as everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.utils import z3_leaf_module
+
+from tencache_ds.planning.patience import Patience
+
+Hooks = MutableMapping[int, Callable[..., Any]]
+
+FIRST_PATIENCE, LONGEST_PATIENCE = 1, 32
+"""Steps in which no user has gathered weights before hooks are taken off, the first time and at most."""
+
+MOST_INCOMPLETE = 4
+"""Steps in which DeepSpeed has not completed its order of modules."""
+
+_OWNER = "tencache_kept_by"
+"""Attribute of a parameter that stays gathered: the :class:`SuspendedHooks` that keep it."""
+
+
+class StayingWeights(Protocol):
+    """Which weights can stay gathered."""
+
+    @property
+    def version(self) -> int:
+        """Another one whenever :meth:`stays` has changed."""
+
+    def stays(self, param: Any) -> bool:
+        """Whether a parameter's gathered value is its shard, so that nothing is gained by releasing it."""
+
+
+class SuspendedHooks:
+    """Weights that stay gathered, and DeepSpeed's hooks of modules that have no others: taken off until one of these
+    weights is released.
+
+    Used by the thread that computes, on one rank. Hooks are taken off between passes. When a weight is released between
+    passes, everything is as DeepSpeed would have it: all hooks, its order of modules, no weight gathered. Within a pass
+    only the hooks on modules with the weight come back, none of which is being executed: only modules without weights
+    or without submodules are suspended, and none with weights is being executed while another one begins. What was
+    computed without hooks is not prepared for a backward pass that gathers: :meth:`begin_backward` gathers what was
+    released since.
+
+    Args:
+        offload: a ``DeepSpeedZeRoOffload``, whose hooks.
+        weights: which can stay.
+        relieve: called at the start of each block (child of a ``ModuleList``) within a pass, to which DeepSpeed's hooks
+            no longer lead.
+    """
+
+    def __init__(self, offload: Any, weights: StayingWeights, relieve: Callable[[], None]) -> None:
+        self._offload = offload
+        self._weights = weights
+        self._suspended: dict[torch.nn.Module, list[_Taken]] = {}
+        self._kept: dict[int, _Kept] = {}  # by id of the parameter
+        self._released: dict[int, Any] = {}  # parameters, since the start of the forward pass
+        self._registered: list[Any] = []  # the handles that were looked at last
+        self._version = -1
+        self._resumed = self._undone = self._in_pass = False
+        self._patience = Patience(FIRST_PATIENCE, LONGEST_PATIENCE)
+        self._order: dict[str, Any] | None = None  # of modules with hooks, as DeepSpeed's coordinator has it
+        self._n_incomplete = 0  # steps in which it could have been suspended
+        self.n_changes = 0
+        """Of :attr:`modules`, so far."""
+        self._hooks = [
+            block.register_forward_pre_hook(lambda *_: relieve())
+            for blocks in offload.module.modules()
+            if isinstance(blocks, torch.nn.ModuleList)
+            for block in blocks
+        ]
+        self._hooks.append(offload.module.register_forward_pre_hook(self._begin_forward, prepend=True))
+        self._hooks.append(offload.module.register_forward_hook(self.end_pass, always_call=True))
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether nothing has changed since :meth:`suspend`: some libraries remove DeepSpeed's hooks for a generation
+        and register new ones, and whoever releases a weight puts its hooks back."""
+        moved = self._version != self._weights.version
+        return not self._resumed and not moved and self._registered == self._offload.forward_hooks
+
+    @property
+    def modules(self) -> Collection[torch.nn.Module]:
+        """Those without hooks."""
+        return self._suspended.keys()
+
+    def step_done(self) -> None:
+        """An optimizer step is over: suspends, unless users gather weights all the time."""
+        if self._undone:
+            self._patience.undone()
+            self._undone = False
+        self._patience.step_done()
+        if self.up_to_date or not self._patience.over:
+            return
+        # With the complete order, which is to be had again later; some models have none.
+        self._n_incomplete += 1
+        if self._offload.get_param_coordinator().is_complete_trace() or self._n_incomplete >= MOST_INCOMPLETE:
+            self.suspend()
+            self._patience.tried()
+
+    def suspend(self) -> None:
+        """Gathers the weights that stay, and takes the hooks off all modules that have no others. Between passes."""
+        offload = self._offload
+        self.resume()
+        coordinator = offload.get_param_coordinator()
+        self._order = coordinator.order() if coordinator.is_complete_trace() else None
+        self._resumed, self._version, self._n_incomplete = False, self._weights.version, 0
+        self._registered = list(offload.forward_hooks)
+        modules = self._suspendable()
+        self._keep(param for module in modules for param in _params_of(module))
+        if not self._kept:
+            return
+        by_hooks = {id(hooks): module for module in modules for hooks in _hook_dicts(module)}
+        orders = {key: list(hooks) for module in modules for hooks in _hook_dicts(module) for key in [id(hooks)]}
+        for handle in (*offload.forward_hooks, *offload.backward_hooks):
+            hooks: Hooks | None = handle.hooks_dict_ref()
+            module = by_hooks.get(id(hooks))
+            if hooks is not None and module is not None and handle.id in hooks:
+                taken = _Taken(hooks, handle.id, hooks.pop(handle.id), orders[id(hooks)])
+                self._suspended.setdefault(module, []).append(taken)
+        for module in self._suspended:
+            for param in _params_of(module):
+                self._kept[param.ds_id].modules.append(module)
+        self._forget_order()
+        self.n_changes += 1
+
+    def resume(self) -> None:
+        """Puts all hooks back, and releases the weights. Between passes."""
+        kept, self._kept = self._kept, {}
+        for each in kept.values():
+            self._let_go(each)
+        if kept:
+            self._offload.get_param_coordinator().forget_releases()
+        self._put_back(list(self._suspended))
+        if kept and self._order is not None and self._registered == self._offload.forward_hooks:
+            self._offload.get_param_coordinator().restore(self._order)
+        for each in kept.values():
+            if not each.persisted and each.param.ds_status is ZeroParamStatus.AVAILABLE:
+                each.param.partition()
+
+    def close(self) -> None:
+        """Puts all hooks back. Idempotent."""
+        for handle in self._hooks:
+            handle.remove()
+        self.resume()
+
+    # Passes
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._released.clear()
+        self._in_pass = True
+
+    def begin_backward(self) -> None:
+        """A backward pass begins, possibly of a forward pass in which modules had no hooks."""
+        self._in_pass = True
+        released, self._released = self._released, {}
+        self._keep([param for param in released.values() if self._weights.stays(param) and is_free(param)])
+
+    def end_pass(self, *_: Any) -> None:
+        """A pass is over."""
+        self._in_pass = False
+
+    @contextlib.contextmanager
+    def update(self) -> Iterator[None]:
+        """Within the block the weights count as released, for DeepSpeed's check before an update, and are not: their
+        shards are updated, which are what is gathered."""
+        self._in_pass = False
+        hidden = []
+        for kept in self._kept.values():
+            param = kept.param
+            if param.ds_status is ZeroParamStatus.AVAILABLE and _is_shard(param):
+                param.ds_active_sub_modules.clear()
+                param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+                hidden.append(param)
+        try:
+            yield
+        finally:
+            for param in hidden:
+                param.ds_status = ZeroParamStatus.AVAILABLE
+
+    # Mechanics
+
+    def _keep(self, params: Iterable[Any]) -> None:
+        new = list({param.ds_id: param for param in params if param.ds_id not in self._kept}.values())
+        for param in new:
+            if param.ds_status is ZeroParamStatus.AVAILABLE and not _is_shard(param):
+                param.partition()  # a copy, which an update of the shard would not change
+        _gather(new)
+        for param in new:
+            self._kept[param.ds_id] = _Kept(param, param.ds_persist)
+            param.ds_persist = True
+            setattr(param, _OWNER, self)
+        if new:
+            self._offload.get_param_coordinator().forget_releases()
+
+    def _release(self, param: Any) -> None:
+        """It is about to be released."""
+        if not self._in_pass:
+            self.resume()
+            return
+        kept = self._kept.pop(param.ds_id)
+        self._let_go(kept)
+        self._offload.get_param_coordinator().forget_releases()
+        self._put_back(kept.modules)
+
+    def _let_go(self, kept: _Kept) -> None:
+        self._released[kept.param.ds_id] = kept.param
+        self._resumed = True
+        delattr(kept.param, _OWNER)
+        kept.param.ds_persist = kept.persisted
+
+    def _suspendable(self) -> list[torch.nn.Module]:
+        """Modules whose weights can stay, and are used by no module that keeps its hooks, which would release them."""
+        root = self._offload.module
+        params_of = {module: _params_of(module) for module in root.modules()}
+        stay = {
+            param.ds_id: self._weights.stays(param) and is_free(param)
+            for params in params_of.values()
+            for param in params
+        }
+        candidates = [
+            module
+            for module, params in params_of.items()
+            if module is not root and not (params and any(True for _ in module.children()))
+        ]
+        while True:
+            chosen = {module for module in candidates if all(stay[param.ds_id] for param in params_of[module])}
+            released = {param.ds_id for module, params in params_of.items() if module not in chosen for param in params}
+            if not any(stay[key] for key in released):
+                return [module for module in candidates if module in chosen]
+            stay |= dict.fromkeys(released, False)
+
+    def _put_back(self, modules: Iterable[torch.nn.Module]) -> None:
+        current = {handle.id for handle in (*self._offload.forward_hooks, *self._offload.backward_hooks)}
+        any_put_back = False
+        for module in modules:
+            for taken in self._suspended.pop(module, ()):
+                if taken.number in current:  # else it was removed meanwhile
+                    taken.put_back()
+                    any_put_back = True
+            for param in _params_of(module):
+                if param.ds_id in self._kept:
+                    self._kept[param.ds_id].modules.clear()
+        if any_put_back:
+            self._resumed = True
+            self.n_changes += 1
+            self._forget_order()
+
+    def _forget_order(self) -> None:
+        """DeepSpeed's order of modules is another one now: it records it anew."""
+        coordinator = self._offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A weight that stays gathered.
+
+    Attributes:
+        param: the parameter.
+        persisted: whether DeepSpeed kept it gathered anyway.
+        modules: those that use it, and have no hooks.
+    """
+
+    param: Any
+    persisted: bool
+    modules: list[torch.nn.Module] = field(default_factory=list)
+
+
+def before_release(param: Any) -> None:
+    """DeepSpeed is about to release the gathered value of a parameter."""
+    owner: SuspendedHooks | None = getattr(param, _OWNER, None)
+    if owner is not None:
+        owner._release(param)
+
+
+def before_user_gathers(params: Iterable[Any]) -> None:
+    """A user is about to gather parameters. Between passes, what stays gathered is released first: what then happens to
+    their values is what happens with DeepSpeed."""
+    for param in params:
+        owner: SuspendedHooks | None = getattr(param, _OWNER, None)
+        if owner is not None and not owner._in_pass:
+            owner.resume()
+            owner._undone = True
+
+
+@contextlib.contextmanager
+def user_releases(params: Iterable[Any]) -> Iterator[None]:
+    """Within the block DeepSpeed releases parameters that a user has gathered. Those that stay gathered, because this
+    is within a pass, are gathered again: their modules have no hooks, and one of them may be being executed."""
+    owners = {param: owner for param in params if (owner := param.__dict__.pop(_OWNER, None)) is not None}
+    try:
+        yield
+    finally:
+        _gather(owners)
+        for param, owner in owners.items():
+            setattr(param, _OWNER, owner)
+
+
+def _gather(params: Iterable[Any]) -> None:
+    """Not by ``all_gather``, which copies a parameter that is alone in its list."""
+    missing = [param for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+    if missing:
+        with torch.no_grad():
+            missing[0].all_gather_coalesced(missing).wait()
+
+
+def _is_shard(param: Any) -> bool:
+    """Whether the gathered value of a parameter is its shard, in the same memory."""
+    return bool(param.data_ptr() == param.ds_tensor.data_ptr())
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A hook that was taken off.
+
+    Attributes:
+        hooks: the module's, of this kind.
+        number: of the hook among them.
+        hook: what is called.
+        order: the numbers of all of them, before any was taken off.
+    """
+
+    hooks: Hooks
+    number: int
+    hook: Callable[..., Any]
+    order: Sequence[int]
+
+    def put_back(self) -> None:
+        """Where it was among the others; those that came later stay behind it."""
+        present = dict(self.hooks) | {self.number: self.hook}
+        ordered = [number for number in self.order if number in present]
+        ordered += [number for number in present if number not in set(self.order)]
+        self.hooks.clear()
+        self.hooks.update((number, present[number]) for number in ordered)
+
+
+def _hook_dicts(module: torch.nn.Module) -> tuple[Hooks, Hooks]:
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def _params_of(module: torch.nn.Module) -> list[Any]:
+    """The parameters that DeepSpeed's hooks on a module gather."""
+    return list(iter_params(module, recurse=z3_leaf_module(module)))
+
+
+def is_free(param: Any) -> bool:
+    """Whether no module, gather or user has a parameter now."""
+    held = getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) or param.ds_active_sub_modules
+    return not held and param.ds_status is not ZeroParamStatus.INFLIGHT
