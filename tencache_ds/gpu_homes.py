@@ -32,6 +32,7 @@ from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.observability.counters import Stall, StepRecord
 from tencache_ds.planning.gpu_budget import GpuBudget, gpu_budget
 from tencache_ds.planning.gpu_policy import GpuPlan, StateChunk, UpdateRates, Weight, plan_gpu
+from tencache_ds.planning.look import pause_s
 from tencache_ds.planning.memory_watch import MemoryWatch
 from tencache_ds.profiling.fetch_waits import CudaStreamClock, FetchRecorder, HostClock
 from tencache_ds.tiers.device_adam import DeviceAdam, TritonAdam
@@ -44,12 +45,6 @@ logger = logging.getLogger("DeepSpeed.tencache")
 
 COPY_TIMEOUT_S = 600.0
 """A copy within host memory takes milliseconds; where it takes this long, nothing else gets on either."""
-
-LOOK_EVERY_S, LOOK_EVERY_AT_MOST_S = 0.002, 0.02
-"""Memory is looked at no more often than this, and than :data:`LOOK_SHARE` allows, which has an end as well."""
-
-LOOK_SHARE = 0.01
-"""Of the time: so long a look at memory may take. Most take 10 microseconds; with virtual GPUs it can be 100."""
 
 QUANTUM_SHARE = 0.5
 """Of the headroom: so much more state leaves than has to, because each time the device is waited for."""
@@ -382,8 +377,7 @@ class GpuHomes:
         try:
             short_nbytes = watch.short_nbytes(self._memory.usage(), place)
             t_looked_s = time.monotonic()
-            pause_s = (t_looked_s - now_s) / LOOK_SHARE
-            self._t_next_look_s = t_looked_s + min(max(pause_s, LOOK_EVERY_S), LOOK_EVERY_AT_MOST_S)
+            self._t_next_look_s = t_looked_s + pause_s(t_looked_s - now_s)
             if short_nbytes > 0 and not self._stuck:
                 self._give_back(short_nbytes, weights_too=False)
         finally:

@@ -220,6 +220,9 @@ SEAMS: tuple[Seam, ...] = (
         (
             "_PartitionedParameterCoordinator__max_n_available_params",
             "_PartitionedParameterCoordinator__n_available_params",
+            "_PartitionedParameterCoordinator__param_order",
+            "_PartitionedParameterCoordinator__submodule_order",
+            "_PartitionedParameterCoordinator__trace_mode",
         ),
     ),
     Seam(
@@ -267,6 +270,8 @@ SEAMS: tuple[Seam, ...] = (
             ("step", ("closure",), "brackets the update"),
             ("backward_prologue", (), "marks the start of a backward pass in traces"),
             ("backward_epilogue", (), "marks its end"),
+            ("reduce_ready_partitions_and_remove_grads", ("param",), "looks at memory in a backward pass"),
+            ("_partition_all_parameters", (), "keeps weights in GPU memory gathered"),
             ("_get_fp32_grad_state_partition", ("param", "release_swap_buffers"), "reads gradients"),
             ("set_fp32_grad_for_param", ("value", "param"), "replaces gradients"),
             ("set_local_grad_for_param", ("value", "param"), "replaces gradients"),
@@ -286,6 +291,7 @@ SEAMS: tuple[Seam, ...] = (
             ),
             ("load_hp_checkpoint_state", ("folder", "key", "param"), "reads universal checkpoints"),
             ("checkpoint_event_prologue", (), "reclaims unused weights"),
+            ("checkpoint_event_epilogue", (), "gathers weights in GPU memory again"),
             ("destroy", (), "closes the engine"),
         )
     ),

@@ -9,7 +9,7 @@ small batches, as long as everything else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,9 +18,8 @@ from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CON
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 
+from tencache_ds.integration.module_hooks import Hooks
 from tencache_ds.planning.patience import Patience
-
-Hooks = MutableMapping[int, Callable[..., Any]]
 
 FIRST_PATIENCE, LONGEST_PATIENCE = 1, 32
 """Steps in which no user has gathered weights before hooks are taken off, the first time and at most."""

@@ -15,19 +15,11 @@ from __future__ import annotations
 
 from tencache_ds.items import GpuUsage
 from tencache_ds.planning.gpu_budget import LEAST_HEADROOM_NBYTES
+from tencache_ds.planning.look import LOOK_EVERY_S, pause_s
 from tencache_ds.planning.patience import Patience
 
 SPARE_SHARE = 0.25
 """Of what a pass is expected to take: so much more is kept free, for what is lost between allocations."""
-
-LOOK_EVERY_S = 0.002
-"""Memory is looked at no more often than this within a pass."""
-
-LOOK_SHARE = 0.01
-"""Of the time of a pass of known size, what looking at memory may take: on some machines a look takes 200 us."""
-
-LONGEST_PAUSE_S = 0.02
-"""Between two looks of such a pass, whatever they take: one that was interrupted must not hide the rest of the pass."""
 
 AMPLE = 4
 """Times the headroom. With so much available a pass of known size runs short only if it takes several times what any
@@ -96,7 +88,7 @@ class PassMemory:
             return LOOK_EVERY_S  # what is expected of it is a guess; there are few such passes
         if self._available_nbytes >= AMPLE * self.headroom_nbytes:
             return AMPLE_PAUSE_S
-        return min(max(LOOK_EVERY_S, cost_s / LOOK_SHARE), LONGEST_PAUSE_S)
+        return pause_s(cost_s)
 
     def end_pass(self, usage: GpuUsage) -> int:
         """The pass is over.
