@@ -25,7 +25,7 @@ from tencache_ds.integration.coordinator import TenCacheCoordinator
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.linear_layers import skip_autograd_without_gradients
-from tencache_ds.integration.model_release import finish_gathers, release_model
+from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.module_hooks import skip_backward_hooks_without_gradients
 from tencache_ds.integration.param_swapper import engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
@@ -144,6 +144,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
                 stack.callback(hook.remove)
             if suspended is not None:
                 stack.callback(suspended.close)
+            stack.callback(end_passes, module)
             stack.callback(finish_gathers, module, session.keep_memory)
 
     offload.destroy = destroy

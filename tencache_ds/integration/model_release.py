@@ -50,6 +50,14 @@ def release_after_failure(engine: Any) -> None:
     release_model(engine.module)
 
 
+def end_passes(module: torch.nn.Module) -> None:
+    """No weight is in use: an exception in a pass has left those of the modules under way marked as used, and DeepSpeed
+    refuses to release such a weight."""
+    for param in module.parameters():
+        if hasattr(param, "ds_active_sub_modules"):
+            param.ds_active_sub_modules.clear()
+
+
 def finish_gathers(module: torch.nn.Module, gave_up: Callable[[], None], timeout_s: float = GATHER_TIMEOUT_S) -> None:
     """Waits for the gathers of a model's parameters that were begun and not needed yet: they read shards.
 

@@ -30,7 +30,7 @@ from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu
-from tencache_ds.integration.model_release import finish_gathers, release_model
+from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
 from tencache_ds.integration.module_hooks import skip_backward_hooks_without_gradients
 from tencache_ds.integration.optimizer_states import OptimizerStates
@@ -538,6 +538,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
             if self._gpu_homes is not None:
                 stack.callback(self._gpu_homes.close)
             stack.callback(self._stop_following)
+            stack.callback(end_passes, module)
             stack.callback(self._write_figures)
             if self._shared_weights is not None:
                 stack.callback(self._shared_weights.close)

@@ -135,6 +135,7 @@ SCENARIOS = (
     "two_engines",
     "destroy_one_of_two",
     "train_destroy_train",
+    "interrupted_passes",
     "actor_and_critic",
     "two_heads_of_a_frozen_backbone",
     "parts_of_two_zero_inits",

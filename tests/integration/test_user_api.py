@@ -31,6 +31,7 @@ COMPARED = (
     "two_engines",
     "destroy_one_of_two",
     "train_destroy_train",
+    "interrupted_passes",
     "actor_and_critic",
     "two_heads_of_a_frozen_backbone",
     "second_zero_init",

@@ -712,6 +712,40 @@ def interrupt_forward(s: Scenario) -> None:
     hook.remove()
 
 
+def interrupt_backward(s: Scenario) -> None:
+    """An exception in the middle of a backward."""
+
+    def interrupt(*args: Any) -> None:
+        raise Interrupted
+
+    hook = s.engine.module.layers[2].register_forward_hook(
+        lambda module, inputs, output: output.register_hook(interrupt) and None
+    )
+    loss = s.engine(*s.batch())
+    hook.remove()
+    with contextlib.suppress(Interrupted):
+        s.engine.backward(loss)
+
+
+def interrupted_passes(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """Scripts that catch an exception of a pass, and continue or end."""
+    s = Scenario(engine_name, folder, rank)
+    for _ in range(2):
+        s.train()
+        interrupt_forward(s)
+    s.train()
+    if engine_name == "stock":  # has weights in use and in flight afterwards, which it refuses to read
+        s.batch()
+    else:
+        interrupt_backward(s)
+    s.engine.destroy()
+    s.engine.module.zero_grad()  # of the weights that were done
+    s.read_model("after an interrupted backward")
+    s.initialize_again()
+    s.train()
+    return s.end()
+
+
 def life_of_an_engine(
     engine_name: str, folder: str, rank: int, *, interrupt: bool = False, **case: Any
 ) -> dict[str, Any]:
@@ -982,6 +1016,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         evaluation_without_optimizer,
         background_checkpoint,
         train_destroy_train,
+        interrupted_passes,
         actor_and_critic,
         two_heads_of_a_frozen_backbone,
         destroy,
