@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.utils import z3_leaf_module
 
 from tencache_ds.integration.agreement import agreed
+from tencache_ds.integration.ordered_gathers import order_on_device
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.observability import spans
 from tencache_ds.observability.counters import Event
@@ -62,6 +63,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         """Called after each fetch, on the thread that computes."""
         self.fetch_recorder: FetchRecorder | None = None
         """Called for each fetch in a recorded step."""
+        self._tencache_copying = False
 
     @torch.no_grad()
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
@@ -107,6 +109,26 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             self.hide_unused()
             self._tencache_trace.begin_cycle(torch.is_grad_enabled())
             self.read_ahead()
+
+    def _PartitionedParameterCoordinator__all_gather_params_(self, params: Any, forward: bool, **options: Any) -> None:
+        """DeepSpeed's start of gathers. On one rank the device's streams wait for them, instead of the host."""
+        super()._PartitionedParameterCoordinator__all_gather_params_(params, forward, **options)
+        if get_accelerator().is_synchronized_device():
+            return
+        with get_accelerator().stream(self._PartitionedParameterCoordinator__allgather_stream):
+            if order_on_device(self._PartitionedParameterCoordinator__inflight_param_registry, params):
+                self._tencache_copying = True
+
+    def finish_gathers(self) -> None:
+        """The host waits for copies of shards to the device: at the end of a pass, after which it may write shards."""
+        if self._tencache_copying:
+            self._tencache_copying = False
+            self._PartitionedParameterCoordinator__allgather_stream.synchronize()
+
+    def release_and_reset_all(self, module: Any) -> None:
+        """DeepSpeed's: releases all weights, before an update or a checkpoint."""
+        super().release_and_reset_all(module)
+        self.finish_gathers()
 
     def read_ahead(self, *, updated: bool = False) -> None:
         """Starts the reads that come next, as far as there are free staging buffers; never blocks.

@@ -27,6 +27,7 @@ from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.linear_layers import skip_autograd_without_gradients
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.module_hooks import skip_backward_hooks_without_gradients
+from tencache_ds.integration.ordered_gathers import finish_after_forward
 from tencache_ds.integration.param_swapper import engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.suspended_hooks import SuspendedHooks, is_free
@@ -128,6 +129,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
             suspended = SuspendedHooks(offload, weights, homes.relieve)
             coordinator.before_backward = suspended.begin_backward
     hooks = _follow_passes(module, session, homes, suspended)
+    hooks.append(finish_after_forward(module, coordinator.finish_gathers))
     stock_destroy = offload.destroy
 
     def destroy() -> None:

@@ -71,11 +71,12 @@ def finish_gathers(module: torch.nn.Module, gave_up: Callable[[], None], timeout
     registry = getattr(module, "ds_inflight_param_registry", {})
     handles = list({id(handle): handle for handle in registry.values()}.values())
     registry.clear()
-    if not handles:
-        return
-    if not get_accelerator().is_synchronized_device():  # orders streams, and does not block
-        for handle in handles:
+    if not get_accelerator().is_synchronized_device():
+        for handle in handles:  # orders streams, and does not block
             handle.wait()
+        get_accelerator().current_stream().synchronize()  # an interrupted pass has waited for others on it
+        return
+    if not handles:
         return
     errors: list[BaseException] = []
 

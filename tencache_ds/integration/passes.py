@@ -59,6 +59,7 @@ class PassesMixin:
     def backward_epilogue(self) -> None:
         """Its end."""
         super().backward_epilogue()
+        self._get_param_coordinator().finish_gathers()
         if self._suspended is not None:
             self._suspended.end_pass()
         spans.phase(None)

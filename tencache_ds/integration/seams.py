@@ -233,6 +233,22 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(_COORDINATOR, "PartitionedParameterCoordinator.reset_step", ("self",), "detects the start of a forward pass"),
     Seam(
+        _COORDINATOR,
+        "PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params_",
+        ("self", "params", "forward", "quantize"),
+        "has streams wait for the gathers of one rank, instead of the host",
+        (
+            "_PartitionedParameterCoordinator__allgather_stream",
+            "_PartitionedParameterCoordinator__inflight_param_registry",
+        ),
+    ),
+    Seam(
+        _COORDINATOR,
+        "PartitionedParameterCoordinator.release_and_reset_all",
+        ("self", "module"),
+        "waits for the copies of shards before they are updated",
+    ),
+    Seam(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer",
         ("self",),

@@ -40,6 +40,7 @@ from tencache_ds.integration.optimizers import (
     step_is_watched,
     updates_by_chunks,
 )
+from tencache_ds.integration.ordered_gathers import finish_after_forward
 from tencache_ds.integration.param_swapper import ParamSwapper, engines_for
 from tencache_ds.integration.passes import PassesMixin
 from tencache_ds.integration.rank_checks import agree_on_homes
@@ -114,6 +115,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
         skip_backward_hooks_without_gradients(self.parameter_offload)
         coordinator = self._get_param_coordinator()
         coordinator.weights_stay = self._weights_stay
+        self._finishing = finish_after_forward(self.parameter_offload.module, coordinator.finish_gathers)
         if self.activation_hooks is not None:
             coordinator.fetched_for_forward = self.activation_hooks.note_weights
         if self._gpu_homes is not None:
@@ -539,6 +541,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
                 stack.callback(self._gpu_homes.close)
             stack.callback(self._stop_following)
             stack.callback(end_passes, module)
+            stack.callback(self._finishing.remove)
             stack.callback(self._write_figures)
             if self._shared_weights is not None:
                 stack.callback(self._shared_weights.close)

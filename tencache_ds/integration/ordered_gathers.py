@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers on one rank, in the order of the device's streams.
+
+On one rank a gather is a copy of the shard to the device. DeepSpeed has the host wait until all copies issued so far
+have ended, whenever a module needs one of them: meanwhile nothing more is issued, neither the next copies nor any
+arithmetic, and both stand still in turn. Streams can wait for each other without the host.
+
+[Note: shards that are being copied] What the host's wait also did: after it, the host could write the shard. Now a copy
+may still be to come when DeepSpeed calls its weight gathered. The host writes shards between passes only, and waits for
+the copies at the end of each pass (:meth:`TenCacheCoordinator.finish_gathers`). Staging buffers go back with an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle, NoGatherHandle, ZeroParamStatus
+
+
+class OrderedGather:
+    """A DeepSpeed handle of copies that have been issued on the current stream. See [Note: shards that are being
+    copied].
+
+    Args:
+        params: whose gathered values these are.
+    """
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        self._params = tuple(params)
+        self._waited = False
+        self._event = get_accelerator().Event()
+        self._event.record(get_accelerator().current_stream())
+
+    def wait(self, **_: Any) -> None:
+        """The current stream waits for the copies, and the weights are gathered in DeepSpeed's eyes. Further calls, for
+        the other weights, do nothing: those who use them wait for the stream of all gathers."""
+        if self._waited:
+            return
+        self._waited = True
+        get_accelerator().current_stream().wait_event(self._event)
+        for param in self._params:
+            param.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def finish_after_forward(module: torch.nn.Module, finish: Callable[[], None]) -> Any:
+    """Has the host wait for copies at the end of each forward pass, even one that fails.
+
+    Args:
+        module: the model.
+        finish: waits (:meth:`TenCacheCoordinator.finish_gathers`).
+
+    Returns:
+        the hook's handle.
+    """
+    return module.register_forward_hook(lambda *_: finish(), always_call=True)
+
+
+def order_on_device(in_flight: MutableMapping[Any, Any], params: Iterable[Any]) -> bool:
+    """Replaces the handles of copies that were just issued on the current stream; whether there were any.
+
+    Args:
+        in_flight: DeepSpeed's handles by parameter.
+        params: that it may have begun to gather.
+    """
+    copied: dict[int, list[Any]] = {}
+    for param in params:
+        handle = in_flight.get(param)
+        if isinstance(handle, (NoGatherHandle, NoGatherCoalescedHandle)):
+            copied.setdefault(id(handle), []).append(param)
+    for group in copied.values():
+        gather = OrderedGather(group)
+        for param in group:
+            del in_flight[param]  # DeepSpeed's registry refuses to replace one
+            in_flight[param] = gather
+    return bool(copied)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``training.py`` on a GPU whose streams are far apart: what one does not wait for has not happened yet.
+
+Before each gather (`"late": "gathers"`) or each module's arithmetic (`"late": "arithmetic"`) the device sleeps. With
+``"unordered"`` the stream of arithmetic does not wait for the one of gathers, to show that this is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import training
+from deepspeed.runtime.zero import partition_parameters
+
+CYCLES = 4_000_000
+"""About two milliseconds."""
+
+
+@contextmanager
+def late_gathers() -> Iterator[None]:
+    with ExitStack() as stack:
+        for handle in (partition_parameters.NoGatherHandle, partition_parameters.NoGatherCoalescedHandle):
+            issue = handle.__init__
+
+            def late(self: Any, params: Any, issue: Any = issue) -> None:
+                torch.cuda._sleep(CYCLES)
+                issue(self, params)
+
+            stack.enter_context(mock.patch.object(handle, "__init__", late))
+        yield
+
+
+def late_arithmetic(engine: Any) -> None:
+    def sleep(*_: Any) -> None:
+        torch.cuda._sleep(CYCLES)
+
+    def sleep_in_backward(module: Any, inputs: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(sleep)
+
+    for module in engine.module.modules():
+        if not any(True for _ in module.children()):
+            module.register_forward_pre_hook(sleep)
+            module.register_forward_hook(sleep_in_backward)
+
+
+@contextmanager
+def unordered(engine: Any) -> Iterator[None]:
+    gathers = engine.optimizer._get_param_coordinator()._PartitionedParameterCoordinator__allgather_stream
+    wait_stream = torch.cuda.Stream.wait_stream
+
+    def wait(self: Any, other: Any) -> None:
+        if other != gathers:
+            wait_stream(self, other)
+
+    with mock.patch.object(torch.cuda.Stream, "wait_stream", wait):
+        yield
+
+
+def in_host_memory(shard: torch.Tensor) -> bool:
+    """And not the stand-in of a shard on NVMe."""
+    return shard.device.type == "cpu" and shard.stride(0) != 0
+
+
+def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    if engine_name == "stock":
+        return training.run_case(case, engine_name, folder, rank)
+    engine = training.build(case, engine_name, f"{folder}/nvme")
+    generator = torch.Generator().manual_seed(1000 + rank)
+    with ExitStack() as stack:
+        if case["late"] == "gathers":
+            stack.enter_context(late_gathers())
+        else:
+            late_arithmetic(engine)
+        if case.get("unordered"):
+            stack.enter_context(unordered(engine))
+        result: dict[str, Any] = {"losses": training.train(engine, case["steps"], generator, oracle=False)}
+        # Right after a pass that nothing waits for, the host overwrites what was copied from.
+        batch = [tensor.to(engine.device) for tensor in engine.module.batch(generator)]
+        shards = [param.ds_tensor.data for param in engine.module.parameters() if in_host_memory(param.ds_tensor)]
+        kept = [shard.clone() for shard in shards]
+        with torch.no_grad():
+            overwritten = engine(*batch)
+            for shard in shards:
+                shard.fill_(float("nan"))
+            for shard, values in zip(shards, kept, strict=True):
+                shard.copy_(values)
+            result["evaluated"] = [float(output).hex() for output in (overwritten, engine(*batch))]
+    engine.destroy()
+    return result
+
+
+if __name__ == "__main__":
+    training.main(run)
