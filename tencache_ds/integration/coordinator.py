@@ -115,9 +115,9 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         super()._PartitionedParameterCoordinator__all_gather_params_(params, forward, **options)
         if get_accelerator().is_synchronized_device():
             return
-        with get_accelerator().stream(self._PartitionedParameterCoordinator__allgather_stream):
-            if order_on_device(self._PartitionedParameterCoordinator__inflight_param_registry, params):
-                self._tencache_copying = True
+        in_flight = self._PartitionedParameterCoordinator__inflight_param_registry
+        if order_on_device(in_flight, params, self._PartitionedParameterCoordinator__allgather_stream):
+            self._tencache_copying = True
 
     def finish_gathers(self) -> None:
         """The host waits for copies of shards to the device: at the end of a pass, after which it may write shards."""

@@ -19,16 +19,10 @@ pytestmark = pytest.mark.timeout(400)
 
 class Stream:
     def __init__(self) -> None:
-        self.issued: list[str] = []
-        self.waited_for: list[list[str]] = []
+        self.waited_for: list[Stream] = []
 
-    def wait_event(self, event: Event) -> None:
-        self.waited_for.append(event.after)
-
-
-class Event:
-    def record(self, stream: Stream) -> None:
-        self.after = list(stream.issued)
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other)
 
 
 @pytest.fixture
@@ -36,7 +30,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Of gathers and of arithmetic, and the one that is current."""
     streams = SimpleNamespace(gathers=Stream(), arithmetic=Stream())
     streams.current = streams.gathers
-    device = SimpleNamespace(Event=Event, current_stream=lambda: streams.current)
+    device = SimpleNamespace(current_stream=lambda: streams.current)
     monkeypatch.setattr(ordered_gathers, "get_accelerator", lambda: device)
     return streams
 
@@ -56,34 +50,37 @@ def in_flight(*handles: Any) -> InflightParamRegistry:
     return registry
 
 
-def test_a_stream_waits_for_the_copies_that_were_issued_by_then(streams: SimpleNamespace) -> None:
+def test_a_stream_waits_for_the_one_of_the_copies(streams: SimpleNamespace) -> None:
     one, two, three = (make_param(key) for key in range(3))
     registry = in_flight(([one, two], NoGatherCoalescedHandle([one, two])), ([three], NoGatherHandle(three)))
-    streams.gathers.issued = ["copies of 0 and 1", "copy of 2"]
-    assert order_on_device(registry, {one, two, three})
-    streams.gathers.issued.append("copy of 3")
+    assert order_on_device(registry, {one, two, three}, streams.gathers)
     assert registry[one] is registry[two] is not registry[three]
     streams.current = streams.arithmetic
     registry[one].wait(handle_dependency=True)
     assert one.ds_status is two.ds_status is ZeroParamStatus.AVAILABLE
     assert three.ds_status is ZeroParamStatus.INFLIGHT
-    assert streams.arithmetic.waited_for == [["copies of 0 and 1", "copy of 2"]]
+    assert streams.arithmetic.waited_for == [streams.gathers]
+    streams.current = streams.gathers
+    registry[three].wait()
+    assert three.ds_status is ZeroParamStatus.AVAILABLE
+    assert streams.gathers.waited_for == []
 
 
 def test_a_gather_is_waited_for_once(streams: SimpleNamespace) -> None:
     param = make_param(1)
-    gather = OrderedGather([param])
+    gather = OrderedGather([param], streams.gathers)
+    streams.current = streams.arithmetic
     gather.wait()
     param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # released, and gathered again by someone else
     gather.wait()
     assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
-    assert len(streams.gathers.waited_for) == 1
+    assert streams.arithmetic.waited_for == [streams.gathers]
 
 
 def test_collectives_keep_their_handles(streams: SimpleNamespace) -> None:
     param, handle = make_param(1), object()
     registry = in_flight(([param], handle))
-    assert not order_on_device(registry, [param, make_param(2)])
+    assert not order_on_device(registry, [param, make_param(2)], streams.gathers)
     assert registry[param] is handle
 
 
