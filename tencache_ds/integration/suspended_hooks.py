@@ -80,8 +80,9 @@ class SuspendedHooks:
             if isinstance(blocks, torch.nn.ModuleList)
             for block in blocks
         ]
-        self._hooks.append(offload.module.register_forward_pre_hook(self._begin_forward, prepend=True))
-        self._hooks.append(offload.module.register_forward_hook(self.end_pass, always_call=True))
+        # Functions, which copy.deepcopy(model) does not copy; a bound method would take everything here along.
+        self._hooks.append(offload.module.register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True))
+        self._hooks.append(offload.module.register_forward_hook(lambda *_: self.end_pass(), always_call=True))
 
     @property
     def up_to_date(self) -> bool:
@@ -157,7 +158,7 @@ class SuspendedHooks:
 
     # Passes
 
-    def _begin_forward(self, *_: Any) -> None:
+    def _begin_forward(self) -> None:
         self._released.clear()
         self._in_pass = True
 
@@ -167,7 +168,7 @@ class SuspendedHooks:
         released, self._released = self._released, {}
         self._keep([param for param in released.values() if self._weights.stays(param) and is_free(param)])
 
-    def end_pass(self, *_: Any) -> None:
+    def end_pass(self) -> None:
         """A pass is over."""
         self._in_pass = False
 

@@ -7,6 +7,7 @@ Each scenario returns everything a user would see; ``test_user_api.py`` compares
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import resource
@@ -24,6 +25,7 @@ from typing import Any, ClassVar
 import deepspeed
 import torch
 import training
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -700,13 +702,13 @@ class Interrupted(Exception):
     pass
 
 
-def interrupt_forward(s: Scenario) -> None:
+def interrupt_forward(s: Scenario, layer: int = 2) -> None:
     """An exception in the middle of a forward, weights in use and others on their way."""
 
     def interrupt(*args: Any) -> None:
         raise Interrupted
 
-    hook = s.engine.module.layers[2].register_forward_pre_hook(interrupt)
+    hook = s.engine.module.layers[layer].register_forward_pre_hook(interrupt)
     with contextlib.suppress(Interrupted):
         s.engine(*s.batch())
     hook.remove()
@@ -743,6 +745,79 @@ def interrupted_passes(engine_name: str, folder: str, rank: int) -> dict[str, An
     s.read_model("after an interrupted backward")
     s.initialize_again()
     s.train()
+    return s.end()
+
+
+def hooks_taken_off_and_put_back(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """As ``unwrap_model_for_generation`` of TRL and accelerate does, between steps: with weights gathered, or not."""
+    s = Scenario(engine_name, folder, rank)
+    s.seen["evaluated"] = []
+    offload = s.engine.optimizer.parameter_offload
+    for gather in (True, False, True, False, False):
+        s.train(2)
+        params = list(s.engine.module.parameters()) if gather else []
+        with deepspeed.zero.GatheredParameters(params), torch.no_grad():
+            if gather:
+                for hook in (*offload.forward_hooks, *offload.backward_hooks):
+                    hook.remove()
+            s.engine.module.eval()
+            s.seen["evaluated"].append(float(s.engine.module(*s.batch())).hex())
+            s.engine.module.train()
+            if gather:
+                offload._register_deepspeed_module(offload.module)
+    s.train()
+    return s.end()
+
+
+def copy_of_the_model(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """An average of weights, or a reference model, made by ``copy.deepcopy`` in mid-training."""
+    s = Scenario(engine_name, folder, rank)
+    s.train()
+    with deepspeed.zero.GatheredParameters(list(s.engine.module.parameters())):
+        copied = copy.deepcopy(s.engine.module)
+    s.seen["numel"] = sum(param.numel() for param in copied.parameters())
+    s.train()
+    copied = copy.deepcopy(s.engine.module)
+    s.train()
+    return s.end()
+
+
+def memory_runs_out_in_a_pass(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """A script that halves the batch when memory runs out."""
+    s = Scenario(engine_name, folder, rank)
+    for layer in (0, 3, 1):
+        s.train(2)
+        interrupt_forward(s, layer)
+        gc.collect()
+        get_accelerator().empty_cache()
+        s.train(2)
+        with torch.no_grad():
+            interrupt_forward(s, layer)
+            s.seen["losses"].append(float(s.engine(*s.batch())).hex())
+    return s.end()
+
+
+def modules_called_alone(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """A submodule is called without its model, between passes."""
+    s = Scenario(engine_name, folder, rank)
+    s.seen["outputs"] = []
+    for _ in range(3):
+        s.train(2)
+        x = torch.ones(2, 512, dtype=torch.bfloat16, device=s.engine.device)
+        for gradients in (False, True):
+            with torch.set_grad_enabled(gradients):
+                s.seen["outputs"].append(value_of(s.engine.module.layers[1](x)))
+    s.train()
+    return s.end()
+
+
+def weights_frozen_for_a_while(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """Some layers do not train for some steps."""
+    s = Scenario(engine_name, folder, rank)
+    s.train(4)
+    for trains in (False, True):
+        s.engine.module.layers[1].requires_grad_(trains)
+        s.train(4)
     return s.end()
 
 
@@ -1017,6 +1092,11 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         background_checkpoint,
         train_destroy_train,
         interrupted_passes,
+        hooks_taken_off_and_put_back,
+        copy_of_the_model,
+        memory_runs_out_in_a_pass,
+        modules_called_alone,
+        weights_frozen_for_a_while,
         actor_and_critic,
         two_heads_of_a_frozen_backbone,
         destroy,
