@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.debug import debug_clear_module_and_param_names
+
+from tencache_ds.integration.suspended_hooks import is_free
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -51,11 +54,13 @@ def release_after_failure(engine: Any) -> None:
 
 
 def end_passes(module: torch.nn.Module) -> None:
-    """No weight is in use: an exception in a pass has left those of the modules under way marked as used, and DeepSpeed
-    refuses to release such a weight."""
+    """Releases the weights that a pass has left gathered when an exception ended it. DeepSpeed refuses to release those
+    of the modules that were under way, and to gather one whose shard it has given back."""
     for param in module.parameters():
-        if hasattr(param, "ds_active_sub_modules"):
+        if hasattr(param, "ds_id"):
             param.ds_active_sub_modules.clear()
+            if param.ds_status is ZeroParamStatus.AVAILABLE and not param.ds_persist and is_free(param):
+                param.partition()
 
 
 def finish_gathers(module: torch.nn.Module, gave_up: Callable[[], None], timeout_s: float = GATHER_TIMEOUT_S) -> None:

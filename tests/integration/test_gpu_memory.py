@@ -151,6 +151,14 @@ SCENARIOS = (
     "parts_of_two_zero_inits",
     "accumulation_unmanaged",
 )
+SCENARIOS_ON_TWO_RANKS = (
+    "gather_before_and_between",
+    "evaluate_between",
+    "train_destroy_train",
+    "interrupted_passes",
+    "hooks_taken_off_and_put_back",
+    "weights_frozen_for_a_while",
+)
 ON_TWO_RANKS = ("mlp", "tied", "lora", "ram", "accumulation_clipping", "accumulation_random_skip", "three_places")
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "everything": {"model": "mlp"},
@@ -197,6 +205,7 @@ def fp16(harness: Any) -> Any:
 @pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
     chosen = {name: (TRAINING | PARTS)[name] for name in ON_TWO_RANKS} | {"moves_0": MOVES["moves_0"]}
+    chosen |= {name: {"scenario": name} for name in SCENARIOS_ON_TWO_RANKS}
     return harness.run(both(chosen), ranks=2, program=PROGRAM, timeout_s=380)
 
 
@@ -300,6 +309,12 @@ def test_memory_that_training_needs_is_given_back(one_rank: Any, name: str) -> N
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_what_scripts_do_besides_training(one_rank: Any, name: str) -> None:
     assert one_rank.result(name, "tencache") == one_rank.result(name, "stock")
+
+
+@pytest.mark.parametrize("name", SCENARIOS_ON_TWO_RANKS)
+def test_what_scripts_do_on_two_ranks(two_ranks: Any, name: str) -> None:
+    for rank in two_ranks.ranks:
+        assert two_ranks.result(name, "tencache", rank) == two_ranks.result(name, "stock", rank)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

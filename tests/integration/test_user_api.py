@@ -56,6 +56,7 @@ COMPARED_ON_TWO_RANKS = (
     "gather_everything",
     "evaluate_between",
     "train_destroy_train",
+    "interrupted_passes",
     "actor_and_critic",
     "parts_of_two_zero_inits",
     "accumulation_unmanaged",
