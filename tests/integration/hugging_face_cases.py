@@ -247,7 +247,7 @@ def trainer_only_predicts(case: Case) -> None:
         import tencache_ds
 
         stats = tencache_ds.stats(trainer.deepspeed)
-        case.seen["facts"] = {
+        case.seen["facts"] |= {
             "passes": stats.total.step, "read_nbytes": stats.last_step.nbytes["nvme_read"],
             "line": trainer.deepspeed.optimizer.tencache.describe(),
         }  # fmt: skip
@@ -334,7 +334,7 @@ def lora_trains_and_merges(case: Case) -> None:
         import tencache_ds
 
         step = tencache_ds.stats(trainer.deepspeed).last_step
-        case.seen["facts"] = {
+        case.seen["facts"] |= {
             "read_nbytes": step.nbytes["nvme_read"], "written_nbytes": step.nbytes["nvme_write"],
             "base_nbytes": 2 * sum(p.ds_numel for p in trainer.model.parameters() if not p.requires_grad),
         }  # fmt: skip

@@ -24,6 +24,10 @@ ALONE = (
 TOGETHER = (
     "trainer_trains", "trainer_resumes", "accelerate_saves_and_loads", "lora_trains_and_merges", *TRL,
 )  # fmt: skip
+IN_GPU_MEMORY = (
+    "trainer_takes_the_best_model", "trainer_trains_twice", "from_pretrained_and_generate",
+    "accelerate_saves_and_loads", "accelerate_finds_a_batch_size", "lora_trains_and_merges", *TRL,
+)  # fmt: skip
 COMPARED = [name for name in ALONE if name not in RESUMED]
 
 
@@ -48,6 +52,11 @@ def together(harness: Any) -> Any:
     return harness.run(cases(TOGETHER), ranks=2, program=PROGRAM, timeout_s=480)
 
 
+@pytest.fixture(scope="module")
+def in_gpu_memory(harness: Any) -> Any:
+    return harness.run(cases(IN_GPU_MEMORY), program="hugging_face_gpu_program.py", timeout_s=480)
+
+
 def equal(outcome: Any, name: str) -> None:
     for rank in outcome.ranks:
         result = outcome.result(name, "tencache", rank)
@@ -65,6 +74,19 @@ def test_equal_to_stock(alone: Any, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in TOGETHER if name in COMPARED])
 def test_equal_to_stock_on_two_ranks(together: Any, name: str) -> None:
     equal(together, name)
+
+
+@pytest.mark.parametrize("name", IN_GPU_MEMORY)
+def test_equal_to_stock_in_gpu_memory(in_gpu_memory: Any, name: str) -> None:
+    equal(in_gpu_memory, name)
+
+
+def test_that_was_in_gpu_memory(in_gpu_memory: Any) -> None:
+    facts = {name: in_gpu_memory.result(name, "tencache")["facts"] for name in IN_GPU_MEMORY}
+    in_use = {name for name, fact in facts.items() if fact.get("gpu_weight_nbytes", 0) > 0}
+    assert in_use >= {"trainer_trains_twice", "lora_trains_and_merges", *TRL}
+    without_hooks = {name for name, fact in facts.items() if fact.get("modules_without_hooks", 0) > 20}
+    assert without_hooks >= {"lora_trains_and_merges", "sft_trains", "dpo_with_a_reference"}
 
 
 @pytest.mark.parametrize("name", [name for name in COMPARED if name not in INFERENCE])
