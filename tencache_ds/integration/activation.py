@@ -49,7 +49,7 @@ def activate() -> None:
     from tencache_ds.integration.chunked_step import wait_for_updates
     from tencache_ds.integration.cpu_adam_op import loaded_when_needed
     from tencache_ds.integration.observing import observatory
-    from tencache_ds.integration.param_swapper import ParamSwapper, swapper_factory
+    from tencache_ds.integration.param_swapper import ParamSwapper, begin_changes, end_changes, swapper_factory
     from tencache_ds.integration.rank_checks import agree_on_options
     from tencache_ds.integration.seams import verify_seams, warn_of_version
     from tencache_ds.integration.shared_weights import gathered, overwriting, released
@@ -87,7 +87,14 @@ def activate() -> None:
     def __enter__(self: Any) -> Any:
         if self.enabled:
             before_user_gathers(self.params)
-        result = enter(self)
+            if self.src_rank is not None:
+                begin_changes(self.params)
+        try:
+            result = enter(self)
+        except BaseException:
+            if self.enabled:
+                end_changes(self.params)
+            raise
         if self.enabled:
             gathered(self.params)
         return result
@@ -100,6 +107,7 @@ def activate() -> None:
         finally:
             if self.enabled:
                 released(self.params)
+                end_changes(self.params)
 
     partition_parameters.GatheredParameters.__enter__ = __enter__
     partition_parameters.GatheredParameters.__exit__ = __exit__

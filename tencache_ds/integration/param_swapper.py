@@ -24,7 +24,8 @@ here:
   very tensor.
 - A parameter changed inside ``GatheredParameters`` gets a buffer for its new shard while DeepSpeed partitions it
   (``overwriting``), and at no other time: when a forward inside the context has released the parameter, its change is
-  lost, as with CPU offload, and there is nothing to write.
+  lost, as with CPU offload, and there is nothing to write. Nor is there if it was not changed: DeepSpeed cannot tell
+  (it saves a model in 16 bits within such contexts), so a digest is taken when it is read and when it is to be written.
 - While a shard is not in memory, ``ds_tensor`` is a placeholder: it has the shard's shape and dtype, but all its
   elements share one NaN. It cannot be mistaken for values, and torch refuses to write to it.
 """
@@ -39,6 +40,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import xxhash
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
@@ -87,6 +90,8 @@ class ParamSwapper:
         self._copied_on: dict[int, Any] = {}  # the stream on which an exposed shard is copied to the device
         self._followers: list[Callable[[int], None]] = []
         self._overwriting: set[int] = set()
+        self._changeable: set[int] = set()  # gathered by a user who may change them
+        self._read: dict[int, bytes] = {}  # of these, digests of the shards as they were read
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._copied: dict[int, Any] = {}  # their ds_tensor is a copy in GPU memory, until the gather is over
         self._bypassed_host: set[int] = set()  # gathered weights that never were in host memory
@@ -120,15 +125,20 @@ class ParamSwapper:
     def _write(self, params: Sequence[Any]) -> None:
         with self._lock:
             for param in params:
-                if self._weights.homes.is_resident(param.ds_id):
+                key = param.ds_id
+                if self._weights.homes.is_resident(key):
                     continue
+                unchanged = key in self._read and self._read[key] == _digest(param)
                 self._hide(param)
-                if param.ds_id in self._overwriting:
-                    self._overwriting.remove(param.ds_id)
-                    self._weights.finish_overwrite(param.ds_id)
+                if key in self._overwriting:
+                    self._overwriting.remove(key)
+                    if unchanged:
+                        self._weights.abandon_overwrite(key)
+                    else:
+                        self._weights.finish_overwrite(key)
                 else:
-                    self._weights.store_initial(param.ds_id)
-                self._gone(param.ds_id)
+                    self._weights.store_initial(key)
+                self._gone(key)
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
         """DeepSpeed announces its largest sub-group; the weight tier needs no extra buffer for it."""
@@ -139,6 +149,9 @@ class ParamSwapper:
         """DeepSpeed gathers weights that no module's fetch has committed (``GatheredParameters``): reads them."""
         for swapper, mine in _by_swapper(params):
             swapper.commit(mine)
+            for param in mine:
+                if param.ds_id in swapper._changeable and param.ds_tensor.device.type == "cpu":
+                    swapper._read[param.ds_id] = _digest(param)
             if get_accelerator().is_synchronized_device():
                 swapper._copy_out(mine)
 
@@ -333,6 +346,7 @@ class ParamSwapper:
     def replace(self, param: Any, value: torch.Tensor) -> None:
         """Replaces a stored shard that is not in use by ``value`` (1-D, the shard's length); goes to NVMe."""
         with self._lock:
+            self._read.pop(param.ds_id, None)
             self._weights.overwrite(param.ds_id, value)
 
     def read(self, param: Any) -> torch.Tensor:
@@ -421,6 +435,35 @@ def engines_for(module: torch.nn.Module) -> list[TenCacheEngine]:
 def _close_from_any_thread(engine: TenCacheEngine) -> None:
     """Garbage is collected on any thread, also on one of the I/O lanes that closing waits for."""
     threading.Thread(target=engine.close, name="tencache-close", daemon=True).start()
+
+
+def begin_changes(params: Sequence[Any]) -> None:
+    """A user is about to gather weights in order to change them (``GatheredParameters`` with ``modifier_rank``, as for
+    saving a model in 16 bits, too): those that still are what they were are not written to NVMe afterwards."""
+    for swapper, mine in _by_swapper(_managed(params)):
+        for param in mine:
+            swapper._changeable.add(param.ds_id)
+            swapper._read.pop(param.ds_id, None)
+
+
+def end_changes(params: Sequence[Any]) -> None:
+    """The end of :func:`begin_changes`, after the weights were written."""
+    for swapper, mine in _by_swapper(_managed(params)):
+        for param in mine:
+            swapper._changeable.discard(param.ds_id)
+            swapper._read.pop(param.ds_id, None)
+
+
+def _managed(params: Sequence[Any]) -> list[Any]:
+    return [param for param in params if isinstance(getattr(param, "nvme_swapper", None), ParamSwapper)]
+
+
+def _digest(param: Any) -> bytes:
+    """Of this rank's part of a weight, in its shard in host memory, without padding."""
+    shard = param.ds_tensor.data
+    begin = shard.numel() * dist.get_rank(param.ds_process_group)
+    part = shard[: max(min(shard.numel(), param.ds_numel - begin), 0)]
+    return xxhash.xxh3_128_digest(part.view(torch.uint8).numpy().data)
 
 
 def _by_swapper(params: Sequence[Any]) -> Iterator[tuple[ParamSwapper, list[Any]]]:

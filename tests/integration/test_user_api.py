@@ -73,6 +73,7 @@ SPLIT = (
 """Once more with the weights in host memory, over which master weights on NVMe are split."""
 
 OURS = (
+    "gathered_and_not_changed",
     "background_checkpoint",
     "destroy",
     "failed_initialize",
@@ -100,8 +101,9 @@ def one_rank(harness: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
-    ours = ("read_ahead_across_steps", {"scenario": "read_ahead_across_steps"}, "tencache")
-    cases_here = [*cases((*COMPARED_ON_TWO_RANKS, "observed")), *split_cases(), ours]
+    ours = ("read_ahead_across_steps", "gathered_and_not_changed")
+    ours_here = [(name, {"scenario": name}, "tencache") for name in ours]
+    cases_here = [*cases((*COMPARED_ON_TWO_RANKS, "observed")), *split_cases(), *ours_here]
     return harness.run(cases_here, ranks=2, program=PROGRAM, timeout_s=270)
 
 
@@ -125,6 +127,14 @@ def test_as_with_stock_with_split_master_weights(one_rank: Any, two_ranks: Any, 
 
 def test_weights_changed_behind_the_back_are_an_error(one_rank: Any) -> None:
     assert "GatheredParameters" in one_rank.result("weights_changed_behind_the_back", "tencache")["refused"]
+
+
+def test_what_nobody_has_changed_is_not_written(one_rank: Any, two_ranks: Any) -> None:
+    for outcome in (one_rank, two_ranks):
+        for rank in outcome.ranks:
+            seen = outcome.result("gathered_and_not_changed", "tencache", rank)
+            changed = seen["shard_nbytes"] if rank == outcome.ranks[-1] else 0
+            assert seen["written"] == [0, 0, changed, 0]
 
 
 def test_step_hooks_are_called_for_every_sub_group(one_rank: Any) -> None:

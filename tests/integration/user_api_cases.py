@@ -307,6 +307,38 @@ def weights_changed_behind_the_back(engine_name: str, folder: str, rank: int) ->
     return s.seen
 
 
+def gathered_and_not_changed(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """What is written to NVMe when weights are gathered by somebody who may change them, and who does not or does."""
+    s = Scenario(engine_name, folder, rank, tencache={"host_memory": 0, "chunk_size": 2**16},
+                 zero={"stage3_gather_16bit_weights_on_model_save": True})  # fmt: skip
+    s.train()
+    shard_nbytes = max(param.ds_tensor.ds_numel * 2 for _, param in s.params())
+    seen: dict[str, Any] = {"shard_nbytes": shard_nbytes, "written": []}
+
+    def written() -> int:
+        training.drain(s.engine)
+        return s.engine.optimizer.tencache.stats().total.nbytes["nvme_write"]
+
+    def all_of_them() -> None:
+        with deepspeed.zero.GatheredParameters(list(s.engine.module.parameters()), modifier_rank=0):
+            pass
+
+    def one_of_them() -> None:
+        with deepspeed.zero.GatheredParameters(list(s.engine.module.parameters()), modifier_rank=0):
+            if rank == 0:
+                s.engine.module.layers[1].weight.data[-1, -1] += 1  # in the last rank's shard
+
+    def saved() -> None:
+        s.engine.save_16bit_model(os.path.join(folder, "saved"))
+
+    for use in (all_of_them, saved, one_of_them, all_of_them):
+        before = written()
+        use()
+        seen["written"].append(written() - before)
+    s.end()
+    return seen
+
+
 def gather_everything(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     s = Scenario(engine_name, folder, rank, model="llama", smallest_staging=True)
     s.train()
@@ -1079,6 +1111,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         gather_within_passes,
         forward_inside_gathered,
         gather_everything,
+        gathered_and_not_changed,
         evaluate_between,
         data_loader_workers,
         two_engines,
