@@ -92,10 +92,29 @@ def split_cases() -> list[tuple[str, dict[str, Any], str]]:
     return [(f"{name}_split", {"scenario": name, "offload_param": "cpu"}, "tencache") for name in SPLIT]
 
 
+WITH_ACTIVATIONS = (
+    "gather_everything",
+    "evaluate_between",
+    "two_engines",
+    "train_destroy_train",
+    "interrupted_passes",
+    "memory_runs_out_in_a_pass",
+    "copy_of_the_model",
+    "actor_and_critic",
+    "accumulation_unmanaged",
+    "backward_of_the_user",
+)
+
+
+def activation_cases() -> list[tuple[str, dict[str, Any], str]]:
+    on_nvme = {"activations": "on", "activation_min_size": 1024, "activation_memory": 0}
+    return [(f"{name}_activations", {"scenario": name, "tencache": on_nvme}, "tencache") for name in WITH_ACTIVATIONS]
+
+
 @pytest.fixture(scope="module")
 def one_rank(harness: Any) -> Any:
     ours = [(name, {"scenario": name}, "tencache") for name in OURS]
-    cases_here = [*ours, *cases((*COMPARED, "observed")), *split_cases()]
+    cases_here = [*ours, *cases((*COMPARED, "observed")), *split_cases(), *activation_cases()]
     return harness.run(cases_here, program=PROGRAM, timeout_s=270)
 
 
@@ -123,6 +142,11 @@ def test_as_with_stock_with_split_master_weights(one_rank: Any, two_ranks: Any, 
     for outcome in (one_rank, two_ranks):
         for rank in outcome.ranks:
             assert outcome.result(f"{name}_split", "tencache", rank) == outcome.result(name, "stock", rank)
+
+
+@pytest.mark.parametrize("name", WITH_ACTIVATIONS)
+def test_as_with_stock_with_activations_on_nvme(one_rank: Any, name: str) -> None:
+    assert one_rank.result(f"{name}_activations", "tencache") == one_rank.result(name, "stock")
 
 
 def test_weights_changed_behind_the_back_are_an_error(one_rank: Any) -> None:
