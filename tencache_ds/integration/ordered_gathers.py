@@ -13,7 +13,8 @@ the copies at the end of each pass (:meth:`TenCacheCoordinator.finish_gathers`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def finish_after_forward(module: torch.nn.Module, finish: Callable[[], None]) ->
     return module.register_forward_hook(lambda *_: finish(), always_call=True)
 
 
-def order_on_device(in_flight: MutableMapping[Any, Any], params: Iterable[Any], stream: Any) -> bool:
+def order_on_device(in_flight: UserDict[Any, Any], params: Iterable[Any], stream: Any) -> bool:
     """Replaces the handles of copies that were just issued; whether there were any.
 
     Args:
@@ -77,6 +78,5 @@ def order_on_device(in_flight: MutableMapping[Any, Any], params: Iterable[Any], 
     for group in copied.values():
         gather = OrderedGather(group, stream)
         for param in group:
-            del in_flight[param]  # DeepSpeed's registry refuses to replace one
-            in_flight[param] = gather
+            in_flight.data[param] = gather  # item assignment refuses to replace one
     return bool(copied)
