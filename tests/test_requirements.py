@@ -15,8 +15,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 # Folder of Python files -> the extra with which they run.
 FOLDERS = {"tencache_ds": "bench", "benchmarks": "bench", "docs": "docs", "examples": "test", "tests": "test"}
-# Imported only where it is found, by the code that says how to install it.
-OPTIONAL = {"kvikio", "kvikio-cu12", "kvikio-cu13"}
+# Imported only where it is found, by the code that says how to install it, or by an example that only runs on GPUs.
+OPTIONAL = {"kvikio", "kvikio-cu12", "kvikio-cu13", "lightning"}
 
 
 def imported(folder: str) -> Iterator[tuple[str, Path]]:

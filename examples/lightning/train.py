@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with Lightning's DeepSpeed strategy, on CUDA GPUs.
+"""Train with Lightning's DeepSpeed strategy, on CUDA GPUs (``pip install lightning``).
 
     python examples/lightning/train.py --config examples/lightning/ds_config.json
 
