@@ -7,6 +7,8 @@ actions, which are the same with stock DeepSpeed.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 import os
 from typing import Any
@@ -93,6 +95,30 @@ class Inference:
         """As TRL does: DeepSpeed's hooks are removed for a generation, and new ones are registered."""
         with unwrap_model_for_generation(self.engine):
             self._generate(4)
+
+    def interrupt(self) -> None:
+        """An exception in the middle of a forward pass, which the script catches."""
+
+        def fail(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        layers = self.engine.module.model.layers
+        hook = layers[len(layers) // 2].mlp.register_forward_pre_hook(fail)
+        with contextlib.suppress(KeyboardInterrupt), torch.no_grad():
+            self.engine(input_ids=self._prompt(4))
+        hook.remove()
+
+    def search_beams(self) -> None:
+        with torch.no_grad():
+            made = self.engine.module.generate(
+                self._prompt(4), max_new_tokens=PASSES, num_beams=3, do_sample=False, synced_gpus=True
+            )
+        self.seen.append(made.tolist())
+
+    def copy_the_model(self) -> None:
+        with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
+            copied = copy.deepcopy(self.engine.module)
+        self.seen.append(sum(param.numel() for param in copied.parameters()))
 
     def run_the_inner_model(self) -> None:
         """Past the hooks of the model that DeepSpeed knows."""

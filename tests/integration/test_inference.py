@@ -21,6 +21,8 @@ CHANGES = ["generate", "change_weights", "generate", "save", "generate"]
 UNUSUAL = ["generate", "run_the_inner_model", "empty_cache", "run_the_inner_model", "generate", "differentiate",
            "generate_without_hooks", "generate", "change_weights", "run_the_inner_model", "save"]  # fmt: skip
 BESIDE = ["generate", "train_beside", "generate", "train_no_longer", "generate", "generate"]
+INTERRUPTED = ["generate", "interrupt", "generate", "copy_the_model", "search_beams", "interrupt", "generate",
+               "generate", "save"]  # fmt: skip
 RAM = {"offload_param": "cpu"}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -40,6 +42,10 @@ CASES: dict[str, dict[str, Any]] = {
     "unusual_ram": {"actions": UNUSUAL} | RAM,
     "unusual_part": {"actions": UNUSUAL, "device_memory": "2MiB"},
     "unusual_nothing": {"actions": UNUSUAL, "device_memory": 0},
+    "interrupted": {"actions": INTERRUPTED},
+    "interrupted_ram": {"actions": INTERRUPTED} | RAM,
+    "interrupted_part": {"actions": INTERRUPTED, "device_memory": "2MiB"},
+    "interrupted_nothing": {"actions": INTERRUPTED, "device_memory": 0},
     "beside_training": {"actions": BESIDE},
     "beside_training_part": {"actions": BESIDE, "device_memory": "2MiB"} | RAM,
     "after_training_began": {"actions": ["train_beside", "generate", "train_no_longer", "generate", "generate"]},
@@ -49,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "destroyed_ram": {"actions": ["generate", "destroy", "read", "initialize", "generate"]} | RAM,
 }
 TWO_RANKS = ("everything", "everything_ram", "part", "three_places", "memory_runs_short_ram", "weights_change",
-             "gathered_first", "destroyed")  # fmt: skip
+             "gathered_first", "destroyed", "interrupted")  # fmt: skip
 ON_DEVICE = 3 * 2**20
 
 
