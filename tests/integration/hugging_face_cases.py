@@ -28,8 +28,6 @@ from safetensors.torch import load_file
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from user_api_cases import value_of
 
-import tencache_ds
-
 VOCABULARY = 2048  # of the weights only those of 100,000 elements go to NVMe while DeepSpeed's threshold is "auto"
 SMALL_WEIGHTS_TOO = {"stage3_param_persistence_threshold": 100}
 SEQUENCE = 8
@@ -120,7 +118,7 @@ class Case:
         assert (ours is not None) == (self.engine == "tencache")
         if ours is not None:
             on_nvme = any(home.on_nvme for part in ours.all() for home in part.weights.homes.all())
-            assert on_nvme or tencache_ds.stats(engine).gpu_weight_nbytes > 0
+            assert on_nvme or ours.stats().gpu_weight_nbytes > 0
 
     def model_folder(self) -> str:
         """A model that was saved before, without DeepSpeed."""

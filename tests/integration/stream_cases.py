@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``training.py`` on a GPU whose streams are far apart: what one does not wait for has not happened yet.
 
-Before each gather (`"late": "gathers"`) or each module's arithmetic (`"late": "arithmetic"`) the device sleeps. With
-``"unordered"`` the stream of arithmetic does not wait for the one of gathers, to show that this is noticed.
+Before each gather (``"late": "gathers"``) or each module's arithmetic (``"late": "arithmetic"``) the device sleeps.
+With ``"unordered"`` the stream of arithmetic does not wait for the one of gathers, to show that this is noticed.
 """
 
 from __future__ import annotations
