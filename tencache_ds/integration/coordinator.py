@@ -7,7 +7,9 @@ are free staging buffers, in the order of the last recorded pass and into the ne
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +22,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.utils import z3_leaf_module
 
 from tencache_ds.integration.agreement import agreed
-from tencache_ds.integration.ordered_gathers import order_on_device
+from tencache_ds.integration.ordered_gathers import OrderedGathers
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.observability import spans
 from tencache_ds.observability.counters import Event
@@ -63,7 +65,10 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         """Called after each fetch, on the thread that computes."""
         self.fetch_recorder: FetchRecorder | None = None
         """Called for each fetch in a recorded step."""
-        self._tencache_copying = False
+        self._tencache_gathers: OrderedGathers | None = None
+        if not get_accelerator().is_synchronized_device():
+            self._tencache_gathers = OrderedGathers(self._PartitionedParameterCoordinator__allgather_stream)
+            self._PartitionedParameterCoordinator__allgather_stream = self._tencache_gathers.stream
 
     @torch.no_grad()
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
@@ -79,13 +84,16 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         awaited = {} if recorder is None else _awaited(current_submodule)
         if recorder is not None:
             recorder.before_fetch()
-        params = self._stored_params(current_submodule)
+        all_params = _params_of(current_submodule)
+        params = _stored(all_params)
         needed = {param.ds_id for param in params}
         with self._tencache_lock:
             for param in params:
                 self._access(param)
             self._commit(params)
-        super().fetch_sub_module(current_submodule, forward)
+        gathers = self._tencache_gathers
+        with contextlib.nullcontext() if gathers is None else gathers.fetching(all_params.values()):
+            super().fetch_sub_module(current_submodule, forward)
         if forward and self.fetched_for_forward is not None:
             self.fetched_for_forward(current_submodule)
         if recorder is not None:
@@ -113,17 +121,14 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     def _PartitionedParameterCoordinator__all_gather_params_(self, params: Any, forward: bool, **options: Any) -> None:
         """DeepSpeed's start of gathers. On one rank the device's streams wait for them, instead of the host."""
         super()._PartitionedParameterCoordinator__all_gather_params_(params, forward, **options)
-        if get_accelerator().is_synchronized_device():
-            return
         in_flight = self._PartitionedParameterCoordinator__inflight_param_registry
-        if order_on_device(in_flight, params, self._PartitionedParameterCoordinator__allgather_stream):
-            self._tencache_copying = True
+        if self._tencache_gathers is not None and self._tencache_gathers.take(in_flight, params):
+            self._PartitionedParameterCoordinator__max_ongoing_fetch_events = sys.maxsize  # they have a limit too
 
     def finish_gathers(self) -> None:
         """The host waits for copies of shards to the device: at the end of a pass, after which it may write shards."""
-        if self._tencache_copying:
-            self._tencache_copying = False
-            self._PartitionedParameterCoordinator__allgather_stream.synchronize()
+        if self._tencache_gathers is not None:
+            self._tencache_gathers.finish()
 
     def release_and_reset_all(self, module: Any) -> None:
         """DeepSpeed's: releases all weights, before an update or a checkpoint."""
@@ -258,13 +263,6 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         if held and not self._tencache_reads.worth_keeping(key):
             swapper.engine.weights.forget(key)
 
-    def _stored_params(self, module: Any) -> list[Any]:
-        return [
-            param
-            for _, param in sorted(_params_of(module).items())
-            if isinstance(param.nvme_swapper, ParamSwapper) and param.nvme_swapper.stored(param)
-        ]
-
     def _swappers(self) -> list[ParamSwapper]:
         return list(self._tencache_swappers.values())
 
@@ -272,6 +270,15 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
 def _params_of(module: Any) -> dict[int, Any]:
     """The parameters that a fetch of a module is for."""
     return {param.ds_id: param for param in iter_params(module, recurse=z3_leaf_module(module))}
+
+
+def _stored(params: dict[int, Any]) -> list[Any]:
+    """Those on NVMe, in the order of their ids."""
+    return [
+        param
+        for _, param in sorted(params.items())
+        if isinstance(param.nvme_swapper, ParamSwapper) and param.nvme_swapper.stored(param)
+    ]
 
 
 def _awaited(module: Any) -> dict[int, int]:

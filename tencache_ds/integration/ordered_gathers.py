@@ -2,37 +2,49 @@
 """Gathers on one rank, in the order of the device's streams.
 
 On one rank a gather is a copy of the shard to the device. DeepSpeed has the host wait until all copies issued so far
-have ended, whenever a module needs one of them: meanwhile nothing more is issued, neither the next copies nor any
-arithmetic, and both stand still in turn. Its stream of arithmetic waits for the one of copies anyway, and it limits
-itself how far the host runs ahead of the copies, as it does on several ranks.
+have ended, whenever a module needs one of them, and has the stream of arithmetic wait for the same: also for copies
+that were issued far ahead for later modules. Meanwhile nothing more is issued, neither copies nor arithmetic, and both
+stand still in turn. Here each gather has an event behind it, and a module waits for its own weights only.
 
 [Note: shards that are being copied] What the host's wait also did: after it, the host could write the shard. Now a copy
 may still be to come when DeepSpeed calls its weight gathered. The host writes shards between passes only, and waits for
-the copies at the end of each pass (:meth:`TenCacheCoordinator.finish_gathers`). Staging buffers go back with an event.
+the copies at the end of each pass (:meth:`OrderedGathers.finish`). Staging buffers go back with an event.
+
+[Note: how far the host runs ahead] DeepSpeed limits it to :data:`FETCHES_AHEAD` fetches, so that what it has released
+is soon free on the device too. The same limit holds here, by the copies of those fetches instead of by all copies that
+were issued before them.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import threading
 from collections import UserDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle, NoGatherHandle, ZeroParamStatus
 
+FETCHES_AHEAD = 2
+"""Gathers that modules have waited for and that are not over when the host waits for the first one of them."""
+
 
 class OrderedGather:
-    """A DeepSpeed handle of copies that have been issued on a stream. See [Note: shards that are being copied].
+    """A DeepSpeed handle of copies that have been issued. See [Note: shards that are being copied].
 
     Args:
         params: whose gathered values these are.
-        stream: of the device.
+        copied: an event behind the copies.
+        throttle: called once with the event, when a module needs one of the weights.
     """
 
-    def __init__(self, params: Iterable[Any], stream: Any) -> None:
+    def __init__(self, params: Iterable[Any], copied: Any, throttle: Callable[[Any], None]) -> None:
         self._params = tuple(params)
-        self._stream = stream
+        self._copied = copied
+        self._throttle = throttle
         self._waited = False
 
     def wait(self, **_: Any) -> None:
@@ -42,11 +54,127 @@ class OrderedGather:
         if self._waited:
             return
         self._waited = True
-        current = get_accelerator().current_stream()
-        if current != self._stream:
-            current.wait_stream(self._stream)
+        self._throttle(self._copied)
+        get_accelerator().current_stream().wait_event(self._copied)
         for param in self._params:
             param.ds_status = ZeroParamStatus.AVAILABLE
+
+
+class OrderedGathers:
+    """Those of one coordinator. Several autograd threads may be fetching.
+
+    Args:
+        stream: on which DeepSpeed issues them.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = _ordered(stream, self._awaited)
+        """The same stream, for DeepSpeed: waiting for it within :meth:`fetching` is waiting for a module's weights."""
+        self._copied: dict[int, tuple[int, Any]] = {}  # by weight: the number of its last gather, and its event
+        self._n_gathers = 0
+        self._throttled: collections.deque[Any] = collections.deque()
+        self._lock = threading.Lock()
+        self._fetching = threading.local()
+        self._copying = False
+        self._nothing = get_accelerator().Event()  # never recorded
+
+    def take(self, in_flight: UserDict[Any, Any], params: Iterable[Any]) -> bool:
+        """Replaces the handles of copies that were just issued; whether there were any.
+
+        Args:
+            in_flight: DeepSpeed's handles by parameter.
+            params: that it may have begun to gather.
+        """
+        issued: dict[int, list[Any]] = {}
+        for param in params:
+            handle = in_flight.get(param)
+            if isinstance(handle, (NoGatherHandle, NoGatherCoalescedHandle)):
+                issued.setdefault(id(handle), []).append(param)
+        if not issued:
+            return False
+        copied = get_accelerator().Event()
+        copied.record(self.stream)
+        self._n_gathers += 1
+        for group in issued.values():
+            gather = OrderedGather(group, copied, self._throttle)
+            for param in group:
+                in_flight.data[param] = gather  # item assignment refuses to replace one
+                self._copied[param.ds_id] = self._n_gathers, copied
+        self._copying = True
+        return True
+
+    @contextlib.contextmanager
+    def fetching(self, params: Iterable[Any]) -> Iterator[None]:
+        """Within the block this thread fetches a module with these parameters."""
+        if not self._copied:  # no gather was a copy: DeepSpeed's wait for all of them stays
+            yield
+            return
+        params = tuple(params)
+        there = {param.ds_id for param in params if param.ds_status is ZeroParamStatus.AVAILABLE}
+        self._fetching.now = params, there
+        try:
+            yield
+        finally:
+            self._fetching.now = None
+
+    def finish(self) -> None:
+        """The host waits for all copies: at the end of a pass, after which it may write shards."""
+        if self._copying:
+            self._copying = False
+            self.stream.synchronize()
+
+    def _awaited(self) -> Any:
+        """What a stream that waits for the one of copies has to wait for: an event; None: everything."""
+        now = getattr(self._fetching, "now", None)
+        if now is None:
+            return None
+        params, there = now
+        last = 0, self._nothing
+        for param in params:
+            gather = self._copied.get(param.ds_id)
+            if gather is not None:
+                last = max(last, gather, key=lambda each: each[0])
+            elif param.ds_id not in there:
+                return None  # gathered in another way
+        return last[1]
+
+    def _throttle(self, copied: Any) -> None:
+        """See [Note: how far the host runs ahead]."""
+        with self._lock:
+            self._throttled.append(copied)
+            while self._throttled and self._throttled[0].query():
+                self._throttled.popleft()
+            if len(self._throttled) <= FETCHES_AHEAD:
+                return
+            first = self._throttled.popleft()
+        first.synchronize()
+
+
+class _OrderedStream(torch.cuda.Stream):
+    """A stream that others wait for as far as they need.
+
+    Args:
+        stream: the stream.
+        awaited: what the stream that waits has to wait for: an event; None: everything.
+    """
+
+    _awaited: Callable[[], Any]
+
+    def __new__(cls, stream: torch.cuda.Stream, awaited: Callable[[], Any]) -> _OrderedStream:
+        same = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
+        ordered: _OrderedStream = super().__new__(cls, **same)
+        ordered._awaited = awaited
+        return ordered
+
+    def record_event(self, event: Any = None) -> Any:
+        """PyTorch's, which ``wait_stream`` calls."""
+        awaited = self._awaited() if event is None else None
+        return super().record_event(event) if awaited is None else awaited  # type: ignore[no-untyped-call]
+
+
+def _ordered(stream: Any, awaited: Callable[[], Any]) -> Any:
+    """Other accelerators' streams stay what they are: who waits for them waits for all copies."""
+    return _OrderedStream(stream, awaited) if isinstance(stream, torch.cuda.Stream) else stream
 
 
 def finish_after_forward(module: torch.nn.Module, finish: Callable[[], None]) -> Any:
@@ -54,29 +182,9 @@ def finish_after_forward(module: torch.nn.Module, finish: Callable[[], None]) ->
 
     Args:
         module: the model.
-        finish: waits (:meth:`TenCacheCoordinator.finish_gathers`).
+        finish: waits (:meth:`OrderedGathers.finish`).
 
     Returns:
         the hook's handle.
     """
     return module.register_forward_hook(lambda *_: finish(), always_call=True)
-
-
-def order_on_device(in_flight: UserDict[Any, Any], params: Iterable[Any], stream: Any) -> bool:
-    """Replaces the handles of copies that were just issued; whether there were any.
-
-    Args:
-        in_flight: DeepSpeed's handles by parameter.
-        params: that it may have begun to gather.
-        stream: on which it does.
-    """
-    copied: dict[int, list[Any]] = {}
-    for param in params:
-        handle = in_flight.get(param)
-        if isinstance(handle, (NoGatherHandle, NoGatherCoalescedHandle)):
-            copied.setdefault(id(handle), []).append(param)
-    for group in copied.values():
-        gather = OrderedGather(group, stream)
-        for param in group:
-            in_flight.data[param] = gather  # item assignment refuses to replace one
-    return bool(copied)

@@ -219,6 +219,7 @@ SEAMS: tuple[Seam, ...] = (
         "follows the order of accesses",
         (
             "_PartitionedParameterCoordinator__max_n_available_params",
+            "_PartitionedParameterCoordinator__max_ongoing_fetch_events",
             "_PartitionedParameterCoordinator__n_available_params",
             "_PartitionedParameterCoordinator__param_order",
             "_PartitionedParameterCoordinator__submodule_order",

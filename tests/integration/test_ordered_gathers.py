@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,32 +13,47 @@ from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle,
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 
 from tencache_ds.integration import ordered_gathers
-from tencache_ds.integration.ordered_gathers import OrderedGather, finish_after_forward, order_on_device
+from tencache_ds.integration.ordered_gathers import FETCHES_AHEAD, OrderedGathers, finish_after_forward
 
 pytestmark = pytest.mark.timeout(400)
 
 
+class Event:
+    """Of a device on which nothing is over before the host waits for it."""
+
+    def __init__(self) -> None:
+        self.synchronized = False
+
+    def record(self, stream: Any) -> None:
+        self.recorded_on = stream
+
+    def query(self) -> bool:
+        return self.synchronized
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+
+
 class Stream:
     def __init__(self) -> None:
-        self.waited_for: list[Stream] = []
+        self.waited_for: list[Event] = []
 
-    def wait_stream(self, other: Stream) -> None:
-        self.waited_for.append(other)
+    def wait_event(self, event: Event) -> None:
+        self.waited_for.append(event)
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Of gathers and of arithmetic, and the one that is current."""
-    streams = SimpleNamespace(gathers=Stream(), arithmetic=Stream())
-    streams.current = streams.gathers
-    device = SimpleNamespace(current_stream=lambda: streams.current)
+def arithmetic(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The current stream."""
+    stream = Stream()
+    device = SimpleNamespace(current_stream=lambda: stream, Event=Event)
     monkeypatch.setattr(ordered_gathers, "get_accelerator", lambda: device)
-    return streams
+    return stream
 
 
-def make_param(key: int) -> Any:
+def make_param(key: int, status: ZeroParamStatus = ZeroParamStatus.INFLIGHT) -> Any:
     param = torch.nn.Parameter(torch.ones(4))
-    param.ds_id, param.ds_status, param.ds_shape = key, ZeroParamStatus.INFLIGHT, (4,)
+    param.ds_id, param.ds_status, param.ds_shape = key, status, (4,)
     param.ds_tensor = torch.ones(4)
     return param
 
@@ -50,38 +66,116 @@ def in_flight(*handles: Any) -> InflightParamRegistry:
     return registry
 
 
-def test_a_stream_waits_for_the_one_of_the_copies(streams: SimpleNamespace) -> None:
+def gather(gathers: OrderedGathers, *params: Any) -> Any:
+    """The handle with which DeepSpeed waits for copies of them."""
+    registry = in_flight((params, NoGatherCoalescedHandle(list(params))))
+    assert gathers.take(registry, params)
+    return registry[params[0]]
+
+
+def test_a_stream_waits_for_copies(arithmetic: Stream) -> None:
     one, two, three = (make_param(key) for key in range(3))
     registry = in_flight(([one, two], NoGatherCoalescedHandle([one, two])), ([three], NoGatherHandle(three)))
-    assert order_on_device(registry, {one, two, three}, streams.gathers)
+    stream = Stream()
+    assert OrderedGathers(stream).take(registry, {one, two, three})
     assert registry[one] is registry[two] is not registry[three]
-    streams.current = streams.arithmetic
     registry[one].wait(handle_dependency=True)
     assert one.ds_status is two.ds_status is ZeroParamStatus.AVAILABLE
     assert three.ds_status is ZeroParamStatus.INFLIGHT
-    assert streams.arithmetic.waited_for == [streams.gathers]
-    streams.current = streams.gathers
+    assert [event.recorded_on for event in arithmetic.waited_for] == [stream]
     registry[three].wait()
     assert three.ds_status is ZeroParamStatus.AVAILABLE
-    assert streams.gathers.waited_for == []
 
 
-def test_a_gather_is_waited_for_once(streams: SimpleNamespace) -> None:
+def test_a_gather_is_waited_for_once(arithmetic: Stream) -> None:
     param = make_param(1)
-    gather = OrderedGather([param], streams.gathers)
-    streams.current = streams.arithmetic
-    gather.wait()
+    handle = gather(OrderedGathers(Stream()), param)
+    handle.wait()
     param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # released, and gathered again by someone else
-    gather.wait()
+    handle.wait()
     assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
-    assert streams.arithmetic.waited_for == [streams.gathers]
+    assert len(arithmetic.waited_for) == 1
 
 
-def test_collectives_keep_their_handles(streams: SimpleNamespace) -> None:
+def test_collectives_keep_their_handles(arithmetic: Stream) -> None:
     param, handle = make_param(1), object()
     registry = in_flight(([param], handle))
-    assert not order_on_device(registry, [param, make_param(2)], streams.gathers)
+    gathers = OrderedGathers(Stream())
+    assert not gathers.take(registry, [param, make_param(2)])
     assert registry[param] is handle
+    with gathers.fetching([param]):
+        assert gathers._awaited() is None  # all of them
+
+
+def test_a_module_waits_for_its_own_weights(arithmetic: Stream) -> None:
+    gathers = OrderedGathers(Stream())
+    one, two, ahead = (make_param(key) for key in range(3))
+    handles = [gather(gathers, param) for param in (one, two, ahead)]
+    copied = [handle._copied for handle in handles]
+    with gathers.fetching([two, one]):
+        assert gathers._awaited() is copied[1]
+    with gathers.fetching([one]):
+        assert gathers._awaited() is copied[0]
+    handles[0].wait()
+    with gathers.fetching([one]):  # once more: another stream may be using it
+        assert gathers._awaited() is copied[0]
+    with gathers.fetching([]):
+        assert not hasattr(gathers._awaited(), "recorded_on")
+    assert gathers._awaited() is None  # outside a fetch: all of them
+
+
+def test_gathers_of_other_kinds_are_waited_for(arithmetic: Stream) -> None:
+    gathers = OrderedGathers(Stream())
+    one = make_param(1)
+    handle = gather(gathers, one)
+    with gathers.fetching([one, make_param(2)]):
+        assert gathers._awaited() is None
+    with gathers.fetching([one, make_param(3, ZeroParamStatus.AVAILABLE)]):
+        assert gathers._awaited() is handle._copied
+
+
+def test_a_thread_that_fetches_does_not_change_what_others_wait_for(arithmetic: Stream) -> None:
+    gathers = OrderedGathers(Stream())
+    one = make_param(1)
+    gather(gathers, one)
+    found = []
+    with gathers.fetching([one]):
+        thread = threading.Thread(target=lambda: found.append(gathers._awaited()))
+        thread.start()
+        thread.join()
+    assert found == [None]
+
+
+def test_the_host_does_not_run_far_ahead(arithmetic: Stream) -> None:
+    gathers = OrderedGathers(Stream())
+    handles = [gather(gathers, make_param(key)) for key in range(FETCHES_AHEAD + 3)]
+    for handle in handles[:FETCHES_AHEAD]:
+        handle.wait()
+    assert not any(handle._copied.synchronized for handle in handles)
+    handles[FETCHES_AHEAD].wait()
+    assert [handle._copied.synchronized for handle in handles[:3]] == [True, False, False]
+
+
+@pytest.mark.gpu
+def test_arithmetic_does_not_wait_for_copies_far_ahead() -> None:
+    stream = torch.cuda.Stream()
+    gathers = OrderedGathers(stream)
+    assert gathers.stream == stream
+    handles = []
+    needed, ahead = make_param(1), make_param(2)
+    with torch.cuda.stream(gathers.stream):
+        handles.append(gather(gathers, needed))
+        torch.cuda._sleep(400_000_000)
+        handles.append(gather(gathers, ahead))
+    with gathers.fetching([needed]):
+        torch.cuda.current_stream().wait_stream(gathers.stream)
+    torch.cuda.current_stream().synchronize()
+    assert handles[0]._copied.query()
+    assert not handles[1]._copied.query()
+    torch.cuda.current_stream().wait_stream(gathers.stream)
+    torch.cuda.current_stream().synchronize()
+    assert handles[1]._copied.query()
+    gathers.finish()
 
 
 def test_the_host_waits_after_a_forward_pass_that_fails() -> None:
