@@ -162,14 +162,14 @@ class _OrderedStream(torch.cuda.Stream):
 
     def __new__(cls, stream: torch.cuda.Stream, awaited: Callable[[], Any]) -> _OrderedStream:
         same = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
-        ordered: _OrderedStream = super().__new__(cls, **same)
+        ordered: _OrderedStream = super().__new__(cls, **same)  # type: ignore[no-untyped-call]
         ordered._awaited = awaited
         return ordered
 
     def record_event(self, event: Any = None) -> Any:
         """PyTorch's, which ``wait_stream`` calls."""
         awaited = self._awaited() if event is None else None
-        return super().record_event(event) if awaited is None else awaited  # type: ignore[no-untyped-call]
+        return super().record_event(event) if awaited is None else awaited
 
 
 def _ordered(stream: Any, awaited: Callable[[], Any]) -> Any:
