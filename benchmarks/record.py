@@ -7,6 +7,7 @@ nothing; later versions read files of the same :data:`SCHEMA`.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from enum import StrEnum
@@ -168,6 +169,11 @@ class Run(Measurement):
     deepspeed_config: dict[str, Any] = Field(default_factory=dict)  # without the paths of the machine
     caps: Caps = Caps()  # on its memory
 
+    @property
+    def step_s(self) -> float:
+        """Median seconds of a measured step; infinity for a run that did not end well or has none."""
+        return self.median_s if self.outcome is Outcome.ok and self.measured else math.inf
+
 
 class Configuration(Record):
     """One of the things compared."""
@@ -189,8 +195,8 @@ class Placement(Record):
     ``optimizer_nvme_nbytes`` are bytes per parameter of the state on NVMe; fewer where master weights are split.
     """
 
-    weights_nvme: float
-    optimizer_nvme: float
+    weights_nvme: float = 0.0
+    optimizer_nvme: float = 0.0
     weights_gpu: float = 0.0
     optimizer_gpu: float = 0.0
     optimizer_nvme_nbytes: float = STATE_NBYTES
@@ -269,10 +275,6 @@ class Benchmark(Record):
         """The last run of a configuration that did not end well, if no run of it did."""
         failed = [run for run in self.runs if run.configuration == name and run.outcome is not Outcome.ok]
         return failed[-1] if failed and not self.runs_of(name) else None
-
-    def write(self, path: Path) -> None:
-        """Writes the file at once: a reader, and an interruption, see the old one or the new one."""
-        write_at_once(self, path)
 
     @classmethod
     def read(cls, path: Path) -> Benchmark:

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from benchmarks.comparison.neighbours import busy_cores
+from benchmarks.comparison.conditions import busy_cores
 
 
 def children(before: list[psutil.Process]) -> list[psutil.Process]:
@@ -48,7 +48,7 @@ def test_they_end_with_an_error() -> None:
 
 def test_they_end_with_a_measurement_that_is_killed() -> None:
     program = (
-        "from benchmarks.comparison.neighbours import busy_cores\nwith busy_cores(1): print('on', flush=True); input()"
+        "from benchmarks.comparison.conditions import busy_cores\nwith busy_cores(1): print('on', flush=True); input()"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -65,12 +65,17 @@ class ScriptedRuns:
     def __init__(self, seconds: Callable[[Any], float | None]) -> None:
         self.seconds = seconds
         self.requests: list[Any] = []
+        self.together: list[tuple[list[str], int]] = []
 
     @property
     def order(self) -> list[str]:
         return [request.configuration for request in self.requests if request.round >= 0]
 
-    def __call__(self, request: Any, folder: Path, *, host_limit: Any, on_progress: Any) -> Run:
+    def __call__(self, requests: list[Any], folder: Path, *, n_turns: int, **_: Any) -> list[Run]:
+        self.together.append(([request.configuration for request in requests], n_turns))
+        return [self._run(request, folder) for request in requests]
+
+    def _run(self, request: Any, folder: Path) -> Run:
         self.requests.append(request)
         nvme = Path(
             request.task.deepspeed_config["zero_optimization"].get("offload_optimizer", {}).get("nvme_path", folder)
@@ -132,21 +137,11 @@ def test_configurations_alternate(options: Options, scripted: Any) -> None:
     assert list(options.nvme_path.iterdir()) == []
 
 
-def test_turns_give_each_configuration_storage_of_its_own(
-    options: Options, scripted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turns_give_each_configuration_storage_of_its_own(options: Options, scripted: Any) -> None:
     runs = scripted(lambda request: None if request.configuration == "ram-nvme" else 2.0)
-    rounds: list[list[str]] = []
-
-    def in_turns(requests: list[Any], folder: Path, *, n_turns: int, on_progress: Any) -> list[Run]:
-        assert n_turns == 2
-        rounds.append([request.configuration for request in requests])
-        return [runs(request, folder, host_limit=None, on_progress=on_progress) for request in requests]
-
-    monkeypatch.setattr(runner, "execute_in_turns", in_turns)
     names = ("nvme-nvme", "ram-nvme", "tencache")
     benchmark = Session(plan(*names, rounds=2, turns=2, steps=4), options, ScriptedMachine()).run()
-    assert rounds == [["nvme-nvme", "ram-nvme", "tencache"], ["nvme-nvme", "tencache"]]
+    assert runs.together == [(["nvme-nvme", "ram-nvme", "tencache"], 2), (["nvme-nvme", "tencache"], 2)]
     paths = {
         request.task.deepspeed_config["zero_optimization"]["offload_optimizer"]["nvme_path"]
         for request in runs.requests[:3]
@@ -158,10 +153,10 @@ def test_turns_give_each_configuration_storage_of_its_own(
         assert run.knobs or run.configuration == "tencache"
         assert run.deepspeed_config["zero_optimization"]["offload_optimizer"]["nvme_path"] == "FOLDER"
     Session(plan(*names, rounds=2, turns=2, steps=4), options, ScriptedMachine()).run()
-    assert len(rounds) == 2  # nothing left to do
+    assert len(runs.together) == 2  # nothing left to do
 
 
-def test_turns_of_a_round_fit_the_time_limit_together(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_of_a_round_fit_the_time_limit_together(options: Options) -> None:
     limited = replace(options, time_limit_s=2 * runner.TYPICAL_RUN_S - 1)
     with pytest.raises(OutOfTime, match="about 180 s"):
         Session(plan(turns=2, steps=4), limited, ScriptedMachine()).run()
