@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plots of a report, drawn with matplotlib.
 
-Colours are safe for the colour-blind (Okabe and Ito's, darkened where they have to be read on white); a configuration
-has the same colour in every plot.
+Colours are safe for the colour-blind (Okabe and Ito's, darkened where they have to be read on white).
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ OURS = ("#0072B2", "#56B4E9", "#004C78", "#3A8FC4", "#8CC9EF", "#00304D")
 """Of TenCache's configurations: blue, told apart by their lightness."""
 
 PEERS = ("#D55E00", "#009E73", "#CC79A7", "#B8860B", "#7B6FB0", "#666666", "#8C3B00", "#4C8C2B")
-PHASES = {"forward": 0.3, "backward": 0.6, "update": 1.0}
-"""Strength of a configuration's colour in its bars."""
-
+PHASES = {"forward": "#56B4E9", "backward": "#0072B2", "update": "#E69F00"}
 ACCESS_COLOURS = {"resident": "#009E73", "prefetched": "#56B4E9", "late": "#E69F00", "demand": "#D55E00"}
 
 LABEL_CHARACTERS = 36
@@ -126,37 +123,30 @@ def colours(figures: dict[str, Figures]) -> dict[str, str]:
 def step_time(benchmark: Benchmark) -> Figure | None:
     """Horizontal bars of the phases of a step, the bound as a mark; None when no step was measured."""
     # What was never run has no bar and no error to show: the table lists it.
-    figures = all_figures(benchmark)
-    shown = [f for f in figures.values() if f.measured or f.failure]
+    shown = [f for f in all_figures(benchmark).values() if f.measured or f.failure]
     if not any(f.measured for f in shown):
         return None
-    colour = [colours(figures)[f.name] for f in shown]
-    bars = pd.DataFrame({phase: [f.steps[f"{phase}_s"].median() for f in shown] for phase in PHASES}).fillna(0.0)
-    median, bound_s = np.array([f.median_s for f in shown]), np.array([f.bound_s for f in shown])
-    least, most = (np.array([getattr(f.steps.seconds, of)() for f in shown], float) for of in ("min", "max"))
-    rest = np.where(median - bars.sum(axis=1) > 0.01 * median, median - bars.sum(axis=1), 0.0)
-    longest, rows, left = np.nanmax(most), np.arange(len(shown)), np.zeros(len(shown))
-    figure, axes = _figure(1.15 + 0.42 * len(shown), "Step time by phase")
-    for phase, strength in PHASES.items():
-        tints = [(one, strength) for one in colour]
-        axes.barh(rows, bars[phase], left=left, height=0.62, color=tints, linewidth=0)
-        axes.barh(0, 0, color=str(1 - 0.67 * strength), label=phase)
-        left = left + bars[phase].to_numpy()
-    axes.barh(rows, rest, left=left, height=0.62, color="#DDDDDD", linewidth=0)
-    axes.hlines(rows, least, most, color=INK, linewidth=0.8)
+    bars = pd.DataFrame([f.steps[[f"{phase}_s" for phase in PHASES]].median() for f in shown]).fillna(0.0)
+    bars.columns = list(PHASES)
+    seconds = pd.DataFrame([f.steps.seconds.agg(["median", "min", "max"]) for f in shown], dtype=float)
+    rest = seconds["median"].to_numpy() - bars.sum(axis=1)
+    if (rest > 0.01 * seconds["median"].to_numpy()).any():
+        bars["other"] = rest.clip(lower=0.0).fillna(0.0)
+    bound_s, rows = np.array([f.bound_s for f in shown]), np.arange(len(shown))
+    figure, axes = _bars(bars, [f.configuration.label for f in shown], "Step time by phase", {**PHASES, "other": FAINT})
+    axes.hlines(rows, seconds["min"], seconds["max"], color=INK, linewidth=0.8)
     if np.isfinite(bound_s).any():
         axes.vlines(bound_s, rows - 0.42, rows + 0.42, color=INK, linewidth=2.2)
         axes.plot([], [], color=INK, linestyle="none", marker="|", markersize=11, markeredgewidth=2.2, label="bound")
+    ends = np.nanmax([seconds["max"], bars.sum(axis=1), bound_s], axis=0)
     for row, f in enumerate(shown):
-        end = np.nanmax([most[row], left[row], bound_s[row], 0.0])
         note = f"{number(f.median_s)} s" + (f"   {f.bound_fraction:.2f} of bound" if f.bound_fraction > 0 else "")
         if f.failure:
             note = f.failure.outcome.value.replace("_", " ")
-        axes.text(end + 0.012 * longest, row, note, va="center", color=FAINT if f.failure else INK)
-    axes.set_xlim(0, 1.35 * np.nanmax([longest, *bound_s]))
-    axes.set_xlabel("seconds per step")
+        axes.text(ends[row] + 0.012 * ends.max(), row, note, va="center", color=FAINT if f.failure else INK)
+    axes.set(xlim=(0, 1.35 * ends.max()), xlabel="seconds per step")
     axes.grid(axis="x")
-    _name_rows(axes, [f.configuration.label for f in shown])
+    axes.legend(**LEGEND)
     return figure
 
 
@@ -252,15 +242,12 @@ def access_classes(benchmark: Benchmark) -> Figure | None:
     counts = counts[counts.sum(axis=1) > 0]
     if counts.empty:
         return None
-    figure, axes = _figure(1.15 + 0.42 * len(counts), "Where TenCache found the weights")
     shares = 100 * counts.div(counts.sum(axis=1), axis=0).fillna(0.0)
-    shares.plot.barh(
-        ax=axes, stacked=True, width=0.62, color=[ACCESS_COLOURS.get(c, FAINT) for c in shares], linewidth=0
-    )
+    figure, axes = _bars(shares, list(shares.index), "Where TenCache found the weights", ACCESS_COLOURS)
     for bars in axes.containers:
         axes.bar_label(bars, fmt=lambda share: f"{share:.0f} %" if share >= 4 else "", label_type="center", fontsize=8)
     axes.set(xlim=(0, 100), xlabel="% of weight accesses")
-    _name_rows(axes, list(counts.index))
+    axes.legend(**LEGEND)
     return figure
 
 
@@ -270,12 +257,15 @@ def _figure(height_in: float, title: str, **options: Any) -> tuple[Figure, Any]:
     return figure, figure.subplots(**options)
 
 
-def _name_rows(axes: Any, labels: list[str]) -> None:
-    """Labels of horizontal bars, the first at the top, and the legend above them."""
+def _bars(widths: pd.DataFrame, labels: list[str], title: str, colours: dict[str, str]) -> tuple[Figure, Any]:
+    """Stacked horizontal bars, a row for each label, the first at the top."""
+    figure, axes = _figure(1.15 + 0.42 * len(widths), title)
+    colour = [colours.get(part, FAINT) for part in widths]
+    widths.plot.barh(ax=axes, stacked=True, width=0.62, color=colour, linewidth=0, legend=False)
     axes.set_yticks(range(len(labels)), [textwrap.fill(label, LABEL_CHARACTERS) for label in labels])
     axes.set_ylim(len(labels) - 0.45, -0.55)
     axes.tick_params(axis="y", length=0)
-    axes.legend(**LEGEND)
+    return figure, axes
 
 
 def _moved(run: Run) -> bool:

@@ -291,9 +291,9 @@ def test_different_losses_are_grouped_and_located():
             run("tencache", [], 0, steps=[*same, step(10.0)]),
         ],
     )
-    compared = compare_losses(list(all_figures(example).values()))
-    assert compared.steps == 3
-    assert [group.rounds for group in compared.groups] == [
+    n_steps, groups = compare_losses(all_figures(example).values())
+    assert n_steps == 3
+    assert [group.rounds for group in groups] == [
         {"nvme-nvme": [0], "b": [0], "tencache": [0]},
         {"nvme-nvme": [1]},
     ]
