@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import adjustText
-import matplotlib
+import matplotlib.style
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..record import Benchmark, Run
 from .figures import HOST_USED, PEAK_RSS, Figures, all_figures
@@ -44,59 +43,28 @@ LEGEND: dict[str, Any] = {
 MAX_BINS = 300
 """Points of a storage curve: more than that cannot be told apart."""
 
-STYLE: Any = {
-    "axes.axisbelow": True, "axes.edgecolor": FAINT, "axes.labelcolor": INK, "axes.labelsize": 8.5,
-    "axes.spines.right": False, "axes.spines.top": False, "axes.titlesize": 8.5, "figure.titlesize": 11,
-    "figure.titleweight": "bold", "font.size": 8, "grid.color": "#E6E6E6", "legend.fontsize": 8,
-    "legend.frameon": False, "text.color": INK, "xtick.color": FAINT, "xtick.labelcolor": INK, "xtick.labelsize": 8,
-    "ytick.color": FAINT, "ytick.labelcolor": INK, "ytick.labelsize": 8,
-}  # fmt: skip
+STYLE: Any = ["seaborn-v0_8-whitegrid", {
+    "axes.edgecolor": FAINT, "axes.spines.right": False, "axes.spines.top": False, "figure.titleweight": "bold",
+    "font.size": 8, "axes.labelsize": 8.5, "axes.titlesize": 8.5, "figure.titlesize": 11, "legend.fontsize": 8,
+    "xtick.labelsize": 8, "ytick.labelsize": 8, "text.color": INK, "axes.labelcolor": INK,
+}]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A plot that was written."""
-
-    path: Path  # the PNG
-    title: str  # what it shows, for those who do not see it
-    caption: str  # how to read it
-    width_px: int = round(WIDTH_IN * 100)  # width at which its text has the size of the page's
-
-
-def write_plots(benchmark: Benchmark, folder: Path, name: str) -> list[Plot]:
-    """Draws every plot that has something to show, as ``<folder>/<name>_<plot>.png``.
+def write_plots(benchmark: Benchmark, folder: Path, name: str) -> list[str]:
+    """Draws every plot that has something to show, as ``<folder>/<name>_<plot>.png``; returns the names of plots.
 
     Raises:
         OSError: the folder cannot be written.
     """
+    plots = {"step_time": step_time, "frontier": frontier, "storage": storage_bandwidth, "accesses": access_classes}
     written = []
-    for stem, draw, title, caption in (
-        (
-            "step_time", step_time, "Step time by phase",
-            "Medians of the measured steps; the thin line goes from the fastest to the slowest step, the black mark is "
-            "the bound: the shortest step possible on this machine with this placement.",
-        ),
-        (
-            "frontier", frontier, "Step time against host memory",
-            f"{memory_sources(benchmark)} Down and to the left is better. A hollow mark has different semantics.",
-        ),
-        (
-            "storage", storage_bandwidth, "Storage bandwidth over time",
-            "Measured steps of the last run of each configuration on rank 0: reads up, writes down, the grey line is "
-            "both together, to be compared with the dashed line: what the probe reached reading and writing together. "
-            "Dotted lines are the ends of steps.",
-        ),
-        (
-            "accesses", access_classes, "Where TenCache found the weights",
-            "Share of the weight accesses on rank 0; late and demand accesses are those that the training waits for.",
-        ),
-    ):  # fmt: skip
-        with matplotlib.rc_context(STYLE):
+    with matplotlib.style.context(STYLE):
+        for plot, draw in plots.items():
             figure = draw(benchmark)
             if figure is not None:
-                path = folder / f"{name}_{stem}.png"
-                figure.savefig(path, dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
-                written.append(Plot(path, title, caption))
+                file = folder / f"{name}_{plot}.png"
+                figure.savefig(file, dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
+                written.append(plot)
     return written
 
 
@@ -145,7 +113,7 @@ def step_time(benchmark: Benchmark) -> Figure | None:
             note = f.failure.outcome.value.replace("_", " ")
         axes.text(ends[row] + 0.012 * ends.max(), row, note, va="center", color=FAINT if f.failure else INK)
     axes.set(xlim=(0, 1.35 * ends.max()), xlabel="seconds per step")
-    axes.grid(axis="x")
+    axes.grid(visible=False, axis="y")
     axes.legend(**LEGEND)
     return figure
 
@@ -153,51 +121,46 @@ def step_time(benchmark: Benchmark) -> Figure | None:
 def frontier(benchmark: Benchmark) -> Figure | None:
     """Step time against peak host memory; None when no configuration has both."""
     figures = all_figures(benchmark)
-    shown = [f for f in figures.values() if f.measured and f.training_peak and f.training_peak.nbytes]
-    if not shown:
+    peaks = {f: f.training_peak.nbytes / GIB for f in figures.values() if f.measured and f.training_peak}
+    peaks = {f: memory for f, memory in peaks.items() if memory}
+    if not peaks:
         return None
-    colour = colours(figures)
-    points = pd.DataFrame(
-        [(f.training_peak.nbytes / GIB, f.median_s, f.bound_s, f.is_ours) for f in shown if f.training_peak],
-        columns=["memory", "seconds", "bound", "ours"],
-    )
+    rows = [(memory, f.median_s, f.bound_s, f.is_ours) for f, memory in peaks.items()]
+    points = pd.DataFrame(rows, columns=["memory", "seconds", "bound", "ours"])
     line = points[points.ours].sort_values("memory")
     bounded = line.dropna()
     figure, axes = _figure(4.6, "Step time against host memory")
-    avoided = points[["memory", "seconds"]]
     if len(line) > 1:
         axes.plot(line.memory, line.seconds, color=OURS[0], linewidth=1.6, label="TenCache")
-        along = np.linspace(line.memory.min(), line.memory.max(), 60)
-        on_line = {"memory": along, "seconds": np.interp(along, line.memory, line.seconds)}
-        avoided = pd.concat([avoided, pd.DataFrame(on_line)])
     if not bounded.empty:
         axes.plot(bounded.memory, bounded.bound, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), marker="_",
                   markersize=9, markeredgewidth=1.6, label="bound of each TenCache point")  # fmt: skip
-    for f, point in zip(shown, points.itertuples(), strict=True):
+    for f, memory in peaks.items():
+        colour = colours(figures)[f.name]
         axes.plot(
-            point.memory, point.seconds, linestyle="none", marker="o" if f.is_ours else "s", markersize=7,
-            color=colour[f.name], markerfacecolor="white" if f.configuration.semantics else colour[f.name],
-            markeredgewidth=1.5, zorder=3,
+            memory, f.median_s, linestyle="none", marker="o" if f.is_ours else "s", markersize=7, color=colour,
+            markerfacecolor="white" if f.configuration.semantics else colour, markeredgewidth=1.5, zorder=3,
         )  # fmt: skip
     times = pd.concat([points.seconds, bounded.bound])
     if times.max() > 10 * times.min() > 0:
         axes.set(yscale="log", ylim=(times.min() / 1.6, times.max() * 1.6))
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(0, 1.15 * times.max())
     axes.set(
         xlim=(0, 1.12 * points.memory.max()), xlabel="peak host memory while training, GiB", ylabel="seconds per step"
     )
-    axes.grid()
     if len(line) > 1 or not bounded.empty:
         axes.legend(**LEGEND)
-    labels = [textwrap.fill(f.configuration.label, LABEL_CHARACTERS) for f in shown]
-    names = list(map(axes.text, points.memory, points.seconds, labels))
+    names = [
+        axes.text(memory, f.median_s, textwrap.fill(f.configuration.label, LABEL_CHARACTERS))
+        for f, memory in peaks.items()
+    ]
     figure.draw_without_rendering()  # the layout moves the axes: before it pixels mean nothing
     adjustText.adjust_text(
-        names, x=avoided.memory.to_numpy(), y=avoided.seconds.to_numpy(), ax=axes, expand=(1.2, 1.8),
+        names, x=points.memory.to_numpy(), y=points.seconds.to_numpy(), ax=axes, expand=(1.2, 1.8),
         ensure_inside_axes=True, arrowprops={"arrowstyle": "-", "color": FAINT, "lw": 0.6},
     )  # fmt: skip
     return figure
@@ -226,7 +189,6 @@ def storage_bandwidth(benchmark: Benchmark) -> Figure | None:
         axes.axhline(0, color=INK, linewidth=0.6)
         axes.set_title(f.configuration.label, loc="left", pad=3)
         axes.set_xlim(0, edges[-1])
-        axes.grid(axis="y")
         axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     axes.set_xlabel("seconds since the first measured step")
     figure.supylabel("write   GB/s   read", fontsize=8.5)
@@ -244,6 +206,7 @@ def access_classes(benchmark: Benchmark) -> Figure | None:
         return None
     shares = 100 * counts.div(counts.sum(axis=1), axis=0).fillna(0.0)
     figure, axes = _bars(shares, list(shares.index), "Where TenCache found the weights", ACCESS_COLOURS)
+    axes.grid(visible=False)
     for bars in axes.containers:
         axes.bar_label(bars, fmt=lambda share: f"{share:.0f} %" if share >= 4 else "", label_type="center", fontsize=8)
     axes.set(xlim=(0, 100), xlabel="% of weight accesses")

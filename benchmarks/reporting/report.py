@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pandas as pd
@@ -17,7 +18,7 @@ import pandas as pd
 from ..record import Benchmark, Outcome
 from . import text
 from .figures import Figures, Tier, all_figures, compare_losses
-from .plots import Plot, write_plots
+from .plots import memory_sources, write_plots
 
 MAX_ANSWERS = 6
 """TenCache configurations with a sentence of their own at the top; the rest is in the table."""
@@ -76,14 +77,12 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     plots = write_plots(benchmark, folder, name)
     page = folder / f"{name}.md"
-    page.write_text(render(benchmark, plots, baseline=baseline, repeat=repeat))
+    page.write_text(render(benchmark, name=name, plots=plots, baseline=baseline, repeat=repeat))
     return page
 
 
-def render(
-    benchmark: Benchmark, plots: Sequence[Plot] = (), *, baseline: str | None = None, repeat: Benchmark | None = None
-) -> str:
-    """The page as text; ``plots`` lie beside it."""
+def render(benchmark: Benchmark, *, baseline: str | None = None, repeat: Benchmark | None = None, **plots: Any) -> str:
+    """The page as text; ``plots`` are the ``name`` of the page and the ``plots`` beside it, if there are any."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
@@ -91,7 +90,8 @@ def render(
     templates.filters |= text.FILTERS
     return templates.get_template("report.md.j2").render(
         page=Page(benchmark, baseline, repeat), benchmark=benchmark, hardware=benchmark.hardware,
-        workload=benchmark.workload, repeat=repeat, plots=plots, REPEATABLE=REPEATABLE,
+        workload=benchmark.workload, repeat=repeat,
+        memory_sources=memory_sources(benchmark), REPEATABLE=REPEATABLE, **({"plots": ()} | plots),
     )  # fmt: skip
 
 
