@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -40,8 +39,7 @@ class Peak(NamedTuple):
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
+class Ratio(NamedTuple):
     """How much faster than its baseline a configuration is."""
 
     of_medians: float  # ratio of the medians over all measured steps
@@ -50,132 +48,45 @@ class Ratio:
 
 
 class Figures:
-    """One configuration of a benchmark.
-
-    Attributes:
-        name: of the configuration.
-        label: for Markdown.
-        started: all of its runs.
-        runs: those that ended well.
-        steps: a line for each measured step of these, with the fields of :class:`..record.Step` and ``round``.
-    """
+    """One configuration of a benchmark, with everything that was found of it."""
 
     def __init__(self, benchmark: Benchmark, configuration: Configuration) -> None:
         self.configuration = configuration
-        self.name, self.label = configuration.name, plain(configuration.label)
-        self.started = [run for run in benchmark.runs if run.configuration == self.name]
-        self.runs = benchmark.runs_of(self.name)
-        self.failure = benchmark.failure_of(self.name)
+        self.name, self.label = configuration.name, plain(configuration.label)  # the label is for Markdown
+        # Whether it is TenCache: of the peer "tencache" or a variant of it, such as "tencache-ram".
+        self.is_ours = configuration.peer.partition("-")[0] == "tencache"
         self.trials = [run for run in benchmark.tuning if run.configuration == self.name]
-        self.limit = benchmark.limits.get(self.name)
-        self.bound_s = benchmark.bounds_s.get(self.name, np.nan)
-        self.balance_tokens = benchmark.balance_tokens.get(self.name)
-        self._placement = benchmark.placements.get(self.name)
-        self._on_tmpfs = benchmark.on_tmpfs
+        self.started = [run for run in benchmark.runs if run.configuration == self.name]
+        self.runs = benchmark.runs_of(self.name)  # those that ended well
+        self.failure = benchmark.failure_of(self.name)
+        # A line for each measured step of these.
         steps = [step.model_dump() | {"round": run.round} for run in self.runs for step in run.measured]
         self.steps = pd.DataFrame(steps, columns=[*Step.model_fields, "round"])
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is TenCache: of the peer "tencache" or a variant of it, such as "tencache-ram"."""
-        return self.configuration.peer.partition("-")[0] == "tencache"
-
-    @property
-    def measured(self) -> bool:
-        """Whether it has a measured step."""
-        return not self.steps.empty
-
-    @property
-    def median_s(self) -> float:
-        """Median seconds of a measured step."""
-        return float(self.steps.seconds.median())
-
-    @property
-    def bound_fraction(self) -> float:
-        """The shortest possible step over the median step."""
-        return self.bound_s / self.median_s if self.measured and self.median_s else np.nan
-
-    @cached_property
-    def per_run(self) -> pd.DataFrame:
-        """A line for each run that ended well: its start, memory, energy and bytes on disk of a step, and profile."""
-        of_steps = ["gpu_energy_j", "cpu_energy_j", "disk_write_nbytes"]
-        of_run = ["numel", "model_s", "initialize_s", *of_steps]
-        rows = [
-            {key: getattr(run, key) for key in of_run}
-            | {key: value for part in (run.memory, run.device_profile) if part for key, value in part}
-            for run in self.runs
-        ]
-        columns = [*of_run, *Memory.model_fields, *DeviceProfile.model_fields]
-        frame = pd.DataFrame(rows, columns=columns).astype(float)
-        frame[of_steps] = frame[of_steps].div([len(run.measured) or np.nan for run in self.runs], axis=0)
-        frame["pinned_nbytes"] = frame.locked_nbytes + frame.torch_pinned_nbytes + frame.registered_nbytes
-        for part in ("h2d", "d2h", "kernel"):
-            frame[f"{part}_busy"] = frame[f"{part}_busy_s"] / frame.seconds.replace(0, np.nan)
-        return frame
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        """TenCache's statistics at the end of the last run that recorded some; else empty."""
-        return next((run.tencache_stats for run in reversed(self.runs) if run.tencache_stats), {})
-
-    def total(self, kind: str) -> pd.Series:
-        """TenCache's own counts of a kind (``tencache_ds.observability.counters``) by name, summed over the runs."""
-        totals = [run.tencache_stats["total"].get(kind, {}) for run in self.runs if run.tencache_stats]
-        return pd.DataFrame(value if isinstance(value, dict) else {kind: value} for value in totals).sum()
-
-    def per_step(self, kind: str) -> pd.Series:
-        """The same for each step of these runs, warm-up included."""
-        return self.total(kind) / (self.total("step").sum() or np.nan)
-
-    @cached_property
-    def tier(self) -> Tier | None:
-        """The lowest tier it may use; None when neither its placement nor its DeepSpeed config says.
-
-        Of TenCache the config counts: ``offload_*.device`` is what it may use, whatever it then puts there. Of a peer
-        the placement: not every peer reads DeepSpeed's offload section.
-        """
-        configured = (_tier_of_config(run.deepspeed_config) for run in self.started)
-        tiers = [*filter(None, configured), _tier_of_placement(self._placement)]
-        return next(filter(None, tiers if self.is_ours else reversed(tiers)), None)
-
-    @cached_property
-    def training_peak(self) -> Peak | None:
-        """Most host memory while it trains: the larger of the steady RSS and what the host had in use.
-
-        On tmpfs only the RSS: the files there, which stand for a drive's, are host memory in use.
-        """
+        self.measured = not self.steps.empty
+        self.median_s = float(self.steps.seconds.median())  # seconds of a step
+        self.per_run = _per_run(self.runs)
+        self.bound_s = benchmark.bounds_s.get(self.name, np.nan)  # the shortest possible step
+        self.bound_fraction = self.bound_s / (self.median_s or np.nan)
+        self.limit = benchmark.limits.get(self.name)
+        self.balance_tokens = benchmark.balance_tokens.get(self.name)
+        self.tier = self._lowest_tier(benchmark.placements.get(self.name))
+        # TenCache's statistics at the end of the last run that recorded some, and where it kept what.
+        self.stats = next((run.tencache_stats for run in reversed(self.runs) if run.tencache_stats), {})
+        self.kept_nbytes = [self.stats.get(f"{place}_nbytes") for place in PLACES]
+        # Most host memory while it trains: the larger of the steady RSS and what the host had in use. On tmpfs only the
+        # RSS: the files there, which stand for a drive's, are host memory in use.
         peaks = [Peak(run.memory.peak_rss_steady_nbytes, PEAK_RSS) for run in self.runs if run.memory]
-        if not self._on_tmpfs:
+        if not benchmark.on_tmpfs:
             peaks += [Peak(nbytes, HOST_USED) for nbytes in self.steps.host_used_nbytes]
-        return max(peaks, default=None, key=lambda peak: peak.nbytes)
-
-    @property
-    def kept_nbytes(self) -> list[int | None]:
-        """Where TenCache kept what at the end (:data:`PLACES`); None for what its statistics do not mention."""
-        return [self.stats.get(f"{place}_nbytes") for place in PLACES]
-
-    @property
-    def caps(self) -> Caps:
-        """Of the last run."""
-        return self.started[-1].caps if self.started else Caps()
-
-    @property
-    def capped(self) -> bool:
-        """Whether there was a cap."""
-        return bool(self.caps.host_nbytes or self.caps.gpu_nbytes)
-
-    @cached_property
-    def host_peak(self) -> Peak | None:
-        """Most host memory at any time, the start and failed runs included: what a cap is compared with."""
+        self.training_peak = max(peaks, default=None)
+        # Caps, and what they are compared with: the most at any time, the start and failed runs included.
+        self.caps = self.started[-1].caps if self.started else Caps()
+        self.capped = bool(self.caps.host_nbytes or self.caps.gpu_nbytes)
         memories = [run.memory for run in self.started if run.memory]
         peaks = [Peak(max(m.peak_rss_start_nbytes, m.peak_rss_steady_nbytes), PEAK_RSS) for m in memories]
         peaks += [Peak(step.host_used_nbytes, HOST_USED) for run in self.started for step in run.steps]
-        return max(peaks, default=None, key=lambda peak: peak.nbytes)
-
-    @property
-    def gpu_peak_nbytes(self) -> int | None:
-        """Most GPU memory, failed runs included; None if it was not recorded."""
-        return max((run.memory.gpu_peak_nbytes for run in self.started if run.memory), default=None)
+        self.host_peak = max(peaks, default=None)
+        self.gpu_peak_nbytes = max((memory.gpu_peak_nbytes for memory in memories), default=None)
 
     @property
     def excesses(self) -> list[str]:
@@ -187,6 +98,31 @@ class Figures:
             for of, (peak, cap) in peaks.items()
             if peak and cap and peak > cap
         ]
+
+    def total(self, kind: str) -> pd.Series:
+        """TenCache's own counts of a kind (``tencache_ds.observability.counters``) by name, summed over the runs."""
+        totals = [run.tencache_stats["total"].get(kind, {}) for run in self.runs if run.tencache_stats]
+        return pd.DataFrame(value if isinstance(value, dict) else {kind: value} for value in totals).sum()
+
+    def per_step(self, kind: str) -> pd.Series:
+        """The same for each step of these runs, warm-up included."""
+        return self.total(kind) / (self.total("step").sum() or np.nan)
+
+    def _lowest_tier(self, placed: Placement | None) -> Tier | None:
+        """The lowest tier it may use; None when neither its placement nor its DeepSpeed config says.
+
+        Of TenCache the config counts: ``offload_*.device`` is what it may use, whatever it then puts there. Of a peer
+        the placement: not every peer reads DeepSpeed's offload section.
+        """
+        zeros = [run.deepspeed_config["zero_optimization"] for run in self.started if run.deepspeed_config]
+        if zeros and (self.is_ours or placed is None):
+            devices = {(zeros[0].get(key) or {}).get("device") for key in ("offload_param", "offload_optimizer")}
+            return Tier.nvme if "nvme" in devices else Tier.ram if "cpu" in devices else Tier.gpu
+        if placed is None:
+            return None
+        if placed.weights_nvme > 0 or placed.optimizer_nvme > 0:
+            return Tier.nvme
+        return Tier.gpu if placed.weights_gpu >= 1 and placed.optimizer_gpu >= 1 else Tier.ram
 
     def speed_over(self, baseline: Figures) -> Ratio | None:
         """How much faster than ``baseline`` it is; None when one of them has no measured step."""
@@ -201,20 +137,22 @@ def all_figures(benchmark: Benchmark) -> dict[str, Figures]:
     return {configuration.name: Figures(benchmark, configuration) for configuration in benchmark.configurations}
 
 
-def _tier_of_config(config: dict[str, Any]) -> Tier | None:
-    zero = config.get("zero_optimization")
-    if not isinstance(zero, dict):
-        return None
-    devices = {(zero.get(key) or {}).get("device") for key in ("offload_param", "offload_optimizer")}
-    return Tier.nvme if "nvme" in devices else Tier.ram if "cpu" in devices else Tier.gpu
-
-
-def _tier_of_placement(placed: Placement | None) -> Tier | None:
-    if placed is None:
-        return None
-    if placed.weights_nvme > 0 or placed.optimizer_nvme > 0:
-        return Tier.nvme
-    return Tier.gpu if placed.weights_gpu >= 1 and placed.optimizer_gpu >= 1 else Tier.ram
+def _per_run(runs: list[Run]) -> pd.DataFrame:
+    """A line for each run: its start, memory and profile, and energy and bytes on disk of one of its steps."""
+    of_steps = ["gpu_energy_j", "cpu_energy_j", "disk_write_nbytes"]
+    of_run = ["numel", "model_s", "initialize_s", *of_steps]
+    rows = [
+        {key: getattr(run, key) for key in of_run}
+        | {key: value for part in (run.memory, run.device_profile) if part for key, value in part}
+        for run in runs
+    ]
+    columns = [*of_run, *Memory.model_fields, *DeviceProfile.model_fields]
+    frame = pd.DataFrame(rows, columns=columns).astype(float)
+    frame[of_steps] = frame[of_steps].div([len(run.measured) or np.nan for run in runs], axis=0)
+    frame["pinned_nbytes"] = frame.locked_nbytes + frame.torch_pinned_nbytes + frame.registered_nbytes
+    for part in ("h2d", "d2h", "kernel"):
+        frame[f"{part}_busy"] = frame[f"{part}_busy_s"] / frame.seconds.replace(0, np.nan)
+    return frame
 
 
 @dataclass(frozen=True, slots=True)
