@@ -8,7 +8,6 @@ figure that was not measured is NaN.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -22,6 +21,9 @@ PEAK_RSS = "peak RSS"
 HOST_USED = "host memory in use"
 PLACES = ("gpu_weight", "gpu_gradient", "gpu_state", "resident_weight", "resident_state", "stored")
 """Where TenCache keeps what, as its statistics name it."""
+
+Losses = tuple[tuple[str, ...], ...]
+"""Of each micro-step of each step: exact hexadecimal floats."""
 
 
 class Tier(StrEnum):
@@ -155,44 +157,17 @@ def _per_run(runs: list[Run]) -> pd.DataFrame:
     return frame
 
 
-@dataclass(frozen=True, slots=True)
-class LossGroup:
-    """Runs whose losses are identical bit for bit."""
-
-    rounds: dict[str, list[int]]  # rounds of each configuration's runs in the group, by the configuration's name
-    # step and micro-step, from 1, of the first difference from the first group; None for that group itself
-    first: tuple[int, int] | None = None
-    there: float = 0.0  # size of that difference, as a fraction of the reference; not finite where a loss is not
-    largest: float = 0.0  # the largest in any step
-
-
-def compare_losses(figures: Iterable[Figures]) -> tuple[int, list[LossGroup]]:
-    """Groups the runs that ended well by their losses, compared exactly over the steps that all of them have.
+def group_by_losses(figures: Iterable[Figures]) -> tuple[int, dict[Losses, list[Run]]]:
+    """The runs that ended well, by their losses, exactly, in the steps that all of them have.
 
     Returns:
-        How many steps were compared, warm-up steps included, and the groups. That of the first configuration with the
-        usual semantics comes first, and is the reference of the others.
+        How many steps these are, warm-up steps included, and the runs with the same losses. The group of the first
+        configuration with the usual semantics comes first.
     """
     # Sorting is stable: the usual semantics first, then the order of the configurations.
-    runs: list[Run] = [run for f in sorted(figures, key=lambda f: bool(f.configuration.semantics)) for run in f.runs]
-    runs = [run for run in runs if run.steps and all(step.losses for step in run.steps)]
+    runs = [run for f in sorted(figures, key=lambda f: bool(f.configuration.semantics)) for run in f.runs if run.steps]
     n_steps = min((len(run.steps) for run in runs), default=0)
-    members: dict[tuple[tuple[str, ...], ...], dict[str, list[int]]] = {}
+    groups: dict[Losses, list[Run]] = {}
     for run in runs:
-        losses = tuple(tuple(step.losses) for step in run.steps[:n_steps])
-        members.setdefault(losses, {}).setdefault(run.configuration, []).append(run.round)
-    reference = np.array(next(iter(members), ()))
-    groups = []
-    for losses, rounds in members.items():
-        differ = reference != np.array(losses)  # hexadecimal floats of shape (steps, micro-steps)
-        if not differ.any():
-            groups.append(LossGroup(rounds))
-            continue
-        expected, found = (
-            np.array([float.fromhex(loss) for loss in texts[differ]]) for texts in (reference, np.array(losses))
-        )
-        with np.errstate(divide="ignore", invalid="ignore"):
-            relative = np.abs(found - expected) / np.abs(expected)
-        step, micro_step = np.argwhere(differ)[0] + 1
-        groups.append(LossGroup(rounds, (int(step), int(micro_step)), float(relative[0]), float(relative.max())))
+        groups.setdefault(tuple(tuple(step.losses) for step in run.steps[:n_steps]), []).append(run)
     return n_steps, groups

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 import pandas as pd
 
 from ..record import Benchmark, Outcome
 from . import text
-from .figures import Figures, Tier, all_figures, compare_losses
+from .figures import Figures, Tier, all_figures, group_by_losses
 from .plots import memory_sources, write_plots
 
 MAX_ANSWERS = 6
@@ -104,15 +105,11 @@ class Page:
         self.baseline = self.figures[baseline] if baseline is not None else None
         # The fastest configuration of each tier that is not TenCache's and trains with the same semantics.
         peers = [f for f in self.figures.values() if not f.is_ours and not f.configuration.semantics and f.measured]
-        fastest_first = sorted(peers, key=lambda f: f.median_s)
-        self.best_peers = {
-            tier: next(f for f in fastest_first if f.tier is tier)
-            for tier in Tier
-            if any(f.tier is tier for f in peers)
-        }
+        by_tier = {tier: [f for f in peers if f.tier is tier] for tier in Tier}
+        self.best_peers = {tier: min(fs, key=lambda f: f.median_s) for tier, fs in by_tier.items() if fs}
         self.peers = [f"{f.label} ({tier})" for tier, f in self.best_peers.items()]
         self.in_turns = any(step.turn for run in benchmark.runs for step in run.steps)
-        self.n_loss_steps, self.loss_groups = compare_losses(self.figures.values())
+        self.n_loss_steps, self.loss_groups = group_by_losses(self.figures.values())
         self.counted = [f for f in self.figures.values() if f.stats]
         energy = [f.per_run[["gpu_energy_j", "cpu_energy_j"]] for f in self.figures.values()]
         self.energy_known = any(frame.notna().any(axis=None) for frame in energy)
@@ -153,7 +150,7 @@ class Page:
         for outcome, verb in VERBS.items():
             if labels := [f.label for f, run in failures if run.outcome is outcome and not f.is_ours]:
                 sentences.append(f"{text.joined(labels)} {verb}: see the table.")
-        n_runs = sum(len(rounds) for group in self.loss_groups for rounds in group.rounds.values())
+        n_runs = sum(map(len, self.loss_groups.values()))
         if len(self.loss_groups) > 1:
             sentences.append(f"**Losses differ**: {len(self.loss_groups)} groups of runs, see [Losses](#losses).")
         elif n_runs > 1:
@@ -244,20 +241,26 @@ class Page:
         return [f"{label}: {float(f'{count:.2g}'):,.0f}" for label, count in tokens.items()], slower
 
     def losses(self) -> list[tuple[list[str], list[str]]]:
-        """The members of each group of losses, and its row."""
+        """The members of each group of losses, and its row: how it differs from the first one."""
         rows: list[tuple[list[str], list[str]]] = []
-        for group in self.loss_groups:
+        reference = np.array(next(iter(self.loss_groups), ()))
+        for losses, runs in self.loss_groups.items():
             members = []
-            for name, rounds in group.rounds.items():
-                some = f" (round{'s' if len(rounds) > 1 else ''} {text.joined([str(index + 1) for index in rounds])})"
+            for name in dict.fromkeys(run.configuration for run in runs):
+                rounds = [str(run.round + 1) for run in runs if run.configuration == name]
+                some = f" (round{'s' if len(rounds) > 1 else ''} {text.joined(rounds)})"
                 members.append(self.figures[name].label + (some if len(rounds) < len(self.figures[name].runs) else ""))
-            letter = string.ascii_uppercase[len(rows) % 26] * (1 + len(rows) // 26)
+            differ = reference != np.array(losses)
             cells = ["the reference", text.MISSING, text.MISSING]
-            if group.first is not None:
-                sizes = (
-                    f"{size:.1e}" if math.isfinite(size) else "not finite" for size in (group.there, group.largest)
-                )
-                cells = [f"step {group.first[0]}, micro-step {group.first[1]}", *sizes]
+            if differ.any():
+                pairs = zip(reference[differ], np.array(losses)[differ], strict=True)
+                before, found = np.array([[float.fromhex(loss) for loss in pair] for pair in pairs]).T
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    relative = np.abs(found - before) / np.abs(before)
+                step, micro_step = np.argwhere(differ)[0] + 1
+                sizes = (f"{size:.1e}" if np.isfinite(size) else "not finite" for size in (relative[0], relative.max()))
+                cells = [f"step {step}, micro-step {micro_step}", *sizes]
+            letter = string.ascii_uppercase[len(rows) % 26] * (1 + len(rows) // 26)
             rows.append((members, [f"{letter}: {', '.join(members)}", *cells]))
         return rows
 

@@ -16,7 +16,7 @@ from benchmarks.reporting.figures import (
     Ratio,
     Tier,
     all_figures,
-    compare_losses,
+    group_by_losses,
 )
 from benchmarks.reporting.report import render, write_report
 from benchmarks.reporting.text import gist, joined, number, plain, without_paths
@@ -291,11 +291,11 @@ def test_different_losses_are_grouped_and_located():
             run("tencache", [], 0, steps=[*same, step(10.0)]),
         ],
     )
-    n_steps, groups = compare_losses(all_figures(example).values())
+    n_steps, groups = group_by_losses(all_figures(example).values())
     assert n_steps == 3
-    assert [group.rounds for group in groups] == [
-        {"nvme-nvme": [0], "b": [0], "tencache": [0]},
-        {"nvme-nvme": [1]},
+    assert [[(run.configuration, run.round) for run in runs] for runs in groups.values()] == [
+        [("nvme-nvme", 0), ("b", 0), ("tencache", 0)],
+        [("nvme-nvme", 1)],
     ]
     page = render(example)
     assert "- **Losses differ**: 2 groups of runs" in top(page)
