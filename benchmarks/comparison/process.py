@@ -78,7 +78,8 @@ def execute(
     with contextlib.ExitStack() as stack:
         side_by_side = []
         for request in requests:
-            launched = stack.enter_context(_Launched(request, folder, host_limit, n_turns))
+            launched = _Launched(request, folder, host_limit, n_turns)
+            stack.callback(launched.end)
             launched.watch(on_progress, until_turn=0)
             side_by_side.append(launched)
         for turn in range(n_turns):
@@ -90,39 +91,33 @@ def execute(
 
 
 class _Launched:
-    """A running run, between entering and leaving; afterwards none of its processes is left in any case."""
+    """A running run, until :meth:`end`."""
 
     def __init__(self, request: Request, folder: Path, host_limit: HostLimit, n_turns: int) -> None:
         self._request = request
         self._host_limit = host_limit
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.configuration)
-        stem = f"{'trial' if request.round < 0 else 'run'}{abs(request.round):03d}_{name}"
-        self._task, self._result, self._log = (
-            folder / f"{stem}.{kind}" for kind in ("task.json", "result.json", "log")
-        )
-        self._n_turns = n_turns
-        self.turnstile = Turnstile(folder / f"{stem}.turns")
-        self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        stem = folder.resolve() / f"{'trial' if request.round < 0 else 'run'}{abs(request.round):03d}_{name}"
+        task, self._result, self._log = (Path(f"{stem}.{kind}") for kind in ("task.json", "result.json", "log"))
+        self.turnstile = Turnstile(Path(f"{stem}.turns"))
+        self.turnstile.prepare(os.getpid())
+        self._result.unlink(missing_ok=True)
+        given: dict[str, Any] = {"result": str(self._result), "host_nbytes": host_limit.nbytes}
+        if n_turns > 1:
+            given |= {"turns": n_turns, "gate": str(self.turnstile.folder)}
+        write_at_once(request.task.model_copy(update=given), task)
         self._used_s = 0.0
         self._timed_out = False
-
-    def __enter__(self) -> _Launched:
-        given: dict[str, Any] = {"result": str(self._result.resolve()), "host_nbytes": self._host_limit.nbytes}
-        self.turnstile.prepare(os.getpid())
-        if self._n_turns > 1:
-            given |= {"turns": self._n_turns, "gate": str(self.turnstile.folder.resolve())}
-        self._result.unlink(missing_ok=True)
-        write_at_once(self._request.task.model_copy(update=given), self._task)
+        self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         with self._log.open("wb") as log:
             # Its own session: the launcher's children must not outlive it and disturb the next run.
             self._process = subprocess.Popen(
-                self._host_limit.wrap(_command(self._request, self._task.resolve())),
+                host_limit.wrap(_command(request, task)), env=environment(), start_new_session=True,
                 stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=environment(), start_new_session=True,
             )  # fmt: skip
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Leaves none of its processes, in any case."""
         self._stop()
         shutil.rmtree(self.turnstile.folder, ignore_errors=True)
 
@@ -159,16 +154,11 @@ class _Launched:
 
     def _stop(self) -> None:
         """Ends every process of the session. Idempotent."""
-        if self._process.poll() is None:
-            self._signal(signal.SIGTERM)
+        for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_S)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
+                self._process.wait(patience_s)
 
 
 def last_error(log: str) -> str:
@@ -209,9 +199,6 @@ def environment() -> dict[str, str]:
 
 def describe_command(arguments: Sequence[str]) -> str:
     """The command that repeats a benchmark, without paths of this machine."""
-    words: list[str] = []
-    hide = False
-    for argument in arguments:
-        words.append("FOLDER" if hide else argument)
-        hide = argument in ("--nvme-path", "--out")
+    pairs = zip(["", *arguments], arguments, strict=False)
+    words = ["FOLDER" if option in ("--nvme-path", "--out") else word for option, word in pairs]
     return " ".join(["python -m benchmarks", *words])

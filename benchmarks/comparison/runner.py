@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,13 +78,13 @@ class Session:
         self._benchmark = self._resume() or self._begin()
         self._update()
         with (
-            self._scratch() as self._nvme_path,
+            self._scratch() as scratch,
             host_limit(self._options.host_nbytes) as self._limit,
             busy_cores(plan.workload.busy_cores),
             tqdm(total=plan.rounds * len(plan.entries), unit="run", dynamic_ncols=True) as self._bar,
         ):
             self._bar.update(len(self._benchmark.runs))
-            self._setting = self._describe_setting()
+            self._setting = self._describe_setting(scratch)
             for entry in plan.entries:
                 self._tune(entry)
             for index in range(plan.rounds):
@@ -124,11 +122,10 @@ class Session:
                 )
         if not self._options.retry_failed:
             return found
-        kept = {
-            which: [run for run in getattr(found, which) if run.outcome is not Outcome.failed]
-            for which in ("runs", "tuning")
-        }
-        return found.model_copy(update=kept)
+        runs, tuning = (
+            [run for run in runs if run.outcome is not Outcome.failed] for runs in (found.runs, found.tuning)
+        )
+        return found.model_copy(update={"runs": runs, "tuning": tuning})
 
     def _update(self, **fields: Any) -> None:
         self._benchmark = self._benchmark.model_copy(update=fields)
@@ -200,16 +197,16 @@ class Session:
             raise OutOfTime(f"the next run takes about {expected_s:.0f} s, which exceeds the time limit")
         names = ", ".join(entry.name for entry, _ in chosen)
         self._bar.set_description(f"{len(chosen)} in turns" if n_turns > 1 else names + " (trial)" * (index < 0))
-        requests = [self._request(entry, knobs, index) for entry, knobs in chosen]
         logs = self._options.out / "runs"
         logs.mkdir(exist_ok=True)
-        try:
+        with ExitStack() as folders:
+            requests = [
+                self._request(entry, knobs, index, folders.enter_context(_temporary("", self._setting.nvme_path)))
+                for entry, knobs in chosen
+            ]
             runs = execute(
                 requests, logs, n_turns=n_turns, host_limit=self._limit, on_progress=self._show_that_time_passes
             )
-        finally:
-            for request in requests:
-                shutil.rmtree(request.nvme_path, ignore_errors=True)
         for run, request in zip(runs, requests, strict=True):
             self._longest[run.configuration] = max(run.wall_s, self._longest.get(run.configuration, 0.0))
             described = {
@@ -219,15 +216,15 @@ class Session:
             }
             self._add(run.model_copy(update=described))
 
-    def _request(self, entry: Entry, knobs: dict[str, Any], index: int) -> Request:
+    def _request(self, entry: Entry, knobs: dict[str, Any], index: int, nvme_path: str) -> Request:
         trial, peer, plan = index < 0, PEERS[entry.peer], self._plan
-        own = replace(self._setting, nvme_path=tempfile.mkdtemp(dir=self._nvme_path))
+        own = replace(self._setting, nvme_path=nvme_path)
         task = Task(
             workload=plan.workload, deepspeed_config=peer.configure(own, knobs), zero_init=peer.zero_init,
             steps=plan.trial_steps if trial else plan.steps, warmup=1 if trial else plan.warmup,
             profile=self._options.profile and own.gpus > 0 and index == 0, gpu_nbytes=self._options.gpu_nbytes,
         )  # fmt: skip
-        return Request(entry.name, index, peer, task, self._options.timeout_s, knobs, own.nvme_path)
+        return Request(entry.name, index, peer, task, self._options.timeout_s, knobs, nvme_path)
 
     def _show_that_time_passes(self) -> None:
         if sys.stderr.isatty():  # in a file every refresh would be one more line
@@ -254,27 +251,26 @@ class Session:
 
     # Surroundings
 
-    def _describe_setting(self) -> Setting:
+    def _describe_setting(self, nvme_path: str) -> Setting:
         counts = census(self._plan.workload.model, self._plan.workload.sequence)
         hardware = self._benchmark.hardware
         return Setting(
-            workload=self._plan.workload, numel=counts.numel, largest=counts.largest, nvme_path=str(self._nvme_path),
+            workload=self._plan.workload, numel=counts.numel, largest=counts.largest, nvme_path=nvme_path,
             gpus=hardware.gpus, gpu_nbytes=self._options.gpu_nbytes or hardware.gpu_memory_nbytes or 0,
             host_nbytes=self._options.host_nbytes or self._machine.available_nbytes(),
         )  # fmt: skip
 
-    @contextmanager
-    def _scratch(self) -> Iterator[Path]:
+    def _scratch(self) -> tempfile.TemporaryDirectory[str]:
         """A folder of our own on the storage: stock removes its own folder there at every start."""
         try:
             self._options.nvme_path.mkdir(parents=True, exist_ok=True)
-            folder = Path(tempfile.mkdtemp(prefix="tencache-bench-", dir=self._options.nvme_path))
+            return _temporary("tencache-bench-", self._options.nvme_path)
         except OSError as error:
             raise ConfigError(f"--nvme-path {self._options.nvme_path} cannot be written: {error.strerror}") from error
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary(prefix: str, parent: Path | str) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
 
 
 def _without_path(value: Any, nvme_path: str) -> Any:
