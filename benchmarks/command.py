@@ -8,8 +8,9 @@ import itertools
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from tencache_ds.cli.arguments import at_least_one
 from tencache_ds.config import parse_size
@@ -18,7 +19,7 @@ from tencache_ds.errors import ConfigError
 from .comparison.machine import Machine
 from .comparison.peers import PEERS
 from .comparison.process import describe_command
-from .comparison.runner import RESULT_FILE, Options, OutOfTime, Session
+from .comparison.runner import RESULT_FILE, OutOfTime, Session
 from .comparison.suites import PAPER, SETS, Plan, paper, paper_models, parse_entries, smoke, workload_of
 from .record import Benchmark, Outcome
 from .workloads import SPECS
@@ -87,7 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     effort("--timeout", type=float, default=900.0, metavar="S", help="stop a run after this time")
     effort("--time-limit", type=float, metavar="S", help="start no run that would end later than this")
-    effort("--no-profile", action="store_true", help="skip the step under the profiler at the end of a run")
+    effort(
+        "--no-profile",
+        action="store_false",
+        dest="profile",
+        help="skip the step under the profiler at the end of a run",
+    )
     effort("--retry-failed", action="store_true", help="repeat runs that failed before")
     caps = parser.add_argument_group("caps, the same for all configurations").add_argument
     caps("--host-memory", type=_size, metavar="SIZE", help="host memory, such as 32GiB")
@@ -121,16 +127,11 @@ def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         print("error: --nvme-path FOLDER is required: a folder on the storage to measure", file=sys.stderr)
         return EXIT_USAGE
     machine, failed = Machine(), False
-    for plan, out in plans(arguments, machine):
-        options = Options(
-            out=out, nvme_path=arguments.nvme_path.resolve(), command=describe_command(argv),
-            host_nbytes=arguments.host_memory, gpu_nbytes=arguments.gpu_memory, timeout_s=arguments.timeout,
-            time_limit_s=arguments.time_limit, profile=not arguments.no_profile, retry_failed=arguments.retry_failed,
-        )  # fmt: skip
-        out.mkdir(parents=True, exist_ok=True)
-        benchmark = Session(plan, options, machine).run()
+    for plan in plans(arguments, machine):
+        plan.out.mkdir(parents=True, exist_ok=True)
+        benchmark = Session(replace(plan, command=describe_command(argv)), machine).run()
         failed |= any(run.outcome is Outcome.failed for run in benchmark.runs)
-        print(_report(out, arguments))
+        print(_report(plan.out, arguments))
     # A peer that fails is a row of the report; in the quick check nothing may fail.
     return EXIT_PROBLEM if arguments.smoke and failed else 0
 
@@ -143,32 +144,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(parser.parse_args(words), words)
 
 
-def plans(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, Path]]:
+def plans(arguments: argparse.Namespace, machine: Machine) -> list[Plan]:
     """The benchmarks that a command line asks for, each with its output folder.
 
     Raises:
         ValueError: something in it cannot be.
     """
     if arguments.smoke:
-        found = [(smoke(machine.gpus()), arguments.out)]
+        found = [replace(smoke(machine.gpus()), out=arguments.out)]
     elif arguments.paper:
-        found = [(paper(model, arguments.configurations or PAPER), arguments.out / model) for model in paper_models()]
+        entries = arguments.configurations or PAPER
+        found = [replace(paper(model, entries), out=arguments.out / model) for model in paper_models()]
     else:
         found = _chosen(arguments, machine)
-    effort = {key: getattr(arguments, key) for key in ("title", "rounds", "steps", "warmup", "turns", "max_trials")}
-    effort = {key: value for key, value in effort.items() if value is not None}
-    found = [(replace(plan, **effort), out) for plan, out in found]
-    for plan, _ in found:
+    # Most options have the name of what they say of the plan; each plan has its own folder already.
+    names = {field.name for field in fields(Plan)} - {"out"}
+    given: dict[str, Any] = {key: value for key, value in vars(arguments).items() if key in names and value is not None}
+    found = [replace(plan, **given) for plan in found]
+    for plan in found:
         if plan.steps % plan.turns:
             raise ValueError(f"--steps ({plan.steps}) must be a multiple of --turns ({plan.turns})")
-        if plan.turns > 1 and arguments.host_memory is not None:
+        if plan.turns > 1 and plan.host_memory is not None:
             raise ValueError(
                 "--turns keeps all configurations in memory at once, and --host-memory caps the host: use one of them"
             )
     return found
 
 
-def _chosen(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, Path]]:
+def _chosen(arguments: argparse.Namespace, machine: Machine) -> list[Plan]:
     """One benchmark for each number of tokens per step that the command line asks for."""
     entries = parse_entries(arguments.configurations or ["pair"])
     batches = list(itertools.product(arguments.micro_batch, arguments.accumulation))
@@ -184,7 +187,7 @@ def _chosen(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan,
         if len(batches) > 1:
             title += f", {workload.tokens_per_step:,} tokens per step"
             out /= f"batch_{workload.micro_batch}x{accumulation}"
-        chosen.append((Plan(title=title, workload=workload, entries=entries), out))
+        chosen.append(Plan(title=title, workload=workload, entries=entries, out=out))
     return chosen
 
 

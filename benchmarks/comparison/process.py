@@ -108,7 +108,7 @@ class _Launched:
         write_at_once(request.task.model_copy(update=given), task)
         self._used_s = 0.0
         self._timed_out = False
-        self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._started_at = now()
         with self._log.open("wb") as log:
             # Its own session: the launcher's children must not outlive it and disturb the next run.
             self._process = subprocess.Popen(
@@ -159,6 +159,11 @@ class _Launched:
                 os.killpg(self._process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience_s)
+
+
+def now() -> str:
+    """ISO 8601, UTC."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def last_error(log: str) -> str:

@@ -13,13 +13,14 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from tencache_ds.errors import ConfigError
+from tencache_ds.profiling.host_memory import available_nbytes
 
 from ..record import Benchmark, Configuration, Outcome, Run, Task, write_at_once
 from ..workloads import census
@@ -27,28 +28,13 @@ from .conditions import busy_cores, host_limit
 from .limits import balance_tokens, bound_of, placement_of
 from .machine import Machine
 from .peers import PEERS, Setting
-from .process import Request, execute
+from .process import Request, execute, now
 from .suites import Entry, Plan
 from .tuning import Search, Trial
 
 RESULT_FILE = "benchmark.json"
 TYPICAL_RUN_S = 90.0
 """Assumed of a run before the first one has shown how long one takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a plan is run."""
-
-    out: Path  # folder for the record, the report, logs
-    nvme_path: Path  # folder on the storage to measure; a folder of our own is made in it, and removed
-    command: str  # for the record
-    host_nbytes: int | None = None  # cap on the host memory of each run
-    gpu_nbytes: int | None = None  # cap on the memory of each GPU
-    timeout_s: float = 900.0  # a run that takes longer is stopped and counts as failed
-    time_limit_s: float | None = None  # no run is begun that would probably end later than this after the start
-    profile: bool = True  # whether runs of the first round end with a step under the profiler (GPUs only)
-    retry_failed: bool = False  # whether configurations that failed earlier are tried again
 
 
 class OutOfTime(Exception):
@@ -58,12 +44,11 @@ class OutOfTime(Exception):
 class Session:
     """One plan on one machine."""
 
-    def __init__(self, plan: Plan, options: Options, machine: Machine) -> None:
+    def __init__(self, plan: Plan, machine: Machine) -> None:
         self._plan = plan
-        self._options = options
         self._machine = machine
         self._t_start = time.perf_counter()
-        self._file = options.out / RESULT_FILE
+        self._file = plan.out / RESULT_FILE
         self._longest: dict[str, float] = {}
 
     def run(self) -> Benchmark:
@@ -79,7 +64,7 @@ class Session:
         self._update()
         with (
             self._scratch() as scratch,
-            host_limit(self._options.host_nbytes) as self._limit,
+            host_limit(self._plan.host_memory) as self._limit,
             busy_cores(plan.workload.busy_cores),
             tqdm(total=plan.rounds * len(plan.entries), unit="run", dynamic_ncols=True) as self._bar,
         ):
@@ -98,10 +83,10 @@ class Session:
 
     def _begin(self) -> Benchmark:
         self._machine.build_operators()  # a continued benchmark has built them, of the same versions
-        hardware = self._machine.probe(self._options.nvme_path, self._plan.probe_s)
+        hardware = self._machine.probe(self._plan.nvme_path, self._plan.probe_s)
         on_tmpfs = hardware.storage is not None and hardware.storage.in_memory
         return Benchmark(
-            title=self._plan.title, started_at=self._machine.now(), command=self._options.command,
+            title=self._plan.title, started_at=now(), command=self._plan.command,
             storage="tmpfs (stands in for a fast array)" if on_tmpfs else "disk", hardware=hardware,
             versions=self._machine.versions(), workload=self._plan.workload, configurations=[],
         )  # fmt: skip
@@ -120,7 +105,7 @@ class Session:
                     f"{self._file} holds a benchmark of another {what} ({theirs}, now {ours}), whose results are "
                     "not comparable; choose another folder with --out"
                 )
-        if not self._options.retry_failed:
+        if not self._plan.retry_failed:
             return found
         runs, tuning = (
             [run for run in runs if run.outcome is not Outcome.failed] for runs in (found.runs, found.tuning)
@@ -193,11 +178,11 @@ class Session:
         longest = max(self._longest.values(), default=TYPICAL_RUN_S)
         expected_s = sum(self._longest.get(entry.name, longest) for entry, _ in chosen)
         elapsed_s = time.perf_counter() - self._t_start
-        if self._options.time_limit_s is not None and elapsed_s + expected_s > self._options.time_limit_s:
+        if self._plan.time_limit is not None and elapsed_s + expected_s > self._plan.time_limit:
             raise OutOfTime(f"the next run takes about {expected_s:.0f} s, which exceeds the time limit")
         names = ", ".join(entry.name for entry, _ in chosen)
         self._bar.set_description(f"{len(chosen)} in turns" if n_turns > 1 else names + " (trial)" * (index < 0))
-        logs = self._options.out / "runs"
+        logs = self._plan.out / "runs"
         logs.mkdir(exist_ok=True)
         with ExitStack() as folders:
             requests = [
@@ -222,9 +207,9 @@ class Session:
         task = Task(
             workload=plan.workload, deepspeed_config=peer.configure(own, knobs), zero_init=peer.zero_init,
             steps=plan.trial_steps if trial else plan.steps, warmup=1 if trial else plan.warmup,
-            profile=self._options.profile and own.gpus > 0 and index == 0, gpu_nbytes=self._options.gpu_nbytes,
+            profile=self._plan.profile and own.gpus > 0 and index == 0, gpu_nbytes=self._plan.gpu_memory,
         )  # fmt: skip
-        return Request(entry.name, index, peer, task, self._options.timeout_s, knobs, nvme_path)
+        return Request(entry.name, index, peer, task, self._plan.timeout, knobs, nvme_path)
 
     def _show_that_time_passes(self) -> None:
         if sys.stderr.isatty():  # in a file every refresh would be one more line
@@ -256,17 +241,17 @@ class Session:
         hardware = self._benchmark.hardware
         return Setting(
             workload=self._plan.workload, numel=counts.numel, largest=counts.largest, nvme_path=nvme_path,
-            gpus=hardware.gpus, gpu_nbytes=self._options.gpu_nbytes or hardware.gpu_memory_nbytes or 0,
-            host_nbytes=self._options.host_nbytes or self._machine.available_nbytes(),
+            gpus=hardware.gpus, gpu_nbytes=self._plan.gpu_memory or hardware.gpu_memory_nbytes or 0,
+            host_nbytes=self._plan.host_memory or available_nbytes(),
         )  # fmt: skip
 
     def _scratch(self) -> tempfile.TemporaryDirectory[str]:
         """A folder of our own on the storage: stock removes its own folder there at every start."""
         try:
-            self._options.nvme_path.mkdir(parents=True, exist_ok=True)
-            return _temporary("tencache-bench-", self._options.nvme_path)
+            self._plan.nvme_path.mkdir(parents=True, exist_ok=True)
+            return _temporary("tencache-bench-", self._plan.nvme_path.resolve())
         except OSError as error:
-            raise ConfigError(f"--nvme-path {self._options.nvme_path} cannot be written: {error.strerror}") from error
+            raise ConfigError(f"--nvme-path {self._plan.nvme_path} cannot be written: {error.strerror}") from error
 
 
 def _temporary(prefix: str, parent: Path | str) -> tempfile.TemporaryDirectory[str]:

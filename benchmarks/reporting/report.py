@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,6 @@ def write_report(
         baseline: name of the configuration that all speeds are relative to. None takes, for each configuration, the
             fastest one in the same tier that is not TenCache's.
         repeat: the same benchmark measured again on the same machine; adds a section on how well the speeds repeat.
-
-    Returns:
-        The page.
 
     Raises:
         ValueError: ``name`` is not a plain file name, or ``baseline`` is not a configuration that others compare to.
@@ -337,11 +334,6 @@ class Page:
 
     def unlike(self, other: Benchmark) -> list[str]:
         """Differences that make this no repetition. Rates vary from probe to probe and are left out."""
-        aspects: dict[str, Callable[[Benchmark], object]] = {
-            "workload": lambda b: b.workload,
-            "storage": lambda b: b.storage,
-            "versions": lambda b: b.versions,
-            "CPU": lambda b: (b.hardware.cpu, b.hardware.cores),
-            "GPU": lambda b: (b.hardware.gpu, b.hardware.gpus),
-        }
-        return [what for what, aspect in aspects.items() if aspect(self.benchmark) != aspect(other)]
+        aspects = ("workload", "storage", "versions", "hardware.cpu", "hardware.cores", "hardware.gpu", "hardware.gpus")
+        differ = (aspect for aspect in aspects if attrgetter(aspect)(self.benchmark) != attrgetter(aspect)(other))
+        return [aspect.removeprefix("hardware.") for aspect in differ]

@@ -141,8 +141,8 @@ def test_several_batches_are_benchmarks_of_their_own(words: list[str], folders: 
     arguments = ArgumentParser()
     add_arguments(arguments)
     chosen = plans(arguments.parse_args([*words, "--model", "1.3B", "--out", "."]), SimpleNamespace(gpus=lambda: 1))
-    assert [(str(out), p.workload.micro_batch, p.workload.accumulation) for p, out in chosen] == folders
-    assert len({plan.title for plan, _ in chosen}) == len(chosen)
+    assert [(str(p.out), p.workload.micro_batch, p.workload.accumulation) for p in chosen] == folders
+    assert len({plan.title for plan in chosen}) == len(chosen)
 
 
 @pytest.mark.parametrize(
