@@ -61,11 +61,11 @@ class Peer:
         if self.needs_gpu and not setting.gpus:
             return "it needs a GPU, and this machine trains on its CPU"
         gpu_nbytes = self.gpu_nbytes_per_param * setting.numel / setting.workload.ranks
-        host_nbytes = self.host_nbytes_per_param * setting.numel
-        for of, needed, allowed in (
-            ("GPU", gpu_nbytes, setting.gpu_nbytes),
-            ("host", host_nbytes, setting.host_nbytes),
-        ):
+        needs = {
+            "GPU": (gpu_nbytes, setting.gpu_nbytes),
+            "host": (self.host_nbytes_per_param * setting.numel, setting.host_nbytes),
+        }
+        for of, (needed, allowed) in needs.items():
             if needed > allowed:
                 return f"it needs about {needed / GIB:.0f} GiB of {of} memory, {allowed / GIB:.0f} may be used"
         if self.needs_program and shutil.which(self.needs_program) is None:
@@ -85,12 +85,11 @@ def base_config(setting: Setting, knobs: Knobs, **sections: Any) -> dict[str, An
     ``sections`` are further ones of "zero_optimization".
     """
     workload = setting.workload
-    keys = {
-        "sub_group_size": "sub_group_size", "live": "stage3_max_live_parameters", "reuse": "stage3_max_reuse_distance"
-    }  # fmt: skip
-    zero = {"stage": 3} | {key: knobs[knob] for knob, key in keys.items() if knob in knobs} | sections
+    zero = {"stage": 3} | _renamed(knobs, ZERO_KEYS) | sections
     if "prefetch_share" in knobs:
         zero["stage3_prefetch_bucket_size"] = int(knobs["prefetch_share"] * setting.numel)
+    # fp16 from a scale that this many steps do not lower: every configuration makes the same number of updates.
+    precision = {"initial_scale_power": 12} if workload.precision == "fp16" else {}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.micro_batch,
         "gradient_accumulation_steps": workload.accumulation,
@@ -98,21 +97,23 @@ def base_config(setting: Setting, knobs: Knobs, **sections: Any) -> dict[str, An
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
         "zero_optimization": zero,
+        workload.precision: {"enabled": True} | precision,
     }
-    if workload.precision == "fp16":
-        # From a scale that this many steps do not lower: every configuration makes the same number of updates.
-        config["fp16"] = {"enabled": True, "initial_scale_power": 12}
-    else:
-        config["bf16"] = {"enabled": True}
-    if "aio_threads" in knobs:
-        config["aio"] = {
-            "intra_op_parallelism": knobs["aio_threads"],
-            "queue_depth": knobs["aio_queue_depth"],
-            "block_size": knobs["aio_block"],
-            "single_submit": False,
-            "overlap_events": True,
-        }
+    if aio := _renamed(knobs, AIO_KEYS):
+        config["aio"] = aio | {"single_submit": False, "overlap_events": True}
     return config
+
+
+ZERO_KEYS = {
+    "sub_group_size": "sub_group_size", "live": "stage3_max_live_parameters", "reuse": "stage3_max_reuse_distance"
+}  # fmt: skip
+AIO_KEYS = {"aio_threads": "intra_op_parallelism", "aio_queue_depth": "queue_depth", "aio_block": "block_size"}
+RAM_KEYS = {"ratio": "ratio", "adam_cores": "cpuadam_cores_perc"}
+"""DeepSpeed's names of knobs."""
+
+
+def _renamed(knobs: Knobs, keys: Mapping[str, str]) -> dict[str, Any]:
+    return {key: knobs[knob] for knob, key in keys.items() if knob in knobs}
 
 
 RAM = {"device": "cpu", "pin_memory": True}
@@ -122,33 +123,27 @@ def _nvme(setting: Setting) -> dict[str, Any]:
     return {"device": "nvme", "nvme_path": setting.nvme_path, "pin_memory": True}
 
 
-def _stock(setting: Setting, knobs: Knobs, weights: str = "", optimizer: str = "") -> dict[str, Any]:
-    """ZeRO-3 with the weights and the optimizer state on "nvme", in "ram", or, by default, on the GPU."""
-    offload = {"ram": RAM, "nvme": _nvme(setting)}
+def _stock(setting: Setting, knobs: Knobs, weights: str = "", optimizer: str = "", **options: Any) -> dict[str, Any]:
+    """ZeRO-3 with the weights and the optimizer state on "nvme", in "ram", or, by default, on the GPU.
+
+    ``options`` are further ones of the optimizer's offload.
+    """
     sections: dict[str, dict[str, Any]] = {}
-    if weights:
-        sections["offload_param"] = dict(offload[weights])
-    if weights == "nvme":
+    if weights == "ram":
+        sections["offload_param"] = RAM
+    elif weights == "nvme":
         # A swap buffer holds a whole weight, and every weight live on the device holds one: too few end the run.
         size = int(max(setting.largest, 1) * knobs["param_buffer_scale"])
-        sections["offload_param"] |= {"buffer_count": knobs["param_buffers"], "buffer_size": size, "max_in_cpu": 0}
-    if optimizer:
-        sections["offload_optimizer"] = dict(offload[optimizer])
-    if optimizer == "nvme":
+        buffers = {"buffer_count": knobs["param_buffers"], "buffer_size": size, "max_in_cpu": 0}
+        sections["offload_param"] = _nvme(setting) | buffers
+    if optimizer == "ram":
+        sections["offload_optimizer"] = RAM | _renamed(knobs, RAM_KEYS) | options
+    elif optimizer == "nvme":
         pipelined = knobs["pipeline"]
         # Four tensors per sub-group; reading ahead and writing behind hold three sub-groups at a time.
-        options = {"buffer_count": 12 if pipelined else 4, "pipeline_read": pipelined, "pipeline_write": pipelined}
-        sections["offload_optimizer"] |= options
+        pipeline = {"buffer_count": 12 if pipelined else 4, "pipeline_read": pipelined, "pipeline_write": pipelined}
+        sections["offload_optimizer"] = _nvme(setting) | pipeline
     return base_config(setting, knobs, **sections)
-
-
-def _twin_flow(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    return base_config(setting, knobs, offload_optimizer=RAM | {"ratio": knobs["ratio"]})
-
-
-def _super_offload(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    options = {"super_offload": True, "ratio": knobs["ratio"], "cpuadam_cores_perc": knobs["adam_cores"]}
-    return base_config(setting, knobs, offload_optimizer=RAM | options)
 
 
 def _zenflow(setting: Setting, knobs: Knobs) -> dict[str, Any]:
@@ -226,11 +221,12 @@ PEERS: dict[str, Peer] = {
             gpu_nbytes_per_param=20, needs_gpu=True,  # weights, gradients, fp32 state, and buffers
         ),
         Peer(
-            "twin-flow", "Twin-Flow", _twin_flow, {"ratio": (0.5,), "sub_group_size": (10**8, 10**9)},
-            Placement(weights_gpu=1), host_nbytes_per_param=12, needs_gpu=True,
+            "twin-flow", "Twin-Flow", partial(_stock, optimizer="ram"),
+            {"ratio": (0.5,), "sub_group_size": (10**8, 10**9)}, Placement(weights_gpu=1),
+            host_nbytes_per_param=12, needs_gpu=True,
         ),
         Peer(
-            "superoffload", "SuperOffload", _super_offload,
+            "superoffload", "SuperOffload", partial(_stock, optimizer="ram", super_offload=True),
             {"ratio": (0.9,), "adam_cores": (0.8,), "sub_group_size": (10**8, 4 * 10**8)},
             Placement(weights_gpu=1), host_nbytes_per_param=20, needs_gpu=True,
             # It stalls on the cores of the trainer unless it is bound to its own (docs/benchmarks).
