@@ -21,7 +21,7 @@ from .comparison.peers import PEERS
 from .comparison.process import describe_command
 from .comparison.runner import RESULT_FILE, OutOfTime, Session
 from .comparison.suites import PAPER, SETS, Plan, paper, paper_models, parse_entries, smoke, workload_of
-from .record import Benchmark, Outcome
+from .record import Benchmark, Outcome, Workload
 from .workloads import SPECS
 
 EXIT_PROBLEM = 1
@@ -68,14 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load("--sequence", type=at_least_one, help="tokens per sequence")
     load("--accumulation", type=numbers, default=(1,), metavar="N[,N...]", help="micro-steps per optimizer step")
     load("--precision", choices=("bf16", "fp16"))
-    load("--checkpointing", action="store_true", help="recompute activations in backward")
-    load(
-        "--busy-cores",
-        type=not_negative,
-        default=0,
-        metavar="N",
-        help="additional processes that keep one core busy each",
-    )
+    load("--checkpointing", action="store_true", dest="activation_checkpointing",
+         help="recompute activations in backward")  # fmt: skip
+    load("--busy-cores", type=not_negative, default=0, metavar="N",
+         help="additional processes that keep one core busy each")  # fmt: skip
     effort = parser.add_argument_group("effort").add_argument
     effort("--rounds", type=at_least_one, help="runs of each configuration")
     effort("--steps", type=at_least_one, help="measured optimizer steps per run")
@@ -83,17 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
            help="keep all configurations in memory and alternate every STEPS/N steps: steadier ratios where the "
            "machine's speed varies")  # fmt: skip
     effort("--warmup", type=not_negative, help="warm-up steps, not counted")
-    effort(
-        "--max-trials", type=not_negative, help="maximum number of search trials per peer; 0 keeps the starting values"
-    )
+    effort("--max-trials", type=not_negative,
+           help="maximum number of search trials per peer; 0 keeps the starting values")  # fmt: skip
     effort("--timeout", type=float, default=900.0, metavar="S", help="stop a run after this time")
     effort("--time-limit", type=float, metavar="S", help="start no run that would end later than this")
-    effort(
-        "--no-profile",
-        action="store_false",
-        dest="profile",
-        help="skip the step under the profiler at the end of a run",
-    )
+    effort("--no-profile", action="store_false", dest="profile",
+           help="skip the step under the profiler at the end of a run")  # fmt: skip
     effort("--retry-failed", action="store_true", help="repeat runs that failed before")
     caps = parser.add_argument_group("caps, the same for all configurations").add_argument
     caps("--host-memory", type=_size, metavar="SIZE", help="host memory, such as 32GiB")
@@ -176,13 +167,10 @@ def _chosen(arguments: argparse.Namespace, machine: Machine) -> list[Plan]:
     entries = parse_entries(arguments.configurations or ["pair"])
     batches = list(itertools.product(arguments.micro_batch, arguments.accumulation))
     name = f"{arguments.model} model on {arguments.ranks} " + ("GPU(s)" if machine.gpus() else "CPU process(es)")
+    load = {key: value for key, value in vars(arguments).items() if key in Workload.model_fields}
     chosen = []
     for micro_batch, accumulation in batches:
-        workload = workload_of(
-            arguments.model, ranks=arguments.ranks, micro_batch=micro_batch, sequence=arguments.sequence,
-            accumulation=accumulation, precision=arguments.precision, activation_checkpointing=arguments.checkpointing,
-            busy_cores=arguments.busy_cores,
-        )  # fmt: skip
+        workload = workload_of(**load | {"micro_batch": micro_batch, "accumulation": accumulation})
         title, out = name, arguments.out
         if len(batches) > 1:
             title += f", {workload.tokens_per_step:,} tokens per step"

@@ -183,10 +183,10 @@ class Workload(Record):
     model: str  # name in ``benchmarks.workloads``
     micro_batch: int  # sequences per micro-step and rank
     sequence: int  # tokens per sequence
-    accumulation: int  # micro-steps per optimizer step
+    accumulation: int = 1  # micro-steps per optimizer step
     ranks: int  # processes, one per GPU
     precision: str  # "bf16" or "fp16"
-    activation_checkpointing: bool  # whether activations are recomputed in backward
+    activation_checkpointing: bool = False  # whether activations are recomputed in backward
     busy_cores: int = 0  # additional processes that only keep a core busy
 
     @property

@@ -136,10 +136,8 @@ def workload_of(model: str, *, ranks: int, **chosen: Any) -> Workload:
     """
     if model not in SPECS:
         raise ValueError(f"there is no model {model!r}; known: {', '.join(SPECS)}")
-    spec = SPECS[model]
-    defaults: dict[str, Any] = {"micro_batch": spec.micro_batch, "sequence": spec.sequence, "precision": spec.precision,
-                "accumulation": 1, "activation_checkpointing": False}  # fmt: skip
     given = {key: value for key, value in chosen.items() if value is not None}
+    defaults = {key: getattr(SPECS[model], key) for key in ("micro_batch", "sequence", "precision")}
     return Workload(model=model, ranks=ranks, **(defaults | given))
 
 
