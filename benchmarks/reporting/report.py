@@ -21,9 +21,6 @@ from . import text
 from .figures import Figures, Tier, all_figures, group_by_losses
 from .plots import memory_sources, write_plots
 
-MAX_ANSWERS = 6
-"""TenCache configurations with a sentence of their own at the top; the rest is in the table."""
-
 REPEATABLE = 0.05
 """Two measurements of a speed that differ by no more than this fraction count as the same."""
 
@@ -88,8 +85,8 @@ def render(benchmark: Benchmark, *, baseline: str | None = None, repeat: Benchma
     templates.filters |= text.FILTERS
     return templates.get_template("report.md.j2").render(
         page=Page(benchmark, baseline, repeat), benchmark=benchmark, hardware=benchmark.hardware,
-        workload=benchmark.workload, repeat=repeat,
-        memory_sources=memory_sources(benchmark), REPEATABLE=REPEATABLE, **({"plots": ()} | plots),
+        workload=benchmark.workload, repeat=repeat, memory_sources=memory_sources(benchmark), VERBS=VERBS,
+        REPEATABLE=REPEATABLE, **({"plots": ()} | plots),
     )  # fmt: skip
 
 
@@ -122,43 +119,6 @@ class Page:
         if f.configuration.semantics:
             return None
         return self.baseline or (self.best_peers.get(f.tier) if f.tier is not None else None)
-
-    def answers(self) -> list[str]:
-        """The speed of TenCache's configurations."""
-        sentences = []
-        measured = [f for f in self.figures.values() if f.is_ours and f.measured]
-        for f in measured[:MAX_ANSWERS]:
-            sentence = f"**{f.label}**: {text.number(f.median_s)} s per step"
-            against = self.baseline_of(f)
-            if against not in (None, f) and (ratio := f.speed_over(against)) is not None:
-                slow = text.number(against.median_s)
-                sentence += f", **{ratio.of_medians:.2f}x** the speed of {against.label} ({slow} s)"
-            if pd.notna(f.bound_fraction):
-                sentence += f", {f.bound_fraction:.2f} of the bound of this machine{self._bottleneck(f)}"
-            sentences.append(f"{sentence}.")
-        if len(measured) > MAX_ANSWERS:
-            sentences.append(f"{len(measured) - MAX_ANSWERS} more TenCache configurations are in the table.")
-        return sentences
-
-    def caveats(self) -> list[str]:
-        """What has to be known to believe the answers."""
-        failures = [(f, f.failure) for f in self.figures.values() if f.failure is not None]
-        sentences = [f"**{f.label} {VERBS[run.outcome]}**: {text.gist(run.error)}" for f, run in failures if f.is_ours]
-        for outcome, verb in VERBS.items():
-            if labels := [f.label for f, run in failures if run.outcome is outcome and not f.is_ours]:
-                sentences.append(f"{text.joined(labels)} {verb}: see the table.")
-        n_runs = sum(map(len, self.loss_groups.values()))
-        if len(self.loss_groups) > 1:
-            sentences.append(f"**Losses differ**: {len(self.loss_groups)} groups of runs, see [Losses](#losses).")
-        elif n_runs > 1:
-            sentences.append(f"Losses of all {n_runs} runs are identical bit for bit over {self.n_loss_steps} steps.")
-        if skipped := sum(step.skipped for run in self.benchmark.runs for step in run.measured):
-            sentences.append(f"**{skipped} measured steps were skipped by the loss scaler**, see [Losses](#losses).")
-        if over := [f.label for f in self.figures.values() if f.excesses]:
-            sentences.append(f"**Memory cap exceeded** by {text.joined(over)}, see [Memory caps](#memory-caps).")
-        if self.benchmark.on_tmpfs:
-            sentences.append("**Storage is tmpfs**: host memory that stands in for a fast NVMe array, not a drive.")
-        return sentences
 
     def rates(self) -> dict[str, str]:
         """What the probe measured, by name."""
@@ -196,7 +156,7 @@ class Page:
         rss = [text.gib(per_run[f"peak_rss_{when}_nbytes"].max()) for when in ("start", "steady")]
         fraction = text.fixed(f.bound_fraction, 2)
         if fraction != missing:
-            fraction += self._bottleneck(f) + (self._note(TOO_FAST) if round(f.bound_fraction, 2) > 1 else "")
+            fraction += self.bottleneck(f) + (self._note(TOO_FAST) if round(f.bound_fraction, 2) > 1 else "")
         return [
             label, time, self._speed(f), phases, moved, text.number(steps.storage_wait_s.median()),
             " / ".join(rss) if missing not in rss else missing, text.gib(per_run.pinned_nbytes.max()),
@@ -210,7 +170,7 @@ class Page:
             self.footnotes.append(words)
         return f" <sup>{self.footnotes.index(words) + 1}</sup>"
 
-    def _bottleneck(self, f: Figures) -> str:
+    def bottleneck(self, f: Figures) -> str:
         """What sets the bound of a configuration, in brackets."""
         if f.limit == "gpu" and not self.benchmark.hardware.gpus:
             return " (arithmetic)"
@@ -227,15 +187,6 @@ class Page:
         turns = ratio.turns
         varies = f"{turns.median():.2f}x, {turns.min():.2f}x-{turns.max():.2f}x"
         return f"**{ratio.of_medians:.2f}x** ({ {0: 'no round in common', 1: 'one round'}.get(turns.size, varies) })"
-
-    def balance(self) -> tuple[list[str], str]:
-        """Tokens per step at which arithmetic takes as long as NVMe, by configuration, and which is slower here."""
-        tokens = {f.label: f.balance_tokens for f in self.figures.values() if f.balance_tokens is not None}
-        sides = {count < self.benchmark.workload.tokens_per_step for count in tokens.values()}
-        slower = "arithmetic" if sides == {True} else "storage"
-        if len(sides) > 1:
-            slower = "for some storage, for others arithmetic"
-        return [f"{label}: {float(f'{count:.2g}'):,.0f}" for label, count in tokens.items()], slower
 
     def losses(self) -> list[tuple[list[str], list[str]]]:
         """The members of each group of losses, and its row: how it differs from the first one."""
