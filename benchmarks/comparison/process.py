@@ -58,19 +58,12 @@ def execute(
     """Makes runs: one, or several that stay in memory side by side and have their measured steps in turns.
 
     Those start one after another and warm up; then each has a part of its steps while the others wait, ``n_turns``
-    times round. A run that fails leaves its turns to the others.
-
-    Args:
-        requests: the runs, each with its own storage; more than one need several turns, of which their steps are
-            multiples.
-        folder: for their files (task, result, log).
-        n_turns: turns of each run.
-        host_limit: for each run.
-        on_progress: called a few times a second.
+    times round. A run that fails leaves its turns to the others. Task, result and log of each go to ``folder``;
+    ``on_progress`` is called a few times a second.
 
     Returns:
-        The measured runs, or ones with the reason for the missing measurement. They include finished steps of a stopped
-        run. Knobs and config are filled in by the caller, who knows the paths in them.
+        What was measured, also by a run that was stopped, and why something is missing. Knobs and config are filled in
+        by the caller, who knows the paths in them.
 
     Raises:
         KeyboardInterrupt: the user stopped the benchmark; the processes of the runs are gone by then.

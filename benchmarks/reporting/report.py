@@ -47,15 +47,14 @@ TOO_FAST = (
 def write_report(
     benchmark: Benchmark, folder: Path, *, name: str, baseline: str | None = None, repeat: Benchmark | None = None
 ) -> Path:
-    """Writes ``<folder>/<name>.md`` and its plots ``<folder>/<name>_<plot>.png``.
+    """Writes ``<folder>/<name>.md`` and its plots ``<folder>/<name>_<plot>.png``; returns the page.
 
     Args:
         benchmark: what to report; anything in it may have failed.
         folder: made if it is not there.
         name: of the page, without a folder or an extension.
-        baseline: name of the configuration that all speeds are relative to. None takes, for each configuration, the
-            fastest one in the same tier that is not TenCache's.
-        repeat: the same benchmark measured again on the same machine; adds a section on how well the speeds repeat.
+        baseline: name of the configuration that all speeds are relative to; None takes the fastest peer of each tier.
+        repeat: the same benchmark measured again; adds a section on how well the speeds repeat.
 
     Raises:
         ValueError: ``name`` is not a plain file name, or ``baseline`` is not a configuration that others compare to.
