@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..record import Benchmark, Run
-from .figures import HOST_USED, PEAK_RSS, Figures, all_figures
-from .text import GB, GIB, joined, number
+from .figures import Figures, all_figures
+from .text import GB, GIB, number
 
 DPI = 120
 WIDTH_IN = 8.0
@@ -66,20 +66,6 @@ def write_plots(benchmark: Benchmark, folder: Path, name: str) -> list[str]:
                 figure.savefig(file, dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
                 written.append(plot)
     return written
-
-
-def memory_sources(benchmark: Benchmark) -> str:
-    """Which figure the memory axis shows for whom."""
-    if benchmark.on_tmpfs:
-        return (
-            "Host memory is the peak RSS of a rank while it trains: what the host had in use counts the files on tmpfs."
-        )
-    peaks = {f.label: peak for f in all_figures(benchmark).values() if (peak := f.training_peak) is not None}
-    text = "Host memory is the larger of the peak RSS of a rank while it trains and of what the host had in use: "
-    if len({peak.source for peak in peaks.values()}) == 1:
-        return f"{text}here {next(iter(peaks.values())).source} for all."
-    used = [label for label, peak in peaks.items() if peak.source == HOST_USED]
-    return f"{text}{HOST_USED} for {joined(used)}, {PEAK_RSS} for the others."
 
 
 def colours(figures: dict[str, Figures]) -> dict[str, str]:

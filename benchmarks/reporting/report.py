@@ -18,8 +18,8 @@ import pandas as pd
 
 from ..record import Benchmark, Outcome
 from . import text
-from .figures import Figures, Tier, all_figures, group_by_losses
-from .plots import memory_sources, write_plots
+from .figures import HOST_USED, PEAK_RSS, Figures, Tier, all_figures, group_by_losses
+from .plots import write_plots
 
 REPEATABLE = 0.05
 """Two measurements of a speed that differ by no more than this fraction count as the same."""
@@ -84,7 +84,7 @@ def render(benchmark: Benchmark, *, baseline: str | None = None, repeat: Benchma
     templates.filters |= text.FILTERS
     return templates.get_template("report.md.j2").render(
         page=Page(benchmark, baseline, repeat), benchmark=benchmark, hardware=benchmark.hardware,
-        workload=benchmark.workload, repeat=repeat, memory_sources=memory_sources(benchmark), VERBS=VERBS,
+        workload=benchmark.workload, repeat=repeat, VERBS=VERBS, HOST_USED=HOST_USED, PEAK_RSS=PEAK_RSS,
         REPEATABLE=REPEATABLE, **({"plots": ()} | plots),
     )  # fmt: skip
 

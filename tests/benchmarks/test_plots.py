@@ -11,6 +11,7 @@ from benchmarks.record import Sample
 from benchmarks.reporting import plots
 from benchmarks.reporting.figures import all_figures
 from benchmarks.reporting.plots import OURS, PEERS
+from benchmarks.reporting.report import render
 from tests.benchmarks.examples import (
     GIB,
     benchmark,
@@ -149,8 +150,9 @@ def test_files_are_small(tmp_path: Path):
 
 
 def test_the_caption_says_which_memory_is_shown():
+    def caption(example):
+        return render(example, name="page", plots=["frontier"]).splitlines()[-1]
+
     example = pair([1.0], run("tencache", [1.0], step={"host_used_nbytes": 25 * GIB}))
-    assert plots.memory_sources(example).endswith(
-        "host memory in use for TenCache (defaults), peak RSS for the others."
-    )
-    assert plots.memory_sources(benchmark([stock()], [run("nvme-nvme", [1.0])])).endswith("here peak RSS for all.")
+    assert "host memory in use for TenCache (defaults), peak RSS for the others." in caption(example)
+    assert "here peak RSS for all." in caption(benchmark([stock()], [run("nvme-nvme", [1.0])]))
