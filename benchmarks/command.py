@@ -8,9 +8,9 @@ import itertools
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 from tencache_ds.cli.arguments import at_least_one
 from tencache_ds.config import parse_size
@@ -19,9 +19,9 @@ from tencache_ds.errors import ConfigError
 from .comparison.machine import Machine
 from .comparison.peers import PEERS
 from .comparison.process import describe_command
-from .comparison.runner import RESULT_FILE, Options, OutOfTime, Session
-from .comparison.suites import SETS, Plan, paper, paper_models, parse_entries, smoke, workload_of
-from .record import Benchmark, Outcome
+from .comparison.runner import RESULT_FILE, OutOfTime, Session
+from .comparison.suites import PAPER, SETS, Plan, paper, paper_models, parse_entries, smoke, workload_of
+from .record import Benchmark, Outcome, Workload
 from .workloads import SPECS
 
 EXIT_PROBLEM = 1
@@ -62,25 +62,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("workload").add_argument
     load("--model", default="1.3B", choices=SPECS, metavar="MODEL")
     load("--ranks", type=at_least_one, default=1, help="processes on this machine, one per GPU")
-    load("--micro-batch", type=_several, default=(None,), metavar="N[,N...]",
+    load("--micro-batch", type=numbers, default=(None,), metavar="N[,N...]",
          help="sequences per micro-step and rank; several numbers here or in --accumulation run one benchmark each",
     )  # fmt: skip
     load("--sequence", type=at_least_one, help="tokens per sequence")
-    load("--accumulation", type=_several, default=(1,), metavar="N[,N...]", help="micro-steps per optimizer step")
+    load("--accumulation", type=numbers, default=(1,), metavar="N[,N...]", help="micro-steps per optimizer step")
     load("--precision", choices=("bf16", "fp16"))
-    load("--checkpointing", action="store_true", help="recompute activations in backward")
-    load("--busy-cores", type=int, default=0, metavar="N", help="additional processes that keep one core busy each")
+    load("--checkpointing", action="store_true", dest="activation_checkpointing",
+         help="recompute activations in backward")  # fmt: skip
+    load("--busy-cores", type=not_negative, default=0, metavar="N",
+         help="additional processes that keep one core busy each")  # fmt: skip
     effort = parser.add_argument_group("effort").add_argument
     effort("--rounds", type=at_least_one, help="runs of each configuration")
     effort("--steps", type=at_least_one, help="measured optimizer steps per run")
     effort("--turns", type=at_least_one, metavar="N",
            help="keep all configurations in memory and alternate every STEPS/N steps: steadier ratios where the "
            "machine's speed varies")  # fmt: skip
-    effort("--warmup", type=int, help="warm-up steps, not counted")
-    effort("--max-trials", type=int, help="maximum number of search trials per peer; 0 keeps the starting values")
+    effort("--warmup", type=not_negative, help="warm-up steps, not counted")
+    effort("--max-trials", type=not_negative,
+           help="maximum number of search trials per peer; 0 keeps the starting values")  # fmt: skip
     effort("--timeout", type=float, default=900.0, metavar="S", help="stop a run after this time")
     effort("--time-limit", type=float, metavar="S", help="start no run that would end later than this")
-    effort("--no-profile", action="store_true", help="skip the step under the profiler at the end of a run")
+    effort("--no-profile", action="store_false", dest="profile",
+           help="skip the step under the profiler at the end of a run")  # fmt: skip
     effort("--retry-failed", action="store_true", help="repeat runs that failed before")
     caps = parser.add_argument_group("caps, the same for all configurations").add_argument
     caps("--host-memory", type=_size, metavar="SIZE", help="host memory, such as 32GiB")
@@ -89,39 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Runs the command and returns its exit status; ``argv`` is for the record."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    # Each run has its own session, so a terminated benchmark has to end its runs itself, as an interrupted one does.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _run(arguments, argv)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: object) -> NoReturn:
-    """Each run has its own session, so a terminated benchmark has to end its runs explicitly."""
-    raise KeyboardInterrupt
-
-
-def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    try:
-        if arguments.report is not None:
-            print(_report(arguments.report, arguments))
-            return 0
-        if arguments.nvme_path is None:
-            print("error: --nvme-path FOLDER is required: a folder on the storage to measure", file=sys.stderr)
-            return EXIT_USAGE
-        machine = Machine()
-        failed = False
-        for plan, out in plans(arguments, machine):
-            options = Options(
-                out=out, nvme_path=arguments.nvme_path.resolve(), command=describe_command(argv),
-                host_nbytes=arguments.host_memory, gpu_nbytes=arguments.gpu_memory, timeout_s=arguments.timeout,
-                time_limit_s=arguments.time_limit, profile=not arguments.no_profile,
-                retry_failed=arguments.retry_failed,
-            )  # fmt: skip
-            out.mkdir(parents=True, exist_ok=True)
-            benchmark = Session(plan, options, machine).run()
-            failed |= any(run.outcome is Outcome.failed for run in benchmark.runs)
-            print(_report(out, arguments))
+        if arguments.report is None:
+            return _measure(arguments, argv)
+        print(_report(arguments.report, arguments))
+        return 0
     except OutOfTime as reached:
         print(f"{reached}. Measurements so far are kept; the same command continues.", file=sys.stderr)
         return EXIT_MORE_TO_DO
@@ -131,6 +109,20 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_PROBLEM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    if arguments.nvme_path is None:
+        print("error: --nvme-path FOLDER is required: a folder on the storage to measure", file=sys.stderr)
+        return EXIT_USAGE
+    machine, failed = Machine(), False
+    for plan in plans(arguments, machine):
+        plan.out.mkdir(parents=True, exist_ok=True)
+        benchmark = Session(replace(plan, command=describe_command(argv)), machine).run()
+        failed |= any(run.outcome is Outcome.failed for run in benchmark.runs)
+        print(_report(plan.out, arguments))
     # A peer that fails is a row of the report; in the quick check nothing may fail.
     return EXIT_PROBLEM if arguments.smoke and failed else 0
 
@@ -143,53 +135,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(parser.parse_args(words), words)
 
 
-def plans(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, Path]]:
+def plans(arguments: argparse.Namespace, machine: Machine) -> list[Plan]:
     """The benchmarks that a command line asks for, each with its output folder.
 
     Raises:
         ValueError: something in it cannot be.
     """
     if arguments.smoke:
-        found = [(smoke(machine.gpus()), arguments.out)]
+        found = [replace(smoke(machine.gpus()), out=arguments.out)]
     elif arguments.paper:
-        chosen = {"entries": arguments.configurations} if arguments.configurations else {}
-        found = [(paper(model, **chosen), arguments.out / model) for model in paper_models()]
+        entries = arguments.configurations or PAPER
+        found = [replace(paper(model, entries), out=arguments.out / model) for model in paper_models()]
     else:
         found = _chosen(arguments, machine)
-    effort = {key: getattr(arguments, key) for key in ("title", "rounds", "steps", "warmup", "turns", "max_trials")}
-    effort = {key: value for key, value in effort.items() if value is not None}
-    found = [(replace(plan, **effort), out) for plan, out in found]
-    for plan, _ in found:
-        if plan.warmup < 0 or plan.max_trials < 0:
-            raise ValueError("--warmup and --max-trials cannot be negative")
+    # Most options have the name of what they say of the plan; each plan has its own folder already.
+    names = {field.name for field in fields(Plan)} - {"out"}
+    given: dict[str, Any] = {key: value for key, value in vars(arguments).items() if key in names and value is not None}
+    found = [replace(plan, **given) for plan in found]
+    for plan in found:
         if plan.steps % plan.turns:
             raise ValueError(f"--steps ({plan.steps}) must be a multiple of --turns ({plan.turns})")
-        if plan.turns > 1 and arguments.host_memory is not None:
+        if plan.turns > 1 and plan.host_memory is not None:
             raise ValueError(
                 "--turns keeps all configurations in memory at once, and --host-memory caps the host: use one of them"
             )
     return found
 
 
-def _chosen(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Plan, Path]]:
+def _chosen(arguments: argparse.Namespace, machine: Machine) -> list[Plan]:
     """One benchmark for each number of tokens per step that the command line asks for."""
     entries = parse_entries(arguments.configurations or ["pair"])
     batches = list(itertools.product(arguments.micro_batch, arguments.accumulation))
-    if arguments.busy_cores < 0:
-        raise ValueError("--busy-cores cannot be negative")
     name = f"{arguments.model} model on {arguments.ranks} " + ("GPU(s)" if machine.gpus() else "CPU process(es)")
+    load = {key: value for key, value in vars(arguments).items() if key in Workload.model_fields}
     chosen = []
     for micro_batch, accumulation in batches:
-        workload = workload_of(
-            arguments.model, ranks=arguments.ranks, micro_batch=micro_batch, sequence=arguments.sequence,
-            accumulation=accumulation, precision=arguments.precision, activation_checkpointing=arguments.checkpointing,
-            busy_cores=arguments.busy_cores,
-        )  # fmt: skip
+        workload = workload_of(**load | {"micro_batch": micro_batch, "accumulation": accumulation})
         title, out = name, arguments.out
         if len(batches) > 1:
             title += f", {workload.tokens_per_step:,} tokens per step"
             out /= f"batch_{workload.micro_batch}x{accumulation}"
-        chosen.append((Plan(title=title, workload=workload, entries=entries), out))
+        chosen.append(Plan(title=title, workload=workload, entries=entries, out=out))
     return chosen
 
 
@@ -207,12 +193,17 @@ def _finished(folder: Path) -> Benchmark:
     return Benchmark.read(file)
 
 
-def _several(text: str) -> tuple[int, ...]:
-    """Distinct numbers from a comma-separated list."""
-    try:
-        return tuple(dict.fromkeys(at_least_one(word) for word in text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive integer or a comma-separated list") from None
+def numbers(text: str) -> tuple[int, ...]:
+    """Distinct numbers above 0 from a comma-separated list."""
+    return tuple(dict.fromkeys(at_least_one(word) for word in text.split(",")))
+
+
+def not_negative(text: str) -> int:
+    """A whole number that is 0 or more."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} cannot be negative")
+    return value
 
 
 def _size(text: str) -> int:

@@ -2,23 +2,22 @@
 """The record of a benchmark: one JSON file per benchmark, the source of the report and the plots.
 
 Units are bytes and seconds, as in the names. The file is written after every run, so that an interruption loses
-nothing; later versions read files of the same :data:`SCHEMA`.
+nothing; later versions read files of the same ``schema_version``.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from tencache_ds.planning.bound import STATE_NBYTES
 from tencache_ds.profiling.hardware import Hardware
-
-SCHEMA: Final = 1
 
 
 class Record(BaseModel):
@@ -50,14 +49,11 @@ class Step(Record):
     """One optimizer step, on rank 0. Every phase ends with a synchronisation of the device."""
 
     losses: list[str]  # loss of each micro-step: exact hexadecimal floats (``float.hex``)
-    # of the whole; ``forward_s``, ``backward_s`` and ``update_s`` are parts, summed over the micro-steps
-    seconds: float
+    seconds: float  # of the whole; the next three are its parts, summed over the micro-steps
     forward_s: float
     backward_s: float
     update_s: float
-    # time the training thread was blocked in the storage layer: in a call of ``aio_handle`` or a wait of
-    # TenCache
-    storage_wait_s: float
+    storage_wait_s: float  # the training thread was blocked in a call of ``aio_handle`` or a wait of TenCache
     # asked of storage, counted at the ``aio_handle`` (or TenCache's backend), summed over the ranks
     nvme_read_nbytes: int
     nvme_write_nbytes: int
@@ -65,14 +61,11 @@ class Step(Record):
     kernel_read_nbytes: int
     kernel_write_nbytes: int
     rss_nbytes: int  # resident memory after the step
-    # host memory in use minus that before the run, without page cache; counts driver-pinned pages
-    host_used_nbytes: int
+    host_used_nbytes: int  # in use beyond that before the run, without page cache; counts driver-pinned pages
     loss_scale: float | None = None  # before the step; None without one
     skipped: bool = False  # whether the loss scaler left this optimizer step out
-    # which turn of its round it belongs to, from 0, where runs that stay in memory alternate turn by turn
-    turn: int = 0
-    # whether it is the first of its turn, after a wait for the turns of others: it does not count
-    resumed: bool = False
+    turn: int = 0  # of its round, from 0, where runs that stay in memory alternate turn by turn
+    resumed: bool = False  # whether it is the first of its turn, after the turns of others: it does not count
 
 
 class Sample(Record):
@@ -108,18 +101,12 @@ class Memory(Record):
     registered_nbytes: int  # registered with CUDA by TenCache
     gpu_peak_nbytes: int  # of torch's allocator
 
-    @property
-    def pinned_nbytes(self) -> int:
-        """All pinned host memory."""
-        return self.locked_nbytes + self.torch_pinned_nbytes + self.registered_nbytes
-
 
 class Caps(Record):
     """The caps of a run; None means no cap."""
 
     host_nbytes: int | None = None  # per host
-    # "cgroup" where a real limit was set, "measured" where the peak is only compared with the cap, else empty
-    host_enforced_by: str = ""
+    host_enforced_by: str = ""  # "cgroup", or "measured" where the peak is only compared with the cap
     gpu_nbytes: int | None = None  # per GPU, through torch's allocator
 
 
@@ -130,29 +117,19 @@ class Measurement(Record):
     model_s: float = 0.0  # building the model, under ``zero.Init`` where DeepSpeed is used
     initialize_s: float = 0.0  # ``deepspeed.initialize``
     warmup_steps: int = 0  # how many of the first :attr:`steps` do not count
-    steps: list[Step] = Field(default_factory=list)  # all of them, warm-up included
+    steps: list[Step] = []  # all of them, warm-up included
     memory: Memory | None = None  # None where the run ended before it was read
-    timeline: list[Sample] = Field(default_factory=list)  # of the measured steps
+    timeline: list[Sample] = []  # of the measured steps
     device_profile: DeviceProfile | None = None  # None where no step was profiled
     gpu_energy_j: float | None = None  # of the measured steps, as NVML counts; None where it cannot be read
     cpu_energy_j: float | None = None  # of the measured steps, as RAPL counts; None where it cannot be read
-    # bytes written by the block device under the NVMe path in the measured steps; None without one
-    disk_write_nbytes: int | None = None
+    disk_write_nbytes: int | None = None  # of the measured steps, on the block device of the NVMe path, if any
     tencache_stats: dict[str, Any] | None = None  # ``dataclasses.asdict(tencache_ds.stats(engine))`` at the end
 
     @property
     def measured(self) -> list[Step]:
         """The measured steps."""
         return [step for step in self.steps[self.warmup_steps :] if not step.resumed]
-
-    @property
-    def median_s(self) -> float:
-        """Median seconds of a measured step.
-
-        Raises:
-            statistics.StatisticsError: nothing was measured.
-        """
-        return statistics.median(step.seconds for step in self.measured)
 
 
 class Run(Measurement):
@@ -164,9 +141,15 @@ class Run(Measurement):
     error: str = ""
     started_at: str = ""  # ISO 8601, UTC
     wall_s: float = 0.0  # from the launcher's start to its end, without the turns of others
-    knobs: dict[str, Any] = Field(default_factory=dict)  # the peer's settings in this run
-    deepspeed_config: dict[str, Any] = Field(default_factory=dict)  # without the paths of the machine
+    knobs: dict[str, Any] = {}  # the peer's settings in this run
+    deepspeed_config: dict[str, Any] = {}  # without the paths of the machine
     caps: Caps = Caps()  # on its memory
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds of a measured step; infinity for a run that did not end well or has none."""
+        ended_well = self.outcome is Outcome.ok and self.measured
+        return statistics.median(step.seconds for step in self.measured) if ended_well else math.inf
 
 
 class Configuration(Record):
@@ -176,10 +159,8 @@ class Configuration(Record):
     label: str  # for tables and legends
     peer: str  # which of ``benchmarks.comparison.peers`` it belongs to; "tencache" for ours
     semantics: str = ""  # its differences from synchronous training; empty for the same results as all others
-    # the settings it runs with: the best of the search where there was one
-    knobs: dict[str, Any] = Field(default_factory=dict)
-    # the values tried for each knob; empty for a configuration that was not tuned
-    searched: dict[str, list[Any]] = Field(default_factory=dict)
+    knobs: dict[str, Any] = {}  # the settings it runs with: the best of the search where there was one
+    searched: dict[str, list[Any]] = {}  # the values tried for each knob, where several were
 
 
 class Placement(Record):
@@ -189,8 +170,8 @@ class Placement(Record):
     ``optimizer_nvme_nbytes`` are bytes per parameter of the state on NVMe; fewer where master weights are split.
     """
 
-    weights_nvme: float
-    optimizer_nvme: float
+    weights_nvme: float = 0.0
+    optimizer_nvme: float = 0.0
     weights_gpu: float = 0.0
     optimizer_gpu: float = 0.0
     optimizer_nvme_nbytes: float = STATE_NBYTES
@@ -202,10 +183,10 @@ class Workload(Record):
     model: str  # name in ``benchmarks.workloads``
     micro_batch: int  # sequences per micro-step and rank
     sequence: int  # tokens per sequence
-    accumulation: int  # micro-steps per optimizer step
+    accumulation: int = 1  # micro-steps per optimizer step
     ranks: int  # processes, one per GPU
     precision: str  # "bf16" or "fp16"
-    activation_checkpointing: bool  # whether activations are recomputed in backward
+    activation_checkpointing: bool = False  # whether activations are recomputed in backward
     busy_cores: int = 0  # additional processes that only keep a core busy
 
     @property
@@ -235,7 +216,7 @@ class Task(Record):
 class Benchmark(Record):
     """A whole benchmark: one machine, one workload, one alternation."""
 
-    schema_version: Literal[1] = SCHEMA
+    schema_version: Literal[1] = 1
     title: str
     started_at: str
     command: str  # how to repeat it; paths of the machine are left out
@@ -244,16 +225,14 @@ class Benchmark(Record):
     versions: dict[str, str]  # of python, torch, deepspeed, tencache_ds, cuda and the kernel
     workload: Workload
     configurations: list[Configuration]
-    placements: dict[str, Placement] = Field(default_factory=dict)  # by configuration, where it is known
-    # shortest possible step of each configuration's placement on this hardware (``planning.bound``)
-    bounds_s: dict[str, float] = Field(default_factory=dict)
-    limits: dict[str, str] = Field(default_factory=dict)  # which resource sets each of :attr:`bounds_s`
-    # tokens per optimizer step at which arithmetic takes as long as NVMe, at the rates of the probe and with as
-    # many micro-steps; for configurations that use NVMe. With fewer tokens storage is the limit, with more it
-    # is the GPU
-    balance_tokens: dict[str, float] = Field(default_factory=dict)
-    tuning: list[Run] = Field(default_factory=list)  # trials of the search
-    runs: list[Run] = Field(default_factory=list)  # the measured ones
+    placements: dict[str, Placement] = {}  # by configuration, where it is known
+    bounds_s: dict[str, float] = {}  # shortest step of each of these on this hardware (``planning.bound``)
+    limits: dict[str, str] = {}  # which resource sets each of :attr:`bounds_s`
+    # tokens per step at which arithmetic takes as long as NVMe, at the rates of the probe and with as many
+    # micro-steps, for configurations that use NVMe: with fewer storage is the limit, with more the GPU
+    balance_tokens: dict[str, float] = {}
+    tuning: list[Run] = []  # trials of the search
+    runs: list[Run] = []  # the measured ones
 
     @property
     def on_tmpfs(self) -> bool:
@@ -269,10 +248,6 @@ class Benchmark(Record):
         """The last run of a configuration that did not end well, if no run of it did."""
         failed = [run for run in self.runs if run.configuration == name and run.outcome is not Outcome.ok]
         return failed[-1] if failed and not self.runs_of(name) else None
-
-    def write(self, path: Path) -> None:
-        """Writes the file at once: a reader, and an interruption, see the old one or the new one."""
-        write_at_once(self, path)
 
     @classmethod
     def read(cls, path: Path) -> Benchmark:

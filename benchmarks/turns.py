@@ -14,16 +14,6 @@ from pathlib import Path
 POLL_S = 0.01
 """Of a waiting program. Checking one file takes microseconds and does not disturb another run."""
 
-_OWNER = "benchmark"
-
-
-def _waiting(folder: Path, turn: int) -> Path:
-    return folder / f"waiting_{turn}"
-
-
-def _open(folder: Path, turn: int) -> Path:
-    return folder / f"open_{turn}"
-
 
 @dataclass(frozen=True, slots=True)
 class Turnstile:
@@ -36,15 +26,15 @@ class Turnstile:
         self.folder.mkdir(parents=True, exist_ok=True)
         for file in self.folder.iterdir():
             file.unlink()
-        (self.folder / _OWNER).write_text(str(owner_pid))
+        (self.folder / "benchmark").write_text(str(owner_pid))
 
     def is_waiting(self, turn: int) -> bool:
         """Whether the program waits for its turn: all ranks have finished the work before it."""
-        return _waiting(self.folder, turn).exists()
+        return (self.folder / f"waiting_{turn}").exists()
 
     def open(self, turn: int) -> None:
         """Lets the program have its turn."""
-        _open(self.folder, turn).touch()
+        (self.folder / f"open_{turn}").touch()
 
 
 class Gate:
@@ -52,11 +42,11 @@ class Gate:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._owner = Path("/proc") / (folder / _OWNER).read_text()
+        self._owner = Path("/proc") / (folder / "benchmark").read_text()
 
     def announce(self, turn: int) -> None:
         """Says that all ranks wait for ``turn``; for one rank to call."""
-        _waiting(self._folder, turn).touch()
+        (self._folder / f"waiting_{turn}").touch()
 
     def wait(self, turn: int) -> None:
         """Returns when the turn is given.
@@ -64,8 +54,7 @@ class Gate:
         Raises:
             RuntimeError: the benchmark process has ended, so the turn never comes.
         """
-        opened = _open(self._folder, turn)
-        while not opened.exists():
+        while not (self._folder / f"open_{turn}").exists():
             if not self._owner.exists():
                 raise RuntimeError("the benchmark process that controls the turns has ended")
             time.sleep(POLL_S)

@@ -12,43 +12,30 @@ from .peers import Peer
 
 def placement_of(peer: Peer, run: Run, ranks: int) -> Placement | None:
     """Where a finished run kept things at its end; None if it is not known."""
-    stats = run.tencache_stats
+    placed, stats = peer.place(run.knobs), run.tencache_stats
     if stats is None or run.numel == 0:
-        return None if peer.place is None else peer.place(run.knobs)
+        return placed
     # Statistics are per rank, and every rank holds its share of each weight. Those that were written before things
-    # could stay in GPU memory, or state in host memory, do not mention it.
-    weights_nbytes, state_nbytes = WEIGHT_NBYTES * run.numel / ranks, STATE_NBYTES * run.numel / ranks
-    weights_gpu = _share(stats.get("gpu_weight_nbytes", 0) / weights_nbytes)
-    state_gpu = _share(stats.get("gpu_state_nbytes", 0) / state_nbytes)
-    if peer.place is not None:
-        placed = peer.place(run.knobs)
-        on_gpu = {
-            "weights_gpu": max(placed.weights_gpu, weights_gpu), "optimizer_gpu": max(placed.optimizer_gpu, state_gpu)
-        }  # fmt: skip
+    # could stay in GPU memory, or state in host memory, do not mention it. Slabs, and chunks with their padding, are a
+    # little larger than their contents: at most the whole counts.
+    numel = run.numel / ranks
+    weights_gpu = min(1.0, stats.get("gpu_weight_nbytes", 0) / (WEIGHT_NBYTES * numel))
+    state_gpu = min(1.0, stats.get("gpu_state_nbytes", 0) / (STATE_NBYTES * numel))
+    on_gpu = {"weights_gpu": weights_gpu, "optimizer_gpu": state_gpu}
+    if placed is not None:
         return placed.model_copy(update=on_gpu)
     # Weights in GPU memory may have host memory besides.
-    weights_memory = max(stats["resident_weight_nbytes"] / weights_nbytes, weights_gpu)
-    weights_nvme = 1 - _share(weights_memory)
-    optimizer_nvme = 1 - _share(stats.get("resident_state_nbytes", 0) / state_nbytes + state_gpu)
-    state_nbytes = _state_nbytes(
-        stats.get("stored_nbytes"), weights_nvme * weights_nbytes, optimizer_nvme * run.numel / ranks
-    )
+    weights_memory = max(stats["resident_weight_nbytes"] / (WEIGHT_NBYTES * numel), weights_gpu)
+    weights_nvme = max(0.0, 1 - weights_memory)
+    state_memory = stats.get("resident_state_nbytes", 0) / (STATE_NBYTES * numel) + state_gpu
+    state_nvme = max(0.0, 1 - state_memory)
+    per_param = float(STATE_NBYTES)
+    if "stored_nbytes" in stats and state_nvme > 0:
+        stored_state = stats["stored_nbytes"] - weights_nvme * WEIGHT_NBYTES * numel
+        per_param = min(max(stored_state / (state_nvme * numel), STATE_NBYTES - SPLIT_NBYTES), STATE_NBYTES)
     return Placement(
-        weights_nvme=weights_nvme, optimizer_nvme=optimizer_nvme, weights_gpu=weights_gpu, optimizer_gpu=state_gpu,
-        optimizer_nvme_nbytes=state_nbytes,
+        weights_nvme=weights_nvme, optimizer_nvme=state_nvme, optimizer_nvme_nbytes=per_param, **on_gpu
     )  # fmt: skip
-
-
-def _state_nbytes(stored_nbytes: float | None, weights_nbytes: float, numel: float) -> float:
-    """Bytes per parameter of the state on NVMe: of so many parameters, beside so many bytes of weights."""
-    if stored_nbytes is None or numel <= 0:
-        return STATE_NBYTES
-    return min(max((stored_nbytes - weights_nbytes) / numel, STATE_NBYTES - SPLIT_NBYTES), STATE_NBYTES)
-
-
-def _share(of_all: float) -> float:
-    """At most the whole: slabs, and chunks with their padding, are a little larger than their contents."""
-    return min(1.0, of_all)
 
 
 def bound_of(hardware: Hardware, workload: Workload, numel: int, placement: Placement) -> Bound:

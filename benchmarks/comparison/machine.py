@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
 import os
 import platform
@@ -17,7 +16,6 @@ from tqdm import tqdm
 from tencache_ds.errors import ConfigError
 from tencache_ds.ops.build_lock import PATIENCE_S, build_locks, explain
 from tencache_ds.profiling.hardware import Hardware
-from tencache_ds.profiling.host_memory import available_nbytes
 
 from .process import environment, last_error
 
@@ -38,14 +36,6 @@ print(probe(pathlib.Path(sys.argv[1]), seconds=float(sys.argv[2])).model_dump_js
 
 class Machine:
     """This machine."""
-
-    def now(self) -> str:
-        """ISO 8601, UTC."""
-        return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-    def available_nbytes(self) -> int:
-        """Host memory that can be used without swapping."""
-        return available_nbytes()
 
     def gpus(self) -> int:
         """GPUs that training would use: none where ``DS_ACCELERATOR`` names another device."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The systems compared: configuration, searched settings and requirements of each peer.
 
-A peer is a function from its knobs to a DeepSpeed config. Settings that all share (:func:`shared_config`) are not
+A peer is a function from its knobs to a DeepSpeed config. Settings that all share (:func:`base_config`) are not
 knobs. The search starts at the first value of each knob: the best of earlier measurements (``docs/benchmarks``).
 """
 
@@ -18,14 +18,8 @@ from tencache_ds.planning.bound import GRADIENT_NBYTES, STATE_NBYTES, WEIGHT_NBY
 from ..record import Placement, Workload
 
 GIB = 2**30
-STOCK_HOST_NBYTES_PER_PARAM = 26
-"""Peak host memory of stock CPU offload with everything in RAM, as measured (docs/benchmarks)."""
-
 NBYTES_PER_PARAM = WEIGHT_NBYTES + GRADIENT_NBYTES + STATE_NBYTES
 """Of this ``host_memory_share`` is a share."""
-
-GPU_NBYTES_PER_PARAM = 20
-"""GPU memory of training without offload: weights, gradients, fp32 state, and buffers."""
 
 Knobs = Mapping[str, Any]
 
@@ -52,55 +46,74 @@ class Peer:
     configure: Callable[[Setting, Knobs], dict[str, Any]]  # DeepSpeed config from knobs
     # knobs with the values that may be tried, the starting value first. A knob with one value is fixed
     space: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    refuse: Callable[[Setting], str] = lambda setting: ""  # why it cannot run in a setting, or an empty string
-    place: Callable[[Knobs], Placement] | None = None  # where it keeps things, from knobs; None if only a run can tell
+    placement: Placement | None = None  # where it keeps things; None if only a run can tell
+    host_nbytes_per_param: int = 0  # host memory that it needs
+    gpu_nbytes_per_param: int = 0  # memory that it needs of all GPUs together
+    needs_gpu: bool = False
+    needs_program: str = ""  # of the system, and of the package with the same name
     semantics: str = ""  # its differences from synchronous training; empty for the same results
     program: str = "train_step"  # module of this package that trains
     launcher: tuple[str, ...] = ()  # further arguments for the ``deepspeed`` launcher
     zero_init: bool = True  # whether the model is built partitioned
 
+    def refuse(self, setting: Setting) -> str:
+        """Why it cannot run in a setting, or an empty string."""
+        if self.needs_gpu and not setting.gpus:
+            return "it needs a GPU, and this machine trains on its CPU"
+        gpu_nbytes = self.gpu_nbytes_per_param * setting.numel / setting.workload.ranks
+        needs = {
+            "GPU": (gpu_nbytes, setting.gpu_nbytes),
+            "host": (self.host_nbytes_per_param * setting.numel, setting.host_nbytes),
+        }
+        for of, (needed, allowed) in needs.items():
+            if needed > allowed:
+                return f"it needs about {needed / GIB:.0f} GiB of {of} memory, {allowed / GIB:.0f} may be used"
+        if self.needs_program and shutil.which(self.needs_program) is None:
+            return f"it needs the {self.needs_program} command (`apt install {self.needs_program}`)"
+        return ""
 
-def shared_config(setting: Setting) -> dict[str, Any]:
-    """Settings of every DeepSpeed configuration: precision, optimizer, clipping, batch."""
+    def place(self, knobs: Knobs) -> Placement | None:
+        """Where it keeps things: the state that is not in RAM by a ``ratio`` is on the GPU."""
+        if self.placement is None or "ratio" not in knobs:
+            return self.placement
+        return self.placement.model_copy(update={"optimizer_gpu": 1 - knobs["ratio"]})
+
+
+def base_config(setting: Setting, knobs: Knobs, **sections: Any) -> dict[str, Any]:
+    """The settings that all share (precision, optimizer, clipping, batch), and those of stock's knobs.
+
+    ``sections`` are further ones of "zero_optimization".
+    """
     workload = setting.workload
+    zero = {"stage": 3} | _renamed(knobs, ZERO_KEYS) | sections
+    if "prefetch_share" in knobs:
+        zero["stage3_prefetch_bucket_size"] = int(knobs["prefetch_share"] * setting.numel)
+    # fp16 from a scale that this many steps do not lower: every configuration makes the same number of updates.
+    precision = {"initial_scale_power": 12} if workload.precision == "fp16" else {}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.micro_batch,
         "gradient_accumulation_steps": workload.accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "weight_decay": 0.01}},
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": zero,
+        workload.precision: {"enabled": True} | precision,
     }
-    if workload.precision == "fp16":
-        # From a scale that this many steps do not lower: every configuration makes the same number of updates.
-        config["fp16"] = {"enabled": True, "initial_scale_power": 12}
-    else:
-        config["bf16"] = {"enabled": True}
+    if aio := _renamed(knobs, AIO_KEYS):
+        config["aio"] = aio | {"single_submit": False, "overlap_events": True}
     return config
 
 
-def _zero(setting: Setting, knobs: Knobs, **sections: Any) -> dict[str, Any]:
-    config = shared_config(setting)
-    zero = config["zero_optimization"]
-    for knob, key in (
-        ("sub_group_size", "sub_group_size"),
-        ("live", "stage3_max_live_parameters"),
-        ("reuse", "stage3_max_reuse_distance"),
-    ):
-        if knob in knobs:
-            zero[key] = knobs[knob]
-    if "prefetch_share" in knobs:
-        zero["stage3_prefetch_bucket_size"] = int(knobs["prefetch_share"] * setting.numel)
-    zero |= {name: section for name, section in sections.items() if section is not None}
-    if "aio_threads" in knobs:
-        config["aio"] = {
-            "intra_op_parallelism": knobs["aio_threads"],
-            "queue_depth": knobs["aio_queue_depth"],
-            "block_size": knobs["aio_block"],
-            "single_submit": False,
-            "overlap_events": True,
-        }
-    return config
+ZERO_KEYS = {
+    "sub_group_size": "sub_group_size", "live": "stage3_max_live_parameters", "reuse": "stage3_max_reuse_distance"
+}  # fmt: skip
+AIO_KEYS = {"aio_threads": "intra_op_parallelism", "aio_queue_depth": "queue_depth", "aio_block": "block_size"}
+RAM_KEYS = {"ratio": "ratio", "adam_cores": "cpuadam_cores_perc"}
+"""DeepSpeed's names of knobs."""
+
+
+def _renamed(knobs: Knobs, keys: Mapping[str, str]) -> dict[str, Any]:
+    return {key: knobs[knob] for knob, key in keys.items() if knob in knobs}
 
 
 RAM = {"device": "cpu", "pin_memory": True}
@@ -110,33 +123,27 @@ def _nvme(setting: Setting) -> dict[str, Any]:
     return {"device": "nvme", "nvme_path": setting.nvme_path, "pin_memory": True}
 
 
-def _stock(setting: Setting, knobs: Knobs, weights: str = "", optimizer: str = "") -> dict[str, Any]:
-    """ZeRO-3 with the weights and the optimizer state on "nvme", in "ram", or, by default, on the GPU."""
-    sections: dict[str, dict[str, Any] | None] = {"offload_param": None, "offload_optimizer": None}
-    if weights == "nvme":
+def _stock(setting: Setting, knobs: Knobs, weights: str = "", optimizer: str = "", **options: Any) -> dict[str, Any]:
+    """ZeRO-3 with the weights and the optimizer state on "nvme", in "ram", or, by default, on the GPU.
+
+    ``options`` are further ones of the optimizer's offload.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    if weights == "ram":
+        sections["offload_param"] = RAM
+    elif weights == "nvme":
         # A swap buffer holds a whole weight, and every weight live on the device holds one: too few end the run.
         size = int(max(setting.largest, 1) * knobs["param_buffer_scale"])
         buffers = {"buffer_count": knobs["param_buffers"], "buffer_size": size, "max_in_cpu": 0}
         sections["offload_param"] = _nvme(setting) | buffers
-    elif weights:
-        sections["offload_param"] = RAM
-    if optimizer == "nvme":
+    if optimizer == "ram":
+        sections["offload_optimizer"] = RAM | _renamed(knobs, RAM_KEYS) | options
+    elif optimizer == "nvme":
         pipelined = knobs["pipeline"]
         # Four tensors per sub-group; reading ahead and writing behind hold three sub-groups at a time.
-        options = {"buffer_count": 12 if pipelined else 4, "pipeline_read": pipelined, "pipeline_write": pipelined}
-        sections["offload_optimizer"] = _nvme(setting) | options
-    elif optimizer:
-        sections["offload_optimizer"] = RAM
-    return _zero(setting, knobs, **sections)
-
-
-def _twin_flow(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    return _zero(setting, knobs, offload_optimizer=RAM | {"ratio": knobs["ratio"]})
-
-
-def _super_offload(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    options = {"super_offload": True, "ratio": knobs["ratio"], "cpuadam_cores_perc": knobs["adam_cores"]}
-    return _zero(setting, knobs, offload_optimizer=RAM | options)
+        pipeline = {"buffer_count": 12 if pipelined else 4, "pipeline_read": pipelined, "pipeline_write": pipelined}
+        sections["offload_optimizer"] = _nvme(setting) | pipeline
+    return base_config(setting, knobs, **sections)
 
 
 def _zenflow(setting: Setting, knobs: Knobs) -> dict[str, Any]:
@@ -152,65 +159,17 @@ def _zenflow(setting: Setting, knobs: Knobs) -> dict[str, Any]:
     }
     # Stage 3, though its authors show stage 2: DeepSpeed 0.19.8 permutes the weights there, because ZenFlow flattens
     # them transposed and _update_model_bit16_weights in stage_1_and_2.py takes them back as they lie.
-    return _zero(setting, knobs, offload_optimizer=RAM, zenflow=options)
+    return base_config(setting, knobs, offload_optimizer=RAM, zenflow=options)
 
 
-def _tencache(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    config = _zero(setting, {}, offload_param=_nvme(setting), offload_optimizer=_nvme(setting))
-    options: dict[str, Any] = {key: value for key, value in knobs.items() if key != "host_memory_share"}
-    share = knobs.get("host_memory_share")
-    if share is not None:
-        options["host_memory"] = int(share * NBYTES_PER_PARAM * setting.numel / setting.workload.ranks)
+def _tencache(setting: Setting, knobs: Knobs, device: str = "nvme") -> dict[str, Any]:
+    section = RAM if device == "cpu" else _nvme(setting)
+    config = base_config(setting, {}, offload_param=section, offload_optimizer=section)
+    options = {key: value for key, value in knobs.items() if key != "host_memory_share"}
+    if "host_memory_share" in knobs:
+        nbytes = knobs["host_memory_share"] * NBYTES_PER_PARAM * setting.numel
+        options["host_memory"] = int(nbytes / setting.workload.ranks)
     return config | {"offload_engine": "tencache", "tencache": options}
-
-
-def _tencache_ram(setting: Setting, knobs: Knobs) -> dict[str, Any]:
-    config = _zero(setting, {}, offload_param=RAM, offload_optimizer=RAM)
-    return config | {"offload_engine": "tencache", "tencache": dict(knobs)}
-
-
-def _needs_gpu(setting: Setting) -> str:
-    return "" if setting.gpus else "it needs a GPU, and this machine trains on its CPU"
-
-
-def _too_large(needed: float, allowed: int, of: str) -> str:
-    if needed <= allowed:
-        return ""
-    return f"it needs about {needed / GIB:.0f} GiB of {of} memory, {allowed / GIB:.0f} may be used"
-
-
-def _needs_whole_gpu_state(setting: Setting) -> str:
-    needed = GPU_NBYTES_PER_PARAM * setting.numel // setting.workload.ranks
-    return _needs_gpu(setting) or _too_large(needed, setting.gpu_nbytes, "GPU")
-
-
-def _needs_host(per_param: float) -> Callable[[Setting], str]:
-    return lambda setting: _too_large(per_param * setting.numel, setting.host_nbytes, "host")
-
-
-def _needs_gpu_and_host(per_param: float) -> Callable[[Setting], str]:
-    return lambda setting: _needs_gpu(setting) or _needs_host(per_param)(setting)
-
-
-def _needs_of_superoffload(setting: Setting) -> str:
-    # SuperOffload without its own cores stalls on the ones of the trainer (docs/benchmarks).
-    numactl = "" if shutil.which("numactl") else "its core binding needs the numactl command (`apt install numactl`)"
-    return _needs_gpu_and_host(20)(setting) or numactl
-
-
-def _at(weights_nvme: float = 0, optimizer_nvme: float = 0, weights_gpu: float = 0) -> Callable[[Knobs], Placement]:
-    """Where stock keeps things; the state that is not on NVMe or in RAM by a ``ratio`` is on the GPU."""
-
-    def place(knobs: Knobs) -> Placement:
-        optimizer_gpu = 1 - knobs["ratio"] if "ratio" in knobs else 0
-        return Placement(
-            weights_nvme=weights_nvme,
-            optimizer_nvme=optimizer_nvme,
-            weights_gpu=weights_gpu,
-            optimizer_gpu=optimizer_gpu,
-        )
-
-    return place
 
 
 AIO_SPACE: dict[str, tuple[Any, ...]] = {
@@ -236,42 +195,48 @@ PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
         Peer("tencache", "TenCache", _tencache),
-        Peer("tencache-ram", "TenCache, all in RAM", _tencache_ram, refuse=_needs_host(20), place=_at()),
+        Peer(
+            "tencache-ram", "TenCache, all in RAM", partial(_tencache, device="cpu"),
+            placement=Placement(), host_nbytes_per_param=20,
+        ),
         Peer(
             "nvme-nvme", "stock NVMe + NVMe", partial(_stock, weights="nvme", optimizer="nvme"),
-            AIO_SPACE | OPTIMIZER_SPACE | WEIGHT_SPACE, place=_at(weights_nvme=1, optimizer_nvme=1),
+            AIO_SPACE | OPTIMIZER_SPACE | WEIGHT_SPACE, Placement(weights_nvme=1, optimizer_nvme=1),
         ),
         Peer(
             "ram-nvme", "stock RAM + NVMe", partial(_stock, weights="ram", optimizer="nvme"),
-            AIO_SPACE | OPTIMIZER_SPACE | {"prefetch_share": (0.04, 0.4)}, place=_at(optimizer_nvme=1),
+            AIO_SPACE | OPTIMIZER_SPACE | {"prefetch_share": (0.04, 0.4)}, Placement(optimizer_nvme=1),
         ),
         Peer(
             "ram-ram", "stock RAM + RAM", partial(_stock, weights="ram", optimizer="ram"),
-            {"sub_group_size": (10**9, 10**8), "prefetch_share": (0.04, 0.4), "live": (10**9,)},
-            refuse=_needs_host(STOCK_HOST_NBYTES_PER_PARAM), place=_at(),
+            {"sub_group_size": (10**9, 10**8), "prefetch_share": (0.04, 0.4), "live": (10**9,)}, Placement(),
+            host_nbytes_per_param=26,  # as measured (docs/benchmarks)
         ),
         Peer(
             "gpu-ram", "stock GPU + RAM", partial(_stock, optimizer="ram"), {"sub_group_size": (10**9, 10**8)},
-            refuse=_needs_gpu_and_host(20), place=_at(weights_gpu=1),
+            Placement(weights_gpu=1), host_nbytes_per_param=20, needs_gpu=True,
         ),
         Peer(
-            "gpu-gpu", "stock GPU only", _stock, refuse=_needs_whole_gpu_state,
-            place=lambda knobs: Placement(weights_nvme=0, optimizer_nvme=0, weights_gpu=1, optimizer_gpu=1),
+            "gpu-gpu", "stock GPU only", _stock, placement=Placement(weights_gpu=1, optimizer_gpu=1),
+            gpu_nbytes_per_param=20, needs_gpu=True,  # weights, gradients, fp32 state, and buffers
         ),
         Peer(
-            "twin-flow", "Twin-Flow", _twin_flow, {"ratio": (0.5,), "sub_group_size": (10**8, 10**9)},
-            refuse=_needs_gpu_and_host(12), place=_at(weights_gpu=1),
+            "twin-flow", "Twin-Flow", partial(_stock, optimizer="ram"),
+            {"ratio": (0.5,), "sub_group_size": (10**8, 10**9)}, Placement(weights_gpu=1),
+            host_nbytes_per_param=12, needs_gpu=True,
         ),
         Peer(
-            "superoffload", "SuperOffload", _super_offload,
+            "superoffload", "SuperOffload", partial(_stock, optimizer="ram", super_offload=True),
             {"ratio": (0.9,), "adam_cores": (0.8,), "sub_group_size": (10**8, 4 * 10**8)},
-            refuse=_needs_of_superoffload, place=_at(weights_gpu=1), launcher=("--bind_cores_to_rank",),
+            Placement(weights_gpu=1), host_nbytes_per_param=20, needs_gpu=True,
+            # It stalls on the cores of the trainer unless it is bound to its own (docs/benchmarks).
+            needs_program="numactl", launcher=("--bind_cores_to_rank",),
         ),
         Peer(
-            "zenflow", "ZenFlow", _zenflow, {"topk_ratio": (0.1,), "update_interval": (4,)},
+            "zenflow", "ZenFlow", _zenflow, {"topk_ratio": (0.1,), "update_interval": (4,)}, Placement(weights_gpu=1),
             # Two of each: gradients and both moments, for the update that runs and the next one; and a copy of the
             # weights.
-            refuse=_needs_gpu_and_host(36), place=_at(weights_gpu=1),
+            host_nbytes_per_param=36, needs_gpu=True,
             semantics="most weights are updated once in 4 steps, from gradients that are up to 7 steps old",
             # ZenFlow keeps weights transposed and turns them round in each forward, but transposes them at first only
             # where they are still whole: under zero.Init the model would compute with wrong shapes.
@@ -279,8 +244,7 @@ PEERS: dict[str, Peer] = {
         ),
         Peer(
             # train_fsdp reads batch, optimizer and clipping from the config; there is no DeepSpeed engine.
-            "fsdp2", "torch FSDP2, CPU offload", lambda setting, knobs: shared_config(setting),
-            refuse=_needs_host(20), place=_at(),
+            "fsdp2", "torch FSDP2, CPU offload", base_config, placement=Placement(), host_nbytes_per_param=20,
             semantics="master weights and gradient reduction follow torch's rules, not DeepSpeed's",
             program="train_fsdp",
         ),

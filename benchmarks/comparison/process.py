@@ -15,14 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..record import Caps, Outcome, Run, Task, write_at_once
 from ..turns import Turnstile
-from .host_limit import HostLimit
+from .conditions import HostLimit
 from .peers import Peer
 
 PACKAGE = __name__.partition(".comparison.")[0]
@@ -44,97 +43,81 @@ class Request:
     peer: Peer  # the peer to run
     task: Task  # without files, turns and the cap on host memory
     timeout_s: float  # the run is stopped after this time, the turns of others left out
+    knobs: dict[str, Any] = field(default_factory=dict)  # see :attr:`..record.Run.knobs`
+    nvme_path: str = ""  # its own folder on the storage
 
 
 def execute(
-    request: Request, folder: Path, *, host_limit: HostLimit, on_progress: Callable[[], None] = lambda: None
-) -> Run:
-    """Makes a run; its files (task, result, log) go to ``folder``, and ``on_progress`` is called meanwhile.
+    requests: Sequence[Request],
+    folder: Path,
+    *,
+    n_turns: int = 1,
+    host_limit: HostLimit = HostLimit(),  # noqa: B008  # immutable
+    on_progress: Callable[[], None] = lambda: None,
+) -> list[Run]:
+    """Makes runs: one, or several that stay in memory side by side and have their measured steps in turns.
+
+    Those start one after another and warm up; then each has a part of its steps while the others wait, ``n_turns``
+    times round. A run that fails leaves its turns to the others. Task, result and log of each go to ``folder``;
+    ``on_progress`` is called a few times a second.
 
     Returns:
-        The measured run, or one with the reason for the missing measurement. It includes finished steps of a stopped
-        run. Knobs and config are filled in by the caller, who knows their meaning and the paths in them.
+        What was measured, also by a run that was stopped, and why something is missing. Knobs and config are filled in
+        by the caller, who knows the paths in them.
 
     Raises:
-        KeyboardInterrupt: the user stopped the benchmark; the run's processes are gone by then.
-    """
-    with _Launched(request, folder, host_limit, n_turns=None) as launched:
-        launched.watch(on_progress)
-    return launched.run()
-
-
-def execute_in_turns(
-    requests: Sequence[Request], folder: Path, *, n_turns: int, on_progress: Callable[[], None] = lambda: None
-) -> list[Run]:
-    """Makes runs that stay in memory side by side and have their measured steps in turns; else as :func:`execute`.
-
-    They start one after another and warm up; then each has a part of its steps while the others wait, ``n_turns`` times
-    round. A run that fails leaves its turns to the others.
-
-    Args:
-        requests: the runs, each with its own storage; their steps are multiples of ``n_turns``.
-        folder: for their files.
-        n_turns: turns of each run.
-        on_progress: called a few times a second.
+        KeyboardInterrupt: the user stopped the benchmark; the processes of the runs are gone by then.
     """
     with contextlib.ExitStack() as stack:
         side_by_side = []
         for request in requests:
-            launched = stack.enter_context(_Launched(request, folder, HostLimit(), n_turns))
-            launched.watch(on_progress, until=partial(launched.turnstile.is_waiting, 0))
+            launched = _Launched(request, folder, host_limit, n_turns)
+            stack.callback(launched.end)
+            launched.watch(on_progress, until_turn=0)
             side_by_side.append(launched)
         for turn in range(n_turns):
             for launched in side_by_side:
                 launched.turnstile.open(turn)
-                # After its last turn a run ends before the next one continues, so that its clean-up disturbs no other
-                # run.
-                last = turn + 1 == n_turns
-                launched.watch(on_progress, until=None if last else partial(launched.turnstile.is_waiting, turn + 1))
+                # After its last turn a run ends before the next one continues: its clean-up disturbs no other run.
+                launched.watch(on_progress, until_turn=turn + 1)
     return [launched.run() for launched in side_by_side]
 
 
 class _Launched:
-    """A running run, between entering and leaving; afterwards none of its processes is left in any case."""
+    """A running run, until :meth:`end`."""
 
-    def __init__(self, request: Request, folder: Path, host_limit: HostLimit, n_turns: int | None) -> None:
+    def __init__(self, request: Request, folder: Path, host_limit: HostLimit, n_turns: int) -> None:
         self._request = request
         self._host_limit = host_limit
-        stem = f"{'trial' if request.round < 0 else 'run'}{abs(request.round):03d}_{_file_name(request.configuration)}"
-        self._task, self._result, self._log = (
-            folder / f"{stem}.{kind}" for kind in ("task.json", "result.json", "log")
-        )
-        self._n_turns = n_turns
-        self.turnstile = Turnstile(folder / f"{stem}.turns")
-        self._started_at = ""
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.configuration)
+        stem = folder.resolve() / f"{'trial' if request.round < 0 else 'run'}{abs(request.round):03d}_{name}"
+        task, self._result, self._log = (Path(f"{stem}.{kind}") for kind in ("task.json", "result.json", "log"))
+        self.turnstile = Turnstile(Path(f"{stem}.turns"))
+        self.turnstile.prepare(os.getpid())
+        self._result.unlink(missing_ok=True)
+        given: dict[str, Any] = {"result": str(self._result), "host_nbytes": host_limit.nbytes}
+        if n_turns > 1:
+            given |= {"turns": n_turns, "gate": str(self.turnstile.folder)}
+        write_at_once(request.task.model_copy(update=given), task)
         self._used_s = 0.0
         self._timed_out = False
-
-    def __enter__(self) -> _Launched:
-        given: dict[str, Any] = {"result": str(self._result.resolve()), "host_nbytes": self._host_limit.nbytes}
-        if self._n_turns is not None:
-            self.turnstile.prepare(os.getpid())
-            given |= {"turns": self._n_turns, "gate": str(self.turnstile.folder.resolve())}
-        self._result.unlink(missing_ok=True)
-        write_at_once(self._request.task.model_copy(update=given), self._task)
-        self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._started_at = now()
         with self._log.open("wb") as log:
             # Its own session: the launcher's children must not outlive it and disturb the next run.
             self._process = subprocess.Popen(
-                self._host_limit.wrap(_command(self._request, self._task.resolve())),
+                host_limit.wrap(_command(request, task)), env=environment(), start_new_session=True,
                 stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=environment(), start_new_session=True,
             )  # fmt: skip
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Leaves none of its processes, in any case."""
         self._stop()
-        if self._n_turns is not None:
-            shutil.rmtree(self.turnstile.folder, ignore_errors=True)
+        shutil.rmtree(self.turnstile.folder, ignore_errors=True)
 
-    def watch(self, on_progress: Callable[[], None], until: Callable[[], bool] | None = None) -> None:
-        """Returns when the run has ended or ``until`` is true; stops it when the time that it may use is over."""
+    def watch(self, on_progress: Callable[[], None], until_turn: int) -> None:
+        """Returns when the run waits for a turn, or has ended; stops it when the time that it may use is over."""
         t_start = time.perf_counter()
-        while self._process.poll() is None and not (until is not None and until()):
+        while self._process.poll() is None and not self.turnstile.is_waiting(until_turn):
             if self._used_s + time.perf_counter() - t_start >= self._request.timeout_s:
                 self._timed_out = True
                 self._stop()
@@ -147,39 +130,33 @@ class _Launched:
     def run(self) -> Run:
         """The record of the run, after its end."""
         request, limit = self._request, self._host_limit
-        fields: dict[str, Any] = {
-            "configuration": request.configuration,
-            "round": request.round,
-            "started_at": self._started_at,
-            "wall_s": self._used_s,
-            "caps": Caps(
-                host_nbytes=limit.nbytes, host_enforced_by=limit.enforced_by, gpu_nbytes=request.task.gpu_nbytes
-            ),
-        }
-        if self._result.exists():
-            fields |= json.loads(self._result.read_text())
+        measured = json.loads(self._result.read_text()) if self._result.exists() else {}
         error = ""
         if self._timed_out:
             error = f"not finished after {request.timeout_s:.0f} s"
         elif self._process.returncode != 0:
             error = limit.explain() or last_error(self._log.read_text(errors="replace"))
             error = error or f"exit status {self._process.returncode}"
-        elif not self._result.exists():
+        elif not measured:
             error = f"it exited normally without a result; see {self._log.name}"
-        return Run(outcome=Outcome.failed if error else Outcome.ok, error=error, **fields)
+        caps = Caps(host_nbytes=limit.nbytes, host_enforced_by=limit.enforced_by, gpu_nbytes=request.task.gpu_nbytes)
+        return Run(
+            configuration=request.configuration, round=request.round, started_at=self._started_at,
+            wall_s=self._used_s, caps=caps, outcome=Outcome.failed if error else Outcome.ok, error=error, **measured,
+        )  # fmt: skip
 
     def _stop(self) -> None:
         """Ends every process of the session. Idempotent."""
-        if self._process.poll() is None:
-            self._signal(signal.SIGTERM)
+        for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_S)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
+                self._process.wait(patience_s)
 
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
+
+def now() -> str:
+    """ISO 8601, UTC."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def last_error(log: str) -> str:
@@ -218,15 +195,8 @@ def environment() -> dict[str, str]:
     return variables
 
 
-def _file_name(configuration: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", configuration)
-
-
 def describe_command(arguments: Sequence[str]) -> str:
     """The command that repeats a benchmark, without paths of this machine."""
-    words: list[str] = []
-    hide = False
-    for argument in arguments:
-        words.append("FOLDER" if hide else argument)
-        hide = argument in ("--nvme-path", "--out")
+    pairs = zip(["", *arguments], arguments, strict=False)
+    words = ["FOLDER" if option in ("--nvme-path", "--out") else word for option, word in pairs]
     return " ".join(["python -m benchmarks", *words])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..record import Workload
@@ -58,6 +59,15 @@ class Plan:
     trial_steps: int = 2  # measured steps of a trial; one step before them does not count
     searched: tuple[str, ...] | None = None  # the configurations that are searched; None means all with knobs
     probe_s: float = 10.0  # time for the hardware probe
+    out: Path = Path("benchmark_results")  # folder for the record, the report, logs
+    nvme_path: Path = Path()  # folder on the storage to measure; a folder of our own is made in it, and removed
+    command: str = ""  # for the record
+    host_memory: int | None = None  # cap on the host memory of each run, in bytes
+    gpu_memory: int | None = None  # cap on the memory of each GPU, in bytes
+    timeout: float = 900.0  # seconds; a run that takes longer is stopped and counts as failed
+    time_limit: float | None = None  # seconds; no run is begun that would probably end later than this
+    profile: bool = True  # whether runs of the first round end with a step under the profiler (GPUs only)
+    retry_failed: bool = False  # whether configurations that failed earlier are tried again
 
 
 def parse_entry(text: str) -> Entry:
@@ -126,10 +136,8 @@ def workload_of(model: str, *, ranks: int, **chosen: Any) -> Workload:
     """
     if model not in SPECS:
         raise ValueError(f"there is no model {model!r}; known: {', '.join(SPECS)}")
-    spec = SPECS[model]
-    defaults: dict[str, Any] = {"micro_batch": spec.micro_batch, "sequence": spec.sequence, "precision": spec.precision,
-                "accumulation": 1, "activation_checkpointing": False}  # fmt: skip
     given = {key: value for key, value in chosen.items() if value is not None}
+    defaults = {key: getattr(SPECS[model], key) for key in ("micro_batch", "sequence", "precision")}
     return Workload(model=model, ranks=ranks, **(defaults | given))
 
 

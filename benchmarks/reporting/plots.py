@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plots of a report, drawn with matplotlib.
 
-Colours are safe for the colour-blind (Okabe and Ito's, darkened where they have to be read on white); a configuration
-has the same colour in every plot.
+Colours are safe for the colour-blind (Okabe and Ito's, darkened where they have to be read on white).
 """
 
 from __future__ import annotations
 
 import itertools
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import adjustText
-import matplotlib
+import matplotlib.style
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..record import Benchmark, Run
-from .figures import HOST_USED, PEAK_RSS, Figures, all_figures
-from .text import GB, GIB, joined, number
+from .figures import Figures, all_figures
+from .text import GB, GIB, number
 
 DPI = 120
 WIDTH_IN = 8.0
@@ -31,9 +29,7 @@ OURS = ("#0072B2", "#56B4E9", "#004C78", "#3A8FC4", "#8CC9EF", "#00304D")
 """Of TenCache's configurations: blue, told apart by their lightness."""
 
 PEERS = ("#D55E00", "#009E73", "#CC79A7", "#B8860B", "#7B6FB0", "#666666", "#8C3B00", "#4C8C2B")
-PHASES = {"forward": 0.3, "backward": 0.6, "update": 1.0}
-"""Strength of a configuration's colour in its bars."""
-
+PHASES = {"forward": "#56B4E9", "backward": "#0072B2", "update": "#E69F00"}
 ACCESS_COLOURS = {"resident": "#009E73", "prefetched": "#56B4E9", "late": "#E69F00", "demand": "#D55E00"}
 
 LABEL_CHARACTERS = 36
@@ -47,74 +43,29 @@ LEGEND: dict[str, Any] = {
 MAX_BINS = 300
 """Points of a storage curve: more than that cannot be told apart."""
 
-STYLE: Any = {
-    "axes.axisbelow": True, "axes.edgecolor": FAINT, "axes.labelcolor": INK, "axes.labelsize": 8.5,
-    "axes.spines.right": False, "axes.spines.top": False, "axes.titlesize": 8.5, "figure.titlesize": 11,
-    "figure.titleweight": "bold", "font.size": 8, "grid.color": "#E6E6E6", "legend.fontsize": 8,
-    "legend.frameon": False, "text.color": INK, "xtick.color": FAINT, "xtick.labelcolor": INK, "xtick.labelsize": 8,
-    "ytick.color": FAINT, "ytick.labelcolor": INK, "ytick.labelsize": 8,
-}  # fmt: skip
+STYLE: Any = ["seaborn-v0_8-whitegrid", {
+    "axes.edgecolor": FAINT, "axes.spines.right": False, "axes.spines.top": False, "figure.titleweight": "bold",
+    "font.size": 8, "axes.labelsize": 8.5, "axes.titlesize": 8.5, "figure.titlesize": 11, "legend.fontsize": 8,
+    "xtick.labelsize": 8, "ytick.labelsize": 8, "text.color": INK, "axes.labelcolor": INK,
+}]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A plot that was written."""
-
-    path: Path  # the PNG
-    title: str  # what it shows, for those who do not see it
-    caption: str  # how to read it
-    width_px: int = round(WIDTH_IN * 100)  # width at which its text has the size of the page's
-
-
-def write_plots(benchmark: Benchmark, folder: Path, name: str) -> list[Plot]:
-    """Draws every plot that has something to show, as ``<folder>/<name>_<plot>.png``.
+def write_plots(benchmark: Benchmark, folder: Path, name: str) -> list[str]:
+    """Draws every plot that has something to show, as ``<folder>/<name>_<plot>.png``; returns the names of plots.
 
     Raises:
         OSError: the folder cannot be written.
     """
+    plots = {"step_time": step_time, "frontier": frontier, "storage": storage_bandwidth, "accesses": access_classes}
     written = []
-    for stem, draw, title, caption in (
-        (
-            "step_time", step_time, "Step time by phase",
-            "Medians of the measured steps; the thin line goes from the fastest to the slowest step, the black mark is "
-            "the bound: the shortest step possible on this machine with this placement.",
-        ),
-        (
-            "frontier", frontier, "Step time against host memory",
-            f"{memory_sources(benchmark)} Down and to the left is better. A hollow mark has different semantics.",
-        ),
-        (
-            "storage", storage_bandwidth, "Storage bandwidth over time",
-            "Measured steps of the last run of each configuration on rank 0: reads up, writes down, the grey line is "
-            "both together, to be compared with the dashed line: what the probe reached reading and writing together. "
-            "Dotted lines are the ends of steps.",
-        ),
-        (
-            "accesses", access_classes, "Where TenCache found the weights",
-            "Share of the weight accesses on rank 0; late and demand accesses are those that the training waits for.",
-        ),
-    ):  # fmt: skip
-        with matplotlib.rc_context(STYLE):
+    with matplotlib.style.context(STYLE):
+        for plot, draw in plots.items():
             figure = draw(benchmark)
             if figure is not None:
-                path = folder / f"{name}_{stem}.png"
-                figure.savefig(path, dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
-                written.append(Plot(path, title, caption))
+                file = folder / f"{name}_{plot}.png"
+                figure.savefig(file, dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
+                written.append(plot)
     return written
-
-
-def memory_sources(benchmark: Benchmark) -> str:
-    """Which figure the memory axis shows for whom."""
-    if benchmark.on_tmpfs:
-        return (
-            "Host memory is the peak RSS of a rank while it trains: what the host had in use counts the files on tmpfs."
-        )
-    peaks = {f.label: peak for f in all_figures(benchmark).values() if (peak := f.training_peak) is not None}
-    text = "Host memory is the larger of the peak RSS of a rank while it trains and of what the host had in use: "
-    if len({peak.source for peak in peaks.values()}) == 1:
-        return f"{text}here {next(iter(peaks.values())).source} for all."
-    used = [label for label, peak in peaks.items() if peak.source == HOST_USED]
-    return f"{text}{HOST_USED} for {joined(used)}, {PEAK_RSS} for the others."
 
 
 def colours(figures: dict[str, Figures]) -> dict[str, str]:
@@ -126,88 +77,76 @@ def colours(figures: dict[str, Figures]) -> dict[str, str]:
 def step_time(benchmark: Benchmark) -> Figure | None:
     """Horizontal bars of the phases of a step, the bound as a mark; None when no step was measured."""
     # What was never run has no bar and no error to show: the table lists it.
-    figures = all_figures(benchmark)
-    shown = [f for f in figures.values() if f.measured or f.failure]
+    shown = [f for f in all_figures(benchmark).values() if f.measured or f.failure]
     if not any(f.measured for f in shown):
         return None
-    colour = [colours(figures)[f.name] for f in shown]
-    bars = pd.DataFrame({phase: [f.steps[f"{phase}_s"].median() for f in shown] for phase in PHASES}).fillna(0.0)
-    median, bound_s = np.array([f.median_s for f in shown]), np.array([f.bound_s for f in shown])
-    least, most = (np.array([getattr(f.steps.seconds, of)() for f in shown], float) for of in ("min", "max"))
-    rest = np.where(median - bars.sum(axis=1) > 0.01 * median, median - bars.sum(axis=1), 0.0)
-    longest, rows, left = np.nanmax(most), np.arange(len(shown)), np.zeros(len(shown))
-    figure, axes = _figure(1.15 + 0.42 * len(shown), "Step time by phase")
-    for phase, strength in PHASES.items():
-        tints = [(one, strength) for one in colour]
-        axes.barh(rows, bars[phase], left=left, height=0.62, color=tints, linewidth=0)
-        axes.barh(0, 0, color=str(1 - 0.67 * strength), label=phase)
-        left = left + bars[phase].to_numpy()
-    axes.barh(rows, rest, left=left, height=0.62, color="#DDDDDD", linewidth=0)
-    axes.hlines(rows, least, most, color=INK, linewidth=0.8)
+    bars = pd.DataFrame([f.steps[[f"{phase}_s" for phase in PHASES]].median() for f in shown]).fillna(0.0)
+    bars.columns = list(PHASES)
+    seconds = pd.DataFrame([f.steps.seconds.agg(["median", "min", "max"]) for f in shown], dtype=float)
+    rest = seconds["median"].to_numpy() - bars.sum(axis=1)
+    if (rest > 0.01 * seconds["median"].to_numpy()).any():
+        bars["other"] = rest.clip(lower=0.0).fillna(0.0)
+    bound_s, rows = np.array([f.bound_s for f in shown]), np.arange(len(shown))
+    figure, axes = _bars(bars, [f.configuration.label for f in shown], "Step time by phase", {**PHASES, "other": FAINT})
+    axes.hlines(rows, seconds["min"], seconds["max"], color=INK, linewidth=0.8)
     if np.isfinite(bound_s).any():
         axes.vlines(bound_s, rows - 0.42, rows + 0.42, color=INK, linewidth=2.2)
         axes.plot([], [], color=INK, linestyle="none", marker="|", markersize=11, markeredgewidth=2.2, label="bound")
+    ends = np.nanmax([seconds["max"], bars.sum(axis=1), bound_s], axis=0)
     for row, f in enumerate(shown):
-        end = np.nanmax([most[row], left[row], bound_s[row], 0.0])
         note = f"{number(f.median_s)} s" + (f"   {f.bound_fraction:.2f} of bound" if f.bound_fraction > 0 else "")
         if f.failure:
             note = f.failure.outcome.value.replace("_", " ")
-        axes.text(end + 0.012 * longest, row, note, va="center", color=FAINT if f.failure else INK)
-    axes.set_xlim(0, 1.35 * np.nanmax([longest, *bound_s]))
-    axes.set_xlabel("seconds per step")
-    axes.grid(axis="x")
-    _name_rows(axes, [f.configuration.label for f in shown])
+        axes.text(ends[row] + 0.012 * ends.max(), row, note, va="center", color=FAINT if f.failure else INK)
+    axes.set(xlim=(0, 1.35 * ends.max()), xlabel="seconds per step")
+    axes.grid(visible=False, axis="y")
+    axes.legend(**LEGEND)
     return figure
 
 
 def frontier(benchmark: Benchmark) -> Figure | None:
     """Step time against peak host memory; None when no configuration has both."""
     figures = all_figures(benchmark)
-    shown = [f for f in figures.values() if f.measured and f.training_peak and f.training_peak.nbytes]
-    if not shown:
+    peaks = {f: f.training_peak.nbytes / GIB for f in figures.values() if f.measured and f.training_peak}
+    peaks = {f: memory for f, memory in peaks.items() if memory}
+    if not peaks:
         return None
-    colour = colours(figures)
-    points = pd.DataFrame(
-        [(f.training_peak.nbytes / GIB, f.median_s, f.bound_s, f.is_ours) for f in shown if f.training_peak],
-        columns=["memory", "seconds", "bound", "ours"],
-    )
+    rows = [(memory, f.median_s, f.bound_s, f.is_ours) for f, memory in peaks.items()]
+    points = pd.DataFrame(rows, columns=["memory", "seconds", "bound", "ours"])
     line = points[points.ours].sort_values("memory")
     bounded = line.dropna()
     figure, axes = _figure(4.6, "Step time against host memory")
-    avoided = points[["memory", "seconds"]]
     if len(line) > 1:
         axes.plot(line.memory, line.seconds, color=OURS[0], linewidth=1.6, label="TenCache")
-        along = np.linspace(line.memory.min(), line.memory.max(), 60)
-        on_line = {"memory": along, "seconds": np.interp(along, line.memory, line.seconds)}
-        avoided = pd.concat([avoided, pd.DataFrame(on_line)])
     if not bounded.empty:
         axes.plot(bounded.memory, bounded.bound, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), marker="_",
                   markersize=9, markeredgewidth=1.6, label="bound of each TenCache point")  # fmt: skip
-    for f, point in zip(shown, points.itertuples(), strict=True):
+    for f, memory in peaks.items():
+        colour = colours(figures)[f.name]
         axes.plot(
-            point.memory, point.seconds, linestyle="none", marker="o" if f.is_ours else "s", markersize=7,
-            color=colour[f.name], markerfacecolor="white" if f.configuration.semantics else colour[f.name],
-            markeredgewidth=1.5, zorder=3,
+            memory, f.median_s, linestyle="none", marker="o" if f.is_ours else "s", markersize=7, color=colour,
+            markerfacecolor="white" if f.configuration.semantics else colour, markeredgewidth=1.5, zorder=3,
         )  # fmt: skip
     times = pd.concat([points.seconds, bounded.bound])
     if times.max() > 10 * times.min() > 0:
         axes.set(yscale="log", ylim=(times.min() / 1.6, times.max() * 1.6))
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(0, 1.15 * times.max())
     axes.set(
         xlim=(0, 1.12 * points.memory.max()), xlabel="peak host memory while training, GiB", ylabel="seconds per step"
     )
-    axes.grid()
     if len(line) > 1 or not bounded.empty:
         axes.legend(**LEGEND)
-    labels = [textwrap.fill(f.configuration.label, LABEL_CHARACTERS) for f in shown]
-    names = list(map(axes.text, points.memory, points.seconds, labels))
+    names = [
+        axes.text(memory, f.median_s, textwrap.fill(f.configuration.label, LABEL_CHARACTERS))
+        for f, memory in peaks.items()
+    ]
     figure.draw_without_rendering()  # the layout moves the axes: before it pixels mean nothing
     adjustText.adjust_text(
-        names, x=avoided.memory.to_numpy(), y=avoided.seconds.to_numpy(), ax=axes, expand=(1.2, 1.8),
+        names, x=points.memory.to_numpy(), y=points.seconds.to_numpy(), ax=axes, expand=(1.2, 1.8),
         ensure_inside_axes=True, arrowprops={"arrowstyle": "-", "color": FAINT, "lw": 0.6},
     )  # fmt: skip
     return figure
@@ -236,7 +175,6 @@ def storage_bandwidth(benchmark: Benchmark) -> Figure | None:
         axes.axhline(0, color=INK, linewidth=0.6)
         axes.set_title(f.configuration.label, loc="left", pad=3)
         axes.set_xlim(0, edges[-1])
-        axes.grid(axis="y")
         axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     axes.set_xlabel("seconds since the first measured step")
     figure.supylabel("write   GB/s   read", fontsize=8.5)
@@ -252,15 +190,13 @@ def access_classes(benchmark: Benchmark) -> Figure | None:
     counts = counts[counts.sum(axis=1) > 0]
     if counts.empty:
         return None
-    figure, axes = _figure(1.15 + 0.42 * len(counts), "Where TenCache found the weights")
     shares = 100 * counts.div(counts.sum(axis=1), axis=0).fillna(0.0)
-    shares.plot.barh(
-        ax=axes, stacked=True, width=0.62, color=[ACCESS_COLOURS.get(c, FAINT) for c in shares], linewidth=0
-    )
+    figure, axes = _bars(shares, list(shares.index), "Where TenCache found the weights", ACCESS_COLOURS)
+    axes.grid(visible=False)
     for bars in axes.containers:
         axes.bar_label(bars, fmt=lambda share: f"{share:.0f} %" if share >= 4 else "", label_type="center", fontsize=8)
     axes.set(xlim=(0, 100), xlabel="% of weight accesses")
-    _name_rows(axes, list(counts.index))
+    axes.legend(**LEGEND)
     return figure
 
 
@@ -270,12 +206,15 @@ def _figure(height_in: float, title: str, **options: Any) -> tuple[Figure, Any]:
     return figure, figure.subplots(**options)
 
 
-def _name_rows(axes: Any, labels: list[str]) -> None:
-    """Labels of horizontal bars, the first at the top, and the legend above them."""
+def _bars(widths: pd.DataFrame, labels: list[str], title: str, colours: dict[str, str]) -> tuple[Figure, Any]:
+    """Stacked horizontal bars, a row for each label, the first at the top."""
+    figure, axes = _figure(1.15 + 0.42 * len(widths), title)
+    colour = [colours.get(part, FAINT) for part in widths]
+    widths.plot.barh(ax=axes, stacked=True, width=0.62, color=colour, linewidth=0, legend=False)
     axes.set_yticks(range(len(labels)), [textwrap.fill(label, LABEL_CHARACTERS) for label in labels])
     axes.set_ylim(len(labels) - 0.45, -0.55)
     axes.tick_params(axis="y", length=0)
-    axes.legend(**LEGEND)
+    return figure, axes
 
 
 def _moved(run: Run) -> bool:

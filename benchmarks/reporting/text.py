@@ -17,19 +17,17 @@ GB = 10**9
 
 _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Timeout|Interrupt|Exit|Killed|Busy)\w*\b")
 _PATH = re.compile(r"(?<![\w./])/(?:[\w.+@-]+/)+([\w.+@-]*)")
+_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "\\|", "*": "\\*", "`": "'"})
 
 
 def plain(text: str) -> str:
     """``text`` on one line, with nothing that Markdown or a table would take for its own."""
-    text = " ".join(text.split())
-    for character, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("*", "\\*"), ("`", "'")):
-        text = text.replace(character, escaped)
-    return text
+    return " ".join(text.split()).translate(_ESCAPES)
 
 
 def without_paths(text: str) -> str:
     """``text`` with absolute paths cut down to the file's name: a report says nothing of the machine's folders."""
-    return _PATH.sub(lambda match: f".../{match.group(1)}", text)
+    return _PATH.sub(r".../\1", text)
 
 
 def gist(error: str, limit: int = 200) -> str:
@@ -37,34 +35,25 @@ def gist(error: str, limit: int = 200) -> str:
 
     Of a traceback that is the last line that names an exception; else it is the last line.
     """
-    lines = [line.strip() for line in error.splitlines() if line.strip()]
-    if not lines:
-        return "no message"
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or ["no message"]
     text = without_paths(([line for line in lines if _ERROR_LINE.match(line)] or lines)[-1])
     return plain(text if len(text) <= limit else text[: limit - 3].rstrip() + "...")
 
 
+def fixed(value: float | None, digits: int = 1, scale: float = 1) -> str:
+    """``value / scale`` with a fixed number of decimals, or :data:`MISSING` for None and NaN."""
+    return MISSING if value is None or pd.isna(value) else f"{value / scale:,.{digits}f}"
+
+
 def number(value: float | None, scale: float = 1) -> str:
-    """``value / scale`` with three significant digits, or :data:`MISSING` for None and NaN."""
-    if pd.isna(value):
-        return MISSING
-    value = value / scale  # type: ignore[operator]
-    size = abs(value)
-    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 or size == 0 else 3
-    # 9.996 has three digits as "10.0", not as "10.00".
-    if digits and len(f"{size:.{digits}f}".replace(".", "").lstrip("0")) > 3:
-        digits -= 1
-    return f"{value:,.{digits}f}"
+    """``value / scale`` with three significant digits, but at most three decimals, or :data:`MISSING`."""
+    exponent = 0 if value is None or pd.isna(value) else int(f"{value / scale:.2e}".partition("e")[2])
+    return fixed(value, min(max(2 - exponent, 0), 3), scale)
 
 
 def gb(nbytes: float | None) -> str:
     """Bytes as GB with three significant digits, or :data:`MISSING`."""
     return number(nbytes, GB)
-
-
-def fixed(value: float | None, digits: int = 1, scale: float = 1) -> str:
-    """``value / scale`` with a fixed number of decimals, or :data:`MISSING`."""
-    return MISSING if pd.isna(value) else f"{value / scale:,.{digits}f}"  # type: ignore[operator]
 
 
 def gib(nbytes: float | None, digits: int = 1) -> str:
@@ -74,13 +63,13 @@ def gib(nbytes: float | None, digits: int = 1) -> str:
 
 def percent(fraction: float | None, digits: int = 0) -> str:
     """A fraction in per cent, or :data:`MISSING`."""
-    return MISSING if pd.isna(fraction) else f"{100 * fraction:.{digits}f} %"  # type: ignore[operator]
+    return MISSING if fraction is None or pd.isna(fraction) else f"{100 * fraction:.{digits}f} %"
 
 
 def joined(items: Sequence[str]) -> str:
     """Items as a list in a sentence: "a, b and c"; with semicolons where an item contains a comma."""
     comma, last = ("; ", "; and ") if any("," in item for item in items) else (", ", " and ")
-    return last.join(filter(None, [comma.join(items[:-1]), items[-1]])) if items else ""
+    return last.join(filter(None, [comma.join(items[:-1]), *items[-1:]]))
 
 
 def plural(count: int, noun: str) -> str:

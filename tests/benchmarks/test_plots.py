@@ -11,6 +11,7 @@ from benchmarks.record import Sample
 from benchmarks.reporting import plots
 from benchmarks.reporting.figures import all_figures
 from benchmarks.reporting.plots import OURS, PEERS
+from benchmarks.reporting.report import render
 from tests.benchmarks.examples import (
     GIB,
     benchmark,
@@ -143,15 +144,15 @@ def test_colours_are_those_of_the_configuration():
 
 def test_files_are_small(tmp_path: Path):
     written = plots.write_plots(small(), tmp_path, "small")
-    assert [plot.path.name for plot in written] == [
-        "small_step_time.png", "small_frontier.png", "small_storage.png", "small_accesses.png",
-    ]  # fmt: skip
-    assert all(0 < plot.path.stat().st_size < MAX_NBYTES for plot in written)
+    assert written == ["step_time", "frontier", "storage", "accesses"]
+    files = [tmp_path / f"small_{plot}.png" for plot in written]
+    assert all(0 < file.stat().st_size < MAX_NBYTES for file in files)
 
 
 def test_the_caption_says_which_memory_is_shown():
+    def caption(example):
+        return render(example, name="page", plots=["frontier"]).splitlines()[-1]
+
     example = pair([1.0], run("tencache", [1.0], step={"host_used_nbytes": 25 * GIB}))
-    assert plots.memory_sources(example).endswith(
-        "host memory in use for TenCache (defaults), peak RSS for the others."
-    )
-    assert plots.memory_sources(benchmark([stock()], [run("nvme-nvme", [1.0])])).endswith("here peak RSS for all.")
+    assert "host memory in use for TenCache (defaults), peak RSS for the others." in caption(example)
+    assert "here peak RSS for all." in caption(benchmark([stock()], [run("nvme-nvme", [1.0])]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record import Benchmark, Caps, Placement
+from benchmarks.record import Benchmark, Caps, Placement, write_at_once
 from benchmarks.reporting.figures import (
     HOST_USED,
     PEAK_RSS,
@@ -16,7 +16,7 @@ from benchmarks.reporting.figures import (
     Ratio,
     Tier,
     all_figures,
-    compare_losses,
+    group_by_losses,
 )
 from benchmarks.reporting.report import render, write_report
 from benchmarks.reporting.text import gist, joined, number, plain, without_paths
@@ -291,11 +291,11 @@ def test_different_losses_are_grouped_and_located():
             run("tencache", [], 0, steps=[*same, step(10.0)]),
         ],
     )
-    compared = compare_losses(list(all_figures(example).values()))
-    assert compared.steps == 3
-    assert [group.rounds for group in compared.groups] == [
-        {"nvme-nvme": [0], "b": [0], "tencache": [0]},
-        {"nvme-nvme": [1]},
+    n_steps, groups = group_by_losses(all_figures(example).values())
+    assert n_steps == 3
+    assert [[(run.configuration, run.round) for run in runs] for runs in groups.values()] == [
+        [("nvme-nvme", 0), ("b", 0), ("tencache", 0)],
+        [("nvme-nvme", 1)],
     ]
     page = render(example)
     assert "- **Losses differ**: 2 groups of runs" in top(page)
@@ -409,7 +409,7 @@ def test_page_and_plots_lie_beside_each_other(tmp_path: Path):
 
 
 def test_a_record_that_went_through_a_file_gives_the_same_page(tmp_path: Path):
-    small().write(tmp_path / "small.json")
+    write_at_once(small(), tmp_path / "small.json")
     assert render(Benchmark.read(tmp_path / "small.json")) == render(small())
 
 

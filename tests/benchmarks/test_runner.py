@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import command
 from benchmarks.comparison import runner
-from benchmarks.comparison.runner import RESULT_FILE, Options, OutOfTime, Session
+from benchmarks.comparison.runner import RESULT_FILE, OutOfTime, Session
 from benchmarks.comparison.suites import Plan, parse_entries, workload_of
 from benchmarks.record import Benchmark, Outcome, Run, Step
 from tencache_ds.errors import ConfigError
@@ -35,12 +35,6 @@ class ScriptedMachine:
 
     def __init__(self) -> None:
         self.done: list[str] = []
-
-    def now(self) -> str:
-        return "2026-01-01T00:00:00+00:00"
-
-    def available_nbytes(self) -> int:
-        return 2**35
 
     def gpus(self) -> int:
         return 0
@@ -65,12 +59,17 @@ class ScriptedRuns:
     def __init__(self, seconds: Callable[[Any], float | None]) -> None:
         self.seconds = seconds
         self.requests: list[Any] = []
+        self.together: list[tuple[list[str], int]] = []
 
     @property
     def order(self) -> list[str]:
         return [request.configuration for request in self.requests if request.round >= 0]
 
-    def __call__(self, request: Any, folder: Path, *, host_limit: Any, on_progress: Any) -> Run:
+    def __call__(self, requests: list[Any], folder: Path, *, n_turns: int, **_: Any) -> list[Run]:
+        self.together.append(([request.configuration for request in requests], n_turns))
+        return [self._run(request, folder) for request in requests]
+
+    def _run(self, request: Any, folder: Path) -> Run:
         self.requests.append(request)
         nvme = Path(
             request.task.deepspeed_config["zero_optimization"].get("offload_optimizer", {}).get("nvme_path", folder)
@@ -108,9 +107,9 @@ def plan(*names: str, **changes: Any) -> Plan:
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> Options:
+def options(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "out").mkdir()
-    return Options(out=tmp_path / "out", nvme_path=tmp_path / "nvme", command="c")
+    return {"out": tmp_path / "out", "nvme_path": tmp_path / "nvme", "command": "c"}
 
 
 @pytest.fixture
@@ -123,53 +122,43 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], float
     return install
 
 
-def test_configurations_alternate(options: Options, scripted: Any) -> None:
+def test_configurations_alternate(options: dict[str, Any], scripted: Any) -> None:
     runs = scripted(lambda request: 2.0)
-    benchmark = Session(plan(rounds=2), options, ScriptedMachine()).run()
+    benchmark = Session(plan(rounds=2, **options), ScriptedMachine()).run()
     assert runs.order == ["nvme-nvme", "tencache", "nvme-nvme", "tencache"]
     assert [run.round for run in benchmark.runs] == [0, 0, 1, 1]
-    assert benchmark == Benchmark.read(options.out / RESULT_FILE)
-    assert list(options.nvme_path.iterdir()) == []
+    assert benchmark == Benchmark.read(options["out"] / RESULT_FILE)
+    assert list(options["nvme_path"].iterdir()) == []
 
 
-def test_turns_give_each_configuration_storage_of_its_own(
-    options: Options, scripted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turns_give_each_configuration_storage_of_its_own(options: dict[str, Any], scripted: Any) -> None:
     runs = scripted(lambda request: None if request.configuration == "ram-nvme" else 2.0)
-    rounds: list[list[str]] = []
-
-    def in_turns(requests: list[Any], folder: Path, *, n_turns: int, on_progress: Any) -> list[Run]:
-        assert n_turns == 2
-        rounds.append([request.configuration for request in requests])
-        return [runs(request, folder, host_limit=None, on_progress=on_progress) for request in requests]
-
-    monkeypatch.setattr(runner, "execute_in_turns", in_turns)
     names = ("nvme-nvme", "ram-nvme", "tencache")
-    benchmark = Session(plan(*names, rounds=2, turns=2, steps=4), options, ScriptedMachine()).run()
-    assert rounds == [["nvme-nvme", "ram-nvme", "tencache"], ["nvme-nvme", "tencache"]]
+    benchmark = Session(plan(*names, rounds=2, turns=2, steps=4, **options), ScriptedMachine()).run()
+    assert runs.together == [(["nvme-nvme", "ram-nvme", "tencache"], 2), (["nvme-nvme", "tencache"], 2)]
     paths = {
         request.task.deepspeed_config["zero_optimization"]["offload_optimizer"]["nvme_path"]
         for request in runs.requests[:3]
     }
     assert len(paths) == 3
-    assert list(options.nvme_path.iterdir()) == []
+    assert list(options["nvme_path"].iterdir()) == []
     assert len(benchmark.runs_of("tencache")) == 2
     for run in benchmark.runs:
         assert run.knobs or run.configuration == "tencache"
         assert run.deepspeed_config["zero_optimization"]["offload_optimizer"]["nvme_path"] == "FOLDER"
-    Session(plan(*names, rounds=2, turns=2, steps=4), options, ScriptedMachine()).run()
-    assert len(rounds) == 2  # nothing left to do
+    Session(plan(*names, rounds=2, turns=2, steps=4, **options), ScriptedMachine()).run()
+    assert len(runs.together) == 2  # nothing left to do
 
 
-def test_turns_of_a_round_fit_the_time_limit_together(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    limited = replace(options, time_limit_s=2 * runner.TYPICAL_RUN_S - 1)
+def test_turns_of_a_round_fit_the_time_limit_together(options: dict[str, Any]) -> None:
+    limited = options | {"time_limit": 2 * runner.TYPICAL_RUN_S - 1}
     with pytest.raises(OutOfTime, match="about 180 s"):
-        Session(plan(turns=2, steps=4), limited, ScriptedMachine()).run()
+        Session(plan(turns=2, steps=4, **limited), ScriptedMachine()).run()
 
 
-def test_bounds_follow_the_placement(options: Options, scripted: Any) -> None:
+def test_bounds_follow_the_placement(options: dict[str, Any], scripted: Any) -> None:
     scripted(lambda request: 2.0)
-    benchmark = Session(plan(), options, ScriptedMachine()).run()
+    benchmark = Session(plan(**options), ScriptedMachine()).run()
     assert benchmark.placements["nvme-nvme"].weights_nvme == 1
     assert benchmark.placements["tencache"].weights_nvme == pytest.approx(0.5)  # 7 of 14 MB stayed in memory
     assert benchmark.bounds_s["tencache"] < benchmark.bounds_s["nvme-nvme"]
@@ -178,13 +167,13 @@ def test_bounds_follow_the_placement(options: Options, scripted: Any) -> None:
     assert benchmark.balance_tokens == {}
 
 
-def test_where_arithmetic_takes_as_long_as_storage(options: Options, scripted: Any) -> None:
+def test_where_arithmetic_takes_as_long_as_storage(options: dict[str, Any], scripted: Any) -> None:
     class Calculating(ScriptedMachine):
         def probe(self, nvme_path: Path, seconds: float) -> Hardware:
             return HARDWARE.model_copy(update={"matmul_flops_per_s": 1e12})
 
     scripted(lambda request: 2.0)
-    benchmark = Session(plan("nvme-nvme", "tencache", "ram-ram"), options, Calculating()).run()
+    benchmark = Session(plan("nvme-nvme", "tencache", "ram-ram", **options), Calculating()).run()
     assert set(benchmark.balance_tokens) == {"nvme-nvme", "tencache"}
     for name, tokens in benchmark.balance_tokens.items():
         arithmetic_s = 6 * 7_000_000 * tokens / 1e12
@@ -192,13 +181,13 @@ def test_where_arithmetic_takes_as_long_as_storage(options: Options, scripted: A
         assert arithmetic_s == pytest.approx(benchmark.bounds_s[name])
 
 
-def test_the_best_of_the_search_is_measured(options: Options, scripted: Any) -> None:
+def test_the_best_of_the_search_is_measured(options: dict[str, Any], scripted: Any) -> None:
     def seconds(request: Any) -> float | None:
         threads = request.task.deepspeed_config.get("aio", {}).get("intra_op_parallelism")
         return {4: 3.0, 8: 1.0, 1: None, 16: 2.0, None: 1.0}[threads]
 
     runs = scripted(seconds)
-    benchmark = Session(plan(max_trials=4), options, ScriptedMachine()).run()
+    benchmark = Session(plan(max_trials=4, **options), ScriptedMachine()).run()
     stock, ours = benchmark.configurations
     assert stock.knobs["aio_threads"] == 8
     assert stock.searched == {"aio_threads": [4, 8, 1, 16]}
@@ -209,55 +198,55 @@ def test_the_best_of_the_search_is_measured(options: Options, scripted: Any) -> 
     assert all(request.task.deepspeed_config["aio"]["intra_op_parallelism"] == 8 for request in measured)
 
 
-def test_what_fails_is_a_row_and_is_not_tried_in_each_round(options: Options, scripted: Any) -> None:
+def test_what_fails_is_a_row_and_is_not_tried_in_each_round(options: dict[str, Any], scripted: Any) -> None:
     runs = scripted(lambda request: None if request.configuration == "nvme-nvme" else 1.0)
-    benchmark = Session(plan(rounds=3), options, ScriptedMachine()).run()
+    benchmark = Session(plan(rounds=3, **options), ScriptedMachine()).run()
     assert runs.order == ["nvme-nvme", "tencache", "tencache", "tencache"]
     failure = benchmark.failure_of("nvme-nvme")
     assert failure is not None
     assert failure.error == "RuntimeError: it broke"
 
     runs = scripted(lambda request: 1.0)
-    again = Session(plan(rounds=3), replace(options, retry_failed=True), ScriptedMachine()).run()
+    again = Session(plan(rounds=3, **(options | {"retry_failed": True})), ScriptedMachine()).run()
     assert runs.order == ["nvme-nvme"] * 3
     assert again.failure_of("nvme-nvme") is None
 
 
-def test_what_cannot_run_is_a_row_with_its_reason(options: Options, scripted: Any) -> None:
+def test_what_cannot_run_is_a_row_with_its_reason(options: dict[str, Any], scripted: Any) -> None:
     runs = scripted(lambda request: 1.0)
-    benchmark = Session(plan("gpu-gpu", "tencache", rounds=2), options, ScriptedMachine()).run()
+    benchmark = Session(plan("gpu-gpu", "tencache", rounds=2, **options), ScriptedMachine()).run()
     assert runs.order == ["tencache", "tencache"]
     failure = benchmark.failure_of("gpu-gpu")
     assert failure is not None
     assert failure.outcome is Outcome.cannot_run
     assert "GPU" in failure.error
-    Session(plan("gpu-gpu", "tencache", rounds=2), options, ScriptedMachine()).run()
-    assert len(Benchmark.read(options.out / RESULT_FILE).runs) == 3  # said once
+    Session(plan("gpu-gpu", "tencache", rounds=2, **options), ScriptedMachine()).run()
+    assert len(Benchmark.read(options["out"] / RESULT_FILE).runs) == 3  # said once
 
 
-def test_operators_are_built_before_the_probe_and_once_per_benchmark(options: Options, scripted: Any) -> None:
+def test_operators_are_built_before_the_probe_and_once_per_benchmark(options: dict[str, Any], scripted: Any) -> None:
     scripted(lambda request: 1.0)
     begun, resumed = ScriptedMachine(), ScriptedMachine()
-    Session(plan(rounds=1), options, begun).run()
-    Session(plan(rounds=2), options, resumed).run()
+    Session(plan(rounds=1, **options), begun).run()
+    Session(plan(rounds=2, **options), resumed).run()
     assert begun.done == ["operators", "probe"]
     assert resumed.done == []
 
 
-def test_the_record_has_every_config_without_paths(options: Options, scripted: Any) -> None:
+def test_the_record_has_every_config_without_paths(options: dict[str, Any], scripted: Any) -> None:
     scripted(lambda request: 1.0)
-    benchmark = Session(plan(max_trials=2), options, ScriptedMachine()).run()
+    benchmark = Session(plan(max_trials=2, **options), ScriptedMachine()).run()
     for run in benchmark.tuning + benchmark.runs:
         assert run.deepspeed_config["zero_optimization"]["offload_optimizer"]["nvme_path"] == "FOLDER"
     assert all(run.knobs for run in benchmark.tuning)
     (ours,) = benchmark.runs_of("tencache")[:1]
     assert ours.tencache_stats is not None
     assert ours.tencache_stats["paths"] == [{"path": "FOLDER/scratch"}]
-    assert str(options.nvme_path) not in (options.out / RESULT_FILE).read_text()
+    assert str(options["nvme_path"]) not in (options["out"] / RESULT_FILE).read_text()
 
 
 @pytest.mark.parametrize("cut", range(1, 9))
-def test_an_interruption_loses_nothing(options: Options, scripted: Any, cut: int) -> None:
+def test_an_interruption_loses_nothing(options: dict[str, Any], scripted: Any, cut: int) -> None:
     def stop(request: Any) -> float:
         if len(runs.requests) == cut:
             raise KeyboardInterrupt
@@ -265,42 +254,42 @@ def test_an_interruption_loses_nothing(options: Options, scripted: Any, cut: int
 
     runs = scripted(stop)
     with pytest.raises(KeyboardInterrupt):
-        Session(plan(max_trials=5, rounds=2), options, ScriptedMachine()).run()
-    assert list(options.nvme_path.iterdir()) == []
+        Session(plan(max_trials=5, rounds=2, **options), ScriptedMachine()).run()
+    assert list(options["nvme_path"].iterdir()) == []
     before = runs.requests[: cut - 1]
     runs = scripted(lambda request: 1.0)
-    benchmark = Session(plan(max_trials=5, rounds=2), options, ScriptedMachine()).run()
+    benchmark = Session(plan(max_trials=5, rounds=2, **options), ScriptedMachine()).run()
     everything = [(request.configuration, request.round) for request in before + runs.requests]
     assert everything == [(run.configuration, run.round) for run in benchmark.tuning + benchmark.runs]
     assert len(everything) == len(set(everything)) == 9
 
 
-def test_the_time_limit_stops_between_runs(options: Options, scripted: Any) -> None:
+def test_the_time_limit_stops_between_runs(options: dict[str, Any], scripted: Any) -> None:
     scripted(lambda request: 1.0)
-    limited = replace(options, time_limit_s=runner.TYPICAL_RUN_S - 1)
+    limited = options | {"time_limit": runner.TYPICAL_RUN_S - 1}
     with pytest.raises(OutOfTime, match="about 90 s"):
-        Session(plan(), limited, ScriptedMachine()).run()
-    assert Benchmark.read(options.out / RESULT_FILE).runs == []
+        Session(plan(**limited), ScriptedMachine()).run()
+    assert Benchmark.read(options["out"] / RESULT_FILE).runs == []
 
 
-def test_results_of_another_machine_or_workload_are_not_mixed(options: Options, scripted: Any) -> None:
+def test_results_of_another_machine_or_workload_are_not_mixed(options: dict[str, Any], scripted: Any) -> None:
     scripted(lambda request: 1.0)
-    Session(plan(), options, ScriptedMachine()).run()
+    Session(plan(**options), ScriptedMachine()).run()
     other = ScriptedMachine()
     other.versions_now = "2"
     with pytest.raises(ConfigError, match="another set of versions"):
-        Session(plan(), options, other).run()
-    changed = replace(plan(), workload=workload_of("7M", ranks=1, micro_batch=3))
+        Session(plan(**options), other).run()
+    changed = replace(plan(**options), workload=workload_of("7M", ranks=1, micro_batch=3))
     with pytest.raises(ConfigError, match="another workload"):
-        Session(changed, options, ScriptedMachine()).run()
+        Session(changed, ScriptedMachine()).run()
 
 
-def test_a_folder_that_cannot_be_written_is_named(options: Options, scripted: Any) -> None:
+def test_a_folder_that_cannot_be_written_is_named(options: dict[str, Any], scripted: Any) -> None:
     scripted(lambda request: 1.0)
-    blocked = options.out / "file"
+    blocked = options["out"] / "file"
     blocked.write_text("")
     with pytest.raises(ConfigError, match="--nvme-path .*file"):
-        Session(plan(), replace(options, nvme_path=blocked / "nvme"), ScriptedMachine()).run()
+        Session(plan(**(options | {"nvme_path": blocked / "nvme"})), ScriptedMachine()).run()
 
 
 def test_report_of_a_folder_without_a_benchmark_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

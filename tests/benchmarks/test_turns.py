@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.comparison import process
 from benchmarks.comparison.peers import PEERS
-from benchmarks.comparison.process import Request, execute_in_turns
+from benchmarks.comparison.process import Request, execute
 from benchmarks.comparison.suites import workload_of
 from benchmarks.record import Measurement, Outcome, Task
 from benchmarks.turns import Gate, Turnstile
@@ -80,7 +80,7 @@ def request(name: str, timeout_s: float = 60.0) -> Request:
 
 
 def test_turns_go_round_and_never_overlap(scripted: Scripted) -> None:
-    runs = execute_in_turns([request("a"), request("b"), request("c")], scripted.folder, n_turns=N_TURNS)
+    runs = execute([request("a"), request("b"), request("c")], scripted.folder, n_turns=N_TURNS)
     journal = scripted.journal()
     assert [(name, turn) for name, turn, _, _ in journal] == [(name, t) for t in range(N_TURNS) for name in "abc"]
     assert all(before[3] <= after[2] for before, after in zip(journal, journal[1:], strict=False))
@@ -90,14 +90,14 @@ def test_turns_go_round_and_never_overlap(scripted: Scripted) -> None:
 
 def test_the_time_of_a_run_is_its_own(scripted: Scripted) -> None:
     t_start = time.monotonic()
-    runs = execute_in_turns([request("a"), request("b")], scripted.folder, n_turns=N_TURNS)
+    runs = execute([request("a"), request("b")], scripted.folder, n_turns=N_TURNS)
     assert sum(run.wall_s for run in runs) <= time.monotonic() - t_start
 
 
 @pytest.mark.parametrize("turn", [0, 1, N_TURNS - 1])
 def test_who_fails_leaves_the_turns_to_the_others(scripted: Scripted, turn: int) -> None:
     scripted.fails_at["a"] = turn
-    broken, well = execute_in_turns([request("a"), request("b")], scripted.folder, n_turns=N_TURNS)
+    broken, well = execute([request("a"), request("b")], scripted.folder, n_turns=N_TURNS)
     assert (broken.outcome, broken.error) == (Outcome.failed, "RuntimeError: it broke")
     assert well.outcome is Outcome.ok
     assert [t for name, t, _, _ in scripted.journal() if name == "b"] == list(range(N_TURNS))
@@ -105,7 +105,7 @@ def test_who_fails_leaves_the_turns_to_the_others(scripted: Scripted, turn: int)
 
 def test_who_takes_too_long_is_stopped_and_the_waiting_is_not_held_against_the_others(scripted: Scripted) -> None:
     scripted.sleeps_at["a"] = 1
-    runs = execute_in_turns([request("a", 6.0), request("b", 5.0)], scripted.folder, n_turns=N_TURNS)
+    runs = execute([request("a", 6.0), request("b", 5.0)], scripted.folder, n_turns=N_TURNS)
     assert (runs[0].outcome, runs[0].error) == (Outcome.failed, "not finished after 6 s")
     assert runs[1].outcome is Outcome.ok
 
@@ -116,7 +116,7 @@ def test_an_interruption_leaves_no_process(scripted: Scripted) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute_in_turns([request("a"), request("b")], scripted.folder, n_turns=50, on_progress=interrupt)
+        execute([request("a"), request("b")], scripted.folder, n_turns=50, on_progress=interrupt)
     had = len(scripted.journal())
     time.sleep(0.5)
     assert len(scripted.journal()) == had

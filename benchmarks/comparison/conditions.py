@@ -1,31 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cap on the host memory of a run: enforced through a control group where the system allows creating one.
+"""The conditions under which all configurations run: a cap on host memory, and other programs that keep cores busy.
 
-Elsewhere the cap is only compared with the measurement, and the record says so.
+The cap is enforced through a control group where the system allows creating one. Elsewhere it is only compared with the
+measurement, and the record says so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tencache_ds.profiling.control_groups import own_groups, upwards
+from tencache_ds.profiling.control_groups import fields_of, own_groups, upwards
 
 REMOVAL_PATIENCE_S = 5.0
+
+# Ends with its parent too: who measures may be killed, and nothing would stop it then.
+_LOOP = """
+import os, sys, time
+parent = int(sys.argv[1])
+while os.getppid() == parent:
+    t_end = time.monotonic() + 0.5
+    while time.monotonic() < t_end:
+        pass
+"""
+
+
+@contextlib.contextmanager
+def busy_cores(number: int) -> Iterator[None]:
+    """Keeps this number of cores busy, chosen by the scheduler."""
+    loops = [subprocess.Popen([sys.executable, "-c", _LOOP, str(os.getpid())]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 @dataclass(frozen=True, slots=True)
 class HostLimit:
-    """The cap of one run."""
+    """The cap on the host memory of one run."""
 
-    nbytes: int | None = None  # most bytes; None means no cap
+    nbytes: int | None = None  # None means no cap
     group: Path | None = None  # folder of the control group that enforces it, or None
-    reason: str = ""  # why there is no control group, if one was requested
 
     @property
     def enforced_by(self) -> str:
@@ -44,54 +67,41 @@ class HostLimit:
         """Message for a run that the kernel killed at the cap; empty if it did not."""
         if self.group is None or self.nbytes is None:
             return ""
-        for name in ("memory.events", "memory.oom_control"):
-            with contextlib.suppress(OSError):
-                kills = re.search(r"^oom_kill (\d+)$", (self.group / name).read_text(), re.M)
-                if kills and int(kills.group(1)) > 0:
-                    return f"killed by the kernel at the cap of {self.nbytes / 2**30:.1f} GiB of host memory"
-        return ""
+        events = fields_of(self.group / "memory.events") | fields_of(self.group / "memory.oom_control")
+        if not events.get("oom_kill"):
+            return ""
+        return f"killed by the kernel at the cap of {self.nbytes / 2**30:.1f} GiB of host memory"
 
 
 @contextlib.contextmanager
 def host_limit(nbytes: int | None, root: Path = Path("/")) -> Iterator[HostLimit]:
     """A cap for the runs started within; its control group, below those of ``root``, is removed afterwards."""
-    if nbytes is None:
-        yield HostLimit()
-        return
-    group, reason = _make_group(nbytes, root)
+    group = None if nbytes is None else _make_group(nbytes, root)
     try:
-        yield HostLimit(nbytes, group, reason)
+        yield HostLimit(nbytes, group)
     finally:
         if group is not None:
             _remove(group)
 
 
-def _make_group(nbytes: int, root: Path) -> tuple[Path | None, str]:
-    """A group below our own, or else below the root of its hierarchy; or why neither."""
-    reasons = []
+def _make_group(nbytes: int, root: Path) -> Path | None:
+    """A group below our own, or else below the root of its hierarchy; None where neither can be made."""
     for mount, own in own_groups(root, "memory"):
         limits = {"memory.max": nbytes, "memory.swap.max": 0}
         if mount.version == 1:
             limits = {"memory.limit_in_bytes": nbytes}
         ancestors = list(upwards(mount, own))
-        for parent in dict.fromkeys((ancestors[0], ancestors[-1])):
+        for parent in (ancestors[0], ancestors[-1]):
             group = parent / f"tencache-bench-{os.getpid()}"
-            try:
+            with contextlib.suppress(OSError):
                 group.mkdir()
-            except OSError as error:
-                reasons.append(f"{parent.name}: {error.strerror}")
-                continue
-            try:
                 for index, (file, value) in enumerate(limits.items()):
                     if index == 0 or (group / file).exists():  # not every kernel limits swap
                         (group / file).write_text(str(value))
-                if (group / "cgroup.procs").exists():
-                    return group, ""
-                raise OSError(0, "not a control group")
-            except OSError as error:
-                reasons.append(f"{parent.name}: no memory controller ({error.strerror})")
-                _remove(group)
-    return None, "; ".join(dict.fromkeys(reasons)) or "no control group for memory is mounted"
+                if (group / "cgroup.procs").exists():  # else it is an ordinary folder
+                    return group
+            _remove(group)
+    return None
 
 
 def _remove(group: Path) -> None:
