@@ -7,7 +7,6 @@ are free staging buffers, in the order of the last recorded pass and into the ne
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
@@ -19,7 +18,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
-from deepspeed.utils import z3_leaf_module
 
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.ordered_gathers import OrderedGathers
@@ -70,9 +68,10 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             self._tencache_gathers = OrderedGathers(self._PartitionedParameterCoordinator__allgather_stream)
             self._PartitionedParameterCoordinator__allgather_stream = self._tencache_gathers.stream
 
-    @torch.no_grad()
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
-        """DeepSpeed's fetch, between committing completed reads and reading further ahead."""
+        """DeepSpeed's fetch, between committing completed reads and reading further ahead. Its hooks on modules, which
+        call this, have switched gradients off.
+        """
         with span(Category.FETCH, "fetch", f"module id {getattr(current_submodule, 'ds_id', '?')}"):
             self._fetch(current_submodule, forward)
 
@@ -80,31 +79,38 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         if self._tencache_forward and not forward:
             self._tencache_forward = False
             self.before_backward()
+        params = _params_of(current_submodule)
         recorder = self.fetch_recorder if current_submodule.training else None
-        awaited = {} if recorder is None else _awaited(current_submodule)
+        awaited = {} if recorder is None else _awaited(params)
         if recorder is not None:
             recorder.before_fetch()
-        all_params = _params_of(current_submodule)
-        params = _stored(all_params)
-        needed = {param.ds_id for param in params}
-        with self._tencache_lock:
-            for param in params:
-                self._access(param)
-            self._commit(params)
+        stored = _stored(params)
+        if stored or self._tencache_swappers:
+            with self._tencache_lock:
+                for param in stored:
+                    self._access(param)
+                self._commit(stored)
         gathers = self._tencache_gathers
-        with contextlib.nullcontext() if gathers is None else gathers.fetching(all_params.values()):
+        if gathers is not None:
+            gathers.fetch_begins(params.values())
+        try:
             super().fetch_sub_module(current_submodule, forward)
+        finally:
+            if gathers is not None:
+                gathers.fetch_ended()
         if forward and self.fetched_for_forward is not None:
             self.fetched_for_forward(current_submodule)
         if recorder is not None:
             recorder.after_fetch(awaited)
-        with self._tencache_lock:
-            for swapper in self._swappers():
-                # A weight gathered ahead of its use has a use before the one that its bytes would be kept for.
-                swapper.retire(
-                    self._issued, lambda key: self._tencache_reads.worth_keeping(key, skip=key not in needed)
-                )
-            self.read_ahead()
+        if self._tencache_swappers:
+            needed = {param.ds_id for param in stored}
+            with self._tencache_lock:
+                for swapper in self._swappers():
+                    # A weight gathered ahead of its use has a use before the one that its bytes would be kept for.
+                    swapper.retire(
+                        self._issued, lambda key: self._tencache_reads.worth_keeping(key, skip=key not in needed)
+                    )
+                self.read_ahead()
         self.between_modules()
 
     def reset_step(self) -> None:
@@ -268,24 +274,29 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
 
 
 def _params_of(module: Any) -> dict[int, Any]:
-    """The parameters that a fetch of a module is for."""
-    return {param.ds_id: param for param in iter_params(module, recurse=z3_leaf_module(module))}
+    """The parameters that a fetch of a module is for: DeepSpeed's ``iter_params``, at a tenth of its cost."""
+    attributes = module.__dict__
+    if attributes.get("_z3_leaf", False):
+        return {param.ds_id: param for param in iter_params(module, recurse=True)}
+    params = (*attributes["_parameters"].values(), *attributes["_external_params"].values())
+    return {param.ds_id: param for param in params if param is not None}
 
 
 def _stored(params: dict[int, Any]) -> list[Any]:
     """Those on NVMe, in the order of their ids."""
-    return [
+    stored = [
         param
-        for _, param in sorted(params.items())
+        for param in params.values()
         if isinstance(param.nvme_swapper, ParamSwapper) and param.nvme_swapper.stored(param)
     ]
+    return sorted(stored, key=lambda param: param.ds_id) if len(stored) > 1 else stored
 
 
-def _awaited(module: Any) -> dict[int, int]:
+def _awaited(params: dict[int, Any]) -> dict[int, int]:
     """Of those that are not there, the bytes of this rank's shards."""
     return {
         key: int(param.ds_tensor.ds_numel) * param.ds_tensor.element_size()
-        for key, param in _params_of(module).items()
+        for key, param in params.items()
         if param.ds_status is not ZeroParamStatus.AVAILABLE
     }
 

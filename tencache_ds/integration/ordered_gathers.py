@@ -18,10 +18,9 @@ were issued before them.
 from __future__ import annotations
 
 import collections
-import contextlib
 import threading
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ class OrderedGathers:
 
     def __init__(self, stream: Any) -> None:
         self.stream = _ordered(stream, self._awaited)
-        """The same stream, for DeepSpeed: waiting for it within :meth:`fetching` is waiting for a module's weights."""
+        """The same stream, for DeepSpeed: waiting for it in a fetch is waiting for the module's weights."""
         self._copied: dict[int, tuple[int, Any]] = {}  # by weight: the number of its last gather, and its event
         self._n_gathers = 0
         self._throttled: collections.deque[Any] = collections.deque()
@@ -103,19 +102,16 @@ class OrderedGathers:
         self._copying = True
         return True
 
-    @contextlib.contextmanager
-    def fetching(self, params: Iterable[Any]) -> Iterator[None]:
-        """Within the block this thread fetches a module with these parameters."""
-        if not self._copied:  # no gather was a copy: DeepSpeed's wait for all of them stays
-            yield
-            return
-        params = tuple(params)
-        there = {param.ds_id for param in params if param.ds_status is ZeroParamStatus.AVAILABLE}
-        self._fetching.now = params, there
-        try:
-            yield
-        finally:
-            self._fetching.now = None
+    def fetch_begins(self, params: Iterable[Any]) -> None:
+        """This thread fetches a module with these parameters, until :meth:`fetch_ended`."""
+        if self._copied:  # else no gather was a copy: DeepSpeed's wait for all of them stays
+            params = tuple(params)
+            missing = [param.ds_id for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
+            self._fetching.now = params, missing
+
+    def fetch_ended(self) -> None:
+        """It has fetched them."""
+        self._fetching.now = None
 
     def finish(self) -> None:
         """The host waits for all copies: at the end of a pass, after which it may write shards."""
@@ -128,13 +124,13 @@ class OrderedGathers:
         now = getattr(self._fetching, "now", None)
         if now is None:
             return None
-        params, there = now
+        params, missing = now
         last = 0, self._nothing
         for param in params:
             gather = self._copied.get(param.ds_id)
             if gather is not None:
                 last = max(last, gather, key=lambda each: each[0])
-            elif param.ds_id not in there:
+            elif param.ds_id in missing:
                 return None  # gathered in another way
         return last[1]
 

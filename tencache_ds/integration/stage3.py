@@ -32,7 +32,7 @@ from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
-from tencache_ds.integration.module_hooks import skip_backward_hooks_without_gradients
+from tencache_ds.integration.module_hooks import lighten_backward_hooks
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import (
     known_kinds,
@@ -112,7 +112,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
             if hasattr(self, "parameter_offload"):
                 self.parameter_offload.destroy()
             raise
-        skip_backward_hooks_without_gradients(self.parameter_offload)
+        lighten_backward_hooks(self.parameter_offload)
         coordinator = self._get_param_coordinator()
         coordinator.weights_stay = self._weights_stay
         self._finishing = finish_after_forward(self.parameter_offload.module, coordinator.finish_gathers)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +75,13 @@ def gather(gathers: OrderedGathers, *params: Any) -> Any:
     return registry[params[0]]
 
 
+@contextmanager
+def fetching(gathers: OrderedGathers, *params: Any) -> Iterator[None]:
+    gathers.fetch_begins(params)
+    yield
+    gathers.fetch_ended()
+
+
 def test_a_stream_waits_for_copies(arithmetic: Stream) -> None:
     one, two, three = (make_param(key) for key in range(3))
     registry = in_flight(([one, two], NoGatherCoalescedHandle([one, two])), ([three], NoGatherHandle(three)))
@@ -103,7 +112,7 @@ def test_collectives_keep_their_handles(arithmetic: Stream) -> None:
     gathers = OrderedGathers(Stream())
     assert not gathers.take(registry, [param, make_param(2)])
     assert registry[param] is handle
-    with gathers.fetching([param]):
+    with fetching(gathers, param):
         assert gathers._awaited() is None  # all of them
 
 
@@ -112,14 +121,14 @@ def test_a_module_waits_for_its_own_weights(arithmetic: Stream) -> None:
     one, two, ahead = (make_param(key) for key in range(3))
     handles = [gather(gathers, param) for param in (one, two, ahead)]
     copied = [handle._copied for handle in handles]
-    with gathers.fetching([two, one]):
+    with fetching(gathers, two, one):
         assert gathers._awaited() is copied[1]
-    with gathers.fetching([one]):
+    with fetching(gathers, one):
         assert gathers._awaited() is copied[0]
     handles[0].wait()
-    with gathers.fetching([one]):  # once more: another stream may be using it
+    with fetching(gathers, one):  # once more: another stream may be using it
         assert gathers._awaited() is copied[0]
-    with gathers.fetching([]):
+    with fetching(gathers):
         assert not hasattr(gathers._awaited(), "recorded_on")
     assert gathers._awaited() is None  # outside a fetch: all of them
 
@@ -128,9 +137,9 @@ def test_gathers_of_other_kinds_are_waited_for(arithmetic: Stream) -> None:
     gathers = OrderedGathers(Stream())
     one = make_param(1)
     handle = gather(gathers, one)
-    with gathers.fetching([one, make_param(2)]):
+    with fetching(gathers, one, make_param(2)):
         assert gathers._awaited() is None
-    with gathers.fetching([one, make_param(3, ZeroParamStatus.AVAILABLE)]):
+    with fetching(gathers, one, make_param(3, ZeroParamStatus.AVAILABLE)):
         assert gathers._awaited() is handle._copied
 
 
@@ -139,7 +148,7 @@ def test_a_thread_that_fetches_does_not_change_what_others_wait_for(arithmetic: 
     one = make_param(1)
     gather(gathers, one)
     found = []
-    with gathers.fetching([one]):
+    with fetching(gathers, one):
         thread = threading.Thread(target=lambda: found.append(gathers._awaited()))
         thread.start()
         thread.join()
@@ -167,7 +176,7 @@ def test_arithmetic_does_not_wait_for_copies_far_ahead() -> None:
         handles.append(gather(gathers, needed))
         torch.cuda._sleep(400_000_000)
         handles.append(gather(gathers, ahead))
-    with gathers.fetching([needed]):
+    with fetching(gathers, needed):
         torch.cuda.current_stream().wait_stream(gathers.stream)
     torch.cuda.current_stream().synchronize()
     assert handles[0]._copied.query()
