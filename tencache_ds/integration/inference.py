@@ -126,7 +126,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
     if homes is not None:
         coordinator.between_modules = homes.relieve
         if weights.stay_gathered:
-            suspended = SuspendedHooks(offload, weights, homes.relieve)
+            suspended = SuspendedHooks(offload, weights, homes.relieve, trains=False)
             coordinator.before_backward = suspended.begin_backward
     hooks = _follow_passes(module, session, homes, suspended)
     hooks.append(finish_after_forward(module, coordinator.finish_gathers))

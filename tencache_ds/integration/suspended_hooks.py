@@ -9,7 +9,7 @@ small batches, as long as everything else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,11 +58,16 @@ class SuspendedHooks:
         weights: which can stay.
         relieve: called at the start of each block (child of a ``ModuleList``) within a pass, to which DeepSpeed's hooks
             no longer lead.
+        trains: whether there are backward passes, in which blocks may be recomputed.
     """
 
-    def __init__(self, offload: Any, weights: StayingWeights, relieve: Callable[[], None]) -> None:
+    def __init__(
+        self, offload: Any, weights: StayingWeights, relieve: Callable[[], None], *, trains: bool = True
+    ) -> None:
         self._offload = offload
         self._weights = weights
+        self._trains = trains
+        self._frozen: list[int] = []  # ids of the parameters, at the time of suspend()
         self._suspended: dict[torch.nn.Module, list[_Taken]] = {}
         self._kept: dict[int, _Kept] = {}  # by id of the parameter
         self._released: dict[int, Any] = {}  # parameters, since the start of the forward pass
@@ -88,8 +93,9 @@ class SuspendedHooks:
     def up_to_date(self) -> bool:
         """Whether nothing has changed since :meth:`suspend`: some libraries remove DeepSpeed's hooks for a generation
         and register new ones, and whoever releases a weight puts its hooks back."""
-        moved = self._version != self._weights.version
-        return not self._resumed and not moved and self._registered == self._offload.forward_hooks
+        if self._resumed or self._version != self._weights.version or self._frozen != self._frozen_now():
+            return False
+        return self._registered == self._offload.forward_hooks
 
     @property
     def modules(self) -> Collection[torch.nn.Module]:
@@ -118,6 +124,7 @@ class SuspendedHooks:
         self._order = coordinator.order() if coordinator.is_complete_trace() else None
         self._resumed, self._version, self._n_incomplete = False, self._weights.version, 0
         self._registered = list(offload.forward_hooks)
+        self._frozen = self._frozen_now()
         modules = self._suspendable()
         self._keep(param for module in modules for param in _params_of(module))
         if not self._kept:
@@ -239,8 +246,30 @@ class SuspendedHooks:
             chosen = {module for module in candidates if all(stay[param.ds_id] for param in params_of[module])}
             released = {param.ds_id for module, params in params_of.items() if module not in chosen for param in params}
             if not any(stay[key] for key in released):
-                return [module for module in candidates if module in chosen]
+                break
             stay |= dict.fromkeys(released, False)
+        chosen -= self._recomputed(chosen, params_of)
+        return [module for module in candidates if module in chosen]
+
+    def _recomputed(
+        self, chosen: Collection[torch.nn.Module], params_of: Mapping[torch.nn.Module, Sequence[Any]]
+    ) -> set[torch.nn.Module]:
+        """Of the chosen modules those around frozen weights that are gathered. When a block is recomputed, DeepSpeed
+        gathers them, and releases them when the block is through backward: without hooks on the block, when the whole
+        model is."""
+        if not self._frozen:
+            return set()
+        gather = {
+            module
+            for module, params in params_of.items()
+            if module not in chosen and any(not param.requires_grad for param in params)
+        }
+        return {module for module in chosen if not gather.isdisjoint(module.modules())}
+
+    def _frozen_now(self) -> list[int]:
+        if not self._trains:
+            return []
+        return [param.ds_id for param in self._offload.module.parameters() if not param.requires_grad]
 
     def _put_back(self, modules: Iterable[torch.nn.Module]) -> None:
         current = {handle.id for handle in (*self._offload.forward_hooks, *self._offload.backward_hooks)}

@@ -134,7 +134,7 @@ def little_room(case: dict[str, Any]) -> Iterator[None]:
 
 
 def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:
-    if engine == "stock" and not {"scenario", "action"} & case.keys():
+    if engine == "stock" and not {"scenario", "action", "gathered"} & case.keys():
         stocks_own = {key: value for key, value in case.items() if key not in NOT_FOR_STOCK}
         key = json.dumps(stocks_own, sort_keys=True)
         if key not in stock_results:
@@ -145,6 +145,8 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
     if "action" in case:
         return checkpoint_cases.run(case, engine, folder, rank)
     hook: Any = None
+    if "gathered" in case:
+        hook = Gathered()
     if engine == "tencache" and "moves" in case:
         hook = RandomMoves(case["moves"], case["places"])
     if engine == "tencache" and ("shrinks_at" in case or "host_available" in case):
@@ -156,6 +158,8 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
         result = training.run_case(case, engine, folder, rank, hook=followed if engine == "tencache" else hook)
     if engine == "tencache":
         result["modules_without_hooks"] = followed.modules_without_hooks
+    if isinstance(hook, Gathered):
+        result["most_gathered"] = hook.most
     if isinstance(hook, RandomMoves):
         result["moved"] = hook.moved
     if isinstance(hook, FullHost):
@@ -178,6 +182,27 @@ class Followed:
             self._hook(engine, step)
         suspended = getattr(engine.optimizer, "_suspended", None)
         self.modules_without_hooks.append(0 if suspended is None else len(suspended.modules))
+
+
+class Gathered:
+    """Counts the elements of weights that are gathered at a time."""
+
+    def __init__(self) -> None:
+        self.most: list[int] = []
+        """For each step but the first, the most within it; weights that stay gathered do not count."""
+
+    def __call__(self, engine: Any, step: int) -> None:
+        if step == 0:
+            coordinator = engine.optimizer._get_param_coordinator()
+            fetch = coordinator.fetch_sub_module
+
+            def counted(module: Any, forward: bool) -> None:
+                fetch(module, forward)
+                gathered = (p for p in engine.module.parameters() if p.ds_status.name == "AVAILABLE")
+                self.most[-1] = max(self.most[-1], sum(p.ds_numel for p in gathered if not p.ds_persist))
+
+            coordinator.fetch_sub_module = counted
+        self.most.append(0)
 
 
 class FullHost:

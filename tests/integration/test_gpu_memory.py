@@ -51,6 +51,16 @@ PARTS: dict[str, dict[str, Any]] = {
         "steps": 8,
         "tencache": {"chunk_size": 2**16, "host_memory": "9MiB"},
     },
+    # Base weights are gathered to recompute blocks.
+    "lora_recomputed": {
+        "model": "llama_reentrant",
+        "lora": True,
+        "device_memory": "2MiB",
+        "weights": True,
+        "steps": 8,
+        "gathered": True,
+        "zero": {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0},
+    },
     "odd_chunks": {"model": "gpt2", "device_memory": "12MiB", "steps": 8, "tencache": {"chunk_size": 100_003}},
 }
 
@@ -250,6 +260,12 @@ def test_everything_is_in_gpu_memory(one_rank: Any, name: str) -> None:
 def test_modules_with_weights_elsewhere_keep_their_hooks(one_rank: Any, name: str) -> None:
     result = one_rank.result(name, "tencache")
     assert bool(result["modules_without_hooks"][-1]) == bool(result["stats"]["gpu_weight_nbytes"])
+
+
+def test_frozen_weights_are_released_when_their_block_is_through_backward(one_rank: Any) -> None:
+    ours, stock = (one_rank.result("lora_recomputed", engine) for engine in ("tencache", "stock"))
+    assert ours["modules_without_hooks"][-2] > 0
+    assert 0 < ours["most_gathered"][-2] <= stock["most_gathered"][-2]
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
