@@ -128,8 +128,10 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         """DeepSpeed's start of gathers. On one rank the device's streams wait for them, instead of the host."""
         super()._PartitionedParameterCoordinator__all_gather_params_(params, forward, **options)
         in_flight = self._PartitionedParameterCoordinator__inflight_param_registry
-        if self._tencache_gathers is not None and self._tencache_gathers.take(in_flight, params):
-            self._PartitionedParameterCoordinator__max_ongoing_fetch_events = sys.maxsize  # they have a limit too
+        gathers = self._tencache_gathers
+        if gathers is not None and gathers.take(in_flight, params) and dist.get_world_size() == 1:
+            # They have a limit too. On several ranks weights of some groups may be copies, the others need DeepSpeed's.
+            self._PartitionedParameterCoordinator__max_ongoing_fetch_events = sys.maxsize
 
     def finish_gathers(self) -> None:
         """The host waits for copies of shards to the device: at the end of a pass, after which it may write shards."""
