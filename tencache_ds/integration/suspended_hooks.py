@@ -67,7 +67,8 @@ class SuspendedHooks:
         self._offload = offload
         self._weights = weights
         self._trains = trains
-        self._frozen: list[int] = []  # ids of the parameters, at the time of suspend()
+        self._params: list[Any] = []  # of the model, at the time of suspend()
+        self._requires_grad: list[bool] = []  # of each, then
         self._suspended: dict[torch.nn.Module, list[_Taken]] = {}
         self._kept: dict[int, _Kept] = {}  # by id of the parameter
         self._released: dict[int, Any] = {}  # parameters, since the start of the forward pass
@@ -93,7 +94,7 @@ class SuspendedHooks:
     def up_to_date(self) -> bool:
         """Whether nothing has changed since :meth:`suspend`: some libraries remove DeepSpeed's hooks for a generation
         and register new ones, and whoever releases a weight puts its hooks back."""
-        if self._resumed or self._version != self._weights.version or self._frozen != self._frozen_now():
+        if self._resumed or self._version != self._weights.version or self._requires_grad != self._requires_grad_now():
             return False
         return self._registered == self._offload.forward_hooks
 
@@ -124,7 +125,8 @@ class SuspendedHooks:
         self._order = coordinator.order() if coordinator.is_complete_trace() else None
         self._resumed, self._version, self._n_incomplete = False, self._weights.version, 0
         self._registered = list(offload.forward_hooks)
-        self._frozen = self._frozen_now()
+        self._params = list(offload.module.parameters()) if self._trains else []
+        self._requires_grad = self._requires_grad_now()
         modules = self._suspendable()
         self._keep(param for module in modules for param in _params_of(module))
         if not self._kept:
@@ -257,7 +259,7 @@ class SuspendedHooks:
         """Of the chosen modules those around frozen weights that are gathered. When a block is recomputed, DeepSpeed
         gathers them, and releases them when the block is through backward: without hooks on the block, when the whole
         model is."""
-        if not self._frozen:
+        if all(self._requires_grad):
             return set()
         gather = {
             module
@@ -266,10 +268,8 @@ class SuspendedHooks:
         }
         return {module for module in chosen if not gather.isdisjoint(module.modules())}
 
-    def _frozen_now(self) -> list[int]:
-        if not self._trains:
-            return []
-        return [param.ds_id for param in self._offload.module.parameters() if not param.requires_grad]
+    def _requires_grad_now(self) -> list[bool]:
+        return [param.requires_grad for param in self._params]
 
     def _put_back(self, modules: Iterable[torch.nn.Module]) -> None:
         current = {handle.id for handle in (*self._offload.forward_hooks, *self._offload.backward_hooks)}
