@@ -90,6 +90,9 @@ FP16: dict[str, dict[str, Any]] = {
 }
 """For GPUs: DeepSpeed's CPU accelerator has no fp16. The last one skips its first steps."""
 
+NO_GPU = {"gpu_memory": 0}
+"""Where a GPU has memory left, everything would go there, and no byte would be counted."""
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "max_live_least": {"max_live": 1},
     "max_live_most": {"max_live": 10**9},
@@ -109,16 +112,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "odd_chunks": {"tencache": {"chunk_size": 100_003}},
     "whole_sub_group_chunks": {"tencache": {"chunk_size": "1GiB"}, "sub_group_size": 10**9},
     "host_memory_automatic": {"tencache": {"host_memory": None}},
-    "host_memory_partial": {"tencache": {"host_memory": "1MiB"}},
-    "host_memory_large": {"tencache": {"host_memory": "8GiB"}},
-    "host_memory_for_state": {"tencache": {"host_memory": "20MiB", "chunk_size": 2**16}},
+    "host_memory_none": {"tencache": NO_GPU},
+    "host_memory_partial": {"tencache": {"host_memory": "1MiB"} | NO_GPU},
+    "host_memory_large": {"tencache": {"host_memory": "8GiB"} | NO_GPU},
+    "host_memory_for_state": {"tencache": {"host_memory": "20MiB", "chunk_size": 2**16} | NO_GPU},
     "host_memory_for_state_least_staging": {
         "smallest_staging": True,
         "sub_group_size": 10**9,
-        "tencache": {"host_memory": "24MiB", "chunk_size": 2**16},
+        "tencache": {"host_memory": "24MiB", "chunk_size": 2**16} | NO_GPU,
     },
     "no_verification": {"tencache": {"verify": "off"}},
-    "whole_master_weights": {"offload_param": "cpu", "tencache": {"split_master": False}},
+    "split_master_weights": {"offload_param": "cpu", "tencache": NO_GPU},
+    "whole_master_weights": {"offload_param": "cpu", "tencache": {"split_master": False} | NO_GPU},
 }
 SETTINGS_CASE: dict[str, Any] = {"model": "llama", "steps": 6}
 
@@ -207,7 +212,7 @@ def test_no_setting_changes_the_losses(settings: Any, name: str) -> None:
 def test_resident_weights_are_not_read(settings: Any) -> None:
     everything = settings.result("settings_host_memory_large", "tencache")["stats"]
     part = settings.result("settings_host_memory_partial", "tencache")["stats"]
-    nothing = settings.result("settings_posix", "tencache")["stats"]
+    nothing = settings.result("settings_host_memory_none", "tencache")["stats"]
     assert everything["resident_weight_nbytes"] > part["resident_weight_nbytes"] > nothing["resident_weight_nbytes"]
     reads = [stats["last_step"]["nbytes"]["nvme_read"] for stats in (everything, part, nothing)]
     assert reads == sorted(reads)
@@ -232,11 +237,9 @@ def test_optimizer_state_uses_the_host_memory_that_weights_and_gradients_leave(s
         assert moved["nvme_read"] == moved["nvme_write"] == result["stored_nbytes"] > 0
 
 
-def test_split_master_weights_save_two_bytes_per_parameter(one_rank: Any, settings: Any) -> None:
-    for result, nbytes in (
-        (one_rank.result("weights_in_ram", "tencache"), 10),
-        (settings.result("settings_whole_master_weights", "tencache"), 12),
-    ):
+def test_split_master_weights_save_two_bytes_per_parameter(settings: Any) -> None:
+    for kind, nbytes in (("split", 10), ("whole", 12)):
+        result = settings.result(f"settings_{kind}_master_weights", "tencache")
         moved = result["stats"]["last_step"]["nbytes"]
         assert moved["nvme_read"] == moved["nvme_write"] == result["stats"]["stored_nbytes"]
         assert moved["nvme_read"] / result["numel"] == pytest.approx(nbytes, rel=0.01)
