@@ -219,11 +219,12 @@ class SavedTensors:
 
     def _let_leave(self) -> None:
         """Frees device memory whose copy is done, and by order of streams that of the oldest copies if there are many.
-        See [Note: streams] in :mod:`tencache_ds.activations.copies`."""
+        The newest does not count: waiting for it would leave no work that its copy could run beside. See [Note:
+        streams] in :mod:`tencache_ds.activations.copies`."""
         while self._leaving:
             reference, storage, event = self._leaving[0]
             if event is not None and not event.query():
-                if self._leaving_nbytes <= self._most_leaving_nbytes:
+                if self._leaving_nbytes - self._leaving[-1][1].nbytes() <= self._most_leaving_nbytes:
                     return
                 self._copies.wait(event)
             self._leaving.popleft()

@@ -326,6 +326,20 @@ def test_backward_finds_most_of_it_reloaded(rig):
     assert figures.n_ahead > 5 * figures.n_late
 
 
+def test_the_compute_stream_never_waits_for_the_newest_copy(rig):
+    """A single block may be larger than what may be under way."""
+    made = rig(late=True)
+    x = torch.ones(2**14, requires_grad=True)  # with twice as many bytes
+    with made.hooks():
+        x = x.exp()
+        assert len(made.copies.queue) == 1
+        x = x.exp()
+        assert len(made.copies.queue) == 1, "the older one is waited for"
+    x.sum().backward()
+    del x
+    made.assert_idle()
+
+
 def test_the_device_memory_of_a_backward_pass_is_bounded(rig):
     model, made = Layers(depth=20), rig()
     train(model, made.hooks, 2)
