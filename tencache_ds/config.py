@@ -261,8 +261,11 @@ class TenCacheConfig(DeepSpeedConfigModel):
     io_backend: IoBackend = IoBackend.auto
     """The mechanism that moves bytes between host memory and NVMe."""
 
-    io_lanes: int = Field(8, ge=1, le=64)
-    """Concurrent I/O threads per NVMe path."""
+    io_lanes: int | None = Field(None, ge=1, le=64)
+    """Concurrent I/O threads per NVMe path.
+
+    Automatic: 8. In memory (tmpfs), where a core copies every byte of a transfer, as many as the cores of this rank, 8
+    to 32."""
 
     io_request_size: Size = Field(8 * 2**20, ge=2**12, le=2**30, multiple_of=2**12)
     """Larger transfers are split into requests of this size, which are distributed over the lanes; a multiple of 4 KiB,

@@ -6,11 +6,13 @@ state. Components that belong to a DeepSpeed engine are in :mod:`tencache_ds.ses
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -34,7 +36,9 @@ from tencache_ds.layout import gib
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES
+from tencache_ds.planning.cores import lane_count
 from tencache_ds.planning.striping import Striping
+from tencache_ds.profiling.filesystem import file_system_of
 from tencache_ds.surroundings import Surroundings
 from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
@@ -265,7 +269,7 @@ class TenCacheEngine:
             paths,
             preallocate_nbytes=preallocate_nbytes,
             growth_nbytes=STORE_GROWTH_NBYTES,
-            n_files=self.options.io_lanes,
+            n_files=self.n_lanes,
             fingerprint=FINGERPRINTS[Verify(self.options.verify)],
             timeout_s=self.options.io_timeout_s,
         )
@@ -283,6 +287,15 @@ class TenCacheEngine:
             self._shared.routes.append((backend, route))
         return backend, reason
 
+    @functools.cached_property
+    def n_lanes(self) -> int:
+        """I/O threads of each path."""
+        if self.options.io_lanes is not None:
+            return self.options.io_lanes
+        paths = (*self.surroundings.weights_paths, *self.surroundings.optimizer_paths)
+        in_memory = any(file_system_of(Path(path)).in_memory for path in paths)
+        return lane_count(self.surroundings.cores, in_memory=in_memory)
+
     def open_plain_backend(self) -> tuple[StorageBackend, str]:
         """A backend for host memory, and the reason for the choice."""
         aio = self.surroundings.aio
@@ -293,7 +306,7 @@ class TenCacheEngine:
             IoBackend(self.options.io_backend).value,
             BackendSettings(
                 buffers_are_pinned=self.staging_locking(staging_nbytes) is not Locking.NONE,
-                n_lanes=self.options.io_lanes,
+                n_lanes=self.n_lanes,
                 request_nbytes=self.options.io_request_size,
                 block_nbytes=aio.block_nbytes,
                 queue_depth=aio.queue_depth,

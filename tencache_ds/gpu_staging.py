@@ -19,6 +19,7 @@ from tencache_ds.memory.arena import Locking
 from tencache_ds.memory.device_arena import DeviceArena
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.planning.budget import plan_gpu_staging
+from tencache_ds.planning.cores import LANES
 from tencache_ds.planning.gds import GdsChoice, GdsTrial, choose_gds, combined
 from tencache_ds.planning.size_classes import plan_size_classes
 
@@ -141,4 +142,5 @@ class GpuStaging:
 
     def _open_gds(self) -> StorageBackend:
         options = self._options
-        return GdsBackend(self._device, options.io_lanes, options.io_request_size, close_timeout_s=options.io_timeout_s)
+        n_lanes = options.io_lanes or LANES
+        return GdsBackend(self._device, n_lanes, options.io_request_size, close_timeout_s=options.io_timeout_s)

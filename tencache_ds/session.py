@@ -445,7 +445,7 @@ class Session:
             parts.append(self._gpu_staging.describe())
         reasons = {f"{path.backend.name} ({path.reason})" for engine in self._engines for path in engine.nvme.paths}
         if reasons:
-            parts.append(f"I/O {', '.join(sorted(reasons))} on {self.options.io_lanes} lanes")
+            parts.append(f"I/O {', '.join(sorted(reasons))} on {self._engines[0].n_lanes} lanes")
         if len(stats.paths) > 1:
             held = ", ".join(f"{path.path} {gib(path.stored_nbytes)}" for path in stats.paths)
             parts[-1] += f" per path, over {len(stats.paths)} paths ({held})"

@@ -78,7 +78,7 @@ def test_defaults():
     assert options.staging_memory is None
     assert options.chunk_size == 32 * 2**20
     assert options.io_backend == IoBackend.auto
-    assert options.io_lanes == 8
+    assert options.io_lanes is None
     assert options.io_request_size == 8 * 2**20
     assert options.io_timeout_s == 600.0
     assert options.verify == Verify.sampled

@@ -13,6 +13,7 @@ from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import StorageError
 from tencache_ds.integration.aio_section import read_aio_section
 from tencache_ds.io import BACKENDS, BackendSettings, Operation, StorageBackend, Ticket, open_backend
+from tencache_ds.planning.cores import LANES
 from tencache_ds.profiling.probe_storage import Area, Kind
 
 Settings = Mapping[str, "bool | int"]
@@ -29,7 +30,7 @@ def tencache_grid(backend: str) -> list[dict[str, bool | int]]:
     aio = read_aio_section({})
     fields = TenCacheConfig.model_fields
     default: dict[str, bool | int] = {
-        "io_lanes": fields["io_lanes"].default,
+        "io_lanes": LANES,
         "io_request_size": fields["io_request_size"].default,
         "block_size": aio["block_size"],
         "queue_depth": aio["queue_depth"],

@@ -22,6 +22,7 @@ from tencache_ds.config import options_from
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.integration.aio_section import read_aio_section
 from tencache_ds.io import BACKENDS
+from tencache_ds.planning.cores import LANES
 from tencache_ds.profiling import filesystem, probe_storage
 
 pytestmark = pytest.mark.timeout(300)  # DeepSpeed may compile its operators
@@ -212,7 +213,7 @@ class TestAdvice:
     def test_grids_begin_with_the_defaults_and_can_be_set(self, backend: str) -> None:
         grid = tencache_grid(backend)
         defaults = options_from(None)
-        assert (grid[0]["io_lanes"], grid[0]["io_request_size"]) == (defaults.io_lanes, defaults.io_request_size)
+        assert (grid[0]["io_lanes"], grid[0]["io_request_size"]) == (LANES, defaults.io_request_size)
         assert all(grid.count(one) == 1 for one in grid)
         for settings in grid:
             options_from({name: settings[name] for name in ("io_lanes", "io_request_size")})

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.planning.cores import core_budget
+from tencache_ds.planning.cores import core_budget, lane_count
 
 ALL = frozenset(range(32))
 
@@ -44,3 +44,9 @@ def test_budgets_fit_the_cores_together(masks: list[frozenset[int]]) -> None:
     assert all(1 <= budget <= len(mask) for budget, mask in zip(budgets, masks, strict=True))
     floors = sum(budget for budget in budgets if budget > 1)
     assert floors <= len(frozenset().union(*masks))
+
+
+@pytest.mark.parametrize(("cores", "lanes"), [(1, 8), (2, 8), (12, 12), (16, 16), (96, 32)])
+def test_every_core_copies_where_files_are_in_memory(cores: int, lanes: int) -> None:
+    assert lane_count(cores, in_memory=True) == lanes
+    assert lane_count(cores, in_memory=False) == 8
