@@ -81,11 +81,11 @@ def main() -> int:
             records.append({"system": system, "sequence": sequence} | found)
             rows.append(row(f"{system} {sequence}", found))
             print(*rows[-1].values(), flush=True)
+            if arguments.out is not None:  # after each: a later one may be killed
+                arguments.out.mkdir(parents=True, exist_ok=True)
+                record = json.dumps({"command": sys.argv[1:], "runs": records}, indent=1)
+                (arguments.out / "activations.json").write_text(record)
     print(pandas.DataFrame(rows, columns=COLUMNS).fillna("").to_string(index=False))
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        record = json.dumps({"command": sys.argv[1:], "runs": records}, indent=1)
-        (arguments.out / "activations.json").write_text(record)
     return 1 if any("error" in record for record in records) else 0
 
 
