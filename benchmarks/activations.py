@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with long sequences: what moving activations costs and frees, compared with others that move them.
 
-    python -m benchmarks.activations keep tencache stock stock-offload --model 2.7B --sequence 32768 --nvme-path FOLDER
+    tencache bench activations keep tencache stock stock-offload --model 2.7B --sequence 32768 --nvme-path FOLDER
 
 Each system trains in a process of its own, one after the other, with activation checkpointing. The loss is computed in
 chunks of tokens, as fused kernels do, so that the logits of a whole sequence never exist.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,9 @@ from .training.measured_run import limit_gpu_memory
 from .workloads import SPECS, build, prepare
 
 LOSS_TOKENS = 4096
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Of long sequences each tensor is large, and their sizes differ: without, much of the memory is lost between them."""
+
 SYSTEMS = {
     "keep": "TenCache, activations stay on the GPU",
     "tencache": "TenCache, activations move; options follow: tencache:activation_memory=0+gpu_memory=8GiB",
@@ -44,10 +46,11 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def parse_arguments() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command."""
     listed = "\n".join(f"  {name}: {text}" for name, text in SYSTEMS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.activations",
+        prog="tencache bench activations",
         description=__doc__,
         epilog=f"systems:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -64,11 +67,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--nvme-path", type=Path, metavar="FOLDER", help="without it, everything that moves goes to RAM")
     add("--out", type=Path, metavar="FOLDER", help="gets activations.json")
     add("--train", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser
 
 
-def main() -> int:
-    arguments = parse_arguments()
+def run(words: list[str]) -> int:
+    """Runs the command and returns its exit status."""
+    arguments = make_parser().parse_args(words)
     if arguments.train:
         print("RESULT " + json.dumps(train(arguments.train, arguments)), flush=True)
         return 0
@@ -77,24 +81,24 @@ def main() -> int:
     rows, records = [], []
     for sequence in arguments.sequence:
         for system in arguments.systems:
-            found = run(system, sequence)
+            found = run_system(system, sequence, words)
             records.append({"system": system, "sequence": sequence} | found)
             rows.append(row(f"{system} {sequence}", found))
             print(*rows[-1].values(), flush=True)
             if arguments.out is not None:  # after each: a later one may be killed
                 arguments.out.mkdir(parents=True, exist_ok=True)
-                record = json.dumps({"command": sys.argv[1:], "runs": records}, indent=1)
+                record = json.dumps({"command": words, "runs": records}, indent=1)
                 (arguments.out / "activations.json").write_text(record)
-    print(pandas.DataFrame(rows, columns=COLUMNS).fillna("").to_string(index=False))
+    print(pandas.DataFrame(rows, columns=COLUMNS, dtype=object).fillna("").to_string(index=False))
     return 1 if any("error" in record for record in records) else 0
 
 
-def run(system: str, sequence: int) -> dict[str, Any]:
+def run_system(system: str, sequence: int, words: list[str]) -> dict[str, Any]:
     """Trains one system in a process of its own; its figures, or its error."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "LOCAL_RANK": "0"}
-    words = [*sys.argv[1:], "--train", system, "--sequence", str(sequence)]
     done = subprocess.run(
-        [sys.executable, "-m", f"{PACKAGE}.activations", *words], env=environment() | address | {"WORLD_SIZE": "1"},
+        [sys.executable, "-m", f"{PACKAGE}.activations", *words, "--train", system, "--sequence", str(sequence)],
+        env=EXPANDABLE | environment() | address | {"WORLD_SIZE": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, check=False,
     )  # fmt: skip
     results = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -248,5 +252,4 @@ def with_chunked_loss(model: Any) -> Any:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    sys.exit(main())
+    sys.exit(run(sys.argv[1:]))

@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> int:
     """Runs the benchmark that ``argv`` describe and returns the exit status."""
     try:
-        from tencache_ds.benchmarks import command
+        from tencache_ds.benchmarks import activations, command
         from tencache_ds.benchmarks.inference import command as inference
         from tencache_ds.benchmarks.reporting import report  # noqa: F401  # now, not after hours of measuring
     except ModuleNotFoundError as error:
@@ -38,4 +38,6 @@ def run(argv: Sequence[str]) -> int:
         return 1
     if argv[:1] == ["inference"]:
         return inference.run(list(argv[1:]))
+    if argv[:1] == ["activations"]:
+        return activations.run(list(argv[1:]))
     return command.run(make_parser().parse_args(argv), argv)
