@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -195,14 +196,25 @@ class Workload(Record):
         return self.micro_batch * self.sequence * self.accumulation * self.ranks
 
 
-class Task(Record):
-    """What a training process is asked to do, in the file that is its one argument."""
+class Assignment(Record):
+    """What a program is asked to do, in the file that is its one argument."""
+
+    deepspeed_config: dict[str, Any]
+    result: str = ""  # JSON file to write
+
+    @classmethod
+    def read(cls) -> Self:
+        """The one in the file that the command line names; the launcher adds ``--local_rank``."""
+        (file,) = (word for word in sys.argv[1:] if not word.startswith("--local_rank"))
+        return cls.model_validate_json(Path(file).read_text())
+
+
+class Task(Assignment):
+    """The task of a training process, of which rank 0 writes a :class:`Measurement`."""
 
     workload: Workload
-    deepspeed_config: dict[str, Any]
     steps: int  # measured optimizer steps
     warmup: int = 2  # steps before them, which do not count
-    result: str = ""  # JSON file that rank 0 writes, a :class:`Measurement`
     turns: int = 1  # the measured steps are split into so many turns, each released by the gate; divides the steps
     gate: str | None = None  # folder of the benchmark's turnstile (``benchmarks.turns``)
     zero_init: bool = True  # False builds the unpartitioned model

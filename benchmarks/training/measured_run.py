@@ -8,7 +8,6 @@ communicate between the steps, over gloo, outside of all measured times.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -31,12 +30,6 @@ from .timeline import Timeline
 MODEL_SEED = 1234
 DATA_SEED = 99
 """Plus the rank."""
-
-
-def read_task() -> Task:
-    """The task in the file that the command line names; the launcher adds ``--local_rank``."""
-    (file,) = (word for word in sys.argv[1:] if not word.startswith("--local_rank"))
-    return Task.model_validate_json(Path(file).read_text())
 
 
 def local_rank() -> int:

@@ -25,7 +25,8 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
 from .. import workloads
-from .measured_run import MODEL_SEED, MeasuredRun, limit_gpu_memory, local_rank, read_task, use_deterministic_algorithms
+from ..record import Task
+from .measured_run import MODEL_SEED, MeasuredRun, limit_gpu_memory, local_rank, use_deterministic_algorithms
 from .train_step import DTYPES, same_weights_as_zero_init
 
 
@@ -144,7 +145,7 @@ def refusal() -> str:
 
 
 def main() -> None:
-    task = read_task()
+    task = Task.read()
     workload, config = task.workload, task.deepspeed_config
     if reason := refusal():
         sys.exit(f"cannot run: {reason}")

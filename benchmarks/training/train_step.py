@@ -19,13 +19,13 @@ from unittest import mock
 import torch
 
 from .. import workloads
+from ..record import Task
 from .measured_run import (
     MODEL_SEED,
     MeasuredRun,
     limit_gpu_memory,
     local_rank,
     nvme_paths,
-    read_task,
     use_deterministic_algorithms,
 )
 from .storage_meter import StorageMeter
@@ -107,13 +107,9 @@ def same_weights_as_zero_init(dtype: torch.dtype, device: torch.device) -> Itera
     """
     import transformers
 
-    previous = torch.get_default_dtype()
-    with device, mock.patch.object(transformers.PreTrainedModel, "initialize_weights", return_value=None):
-        torch.set_default_dtype(dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(previous)
+    whole = mock.patch.object(transformers.PreTrainedModel, "initialize_weights", return_value=None)
+    with device, whole, workloads.default_dtype(dtype):
+        yield
 
 
 def compare_counters(meter: StorageMeter, stats: Any) -> str:
@@ -126,7 +122,7 @@ def compare_counters(meter: StorageMeter, stats: Any) -> str:
 
 
 def main() -> None:
-    task = read_task()
+    task = Task.read()
     workload, config = task.workload, task.deepspeed_config
 
     import deepspeed
