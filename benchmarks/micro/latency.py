@@ -12,21 +12,23 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tencache_ds.cli.storage_loops import TIMEOUT_S, keep_in_flight, open_stock_handle, operation_of
+from tencache_ds.cli.storage_loops import TIMEOUT_S, keep_in_flight, open_buffer, operation_of
+from tencache_ds.cli.tune_sessions import requests_on
 from tencache_ds.errors import StorageError
-from tencache_ds.io import BACKENDS, Operation, Priority, Ticket
+from tencache_ds.io import BACKENDS, Operation, Priority
 from tencache_ds.profiling.probe_storage import Kind
 
-from .area import MIB, Load, Work, open_area
+from .area import MIB, Load, Work, open_files, open_works
 from .result import REPEATS, MicroResult, alternate
-from .variants import PIECE_NBYTES, STOCK_THREADS, Variant, open_all, open_backend, stock_settings
+from .variants import PIECE_NBYTES, STOCK_THREADS, Variant, open_all, open_backend, open_stock
 
 LANES = 8
 URGENT_NBYTES = 4 * MIB
@@ -51,15 +53,13 @@ def on_backend(name: str, work: Work) -> Iterator[Sample]:
     """A backend as training opens it."""
     requests, urgent, numbers = work.requests, work.urgent, itertools.count()
     feeding = ThreadPoolExecutor(1, thread_name_prefix="micro-feeder")
-    with open_backend(name, work) as backend, feeding as feeder:
-
-        def issue(operation: Operation, slot: int, extent: int) -> Ticket:
-            return backend.submit(operation, *requests.place(extent), requests.buffers[slot])
+    with closing(open_backend(name, work)) as session, feeding as feeder:
 
         def read() -> float:
             path, offset = urgent.place(next(numbers) % urgent.n_extents)
             t_start_s = time.perf_counter()
-            ticket = backend.submit(Operation.READ, path, offset, urgent.buffers[0], priority=Priority.URGENT)
+            buffer = urgent.buffers[0]
+            ticket = session.backend.submit(Operation.READ, path, offset, buffer, priority=Priority.URGENT)
             ticket.wait(TIMEOUT_S)
             taken_s = time.perf_counter() - t_start_s
             time.sleep(_PAUSE_S)
@@ -69,7 +69,7 @@ def on_backend(name: str, work: Work) -> Iterator[Sample]:
             end_s = time.perf_counter() + seconds
             if kind is None:
                 return _until(end_s, read)
-            background = feeder.submit(keep_in_flight, requests, kind, seconds, issue)
+            background = feeder.submit(keep_in_flight, requests, kind, seconds, session.start)
             time.sleep(_SETTLE_S)
             taken = _until(end_s, read)
             background.result()
@@ -93,7 +93,7 @@ def on_fresh_backends(name: str, work: Work) -> Iterator[Sample]:
 def on_stock_handle(threads: int, work: Work) -> Iterator[Sample]:
     """One of DeepSpeed's handles: a batch of background requests, the urgent one, then ``wait()`` for all of them."""
     requests, urgent, turns = work.requests, work.urgent, itertools.count(1)
-    handle: Any = open_stock_handle(stock_settings(threads))
+    handle: Any = open_stock(threads, work).handle
 
     def read(kind: Kind | None) -> float:
         turn = next(turns)
@@ -157,7 +157,12 @@ def run(
     """
     load = Load(lanes, request_nbytes)
     with ExitStack() as stack:
-        area = stack.enter_context(open_area(nvme_path, working_set_nbytes, [load], urgent_nbytes=URGENT_NBYTES))
+        # A file for each lane, and one more for the urgent reads.
+        urgent_nbytes = working_set_nbytes // (1 + lanes)
+        (work,), described = stack.enter_context(open_works(nvme_path, working_set_nbytes - urgent_nbytes, [load]))
+        area = stack.enter_context(open_files(nvme_path, urgent_nbytes, URGENT_NBYTES, 1))
+        buffer, _ = open_buffer(stack, URGENT_NBYTES)
+        work = replace(work, urgent=requests_on(area, (buffer,), area.n_requests))
         block_s = seconds / (len(variants) * len(BEHIND) * (1 + REPEATS))
         queue = f"{load.n_buffers} requests of {load.request_nbytes / MIB:g} MiB in flight"
         result = MicroResult(
@@ -165,13 +170,13 @@ def run(
             parameters={
                 "read": f"{URGENT_NBYTES / MIB:g} MiB, urgent where there are priorities",
                 "behind": f"{queue}, {load.lanes} lanes",
-                **area.parameters,
+                **described,
                 "samples": f"{REPEATS} rounds of {1e3 * block_s:.0f} ms or longer, alternated",
                 "after a pause": "no urgent request before it",
             },
             columns="behind",
         )
-        ready = open_all(stack, variants, area.work(load), lambda name, reason: result.lack(name, {}, reason))
+        ready = open_all(stack, variants, work, lambda name, reason: result.lack(name, {}, reason))
         takers = {
             (name, behind): partial(sample, kind, block_s)
             for name, sample in ready.items()

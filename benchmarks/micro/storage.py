@@ -20,7 +20,7 @@ import pandas as pd
 
 from tencache_ds.profiling.probe_storage import Kind
 
-from .area import MIB, Load, Work, open_area
+from .area import MIB, Load, Work, open_works
 from .result import REPEATS, Case, MicroResult, alternate
 from .variants import BLOCK_NBYTES, PIECE_NBYTES, QUEUE_DEPTH, RAW, STOCK, VARIANTS, Transfer, Variant, open_all
 
@@ -64,12 +64,12 @@ def run(
     loads = _loads(lanes, requests_nbytes, every_combination)
     samples_per_case = len(variants) * len(Kind) * (1 + REPEATS)
     duration_s = seconds / (len(loads) * samples_per_case)
-    n_own_sets = sum(variant.has_own_files for variant in variants)
-    with open_area(nvme_path, working_set_nbytes, loads, n_own_sets=n_own_sets) as area:
+    n_sets = 1 + sum(variant.has_own_files for variant in variants)
+    with open_works(nvme_path, working_set_nbytes, loads, n_sets) as (works, described):
         result = MicroResult(
             name="storage",
             parameters={
-                **area.parameters,
+                **described,
                 "samples": f"{REPEATS} of {1e3 * duration_s:.0f} ms or longer, alternated",
                 "native, aio, stock": f"blocks of {BLOCK_NBYTES / MIB:g} MiB, queue depth {QUEUE_DEPTH}",
                 "posix, aio": f"pieces of {PIECE_NBYTES / MIB:g} MiB",
@@ -79,9 +79,9 @@ def run(
             columns="operation",
         )
         t_start_s = time.perf_counter()
-        for load in loads:
+        for load, work in zip(loads, works, strict=True):
             case = {"request": f"{load.request_nbytes / MIB:g} MiB", "lanes": load.lanes, "in flight": load.n_buffers}
-            work, what = area.work(load), f"{load.n_buffers} requests of {case['request']}"
+            what = f"{load.n_buffers} requests of {case['request']}"
             needed_s = samples_per_case * _expected_s(result, load, duration_s)
             if work is None:
                 result.lack("any variant", case, f"{what} do not fit the working set")

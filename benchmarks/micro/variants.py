@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tencache_ds.cli.storage_loops import StockSession, keep_in_flight, operation_of
+from tencache_ds.cli.storage_loops import Session, StockSession, keep_in_flight, operation_of
+from tencache_ds.cli.tune_sessions import TenCacheSession
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.integration.aio_section import read_aio_section
-from tencache_ds.io import BACKENDS, BackendSettings, ExtentStore, Operation, StorageBackend, Ticket
+from tencache_ds.io import BACKENDS, ExtentStore, Operation, Ticket
 from tencache_ds.profiling.probe_storage import Kind
 
 from .area import Work
@@ -52,8 +53,8 @@ def open_all(
     ready = {}
     for variant in variants:
         try:
-            if variant.needs_locked and work.refusal:
-                raise ConfigError(work.refusal)
+            if variant.needs_locked and work.unlocked:
+                raise ConfigError(work.unlocked)
             ready[variant.name] = stack.enter_context(variant.open(work))
         except ConfigError as error:
             refuse(variant.name, str(error))
@@ -71,24 +72,22 @@ def raw_threads(n_threads: int, work: Work) -> Iterator[Transfer]:
     if n_threads > len(requests.buffers):
         raise ConfigError(f"needs {n_threads} requests in flight")
     views = [memoryview(buffer.numpy()) for buffer in requests.buffers[:n_threads]]  # type: ignore[arg-type]
-    with ExitStack() as stack:
-        fds = {path: os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC) for path in work.paths}
-        for fd in fds.values():
-            stack.callback(os.close, fd)
-        threads = stack.enter_context(ThreadPoolExecutor(n_threads, thread_name_prefix="micro-raw"))
 
-        def loop(view: memoryview, kind: Kind, numbers: Iterator[int], end_s: float) -> int:
-            for n_moved in itertools.count(len(view), len(view)):
-                number = next(numbers)
-                operation = operation_of(kind, number)
-                path, offset = requests.place(number % requests.n_extents)
-                moved = (os.preadv if operation is Operation.READ else os.pwritev)(fds[path], [view], offset)
-                if moved != len(view):
-                    cause = f"only {moved} bytes transferred"
-                    raise StorageError(operation.value, path, offset, len(view), cause)
-                if time.perf_counter() >= end_s:
-                    return n_moved
-            raise AssertionError("the count has no end")
+    def loop(view: memoryview, kind: Kind, numbers: Iterator[int], end_s: float) -> int:
+        n_moved = 0
+        while True:
+            number = next(numbers)
+            operation = operation_of(kind, number)
+            fd, offset = work.area.place(number % requests.n_extents)
+            moved = (os.preadv if operation is Operation.READ else os.pwritev)(fd, [view], offset)
+            if moved != len(view):
+                cause = f"only {moved} bytes transferred"
+                raise StorageError(operation.value, work.area.name, offset, len(view), cause)
+            n_moved += moved
+            if time.perf_counter() >= end_s:
+                return n_moved
+
+    with ThreadPoolExecutor(n_threads, thread_name_prefix="micro-raw") as threads:
 
         def transfer(kind: Kind, seconds: float) -> int:
             end_s = time.perf_counter() + seconds
@@ -99,34 +98,34 @@ def raw_threads(n_threads: int, work: Work) -> Iterator[Transfer]:
         yield transfer
 
 
-def open_backend(name: str, work: Work) -> AbstractContextManager[StorageBackend]:
-    """One of TenCache's backends, for as many lanes; closed at the end."""
-    entry = BACKENDS[name]
-    settings = BackendSettings(
-        buffers_are_pinned=entry.pinned_only, n_lanes=work.lanes, block_nbytes=BLOCK_NBYTES, queue_depth=QUEUE_DEPTH,
-        request_nbytes=min(PIECE_NBYTES, work.requests.request_nbytes),
-    )  # fmt: skip
-    return closing(entry.open(settings))
+def open_backend(name: str, work: Work) -> TenCacheSession:
+    """One of TenCache's backends as training opens it, on the shared files."""
+    settings = {
+        "io_lanes": work.lanes, "io_request_size": min(PIECE_NBYTES, work.requests.request_nbytes),
+        "block_size": BLOCK_NBYTES, "queue_depth": QUEUE_DEPTH,
+    }  # fmt: skip
+    return TenCacheSession(name, settings, work.requests, not work.unlocked)
+
+
+def open_stock(threads: int, work: Work) -> StockSession:
+    """DeepSpeed's handle with its defaults, but for block size, depth and threads."""
+    own = {"block_size": BLOCK_NBYTES, "queue_depth": QUEUE_DEPTH, "intra_op_parallelism": threads}
+    return StockSession(read_aio_section({}) | own, work.requests)
 
 
 @contextmanager
-def bare(name: str, work: Work) -> Iterator[Transfer]:
-    """A backend alone, on the shared files."""
-    requests = work.requests
-    with open_backend(name, work) as backend:
-
-        def issue(operation: Operation, slot: int, extent: int) -> Ticket:
-            return backend.submit(operation, *requests.place(extent), requests.buffers[slot])
-
-        yield lambda kind, seconds: keep_in_flight(requests, kind, seconds, issue)
+def on_files(open_session: Callable[[Work], Session], work: Work) -> Iterator[Transfer]:
+    """A session alone, on the shared files."""
+    with closing(open_session(work)) as session:
+        yield session.transfer
 
 
 @contextmanager
 def store_on(name: str, work: Work) -> Iterator[Transfer]:
     """The extent store on a backend, as training uses it (reads verified), on its own files."""
-    requests, path = work.requests, f"{work.requests.name}/store-{name}.bin"
-    size = {"preallocate_nbytes": requests.n_extents * requests.request_nbytes, "n_files": len(work.paths)}
-    with open_backend(name, work) as backend, closing(ExtentStore(path, backend, **size)) as store:
+    requests, path = work.requests, f"{work.area.name}/.tencache-micro-{os.getpid()}-{name}"
+    size = {"preallocate_nbytes": requests.n_extents * requests.request_nbytes, "n_files": len(work.area.fds)}
+    with closing(open_backend(name, work)) as session, closing(ExtentStore(path, session.backend, **size)) as store:
         extents = [store.allocate(requests.request_nbytes, f"extent {index}") for index in range(requests.n_extents)]
         for extent, buffer in zip(extents, itertools.cycle(requests.buffers), strict=False):
             store.write(extent, buffer)
@@ -139,28 +138,20 @@ def store_on(name: str, work: Work) -> Iterator[Transfer]:
         yield lambda kind, seconds: keep_in_flight(requests, kind, seconds, issue)
 
 
-def stock_settings(threads: int) -> dict[str, bool | int]:
-    """DeepSpeed's defaults but for block size, depth and threads."""
-    own = {"block_size": BLOCK_NBYTES, "queue_depth": QUEUE_DEPTH, "intra_op_parallelism": threads}
-    return read_aio_section({}) | own
-
-
-@contextmanager
-def stock(threads: int, work: Work) -> Iterator[Transfer]:
-    """DeepSpeed's handle."""
-    with closing(StockSession(stock_settings(threads), work.requests)) as session:
-        yield session.transfer
-
-
 STOCK_THREADS = (1, 4)
 
 # The best number of raw threads shows the storage's bandwidth.
 RAW = tuple(Variant(f"raw x{n}", partial(raw_threads, n)) for n in (4, 8, 16))
-STOCK = tuple(Variant(f"stock handle x{n}", partial(stock, n), needs_locked=True) for n in STOCK_THREADS)
+STOCK = tuple(
+    Variant(f"stock handle x{n}", partial(on_files, partial(open_stock, n)), needs_locked=True) for n in STOCK_THREADS
+)
 
 VARIANTS: tuple[Variant, ...] = (
     *RAW,
-    *(Variant(name, partial(bare, name), entry.pinned_only) for name, entry in BACKENDS.items()),
+    *(
+        Variant(name, partial(on_files, partial(open_backend, name)), entry.pinned_only)
+        for name, entry in BACKENDS.items()
+    ),
     *(
         Variant(f"store on {name}", partial(store_on, name), entry.pinned_only, has_own_files=True)
         for name, entry in BACKENDS.items()

@@ -16,12 +16,14 @@ from benchmarks.micro import area, cpu_update, latency, pool, storage, variants
 from benchmarks.micro.area import Load, Work
 from benchmarks.micro.result import MicroReport, MicroResult, Row, alternate
 from benchmarks.micro.variants import RAW, VARIANTS
+from tencache_ds.cli import tune_sessions
 from tencache_ds.cli.storage_loops import Requests
 from tencache_ds.errors import ConfigError, LockedMemoryError, SpaceError, StorageError
 from tencache_ds.io import BACKENDS, Operation, Priority
 from tencache_ds.memory.pages import Locking, PlainPages
+from tencache_ds.profiling import probe_storage
 from tencache_ds.profiling.filesystem import supports_direct_io
-from tencache_ds.profiling.probe_storage import Kind
+from tencache_ds.profiling.probe_storage import Area, Kind
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds DeepSpeed's ops
 
@@ -156,8 +158,7 @@ class Log:
 @pytest.fixture
 def asked(monkeypatch):
     log = []
-    entry = SimpleNamespace(pinned_only=False, open=lambda settings: Log(log))
-    monkeypatch.setattr(variants, "BACKENDS", {"native": entry})
+    monkeypatch.setattr(tune_sessions, "open_backend", lambda kind, settings: (Log(log), "asked for"))
     return log
 
 
@@ -165,7 +166,7 @@ def work(n_buffers=4, nbytes=4096):
     buffers = torch.zeros(n_buffers * nbytes, dtype=torch.uint8).split(nbytes)
     urgent = Requests("u", (torch.zeros(2 * nbytes, dtype=torch.uint8),), 3, lambda extent: ("u", extent))
     requests = Requests("folder", buffers, 2 * n_buffers, lambda extent: ("ab"[extent % 2], extent // 2 * nbytes))
-    return Work(requests, 2, ("a", "b"), "", urgent)
+    return Work(Area((), 0, nbytes, True, "folder"), requests, 2, "", urgent)
 
 
 def test_reads_are_urgent_and_behind_a_full_queue(asked):
@@ -205,7 +206,7 @@ def test_a_stock_handle_that_loses_a_request_is_an_error(monkeypatch):
             return len(batch) - lost
 
     batches, lost = [], 0
-    monkeypatch.setattr(latency, "open_stock_handle", lambda settings: Handle())
+    monkeypatch.setattr(latency, "open_stock", lambda threads, work: SimpleNamespace(handle=Handle()))
     with latency.on_stock_handle(1, work()) as sample:
         assert len(sample(Kind.READ, 0.0)) == len(sample(None, 0.0)) == 1
         assert batches == [["a", "b", "a", "b", "u"], ["u"]]
@@ -260,7 +261,7 @@ def test_cases_that_do_not_fit(folder):
 
 
 def test_without_direct_io_it_refuses(folder, monkeypatch):
-    monkeypatch.setattr(area, "supports_direct_io", lambda folder: False)
+    monkeypatch.setattr(probe_storage, "open_direct", lambda path, flags: None)
     with pytest.raises(ConfigError, match="page cache would be measured"):
         storage.run(folder, 0.05)
     assert os.listdir(folder) == []
@@ -271,29 +272,38 @@ def test_a_variant_moves_what_it_says(folder, variant):
     """Reads bring the file's bytes, writes change it, mixed does both; in every variant."""
     n_buffers, nbytes = 16, 64 << 10
     with ExitStack() as stack:
-        load = Load(8, nbytes)
-        made = stack.enter_context(area.open_area(folder, 2 * 2**20, [load], n_own_sets=1))
-        if variant.needs_locked and made.refusal:
-            pytest.skip(made.refusal)
-        work = made.work(load)
-        slab, buffers = made.buffer, work.requests.buffers
-        assert (len(buffers), work.requests.n_extents) == (n_buffers, 16)
-        contents = [buffer.clone() for buffer in buffers]
+        (work,), _ = stack.enter_context(area.open_works(folder, 4 * MIB, [Load(8, nbytes)], 2))
+        if variant.needs_locked and work.unlocked:
+            pytest.skip(work.unlocked)
+        buffers = work.requests.buffers
+        assert (len(buffers), work.requests.n_extents) == (n_buffers, 32)
+        contents = [_content(work, slot) for slot in range(n_buffers)]
+        written = [buffer.clone() for buffer in buffers]
         transfer = stack.enter_context(variant.open(work))
-        slab.zero_()
-        moved = transfer(Kind.READ, 0.0)
-        assert moved >= nbytes
+        assert transfer(Kind.READ, 0.0) >= nbytes
         if variant not in RAW:  # whose threads stop one by one
-            # The shared files begin alike; extents go to them in turn.
-            expected = contents if variant.has_own_files else [contents[slot // 8] for slot in range(n_buffers)]
+            expected = written if variant.has_own_files else contents
             assert all(torch.equal(a, b) for a, b in zip(buffers, expected, strict=True))
-        slab.fill_(7)
+        for buffer in buffers:
+            buffer.fill_(7)
         assert transfer(Kind.WRITE, 0.0) >= nbytes
-        slab.zero_()
-        transfer(Kind.READ, 0.0)
+        changed = [not torch.equal(_content(work, slot), contents[slot]) for slot in range(n_buffers)]
+        if variant.has_own_files:
+            assert not any(changed)
+        else:
+            assert all(changed) or (variant in RAW and changed[0])
+        buffers[0].zero_()
+        assert transfer(Kind.READ, 0.0) >= nbytes
         assert int(buffers[0][0]) == 7
         assert transfer(Kind.MIXED, 0.0) >= nbytes
     assert os.listdir(folder) == []
+
+
+def _content(work: Work, extent: int) -> torch.Tensor:
+    """The bytes of an extent of the shared files."""
+    path, offset = work.requests.place(extent)
+    with open(path, "rb") as file:
+        return torch.frombuffer(bytearray(os.pread(file.fileno(), 64 << 10, offset)), dtype=torch.uint8)
 
 
 def test_cpu_update():
