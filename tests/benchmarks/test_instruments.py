@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,11 +196,12 @@ def test_timeline_starts_at_nothing_and_grows() -> None:
     meter = StorageMeter()
     meter.add(read_nbytes=1000)
     timeline = Timeline(meter, hz=200, further_rss_nbytes=lambda: 5)
-    timeline.start()
-    meter.add(read_nbytes=7, write_nbytes=3)
+    with timeline.span():
+        meter.add(read_nbytes=7, write_nbytes=3)
+        time.sleep(0.05)
+    samples = list(timeline.samples)
     time.sleep(0.05)
-    samples = timeline.stop()
-    assert timeline.stop() == samples
+    assert timeline.samples == samples
     assert (samples[0].nvme_read_nbytes, samples[0].nvme_write_nbytes) == (0, 0)
     assert (samples[-1].nvme_read_nbytes, samples[-1].nvme_write_nbytes) == (7, 3)
     assert len(samples) >= 3
@@ -211,15 +212,15 @@ def test_timeline_starts_at_nothing_and_grows() -> None:
 def test_a_timeline_leaves_out_what_was_between_its_spans() -> None:
     meter = StorageMeter()
     timeline = Timeline(meter, hz=200)
-    timeline.start()
-    meter.add(read_nbytes=7, write_nbytes=3)
-    first = list(timeline.stop())
+    with timeline.span():
+        meter.add(read_nbytes=7, write_nbytes=3)
+    first = list(timeline.samples)
     meter.add(read_nbytes=1000, write_nbytes=1000)
     time.sleep(0.5)
-    timeline.start()
-    meter.add(read_nbytes=1, write_nbytes=2)
-    time.sleep(0.05)
-    samples = timeline.stop()
+    with timeline.span():
+        meter.add(read_nbytes=1, write_nbytes=2)
+        time.sleep(0.05)
+    samples = timeline.samples
     assert samples[: len(first)] == first
     assert (samples[-1].nvme_read_nbytes, samples[-1].nvme_write_nbytes) == (8, 5)
     assert [sample.t_s for sample in samples] == sorted(sample.t_s for sample in samples)
@@ -228,38 +229,23 @@ def test_a_timeline_leaves_out_what_was_between_its_spans() -> None:
 
 def test_consumption_is_summed_over_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = iter(range(0, 1000, 100))
-
-    class Counting:
-        def __init__(self, *_: object) -> None:
-            self._start = next(counter)
-
-        def nbytes(self) -> int:
-            return next(counter) - self._start
-
-        joules = nbytes
-
-    class Unreadable(Counting):
-        def nbytes(self) -> None:  # type: ignore[override]
-            return None
-
-        joules = nbytes
-
-    monkeypatch.setattr(consumption, "DiskWrites", Unreadable)
-    monkeypatch.setattr(consumption, "CpuEnergy", Unreadable)
-    monkeypatch.setattr(consumption, "GpuEnergy", Counting)
-    spent = consumption.Consumption([str(tmp_path)])
+    unreadable = SimpleNamespace(joules=lambda: None, nbytes=lambda: None)
+    monkeypatch.setattr(consumption, "gpu_joules", lambda: next(counter))
+    monkeypatch.setattr(consumption, "CpuEnergy", lambda: unreadable)
+    monkeypatch.setattr(consumption, "DiskWrites", lambda paths: unreadable)
+    consumed = consumption.Consumption([str(tmp_path)])
     for _ in range(2):
-        spent.start()
-        spent.look()
-        spent.stop()
+        with consumed.span():
+            consumed.counts()
         next(counter)  # between the spans
-    assert (spent.gpu_j, spent.cpu_j, spent.disk_write_nbytes) == (200, None, None)
+    assert consumed.spent == {"gpu_energy_j": 400, "cpu_energy_j": None, "disk_write_nbytes": None}
 
 
 def test_no_timeline_at_zero_hertz() -> None:
     timeline = Timeline(StorageMeter(), hz=0)
-    timeline.start()
-    assert timeline.stop() == []
+    with timeline.span():
+        pass
+    assert timeline.samples == []
 
 
 def test_bytes_of_this_process_are_those_of_the_kernel(tmp_path: Path) -> None:
