@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..record import Assignment, Caps, Outcome, Run, Task, write_at_once
+from ..record import Assignment, Caps, Outcome, Run, Task
 from ..turns import Turnstile
 from .conditions import HostLimit
 from .peers import Peer
@@ -76,11 +76,9 @@ def execute(
             turnstile = Turnstile(file_of(folder, stem, "turns"))
             turnstile.prepare(os.getpid())
             stack.callback(shutil.rmtree, turnstile.folder, ignore_errors=True)
-            given: dict[str, Any] = {"host_nbytes": host_limit.nbytes}
-            if n_turns > 1:
-                given |= {"turns": n_turns, "gate": str(turnstile.folder)}
+            in_turns = {"turns": n_turns, "gate": str(turnstile.folder)} if n_turns > 1 else {}
             program = Program(
-                f"training.{request.peer.program}", request.task.model_copy(update=given), folder, stem,
+                f"training.{request.peer.program}", request.task.model_copy(update=in_turns), folder, stem,
                 timeout_s=request.timeout_s, ranks=request.task.workload.ranks, launcher=request.peer.launcher,
                 host_limit=host_limit,
             )  # fmt: skip
@@ -128,7 +126,7 @@ class Program:
     ) -> None:  # fmt: skip
         file, self._result, self._log = (file_of(folder, stem, kind) for kind in ("task.json", "result.json", "log"))
         self._result.unlink(missing_ok=True)
-        write_at_once(task.model_copy(update={"result": str(self._result)}), file)
+        task.model_copy(update={"result": str(self._result)}).write(file)
         self._timeout_s, self._host_limit = timeout_s, host_limit
         self.started_at, self.used_s, self._timed_out = now(), 0.0, False
         with self._log.open("wb") as log:

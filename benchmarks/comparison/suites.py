@@ -21,6 +21,8 @@ STOCK_TIERS = ("nvme-nvme", "ram-nvme", "ram-ram", "gpu-ram", "gpu-gpu")
 ALL = (*STOCK_TIERS, "twin-flow", "superoffload", "zenflow", "fsdp2", "tencache", *FRONTIER)
 PAPER = ("nvme-nvme", "ram-nvme", "ram-ram", "tencache", *FRONTIER)
 
+PAPER_MODELS = tuple(name for name, spec in SPECS.items() if spec.paper)
+
 SETS: dict[str, tuple[str, ...]] = {"pair": PAIR, "frontier": (*PAIR, *FRONTIER), "all": ALL}
 """Names of sets of configurations on the command line."""
 
@@ -135,11 +137,6 @@ def paper(model: str, entries: Sequence[str] = PAPER) -> Plan:
         entries=parse_entries(entries),
         rounds=2, steps=3, warmup=1, max_trials=4, trial_steps=1,
     )  # fmt: skip
-
-
-def paper_models() -> tuple[str, ...]:
-    """The models of the paper, small ones first."""
-    return tuple(name for name, spec in SPECS.items() if spec.paper)
 
 
 def workload_of(model: str, *, ranks: int, **chosen: Any) -> Workload:

@@ -16,7 +16,6 @@ import torch
 import torch.nn.attention
 from deepspeed.accelerator import get_accelerator
 
-from ..record import write_at_once
 from ..training.instruments import process_nbytes
 from ..workloads import build, default_dtype, prepare
 from .result import Generation, GenerationTask
@@ -140,5 +139,5 @@ BUILDERS: dict[str, Callable[[GenerationTask, Any], tuple[Any, Any]]] = {
 
 
 if __name__ == "__main__":
-    asked = GenerationTask.read()
-    write_at_once(measure(asked), Path(asked.result))
+    asked = GenerationTask.of_command_line()
+    measure(asked).write(Path(asked.result))

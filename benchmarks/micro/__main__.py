@@ -15,11 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tencache_ds.cli.arguments import at_least_one, positive
-from tencache_ds.config import parse_size
+from tencache_ds.cli.arguments import at_least_one, positive, size
 from tencache_ds.errors import ConfigError, TenCacheError
 
-from ..record import write_at_once
 from . import cpu_update, latency, pool, storage
 from .result import MicroReport
 from .variants import RAW, Variant
@@ -56,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(result.table(), end="\n\n", flush=True)
         results.append(result)
         if arguments.json is not None:
-            write_at_once(MicroReport(results=results), arguments.json)
+            MicroReport(results=results).write(arguments.json)
     return status
 
 
@@ -109,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _request(text: str) -> int:
-    nbytes = parse_size(text)
+    nbytes = size(text)
     if nbytes < 4096 or nbytes % 4096:
         raise argparse.ArgumentTypeError(f"{text} is not a positive multiple of 4096 bytes")
     return nbytes

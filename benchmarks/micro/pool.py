@@ -22,6 +22,7 @@ from tencache_ds.memory import BufferPool, HostArena, Locking
 from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes, smallest_budget_nbytes
 
+from ..training.instruments import pinned_by_torch_nbytes
 from ..workloads import build, prepare
 from .result import REPEATS, Case, MicroResult, alternate
 
@@ -173,17 +174,9 @@ def _held_by_torch(shards: Sequence[int]) -> int:
     """Bytes that torch's pinned allocator takes from CUDA to hold every shard at once, by its own statistics."""
     torch.cuda.init()  # without it the statistics are empty
     torch._C._host_emptyCache()  # what is cached from earlier would be handed out again and not show as new
-    before_nbytes = _taken_by_torch()
+    before_nbytes = pinned_by_torch_nbytes()
     held = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for nbytes in shards]
-    taken_nbytes = _taken_by_torch() - before_nbytes
+    taken_nbytes = pinned_by_torch_nbytes() - before_nbytes
     held.clear()
     torch._C._host_emptyCache()
     return taken_nbytes
-
-
-def _taken_by_torch() -> int:
-    stats = torch.cuda.host_memory_stats()
-    # The first name is that of older versions of torch, where the second one counted what was asked for.
-    return int(
-        stats["reserved_bytes.current"] if "reserved_bytes.current" in stats else stats["allocated_bytes.current"]
-    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -14,8 +13,6 @@ from pydantic import JsonValue
 from tqdm import trange
 
 from ..record import Record
-
-SCHEMA: Final = 1
 
 REPEATS = 5
 """Rounds of an alternation; fewer make a median that says too little."""
@@ -46,7 +43,7 @@ class Row(Record):
 class MicroResult(Record):
     """One micro-benchmark on one machine."""
 
-    schema_version: Literal[1] = SCHEMA
+    schema_version: Literal[1] = 1
     name: str  # of the benchmark
     parameters: dict[str, JsonValue]  # its settings, and context needed to interpret the figures
     rows: list[Row] = []  # its figures
@@ -103,18 +100,8 @@ class MicroResult(Record):
 class MicroReport(Record):
     """The file that ``python -m benchmarks.micro --json`` writes."""
 
-    schema_version: Literal[1] = SCHEMA
+    schema_version: Literal[1] = 1
     results: list[MicroResult]
-
-    @classmethod
-    def read(cls, path: Path) -> MicroReport:
-        """The report in a file.
-
-        Raises:
-            pydantic.ValidationError: the file is not one of this schema.
-            OSError: it cannot be read.
-        """
-        return cls.model_validate_json(path.read_text())
 
 
 def alternate(title: str, variants: Mapping[str, Callable[[], Sample]], repeats: int) -> dict[str, list[Sample]]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from .. import workloads
-from ..record import Measurement, Memory, Step, Task, write_at_once
+from ..record import Measurement, Memory, Step, Task
 from ..turns import Gate
 from . import instruments
 from .consumption import Consumption
@@ -108,7 +108,7 @@ def run_task(building: Building, make: Make) -> tuple[MeasuredRun, Trainee]:
         building: the context in which the model is built.
         make: gets it ready to train.
     """
-    task, accelerator = Task.read(), get_accelerator()
+    task, accelerator = Task.of_command_line(), get_accelerator()
     if task.deterministic:
         # Before the first work on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -313,12 +313,7 @@ class MeasuredRun:
             "gpu_peak_nbytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         }
         of_ranks = self._gather(mine)
-        memory = Memory(**{key: max(values[key] for values in of_ranks) for key in mine})
-        cap = self.task.host_nbytes
-        if cap is not None and self._rank == 0:
-            used = max(step.host_used_nbytes for step in self._result.steps)
-            print(f"host memory: {used / 2**30:.2f} GiB in use after a step, {cap / 2**30:.2f} GiB allowed", flush=True)
-        return memory
+        return Memory(**{key: max(values[key] for values in of_ranks) for key in mine})
 
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * dist.get_world_size()
@@ -330,4 +325,4 @@ class MeasuredRun:
 
     def _write(self) -> None:
         if self._rank == 0:
-            write_at_once(self._result, Path(self.task.result))
+            self._result.write(Path(self.task.result))

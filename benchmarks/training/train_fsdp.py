@@ -23,10 +23,15 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+from packaging.version import Version
+from torch.distributed.device_mesh import init_device_mesh
 
 from ..record import Task
 from .measured_run import MeasuredRun, Trainee, limit_gpu_memory, run_task
 from .train_step import DTYPES, same_weights_as_zero_init
+
+OLDEST_TORCH = Version("2.6")
+"""With ``torch.distributed.fsdp.fully_shard`` and ``torch.nn.utils.get_total_norm``."""
 
 
 def loss_scaler(config: dict[str, Any]) -> Any:
@@ -112,7 +117,6 @@ def shard(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> N
         dtype: of computation, gathers and gradient reduction, as with DeepSpeed's defaults.
         device: the accelerator.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     options: dict[str, Any] = {
@@ -135,25 +139,14 @@ def _to_fp32(module: torch.nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def refusal() -> str:
-    """Why FSDP2 with CPU offload cannot run here, or an empty string."""
-    try:
-        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard  # noqa: F401
-    except ImportError:
-        return f"torch {torch.__version__} has no torch.distributed.fsdp.fully_shard: it needs torch 2.6 or later"
-    if not hasattr(torch.nn.utils, "get_total_norm"):
-        return f"torch {torch.__version__} has no torch.nn.utils.get_total_norm: it needs torch 2.6 or later"
-    return ""
-
-
 def building(task: Task, device: torch.device, run: MeasuredRun) -> AbstractContextManager[object]:
     """The context in which the model is built."""
     return same_weights_as_zero_init(DTYPES[task.workload.precision], device)
 
 
 def main() -> None:
-    if reason := refusal():
-        sys.exit(f"cannot run: {reason}")
+    if Version(torch.__version__) < OLDEST_TORCH:
+        sys.exit(f"cannot run: torch {torch.__version__} lacks parts of FSDP2: it needs torch {OLDEST_TORCH} or later")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # gloo for the gradients' norm, which is reduced in host memory. DeepSpeed's loss scaler asks for the rank.

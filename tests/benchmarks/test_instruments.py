@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,7 +21,8 @@ from benchmarks.training.consumption import CpuEnergy
 from benchmarks.training.device_profile import busy_s, parse_trace
 from benchmarks.training.storage_meter import StorageMeter, on_training_thread
 from benchmarks.training.timeline import Timeline
-from tencache_ds.io import BACKENDS
+from tencache_ds.io import BACKENDS, GdsBackend, NativeBackend
+from tencache_ds.io.backends.posix import PosixFiles
 from tests.io.conftest import aligned
 from tests.io.device_files import new_kind
 
@@ -39,11 +39,17 @@ def op() -> ModuleType:
 
 
 @pytest.fixture
-def meter(op: ModuleType) -> Iterator[StorageMeter]:
+def meter(op: ModuleType, monkeypatch: pytest.MonkeyPatch) -> StorageMeter:
+    for owner, name in (
+        (op, "aio_handle"),
+        (PosixFiles, "transfer"),
+        (NativeBackend, "submit"),
+        (GdsBackend, "submit"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # puts back what the meter replaces
     metered = StorageMeter()
     metered.meter_handles(op)
-    yield metered
-    metered.detach()
+    return metered
 
 
 @pytest.fixture
@@ -92,9 +98,8 @@ def test_a_metered_handle_is_still_a_handle(handle: Any, op: ModuleType, meter: 
     locked = handle.new_cpu_locked_tensor(NBYTES, torch.empty(0, dtype=torch.uint8))
     assert handle.is_pinned(locked)
     assert handle.free_cpu_locked_tensor(locked)
-    meter.detach()
-    assert isinstance(handle, op.aio_handle)
-    assert type(op.aio_handle(4096, 1, False, False, 1)) is op.aio_handle
+    assert type(handle) is op.aio_handle
+    assert type(handle).__base__.__name__ == "aio_handle"
 
 
 def test_time_in_lanes_is_no_wait_of_the_training(handle: Any, meter: StorageMeter, tmp_path: Path) -> None:
@@ -158,8 +163,6 @@ def test_an_unknown_handle_is_refused() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_counts_what_tencache_moves(backend: str, handle: Any, meter: StorageMeter, tmp_path: Path) -> None:
     from tencache_ds.io import BackendSettings, ExtentStore, open_backend
-    from tencache_ds.io.backends.native import NativeBackend
-    from tencache_ds.io.backends.posix import PosixFiles
 
     meter.meter_files(PosixFiles)
     meter.meter_requests(NativeBackend)
@@ -177,7 +180,7 @@ def test_counts_what_tencache_moves(backend: str, handle: Any, meter: StorageMet
 
 
 def test_counts_what_gds_moves(meter: StorageMeter, tmp_path: Path) -> None:
-    from tencache_ds.io import GdsBackend, Operation
+    from tencache_ds.io import Operation
 
     path = tmp_path / "data"
     path.write_bytes(bytes(NBYTES))
