@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -17,7 +16,7 @@ from tencache_ds.errors import ConfigError
 
 from .comparison.machine import Machine
 from .comparison.peers import PEERS
-from .comparison.process import describe_command
+from .comparison.process import describe_command, terminated_as_interrupted
 from .comparison.runner import RESULT_FILE, OutOfTime, Session
 from .comparison.suites import PAPER, PAPER_MODELS, SETS, Plan, paper, parse_entries, smoke, workload_of
 from .record import Benchmark, Outcome, Workload
@@ -92,13 +91,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Runs the command and returns its exit status; ``argv`` is for the record."""
-    # Each run has its own session, so a terminated benchmark has to end its runs itself, as an interrupted one does.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if arguments.report is None:
-            return _measure(arguments, argv)
-        print(_report(arguments.report, arguments))
-        return 0
+        with terminated_as_interrupted():
+            if arguments.report is None:
+                return _measure(arguments, argv)
+            print(_report(arguments.report, arguments))
+            return 0
     except OutOfTime as reached:
         print(f"{reached}. Measurements so far are kept; the same command continues.", file=sys.stderr)
         return EXIT_MORE_TO_DO
@@ -108,8 +106,6 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_PROBLEM
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> int:

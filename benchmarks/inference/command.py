@@ -16,13 +16,14 @@ from tencache_ds.errors import ConfigError
 from tencache_ds.profiling.hardware import Hardware
 
 from ..comparison.machine import Machine
-from ..comparison.process import Program
+from ..comparison.process import Program, terminated_as_interrupted
 from ..reporting.text import MISSING, fixed, gib
 from ..workloads import SPECS, Census, census
 from .result import Generation, GenerationTask
 from .systems import BASELINE, DEFAULT, SYSTEMS, System, parse
 
 EXIT_PROBLEM = 1
+EXIT_INTERRUPTED = 130
 
 DESCRIPTION = """\
 Compares generation with a model that is offloaded, on one GPU: TenCache, DeepSpeed's ZeRO-Inference and accelerate's
@@ -69,7 +70,8 @@ def run(words: list[str]) -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
         record: dict[int, dict[str, Generation | str]] = {}
         for batch in arguments.batch:
-            found, errors = _measure(arguments, systems, batch)
+            with terminated_as_interrupted():
+                found, errors = _measure(arguments, systems, batch)
             record[batch] = found | errors
             print(f"{arguments.model}, batch {batch}, prompt {arguments.prompt}, {arguments.tokens} tokens")
             print(table(batch, systems, found, hardware).to_string())
@@ -80,6 +82,9 @@ def run(words: list[str]) -> int:
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_PROBLEM
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     failed = any(isinstance(each, str) for of_batch in record.values() for each in of_batch.values())
     return EXIT_PROBLEM if failed else 0
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.inference import command
@@ -152,6 +155,25 @@ def test_tokens_are_compared_by_their_places(tokens: list[list[int]], varies: bo
     }
     expected = Generation(tokens=[[1, 2, 3], [4, 5, 6]], **figures)
     assert Generation(tokens=tokens, varies=varies, **figures).compare(expected) == said
+
+
+def test_a_comparison_that_is_terminated_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[psutil.Process] = []
+
+    def watch(program: Any) -> None:
+        started.append(psutil.Process(program._process.pid))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+
+    monkeypatch.setattr(command, "Machine", FakeMachine)
+    monkeypatch.setattr(command.Program, "watch", watch)
+    words = ["device", "--nvme-path", str(tmp_path), "--out", str(tmp_path / "out"), "--model", "7M"]
+    before = signal.getsignal(signal.SIGTERM)
+    assert command.run(words) == command.EXIT_INTERRUPTED
+    assert len(started) == 1
+    assert psutil.wait_procs(started, timeout=10)[1] == []
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_configs_of_all_systems(tmp_path: Path) -> None:
