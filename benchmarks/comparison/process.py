@@ -201,13 +201,17 @@ def last_error(log: str) -> str:
     return text if len(text) <= ERROR_CHARACTERS else text[: ERROR_CHARACTERS - 1] + "…"
 
 
-def _command(module: str, task: Path, ranks: int, launcher: Sequence[str]) -> list[str]:
+def free_port() -> int:
+    """A free TCP port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+def _command(module: str, task: Path, ranks: int, launcher: Sequence[str]) -> list[str]:
     return [
         sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks),
-        "--master_port", str(port), *launcher, "--module", f"{PACKAGE}.{module}", str(task),
+        "--master_port", str(free_port()), *launcher, "--module", f"{PACKAGE}.{module}", str(task),
     ]  # fmt: skip
 
 
