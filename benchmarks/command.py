@@ -5,22 +5,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from tencache_ds.cli.arguments import at_least_one
-from tencache_ds.config import parse_size
+from tencache_ds.cli.arguments import at_least_one, size
 from tencache_ds.errors import ConfigError
 
 from .comparison.machine import Machine
 from .comparison.peers import PEERS
-from .comparison.process import describe_command
+from .comparison.process import describe_command, terminated_as_interrupted
 from .comparison.runner import RESULT_FILE, OutOfTime, Session
-from .comparison.suites import PAPER, SETS, Plan, paper, paper_models, parse_entries, smoke, workload_of
+from .comparison.suites import PAPER, PAPER_MODELS, SETS, Plan, paper, parse_entries, smoke, workload_of
 from .record import Benchmark, Outcome, Workload
 from .workloads import SPECS
 
@@ -87,19 +85,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
            help="skip the step under the profiler at the end of a run")  # fmt: skip
     effort("--retry-failed", action="store_true", help="repeat runs that failed before")
     caps = parser.add_argument_group("caps, the same for all configurations").add_argument
-    caps("--host-memory", type=_size, metavar="SIZE", help="host memory, such as 32GiB")
-    caps("--gpu-memory", type=_size, metavar="SIZE", help="memory of each GPU")
+    caps("--host-memory", type=size, metavar="SIZE", help="host memory, such as 32GiB")
+    caps("--gpu-memory", type=size, metavar="SIZE", help="memory of each GPU")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Runs the command and returns its exit status; ``argv`` is for the record."""
-    # Each run has its own session, so a terminated benchmark has to end its runs itself, as an interrupted one does.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if arguments.report is None:
-            return _measure(arguments, argv)
-        print(_report(arguments.report, arguments))
-        return 0
+        with terminated_as_interrupted():
+            if arguments.report is None:
+                return _measure(arguments, argv)
+            print(_report(arguments.report, arguments))
+            return 0
     except OutOfTime as reached:
         print(f"{reached}. Measurements so far are kept; the same command continues.", file=sys.stderr)
         return EXIT_MORE_TO_DO
@@ -109,8 +106,6 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_PROBLEM
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -145,7 +140,7 @@ def plans(arguments: argparse.Namespace, machine: Machine) -> list[Plan]:
         found = [replace(smoke(machine.gpus()), out=arguments.out)]
     elif arguments.paper:
         entries = arguments.configurations or PAPER
-        found = [replace(paper(model, entries), out=arguments.out / model) for model in paper_models()]
+        found = [replace(paper(model, entries), out=arguments.out / model) for model in PAPER_MODELS]
     else:
         found = _chosen(arguments, machine)
     # Most options have the name of what they say of the plan; each plan has its own folder already.
@@ -204,10 +199,3 @@ def not_negative(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} cannot be negative")
     return value
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

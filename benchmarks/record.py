@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -25,13 +26,22 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The record in a file.
 
-def write_at_once(record: Record, path: Path) -> None:
-    """Writes a record as JSON; a reader, and an interruption, see the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(record.model_dump_json(indent=1))
-    os.replace(partial, path)
+        Raises:
+            pydantic.ValidationError: the file is not one of this schema.
+            OSError: it cannot be read.
+        """
+        return cls.model_validate_json(path.read_text())
+
+    def write(self, path: Path) -> None:
+        """Writes it as JSON; a reader, and an interruption, see the old file or the new one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self.model_dump_json(indent=1))
+        os.replace(partial, path)
 
 
 class Outcome(StrEnum):
@@ -195,20 +205,30 @@ class Workload(Record):
         return self.micro_batch * self.sequence * self.accumulation * self.ranks
 
 
-class Task(Record):
-    """What a training process is asked to do, in the file that is its one argument."""
+class Assignment(Record):
+    """What a program is asked to do, in the file that is its one argument."""
+
+    deepspeed_config: dict[str, Any]
+    result: str = ""  # JSON file to write
+
+    @classmethod
+    def of_command_line(cls) -> Self:
+        """The one in the file that the command line names; the launcher adds ``--local_rank``."""
+        (file,) = (word for word in sys.argv[1:] if not word.startswith("--local_rank"))
+        return cls.read(Path(file))
+
+
+class Task(Assignment):
+    """The task of a training process, of which rank 0 writes a :class:`Measurement`."""
 
     workload: Workload
-    deepspeed_config: dict[str, Any]
     steps: int  # measured optimizer steps
     warmup: int = 2  # steps before them, which do not count
-    result: str = ""  # JSON file that rank 0 writes, a :class:`Measurement`
     turns: int = 1  # the measured steps are split into so many turns, each released by the gate; divides the steps
     gate: str | None = None  # folder of the benchmark's turnstile (``benchmarks.turns``)
     zero_init: bool = True  # False builds the unpartitioned model
     deterministic: bool = False
     gpu_nbytes: int | None = None  # limit of torch's allocator per GPU
-    host_nbytes: int | None = None  # cap that is enforced elsewhere: only compared
     profile: bool = False  # whether a further step is made under torch's profiler
     timeline_hz: float = 20.0  # samples per second; 0 takes none
 
@@ -248,13 +268,3 @@ class Benchmark(Record):
         """The last run of a configuration that did not end well, if no run of it did."""
         failed = [run for run in self.runs if run.configuration == name and run.outcome is not Outcome.ok]
         return failed[-1] if failed and not self.runs_of(name) else None
-
-    @classmethod
-    def read(cls, path: Path) -> Benchmark:
-        """The benchmark in a file.
-
-        Raises:
-            pydantic.ValidationError: the file is not one of this schema.
-            OSError: it cannot be read.
-        """
-        return cls.model_validate_json(path.read_text())

@@ -8,6 +8,8 @@ wikitext-2.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -92,18 +94,26 @@ def build(name: str, sequence: int, *, checkpointing: bool = False) -> Any:
     if name not in SPECS:
         raise ValueError(f"unknown model {name!r}; known: {', '.join(SPECS)}")
     spec = SPECS[name]
-    config_class, model_class, positions = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, "max_position_embeddings"),
-        "opt": (transformers.OPTConfig, transformers.OPTForCausalLM, "max_position_embeddings"),
-        "bloom": (transformers.BloomConfig, transformers.BloomForCausalLM, "seq_length"),
-        "falcon": (transformers.FalconConfig, transformers.FalconForCausalLM, "max_position_embeddings"),
-    }[spec.family]
+    positions = "seq_length" if spec.family == "bloom" else "max_position_embeddings"
     # A padding token would be looked up in the embedding at construction, which zero.Init has partitioned by then.
-    config = config_class(**spec.sizes, **{positions: sequence}, pad_token_id=None)
-    model = model_class(config)
+    config = transformers.AutoConfig.for_model(spec.family, **spec.sizes, **{positions: sequence}, pad_token_id=None)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+@contextmanager
+def default_dtype(dtype: Any) -> Iterator[None]:
+    """Within it torch makes tensors of this dtype unless told otherwise."""
+    import torch
+
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
 
 
 def prepare() -> None:

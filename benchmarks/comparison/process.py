@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts training runs through the ``deepspeed`` launcher, watches them, and reports their outcome."""
+"""Starts programs through the ``deepspeed`` launcher, watches them, and reports their outcome."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..record import Caps, Outcome, Run, Task, write_at_once
+from ..record import Assignment, Caps, Outcome, Run, Task
 from ..turns import Turnstile
 from .conditions import HostLimit
 from .peers import Peer
@@ -71,87 +72,118 @@ def execute(
     with contextlib.ExitStack() as stack:
         side_by_side = []
         for request in requests:
-            launched = _Launched(request, folder, host_limit, n_turns)
-            stack.callback(launched.end)
-            launched.watch(on_progress, until_turn=0)
-            side_by_side.append(launched)
+            stem = f"{'trial' if request.round < 0 else 'run'}{abs(request.round):03d}_{request.configuration}"
+            turnstile = Turnstile(file_of(folder, stem, "turns"))
+            turnstile.prepare(os.getpid())
+            stack.callback(shutil.rmtree, turnstile.folder, ignore_errors=True)
+            in_turns = {"turns": n_turns, "gate": str(turnstile.folder)} if n_turns > 1 else {}
+            program = Program(
+                f"training.{request.peer.program}", request.task.model_copy(update=in_turns), folder, stem,
+                timeout_s=request.timeout_s, ranks=request.task.workload.ranks, launcher=request.peer.launcher,
+                host_limit=host_limit,
+            )  # fmt: skip
+            stack.callback(program.end)
+            program.watch(on_progress, partial(turnstile.is_waiting, 0))
+            side_by_side.append((request, program, turnstile))
         for turn in range(n_turns):
-            for launched in side_by_side:
-                launched.turnstile.open(turn)
+            for _, program, turnstile in side_by_side:
+                turnstile.open(turn)
                 # After its last turn a run ends before the next one continues: its clean-up disturbs no other run.
-                launched.watch(on_progress, until_turn=turn + 1)
-    return [launched.run() for launched in side_by_side]
+                program.watch(on_progress, partial(turnstile.is_waiting, turn + 1))
+    return [_run(request, program, host_limit) for request, program, _ in side_by_side]
 
 
-class _Launched:
-    """A running run, until :meth:`end`."""
+def _run(request: Request, program: Program, limit: HostLimit) -> Run:
+    measured, error = program.result()
+    return Run(
+        configuration=request.configuration, round=request.round, started_at=program.started_at,
+        wall_s=program.used_s, outcome=Outcome.failed if error else Outcome.ok, error=error, **measured,
+        caps=Caps(host_nbytes=limit.nbytes, host_enforced_by=limit.enforced_by, gpu_nbytes=request.task.gpu_nbytes),
+    )  # fmt: skip
 
-    def __init__(self, request: Request, folder: Path, host_limit: HostLimit, n_turns: int) -> None:
-        self._request = request
-        self._host_limit = host_limit
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.configuration)
-        stem = folder.resolve() / f"{'trial' if request.round < 0 else 'run'}{abs(request.round):03d}_{name}"
-        task, self._result, self._log = (Path(f"{stem}.{kind}") for kind in ("task.json", "result.json", "log"))
-        self.turnstile = Turnstile(Path(f"{stem}.turns"))
-        self.turnstile.prepare(os.getpid())
+
+class Program:
+    """A program of this package, started through the ``deepspeed`` launcher and running until :meth:`end`.
+
+    Args:
+        module: in this package.
+        task: what it is asked to do; gets the file for its result.
+        folder: for task, result and log.
+        stem: of the names of these.
+        timeout_s: it is stopped when it has been watched for this time.
+        ranks: processes.
+        launcher: further arguments of the launcher.
+        host_limit: the cap on its memory.
+
+    Attributes:
+        started_at: ISO 8601, UTC.
+        used_s: seconds for which it was watched.
+    """
+
+    def __init__(
+        self, module: str, task: Assignment, folder: Path, stem: str, *, timeout_s: float, ranks: int = 1,
+        launcher: Sequence[str] = (), host_limit: HostLimit = HostLimit(),  # noqa: B008  # immutable
+    ) -> None:  # fmt: skip
+        file, self._result, self._log = (file_of(folder, stem, kind) for kind in ("task.json", "result.json", "log"))
         self._result.unlink(missing_ok=True)
-        given: dict[str, Any] = {"result": str(self._result), "host_nbytes": host_limit.nbytes}
-        if n_turns > 1:
-            given |= {"turns": n_turns, "gate": str(self.turnstile.folder)}
-        write_at_once(request.task.model_copy(update=given), task)
-        self._used_s = 0.0
-        self._timed_out = False
-        self._started_at = now()
+        task.model_copy(update={"result": str(self._result)}).write(file)
+        self._timeout_s, self._host_limit = timeout_s, host_limit
+        self.started_at, self.used_s, self._timed_out = now(), 0.0, False
         with self._log.open("wb") as log:
             # Its own session: the launcher's children must not outlive it and disturb the next run.
             self._process = subprocess.Popen(
-                host_limit.wrap(_command(request, task)), env=environment(), start_new_session=True,
+                host_limit.wrap(_command(module, file, ranks, launcher)), env=environment(), start_new_session=True,
                 stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip
 
-    def end(self) -> None:
-        """Leaves none of its processes, in any case."""
-        self._stop()
-        shutil.rmtree(self.turnstile.folder, ignore_errors=True)
-
-    def watch(self, on_progress: Callable[[], None], until_turn: int) -> None:
-        """Returns when the run waits for a turn, or has ended; stops it when the time that it may use is over."""
+    def watch(self, on_progress: Callable[[], None] = lambda: None, until: Callable[[], bool] = lambda: False) -> None:
+        """Returns when ``until`` is met, or it has ended; stops it when the time that it may use is over."""
         t_start = time.perf_counter()
-        while self._process.poll() is None and not self.turnstile.is_waiting(until_turn):
-            if self._used_s + time.perf_counter() - t_start >= self._request.timeout_s:
+        while self._process.poll() is None and not until():
+            if self.used_s + time.perf_counter() - t_start >= self._timeout_s:
                 self._timed_out = True
-                self._stop()
+                self.end()
                 break
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(POLL_S)
             on_progress()
-        self._used_s += time.perf_counter() - t_start
+        self.used_s += time.perf_counter() - t_start
 
-    def run(self) -> Run:
-        """The record of the run, after its end."""
-        request, limit = self._request, self._host_limit
+    def result(self) -> tuple[dict[str, Any], str]:
+        """After its end: the fields of what it measured, as far as it came, and the error, if there was one."""
         measured = json.loads(self._result.read_text()) if self._result.exists() else {}
         error = ""
         if self._timed_out:
-            error = f"not finished after {request.timeout_s:.0f} s"
+            error = f"not finished after {self._timeout_s:.0f} s"
         elif self._process.returncode != 0:
-            error = limit.explain() or last_error(self._log.read_text(errors="replace"))
+            error = self._host_limit.explain() or last_error(self._log.read_text(errors="replace"))
             error = error or f"exit status {self._process.returncode}"
         elif not measured:
             error = f"it exited normally without a result; see {self._log.name}"
-        caps = Caps(host_nbytes=limit.nbytes, host_enforced_by=limit.enforced_by, gpu_nbytes=request.task.gpu_nbytes)
-        return Run(
-            configuration=request.configuration, round=request.round, started_at=self._started_at,
-            wall_s=self._used_s, caps=caps, outcome=Outcome.failed if error else Outcome.ok, error=error, **measured,
-        )  # fmt: skip
+        return measured, error
 
-    def _stop(self) -> None:
+    def end(self) -> None:
         """Ends every process of the session. Idempotent."""
         for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience_s)
+
+
+@contextlib.contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Within it SIGTERM raises KeyboardInterrupt: programs have their own sessions, so it is ours to end them."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def file_of(folder: Path, stem: str, kind: str) -> Path:
+    """A file of a program, named after a configuration."""
+    return folder.resolve() / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', stem)}.{kind}"
 
 
 def now() -> str:
@@ -176,11 +208,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _command(request: Request, task: Path) -> list[str]:
+def _command(module: str, task: Path, ranks: int, launcher: Sequence[str]) -> list[str]:
     return [
-        sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(request.task.workload.ranks),
-        "--master_port", str(free_port()), *request.peer.launcher,
-        "--module", f"{PACKAGE}.training.{request.peer.program}", str(task),
+        sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks),
+        "--master_port", str(free_port()), *launcher, "--module", f"{PACKAGE}.{module}", str(task),
     ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from tencache_ds.errors import ConfigError
 from tencache_ds.profiling.host_memory import available_nbytes
 
-from ..record import Benchmark, Configuration, Outcome, Run, Task, write_at_once
+from ..record import Benchmark, Configuration, Outcome, Run, Task
 from ..workloads import census
 from .conditions import busy_cores, host_limit
 from .limits import balance_tokens, bound_of, placement_of
@@ -114,7 +114,7 @@ class Session:
 
     def _update(self, **fields: Any) -> None:
         self._benchmark = self._benchmark.model_copy(update=fields)
-        write_at_once(self._benchmark, self._file)
+        self._benchmark.write(self._file)
 
     def _add(self, run: Run) -> None:
         if run.round < 0:

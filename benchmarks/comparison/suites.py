@@ -21,6 +21,8 @@ STOCK_TIERS = ("nvme-nvme", "ram-nvme", "ram-ram", "gpu-ram", "gpu-gpu")
 ALL = (*STOCK_TIERS, "twin-flow", "superoffload", "zenflow", "fsdp2", "tencache", *FRONTIER)
 PAPER = ("nvme-nvme", "ram-nvme", "ram-ram", "tencache", *FRONTIER)
 
+PAPER_MODELS = tuple(name for name, spec in SPECS.items() if spec.paper)
+
 SETS: dict[str, tuple[str, ...]] = {"pair": PAIR, "frontier": (*PAIR, *FRONTIER), "all": ALL}
 """Names of sets of configurations on the command line."""
 
@@ -70,25 +72,39 @@ class Plan:
     retry_failed: bool = False  # whether configurations that failed earlier are tried again
 
 
+def parse_settings(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and settings from ``name`` or ``name:key=value+key=value``; values are JSON, or else strings.
+
+    Raises:
+        ValueError: names the faulty part.
+    """
+    name, _, chosen = text.partition(":")
+    found: dict[str, Any] = {}
+    for word in filter(None, chosen.split("+")):
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"{text!r}: expected KEY=VALUE, found {word!r}")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+    return name, found
+
+
 def parse_entry(text: str) -> Entry:
-    """An entry from ``peer`` or ``peer:knob=value+knob=value``; values are JSON, or else strings.
+    """An entry from ``peer`` or ``peer:knob=value+knob=value``.
 
     Raises:
         ValueError: names the faulty part and the known values.
     """
-    peer, _, chosen = text.partition(":")
+    peer, fixed = parse_settings(text)
     if peer not in PEERS:
         raise ValueError(f"unknown configuration {peer!r}; known: {', '.join([*PEERS, *SETS])}")
-    fixed: dict[str, Any] = {}
-    for word in filter(None, chosen.split("+")):
-        knob, equals, value = word.partition("=")
-        space = PEERS[peer].space
-        if not equals or (space and knob not in space):
-            allowed = ", ".join(space) if space else 'the options of the "tencache" section, host_memory_share'
-            raise ValueError(f"{text!r}: {word!r} is not setting=value with a setting of {peer}: {allowed}")
-        fixed[knob] = _value(value)
-    if fixed and not PEERS[peer].space and not peer.startswith("tencache"):
+    space = PEERS[peer].space
+    if fixed and not space and not peer.startswith("tencache"):
         raise ValueError(f"{text!r}: {peer} has no settings")
+    if space and (unknown := fixed.keys() - space.keys()):
+        raise ValueError(f"{text!r}: {peer} has no setting {', '.join(sorted(unknown))}, only {', '.join(space)}")
     return Entry(text, peer, fixed)
 
 
@@ -123,11 +139,6 @@ def paper(model: str, entries: Sequence[str] = PAPER) -> Plan:
     )  # fmt: skip
 
 
-def paper_models() -> tuple[str, ...]:
-    """The models of the paper, small ones first."""
-    return tuple(name for name, spec in SPECS.items() if spec.paper)
-
-
 def workload_of(model: str, *, ranks: int, **chosen: Any) -> Workload:
     """A workload with the model's own defaults for what is not chosen, or None.
 
@@ -139,10 +150,3 @@ def workload_of(model: str, *, ranks: int, **chosen: Any) -> Workload:
     given = {key: value for key, value in chosen.items() if value is not None}
     defaults = {key: getattr(SPECS[model], key) for key in ("micro_batch", "sequence", "precision")}
     return Workload(model=model, ranks=ranks, **(defaults | given))
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text

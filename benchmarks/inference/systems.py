@@ -3,38 +3,30 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ..comparison.suites import parse_settings
 from ..workloads import Census
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One system.
+    """One system."""
 
-    Attributes:
-        program: key of :data:`..generation.SYSTEMS`.
-        device: of DeepSpeed's ``offload_param``, or None.
-        options: of TenCache, or None where it is not used.
-        on_nvme: whether its weights are on NVMe, unless it says otherwise.
-    """
+    program: str  # key of :data:`.generation.BUILDERS`
+    device: str | None = None  # of DeepSpeed's ``offload_param``
+    options: dict[str, Any] | None = None  # of TenCache; None where it is not used
+    on_nvme: bool = False  # whether its weights are on NVMe, unless it says otherwise
 
-    program: str
-    device: str | None = None
-    options: dict[str, Any] | None = None
-    on_nvme: bool = field(default=False)
-
-    def config(self, nvme_path: Path, census: Census, batch: int) -> dict[str, Any]:
+    def config(self, nvme_path: str, census: Census, batch: int) -> dict[str, Any]:
         """Its DeepSpeed config."""
         if self.device is None:
             return {}
         offload: dict[str, Any] = {"device": self.device, "pin_memory": True}
         zero: dict[str, Any] = {"stage": 3, "offload_param": offload}
         if self.device == "nvme":
-            offload["nvme_path"] = str(nvme_path)
+            offload["nvme_path"] = nvme_path
         if self.options is not None:
             zero["offload_engine"] = "tencache"
         elif self.device == "nvme":  # five buffers, as in DeepSpeed's examples; each holds the largest weight
@@ -61,27 +53,16 @@ DEFAULT = ("device", "stock-ram", "stock-nvme", "accelerate-cpu", "accelerate-di
 BASELINE = "stock-ram"
 
 
-def parse(name: str) -> System:
+def parse(text: str) -> System:
     """A system by its name, with TenCache's options after a colon: ``tencache:gpu_memory=8GiB+host_memory=0``.
 
     Raises:
         ValueError: there is no such system, or it takes no options.
     """
-    known, _, options = name.partition(":")
-    if known not in SYSTEMS:
-        raise ValueError(f"unknown system {known!r}; known: {', '.join(SYSTEMS)}")
-    system = SYSTEMS[known]
-    if not options:
-        return system
-    if system.options is None:
-        raise ValueError(f"{known} takes no options of TenCache: {options}")
-    chosen = {}
-    for pair in options.split("+"):
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise ValueError(f"{name}: expected KEY=VALUE, found {pair!r}")
-        try:
-            chosen[key] = json.loads(value)
-        except json.JSONDecodeError:
-            chosen[key] = value
-    return System(system.program, system.device, system.options | chosen, system.on_nvme)
+    name, options = parse_settings(text)
+    if name not in SYSTEMS:
+        raise ValueError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}")
+    system = SYSTEMS[name]
+    if options and system.options is None:
+        raise ValueError(f"{name} takes no options of TenCache: {', '.join(options)}")
+    return replace(system, options=system.options | options) if options else system

@@ -1,85 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and buffers of the benchmarks of storage: a scratch folder past the page cache, or a refusal."""
+"""Files, buffers and requests of the benchmarks of storage: on the probe's files, past the page cache, or a refusal."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from contextlib import ExitStack
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
-
-from tencache_ds.errors import ConfigError, LockedMemoryError
-from tencache_ds.io import ScratchFolder, free_nbytes
-from tencache_ds.memory import HostArena, Locking
-from tencache_ds.profiling.filesystem import file_system_of, supports_direct_io
+from tencache_ds.cli.storage_loops import Requests, open_buffer
+from tencache_ds.cli.tune_sessions import requests_on
+from tencache_ds.errors import ConfigError, SpaceError
+from tencache_ds.profiling import probe_storage
+from tencache_ds.profiling.filesystem import file_system_of
+from tencache_ds.profiling.probe_storage import Area
 
 MIB = 1 << 20
-SHARE_OF_FREE_SPACE = 0.25
+_LEAST_IN_FLIGHT = 4
 
-_WRITE_NBYTES = 32 * MIB
+
+class Load(NamedTuple):
+    """How much is asked of storage at the same time."""
+
+    lanes: int  # requests that are worked on
+    request_nbytes: int  # a multiple of 4096
+
+    @property
+    def n_buffers(self) -> int:
+        """Requests in flight: twice as many as lanes, so that none waits for the next one, and an even number, for as
+        many reads as writes.
+        """
+        return max(_LEAST_IN_FLIGHT, 2 * self.lanes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in flight."""
+        return self.n_buffers * self.request_nbytes
 
 
 @dataclass(frozen=True, slots=True)
-class Area:
-    """A folder that is gone afterwards, the limit on the size of its files together, and the kind of storage."""
+class Work:
+    """The same for every variant of a case."""
 
-    folder: Path
-    most_nbytes: int
-    description: str
+    area: Area  # the shared files, written throughout, in requests of this length
+    requests: Requests  # to these in turn, by as many buffers as are in flight
+    lanes: int  # requests that are worked on at the same time
+    unlocked: str  # why the buffers are not page-locked; empty if they are
+    urgent: Requests | None = None  # to a further file, one at a time
 
 
-def open_area(stack: ExitStack, nvme_path: Path, most_nbytes: int) -> Area:
-    """A scratch folder under ``nvme_path``, removed with the stack, for at most 25 % of the free space.
+@contextmanager
+def open_files(nvme_path: Path, most_nbytes: int, request_nbytes: int, n_files: int, n_sets: int = 1) -> Iterator[Area]:
+    """Files of equal length without names, fully written: space that is only reserved is read without touching the
+    device, and takes locks and memory at its first write.
+
+    Args:
+        nvme_path: a folder on the storage to measure; made if it is not there.
+        most_nbytes: most bytes of all files together; less where it is over 25 % of the free space.
+        request_nbytes: their length is a multiple of it.
+        n_files: how many. Several, as in training: tmpfs lets one writer at a time into a file.
+        n_sets: so many times their space is needed.
 
     Raises:
         ConfigError: the folder cannot be used, or its file system has no O_DIRECT.
+        SpaceError: there is too little free space.
     """
-    root = ScratchFolder(str(nvme_path), 0, "micro").folder
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".tencache-micro-", dir=root)))
-    if not supports_direct_io(folder):
-        raise ConfigError(
-            f"{nvme_path} has no O_DIRECT: the page cache would be measured; name a folder on ext4 or xfs"
-        )
-    system = file_system_of(nvme_path)
-    description = f"{system.kind} (RAM, in place of a fast array)" if system.in_memory else system.kind
-    return Area(folder, min(most_nbytes, int(free_nbytes(root) * SHARE_OF_FREE_SPACE)), description)
+    with suppress(FileExistsError):
+        nvme_path.mkdir(parents=True, exist_ok=True)
+    probe_storage.check_folder(nvme_path)
+    most_nbytes = min(most_nbytes, probe_storage.free_nbytes(nvme_path) // probe_storage.SHARE_OF_FREE)
+    n_requests = most_nbytes // n_sets // (n_files * request_nbytes) * n_files
+    if not n_requests:
+        raise _too_small(nvme_path, n_sets * n_files * request_nbytes, most_nbytes)
+    with probe_storage.open_area(nvme_path, n_requests * request_nbytes, request_nbytes, n_files) as area:
+        if not area.direct:
+            raise ConfigError(
+                f"{nvme_path} has no O_DIRECT: the page cache would be measured; name a folder on ext4 or xfs"
+            )
+        probe_storage.fill_area(area, math.inf)
+        yield area
 
 
-def open_buffers(stack: ExitStack, nbytes: int) -> tuple[torch.Tensor, bool, str]:
-    """Random bytes in aligned memory, locked if that is possible; whether it is, and how or why not."""
+@contextmanager
+def open_works(
+    nvme_path: Path, most_nbytes: int, loads: Sequence[Load], n_sets: int = 1
+) -> Iterator[tuple[list[Work | None], dict[str, str]]]:
+    """The work of each load, None for one that the files do not hold, and the description for a result.
 
-    def allocate(locking: Locking) -> torch.Tensor:
-        arena = HostArena(None, locking)
-        stack.callback(arena.close)
-        return arena.allocate(nbytes, "micro-benchmark")
+    There are as many files as lanes at most; see :func:`open_files`.
 
-    try:
-        locking = Locking.CUDA if torch.cuda.is_available() else Locking.MLOCK
-        slab, locked, note = allocate(locking), True, f"page-locked ({locking.value})"
-    except (LockedMemoryError, ConfigError) as error:
-        slab, locked, note = allocate(Locking.NONE), False, f"not page-locked: {error}"
-    # Compressible data would flatter a device that compresses.
-    slab.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
-    return slab, locked, note
-
-
-def write_files(folder: Path, n_files: int, nbytes: int, buffers: torch.Tensor) -> tuple[str, ...]:
-    """Files of ``nbytes`` each, fully written: space that is only reserved is read without touching the device, and
-    takes locks and memory at its first write.
+    Raises:
+        ConfigError: the folder cannot be used, or its file system has no O_DIRECT.
+        SpaceError: there is too little free space for even the smallest load.
     """
-    paths = tuple(str(folder / f"shared-{index}.bin") for index in range(n_files))
-    whole = nbytes // 4096 * 4096
-    for path in paths:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-            view = memoryview(buffers.numpy())[:_WRITE_NBYTES]  # type: ignore[arg-type]
-            done = 0
-            while done < whole:
-                done += os.pwritev(fd, [view[: whole - done]], done)
-        finally:
-            os.close(fd)
-    return paths
+    n_files, unit_nbytes = max(load.lanes for load in loads), min(load.request_nbytes for load in loads)
+    with ExitStack() as stack:
+        area = stack.enter_context(open_files(nvme_path, most_nbytes, unit_nbytes, n_files, n_sets))
+        file_nbytes = area.n_requests // n_files * unit_nbytes
+        fitting = [load for load in loads if load.n_buffers <= file_nbytes // load.request_nbytes * n_files]
+        if not fitting:
+            raise _too_small(nvme_path, n_sets * min(load.nbytes for load in loads), most_nbytes)
+        slab, unlocked = open_buffer(stack, max(load.nbytes for load in fitting))
+        works: list[Work | None] = []
+        for load in loads:
+            nbytes = load.request_nbytes
+            part = replace(area, request_nbytes=nbytes, n_requests=file_nbytes // nbytes * n_files)
+            requests = requests_on(part, slab[: load.nbytes].split(nbytes), part.n_requests)
+            works.append(Work(part, requests, load.lanes, unlocked) if load in fitting else None)
+        system = file_system_of(nvme_path)
+        kind = f"{system.kind} (RAM, in place of a fast array)" if system.in_memory else system.kind
+        parameters = {
+            "storage": f"{kind}, O_DIRECT, {n_files} files of {file_nbytes / 1e9:.3f} GB",
+            "buffers": f"not page-locked: {unlocked}" if unlocked else "page-locked",
+        }
+        yield works, parameters
+
+
+def _too_small(nvme_path: Path, needed_nbytes: int, most_nbytes: int) -> SpaceError:
+    cause = f"the working set may take {most_nbytes} bytes; free some space, or choose smaller requests"
+    return SpaceError("allocate", str(nvme_path), 0, needed_nbytes, cause)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer's pass over host memory: TenCache's chunks against DeepSpeedCPUAdam on one flat tensor.
 
-TenCache's side is :class:`~tencache_ds.tiers.fused_update.FusedUpdate` over the chunks of a resident sub-group: one
-pass takes the 16-bit gradient, updates master weight and moments, and writes the weight in 16 bits. Reading and writing
-chunks is covered by the storage benchmark.
+TenCache's side is :class:`~tencache_ds.tiers.fused_update.FusedUpdate` over chunks of optimizer state: one pass takes
+the 16-bit gradient, updates master weight and moments, and writes the weight in 16 bits. Reading and writing chunks is
+covered by the storage benchmark.
 """
 
 from __future__ import annotations
@@ -11,29 +11,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
 from functools import partial
 
-import numpy as np
+import pandas as pd
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from tencache_ds.config import TenCacheConfig
-from tencache_ds.integration.optimizers import known_kinds
-from tencache_ds.memory import BufferPool
-from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
-from tencache_ds.planning.chunks import Chunk
+from tencache_ds.planning.chunks import cut_sub_group
 from tencache_ds.tiers.cpu_share import CpuShare
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.fused_update import FusedUpdate
-from tencache_ds.tiers.gradients import GradientSegment, GradientTier
-from tencache_ds.tiers.kinds import MASTER
-from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.sub_group import SubGroupSpec
-from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep
+from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
+from tencache_ds.tiers.update import JOB_TIMEOUT_S, SubGroupStep
 
-from .result import MIN_REPEATS, Case, MicroResult, Row, alternate, progress
+from .result import REPEATS, Case, MicroResult, alternate
 
 CHUNKS, PASSES, ADAM, COPY = "TenCache chunks", "flat, same passes", "flat, Adam only", "memory copy"
 
@@ -75,85 +69,105 @@ class _Flat:
         self.weights.copy_(self.master.data)
 
 
-def run(
-    seconds: float = 16.0,
-    *,
-    threads: Sequence[int] | None = None,
-    numel: int | None = None,
-    repeats: int = MIN_REPEATS,
-) -> MicroResult:
+class _Chunks:
+    """The same state in chunks, as TenCache keeps it, and its update on a team of threads."""
+
+    def __init__(self, master: torch.Tensor, gradient: torch.Tensor, chunk_nbytes: int) -> None:
+        optimizer = _adam(torch.nn.Parameter(torch.empty(0)))
+        self._hyper, self._step = optimizer.param_groups[0], 0
+        self._powers = BetaPowers(self._hyper["betas"])
+        self.weights = torch.empty_like(gradient)
+        self._chunks = []
+        kinds = (MASTER, EXP_AVG, EXP_AVG_SQ)
+        for chunk in cut_sub_group(0, master.numel(), [(kind, 4) for kind in kinds], chunk_nbytes):
+            part = slice(chunk.start, chunk.start + chunk.numel)
+            slab = torch.zeros(len(kinds), chunk.numel)
+            slab[0].copy_(master[part])
+            self._chunks.append((dict(zip(kinds, slab, strict=True)), gradient[part], self.weights[part]))
+
+    def update(self, kernel: FusedUpdate) -> None:
+        """One optimizer step."""
+        self._step += 1
+        group = self._hyper
+        scalars = adam_scalars(
+            lr=group["lr"], betas=group["betas"], powers=self._powers.at(self._step, group["betas"]), eps=group["eps"],
+            weight_decay=group["weight_decay"], decoupled=True, bias_correction=True, scale=_SCALE,
+        )  # fmt: skip
+        step = SubGroupStep(0, 0, self._step, _SCALE, group, scalars)
+        jobs = [kernel.start(state, gradient, [(0, weights)], step) for state, gradient, weights in self._chunks]
+        for job in jobs:
+            if not job.wait(JOB_TIMEOUT_S):
+                raise RuntimeError("the update of a chunk does not end")
+
+
+def _adam(parameter: torch.Tensor) -> DeepSpeedCPUAdam:
+    return DeepSpeedCPUAdam([parameter], lr=1e-4, weight_decay=0.01, adamw_mode=True)
+
+
+def run(seconds: float = 16.0, *, threads: Sequence[int] | None = None, numel: int | None = None) -> MicroResult:
     """Measures the update.
 
     Args:
         seconds: about how long it takes; more of it means more repeats.
         threads: numbers of OpenMP threads; 1, half and all of this process's cores when omitted.
         numel: parameters; from the budget when omitted.
-        repeats: samples per figure, at least.
 
     Raises:
         RuntimeError: DeepSpeed's cpu_adam op does not build, or TenCache's weights differ from those of the flat pass.
     """
     cores = len(os.sched_getaffinity(0))
-    threads = sorted({1, max(cores // 2, 1), cores}) if threads is None else threads
-    numel = max(min(NUMEL, int(seconds * _NUMEL_PER_S)), 1 << 20) if numel is None else numel
+    threads = threads or sorted({1, max(cores // 2, 1), cores})
+    numel = numel or max(min(NUMEL, int(seconds * _NUMEL_PER_S)), 1 << 20)
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(numel, generator=generator)
     gradient = torch.randn(numel, generator=generator).to(_WEIGHT_DTYPE)
-    passes, adam, copied = _Flat(master, gradient), _Flat(master, gradient), torch.empty_like(master)
     chunk_nbytes = int(TenCacheConfig().chunk_size)
-    fused = _Fused(master, gradient, torch.empty_like(gradient), chunk_nbytes)
-    fused.use(max(threads))
-    variants: dict[str, Callable[[], object]] = {
-        CHUNKS: fused.step, PASSES: passes.update, ADAM: adam.adam.step, COPY: partial(copied.copy_, master)
-    }  # fmt: skip
-    share = CpuShare()
-    with share.limited(max(threads)):
-        for update in variants.values():  # touches the pages
-            update()
-        t_start_s = time.perf_counter()
-        for update in variants.values():
-            update()
-        round_s = time.perf_counter() - t_start_s
-    rounds = sum(max(threads) / n for n in threads)
-    repeats = min(max(int(seconds / (rounds * round_s)) - 2, repeats), max(_MAX_REPEATS, repeats))
-    rows: list[Row] = []
-    with progress(len(threads) * len(variants) * (repeats + 1), "cpu_update") as bar:
-        for n in threads:
-            fused.use(n)
-            with share.limited(n):
-                timed = {name: partial(_seconds, update) for name, update in variants.items()}
-                rows += _rows(alternate(timed, repeats, bar.update), numel, {"threads": n})
-    fused.close()
-    if not torch.equal(fused.weights, passes.weights):
-        raise RuntimeError("TenCache's chunks and the flat pass gave different weights: their rates are not comparable")
-    return MicroResult(
+    passes, adam, copied = _Flat(master, gradient), _Flat(master, gradient), torch.empty_like(master)
+    chunks = _Chunks(master, gradient, chunk_nbytes)
+    result = MicroResult(
         name="cpu_update",
         parameters={
             "params": numel,
             "state": f"{12 * numel / 1e9:.3f} GB (fp32 master weight and two moments)",
             "chunk": f"{chunk_nbytes} bytes of state",
             "gradient and weight": str(_WEIGHT_DTYPE).removeprefix("torch."),
-            "repeats": repeats,
             "bytes counted per parameter": dict(NBYTES_PER_PARAM),
             "flat, same passes": "up-cast, unscale, Adam, 16-bit weight: each over the whole tensor, as stock does it",
             "memory copy": "also loads overwritten bytes; an update in place does not, hence shares over 100 %",
             "result": "TenCache's weights equal those of the flat pass bit for bit",
         },
-        rows=rows,
     )
+    share, repeats = CpuShare(), 0
+    for n in sorted(threads, reverse=True):
+        with ExitStack() as stack:
+            stack.enter_context(share.limited(n))
+            team = stack.enter_context(closing(FusedAdam(n)))
+            variants: dict[str, Callable[[], object]] = {
+                CHUNKS: partial(chunks.update, FusedUpdate(team)),
+                PASSES: passes.update,
+                ADAM: adam.adam.step,
+                COPY: partial(copied.copy_, master),
+            }
+            timed = {name: partial(_seconds, update) for name, update in variants.items()}
+            if not repeats:  # by the time of a round with all threads, after one that touches the pages
+                round_s = [sum(sample() for sample in timed.values()) for _ in range(2)][1]
+                rounds = sum(max(threads) / n for n in threads)
+                repeats = min(max(int(seconds / (rounds * round_s)) - 2, REPEATS), _MAX_REPEATS)
+            _add_figures(result, alternate(f"cpu_update, {n} threads", timed, repeats), numel, {"threads": n})
+    if not torch.equal(chunks.weights, passes.weights):
+        raise RuntimeError("TenCache's chunks and the flat pass gave different weights: their rates are not comparable")
+    result.parameters["repeats"] = repeats
+    return result
 
 
-def _rows(taken: Mapping[str, Sequence[float]], numel: int, case: Case) -> list[Row]:
-    rows = []
-    traffic = {name: NBYTES_PER_PARAM[name] * numel / np.array(seconds) for name, seconds in taken.items()}
-    for name, seconds in taken.items():
-        if name != COPY:
-            rows.append(Row.of(name, "update", "Gparam/s", case, list(numel / np.array(seconds) / 1e9)))
-            # Round by round: what slowed the machine down slowed both.
-            shares = list(100 * traffic[name] / traffic[COPY])
-            rows.append(Row.of(name, "share of the copy's traffic", "%", case, shares))
-        rows.append(Row.of(name, "memory traffic", "GB/s", case, list(traffic[name] / 1e9)))
-    return rows
+def _add_figures(result: MicroResult, taken: Mapping[str, Sequence[float]], numel: int, case: Case) -> None:
+    per_s = numel / pd.DataFrame(taken)
+    traffic = per_s * pd.Series(NBYTES_PER_PARAM)
+    updates = per_s.columns.drop(COPY)
+    result.add("update", "Gparam/s", case, per_s[updates] / 1e9)
+    # Round by round: what slowed the machine down slowed both.
+    result.add("share of the copy's traffic", "%", case, 100 * traffic[updates].div(traffic[COPY], axis=0))
+    result.add("memory traffic", "GB/s", case, traffic / 1e9)
 
 
 def _seconds(update: Callable[[], object]) -> float:
@@ -161,81 +175,3 @@ def _seconds(update: Callable[[], object]) -> float:
     t_start_s = time.perf_counter()
     update()
     return time.perf_counter() - t_start_s
-
-
-def _adam(parameter: torch.Tensor) -> DeepSpeedCPUAdam:
-    return DeepSpeedCPUAdam([parameter], lr=1e-4, weight_decay=0.01, adamw_mode=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _OneTensor:
-    """Weights that are one tensor in host memory."""
-
-    weights: torch.Tensor
-
-    def open(self, chunk: Chunk) -> list[tuple[int, torch.Tensor]]:
-        return [(0, self.weights[chunk.start : chunk.start + chunk.numel])]
-
-    def close(self, chunk: Chunk) -> None: ...
-
-    def stored(self, chunk: Chunk) -> bool:
-        return False
-
-    def holds_buffers(self, sub_group: int) -> bool:
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class _OneGradient:
-    """The memory of all gradients."""
-
-    gradient: torch.Tensor
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.gradient
-
-    def give_back(self, tensor: torch.Tensor) -> None: ...
-
-
-class _Fused:
-    """TenCache's update of one resident sub-group; writes the 16-bit weights to ``weights``."""
-
-    def __init__(self, master: torch.Tensor, gradient: torch.Tensor, weights: torch.Tensor, chunk_nbytes: int) -> None:
-        numel, counters = master.numel(), Counters()
-        self._optimizer = _adam(torch.nn.Parameter(torch.empty(0)))
-        kinds = ((MASTER, torch.float32), *known_kinds(self._optimizer, torch.float32))
-        self._state = OptimizerStateTier(
-            [SubGroupSpec(numel, kinds, None)], store=None, pool=_no_pool, counters=counters,
-            chunk_nbytes=chunk_nbytes, timeout_s=1.0,
-        )  # fmt: skip
-        self._state.write(0, {MASTER: master})
-        segment = GradientSegment(0, 0, numel)
-        self._gradients = GradientTier([[segment]], gradient.dtype, _OneGradient(gradient), counters)
-        self.weights = weights
-        self._powers = BetaPowers(self._optimizer.defaults["betas"])
-        self._step = 0
-        self._adam: FusedAdam | None = None
-
-    def use(self, n_threads: int) -> None:
-        """Uses a team of this number of threads from now on."""
-        self.close()
-        self._adam = FusedAdam(n_threads)
-        self._update = ChunkedUpdate(self._state, self._gradients, _OneTensor(self.weights), [FusedUpdate(self._adam)])
-
-    def step(self) -> None:
-        """One optimizer step."""
-        self._step += 1
-        group = self._optimizer.param_groups[0]
-        scalars = adam_scalars(
-            lr=group["lr"], betas=group["betas"], powers=self._powers.at(self._step, group["betas"]), eps=group["eps"],
-            weight_decay=group["weight_decay"], decoupled=True, bias_correction=True, scale=_SCALE,
-        )  # fmt: skip
-        self._update.run(SubGroupStep(0, 0, self._step, _SCALE, group, scalars), self._state.chunks(0))
-
-    def close(self) -> None:
-        if self._adam is not None:
-            self._adam.close()
-
-
-def _no_pool() -> BufferPool:
-    raise RuntimeError("a resident sub-group needs no staging buffers, yet one was requested")

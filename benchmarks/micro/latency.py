@@ -12,29 +12,27 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tencache_ds.cli.storage_loops import TIMEOUT_S, Requests, keep_in_flight, open_stock_handle, operation_of
-from tencache_ds.errors import ConfigError, SpaceError, StorageError
-from tencache_ds.io import Operation, Priority, Ticket
+from tencache_ds.cli.storage_loops import TIMEOUT_S, keep_in_flight, open_buffer, operation_of
+from tencache_ds.cli.tune_sessions import requests_on
+from tencache_ds.errors import StorageError
+from tencache_ds.io import BACKENDS, Operation, Priority
 from tencache_ds.profiling.probe_storage import Kind
 
-from .area import MIB, open_area, open_buffers, write_files
-from .result import MIN_REPEATS, Case, MicroResult, Row, alternate, progress
-from .storage_variants import OPENED, PIECE_NBYTES, STOCK_THREADS, OpenBackend, Work, backend_on, stock_settings
+from .area import MIB, Load, Work, open_files, open_works
+from .result import REPEATS, MicroResult, alternate
+from .variants import PIECE_NBYTES, STOCK_THREADS, Variant, open_all, open_backend, open_stock
 
 LANES = 8
 URGENT_NBYTES = 4 * MIB
 WORKING_SET_NBYTES = 1 << 30
-
-STEADY, FIRST = "steady", "first for a while"
-"""Whether urgent reads are frequent, or the first for a while: a backend may allow more background traffic then."""
 
 ALONE = "nothing"
 BEHIND: Mapping[str, Kind | None] = {ALONE: None, "reads": Kind.READ, "writes": Kind.WRITE, "mixed": Kind.MIXED}
@@ -45,36 +43,23 @@ _SETTLE_S = 0.03
 _PAUSE_S = 0.005
 """Between two urgent reads: background gets its room back."""
 
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The parameters common to all variants."""
-
-    work: Work  # the background requests
-    urgent: Requests  # the urgent ones: a buffer, and extents of files that background does not touch
-
-
 Sample = Callable[[Kind | None, float], list[float]]
 """A variant made ready: the seconds that each of the reads took which started within a time, at least one of them,
 behind requests of a kind (None for none), all of which it waits for. Used by one thread; raises StorageError."""
 
 
 @contextmanager
-def on_backend(open_backend: OpenBackend, load: Load) -> Iterator[Sample]:
+def on_backend(name: str, work: Work) -> Iterator[Sample]:
     """A backend as training opens it."""
-    requests, urgent, numbers = load.work.requests, load.urgent, itertools.count()
-    with (
-        backend_on(open_backend, load.work) as backend,
-        ThreadPoolExecutor(1, thread_name_prefix="micro-feeder") as feeder,
-    ):
-
-        def issue(operation: Operation, slot: int, extent: int) -> Ticket:
-            return backend.submit(operation, *requests.place(extent), requests.buffers[slot])
+    requests, urgent, numbers = work.requests, work.urgent, itertools.count()
+    feeding = ThreadPoolExecutor(1, thread_name_prefix="micro-feeder")
+    with closing(open_backend(name, work)) as session, feeding as feeder:
 
         def read() -> float:
             path, offset = urgent.place(next(numbers) % urgent.n_extents)
             t_start_s = time.perf_counter()
-            ticket = backend.submit(Operation.READ, path, offset, urgent.buffers[0], priority=Priority.URGENT)
+            buffer = urgent.buffers[0]
+            ticket = session.backend.submit(Operation.READ, path, offset, buffer, priority=Priority.URGENT)
             ticket.wait(TIMEOUT_S)
             taken_s = time.perf_counter() - t_start_s
             time.sleep(_PAUSE_S)
@@ -84,7 +69,7 @@ def on_backend(open_backend: OpenBackend, load: Load) -> Iterator[Sample]:
             end_s = time.perf_counter() + seconds
             if kind is None:
                 return _until(end_s, read)
-            background = feeder.submit(keep_in_flight, requests, kind, seconds, issue)
+            background = feeder.submit(keep_in_flight, requests, kind, seconds, session.start)
             time.sleep(_SETTLE_S)
             taken = _until(end_s, read)
             background.result()
@@ -94,21 +79,21 @@ def on_backend(open_backend: OpenBackend, load: Load) -> Iterator[Sample]:
 
 
 @contextmanager
-def on_fresh_backends(open_backend: OpenBackend, load: Load) -> Iterator[Sample]:
-    """A backend for each read: it has seen no urgent request before."""
+def on_fresh_backends(name: str, work: Work) -> Iterator[Sample]:
+    """A backend for each read: it has seen no urgent request before, and may allow more background traffic then."""
 
     def read(kind: Kind | None) -> float:
-        with on_backend(open_backend, load) as sample:
+        with on_backend(name, work) as sample:
             return sample(kind, 0.0 if kind is None else _SETTLE_S)[0]
 
     yield lambda kind, seconds: _until(time.perf_counter() + seconds, partial(read, kind))
 
 
 @contextmanager
-def on_stock_handle(threads: int, load: Load) -> Iterator[Sample]:
+def on_stock_handle(threads: int, work: Work) -> Iterator[Sample]:
     """One of DeepSpeed's handles: a batch of background requests, the urgent one, then ``wait()`` for all of them."""
-    requests, urgent, turns = load.work.requests, load.urgent, itertools.count(1)
-    handle: Any = open_stock_handle(stock_settings(threads))
+    requests, urgent, turns = work.requests, work.urgent, itertools.count(1)
+    handle: Any = open_stock(threads, work).handle
 
     def read(kind: Kind | None) -> float:
         turn = next(turns)
@@ -139,26 +124,11 @@ def _until(end_s: float, read: Callable[[], float]) -> list[float]:
     return taken
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One of the things compared."""
-
-    name: str  # for the table
-    moment: str  # the traffic before the read
-    open: Callable[[Load], AbstractContextManager[Sample]]  # makes it ready; raises ConfigError where it cannot work
-    needs_locked: bool = False  # whether it takes page-locked buffers only
-
-
 VARIANTS: tuple[Variant, ...] = (
-    Variant("native", STEADY, partial(on_backend, OPENED["native"][0])),
+    *(Variant(name, partial(on_backend, name), entry.pinned_only) for name, entry in BACKENDS.items()),
     # The others give background the same room at all times.
-    Variant("native", FIRST, partial(on_fresh_backends, OPENED["native"][0])),
-    *(
-        Variant(name, STEADY, partial(on_backend, opened), locked)
-        for name, (opened, locked) in OPENED.items()
-        if name != "native"
-    ),
-    *(Variant(f"stock handle x{n}", STEADY, partial(on_stock_handle, n), needs_locked=True) for n in STOCK_THREADS),
+    Variant("native after a pause", partial(on_fresh_backends, "native")),
+    *(Variant(f"stock handle x{n}", partial(on_stock_handle, n), needs_locked=True) for n in STOCK_THREADS),
 )
 
 
@@ -169,7 +139,6 @@ def run(
     lanes: int = LANES,
     request_nbytes: int = PIECE_NBYTES,
     working_set_nbytes: int = WORKING_SET_NBYTES,
-    repeats: int = MIN_REPEATS,
     variants: Sequence[Variant] = VARIANTS,
 ) -> MicroResult:
     """Measures every variant. The files live in a scratch folder under ``nvme_path`` and are removed in any case.
@@ -178,82 +147,52 @@ def run(
         nvme_path: a folder on the storage to measure.
         seconds: about how long it takes, longer where the storage is slow: requests in flight are always finished.
         lanes: of the backends.
-        request_nbytes: bytes per background request, a multiple of 4096; twice as many as lanes are in flight.
+        request_nbytes: bytes per background request, a multiple of 4096.
         working_set_nbytes: most bytes of all files together; less where it is over 25 % of the free space.
-        repeats: rounds, in each of which every variant takes samples.
         variants: the variants compared.
 
     Raises:
         ConfigError: the folder cannot be used, or its file system has no O_DIRECT.
         SpaceError: there is too little free space.
     """
+    load = Load(lanes, request_nbytes)
     with ExitStack() as stack:
-        area = open_area(stack, nvme_path, working_set_nbytes)
-        n_buffers = 2 * lanes
-        file_nbytes = area.most_nbytes // (lanes + 1)
-        n_extents = file_nbytes // request_nbytes * lanes // n_buffers * n_buffers
-        n_urgent = file_nbytes // URGENT_NBYTES
-        if not n_extents or not n_urgent:
-            needed = (lanes + 1) * max(2 * request_nbytes, URGENT_NBYTES)
-            raise SpaceError(
-                "allocate", str(nvme_path), 0, needed, f"the working set may take {area.most_nbytes} bytes"
-            )
-        slab, locked, lock_note = open_buffers(stack, n_buffers * request_nbytes + URGENT_NBYTES)
-        *paths, urgent_path = write_files(area.folder, lanes + 1, file_nbytes, slab)
-        buffers = slab[: n_buffers * request_nbytes].split(request_nbytes)
-        work = Work(str(area.folder), tuple(paths), request_nbytes, lanes, tuple(buffers), n_extents)
-        urgent = Requests(
-            urgent_path, (slab[-URGENT_NBYTES:],), n_urgent, lambda extent: (urgent_path, extent * URGENT_NBYTES)
+        # A file for each lane, and one more for the urgent reads.
+        urgent_nbytes = working_set_nbytes // (1 + lanes)
+        (work,), described = stack.enter_context(open_works(nvme_path, working_set_nbytes - urgent_nbytes, [load]))
+        area = stack.enter_context(open_files(nvme_path, urgent_nbytes, URGENT_NBYTES, 1))
+        buffer, _ = open_buffer(stack, URGENT_NBYTES)
+        work = replace(work, urgent=requests_on(area, (buffer,), area.n_requests))
+        block_s = seconds / (len(variants) * len(BEHIND) * (1 + REPEATS))
+        queue = f"{load.n_buffers} requests of {load.request_nbytes / MIB:g} MiB in flight"
+        result = MicroResult(
+            name="latency",
+            parameters={
+                "read": f"{URGENT_NBYTES / MIB:g} MiB, urgent where there are priorities",
+                "behind": f"{queue}, {load.lanes} lanes",
+                **described,
+                "samples": f"{REPEATS} rounds of {1e3 * block_s:.0f} ms or longer, alternated",
+                "after a pause": "no urgent request before it",
+            },
+            columns="behind",
         )
-        rows: list[Row] = []
-        ready: dict[tuple[str, str], Sample] = {}
-        for variant in variants:
-            try:
-                if variant.needs_locked and not locked:
-                    raise ConfigError(lock_note)
-                ready[variant.name, variant.moment] = stack.enter_context(variant.open(Load(work, urgent)))
-            except ConfigError as error:
-                cases = [{"moment": variant.moment, "behind": behind} for behind in BEHIND]
-                rows += [Row.absent(variant.name, "read", "ms", case, str(error)) for case in cases]
-        n_samples = len(ready) * len(BEHIND) * (repeats + 1)
-        block_s = seconds / max(n_samples, 1)
+        ready = open_all(stack, variants, work, lambda name, reason: result.lack(name, {}, reason))
         takers = {
-            (*key, behind): partial(sample, kind, block_s)
-            for key, sample in ready.items()
+            (name, behind): partial(sample, kind, block_s)
+            for name, sample in ready.items()
             for behind, kind in BEHIND.items()
         }
-        with progress(n_samples, "latency") as bar:
-            samples = alternate(takers, repeats, bar.update)
-        for key in ready:
-            rows += _rows(*key, {behind: samples[*key, behind] for behind in BEHIND})
-    return MicroResult(
-        name="latency",
-        parameters={
-            "read": f"{URGENT_NBYTES / MIB:g} MiB, urgent where there are priorities",
-            "behind": f"{n_buffers} requests of {request_nbytes / MIB:g} MiB in flight, {lanes} lanes",
-            "storage": f"{area.description}, O_DIRECT",
-            "buffers": lock_note,
-            "samples": f"{repeats} rounds of {1e3 * block_s:.0f} ms or longer, alternated",
-            FIRST: "no urgent request before it",
-        },
-        rows=rows,
-        columns="behind",
-    )
+        add_figures(result, alternate("latency", takers, REPEATS))
+    return result
 
 
-def _rows(name: str, moment: str, taken: Mapping[str, Sequence[Sequence[float]]]) -> list[Row]:
-    """The figures of a variant.
-
-    Args:
-        taken: seconds of each read, in rounds, by the queue it was behind.
-    """
-    rows: list[Row] = []
-    for behind, rounds in taken.items():
-        case: Case = {"moment": moment, "behind": behind}
+def add_figures(result: MicroResult, taken: Mapping[tuple[str, str], Sequence[Sequence[float]]]) -> None:
+    """Adds figures of the seconds that reads took, in rounds, by variant and by the queue they were behind."""
+    for (name, behind), rounds in taken.items():
+        case = {"behind": behind}
         all_ms = 1e3 * np.concatenate(rounds)
-        rows.append(Row.of(name, "read", "ms", case, list(all_ms)))
-        rows.append(Row.of(name, "p95", "ms", case, [np.percentile(all_ms, 95)]))
+        result.add("read", "ms", case, {name: all_ms})
+        result.add("p95", "ms", case, {name: [np.percentile(all_ms, 95)]})
         if behind != ALONE:
-            ratios = [np.median(loaded) / np.median(alone) for loaded, alone in zip(rounds, taken[ALONE], strict=True)]
-            rows.append(Row.of(name, "of alone", "", case, ratios))
-    return rows
+            pairs = zip(rounds, taken[name, ALONE], strict=True)
+            result.add("of alone", "", case, {name: [np.median(loaded) / np.median(alone) for loaded, alone in pairs]})

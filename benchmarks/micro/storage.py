@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
 
-import numpy as np
+import pandas as pd
 
-from tencache_ds.errors import ConfigError, SpaceError
 from tencache_ds.profiling.probe_storage import Kind
 
-from .area import MIB, open_area, open_buffers, write_files
-from .result import MIN_REPEATS, Case, MicroResult, Row, alternate, progress
-from .storage_variants import BLOCK_NBYTES, PIECE_NBYTES, QUEUE_DEPTH, RAW, STOCK, VARIANTS, Transfer, Variant, Work
+from .area import MIB, Load, Work, open_works
+from .result import REPEATS, Case, MicroResult, alternate
+from .variants import BLOCK_NBYTES, PIECE_NBYTES, QUEUE_DEPTH, RAW, STOCK, VARIANTS, Transfer, Variant, open_all
 
 LANES = (1, 4, 8)
 REQUESTS_NBYTES = (1 * MIB, 4 * MIB, 8 * MIB, 32 * MIB)
@@ -32,9 +31,7 @@ WORKING_SET_NBYTES = 2 << 30
 _MAX_OVERRUN = 2.5
 """A case that would take the whole to more than this multiple of the budget is left out, and says so."""
 
-_LEAST_IN_FLIGHT = 4
-
-_RATIOS = {"of best raw": tuple(variant.name for variant in RAW), "of stock": (STOCK[-1].name,)}
+_RATIOS = {"of best raw": [variant.name for variant in RAW], "of stock": [STOCK[-1].name]}
 """Quantities that are ratios of rates: to the best of which variants."""
 
 
@@ -46,7 +43,6 @@ def run(
     requests_nbytes: Sequence[int] = REQUESTS_NBYTES,
     every_combination: bool = False,
     working_set_nbytes: int = WORKING_SET_NBYTES,
-    repeats: int = MIN_REPEATS,
     variants: Sequence[Variant] = VARIANTS,
 ) -> MicroResult:
     """Measures every variant. The files live in a scratch folder under ``nvme_path`` and are removed in any case.
@@ -59,124 +55,82 @@ def run(
         requests_nbytes: bytes per request, multiples of 4096.
         every_combination: all pairs of lanes and requests; otherwise each is varied with the other in the middle.
         working_set_nbytes: most bytes of all files together; less where it is over 25 % of the free space.
-        repeats: samples per figure.
         variants: the variants compared.
 
     Raises:
         ConfigError: the folder cannot be used, or its file system has no O_DIRECT.
         SpaceError: there is too little free space for even the smallest case.
     """
-    with ExitStack() as stack:
-        area = open_area(stack, nvme_path, working_set_nbytes)
-        n_file_sets = 1 + sum(variant.has_own_files for variant in variants)
-        n_files = max(lanes)
-        file_nbytes = area.most_nbytes // n_file_sets // n_files
-        cases = _cases(lanes, requests_nbytes, every_combination)
-        in_flight = {case: _n_buffers(case[0]) * case[1] for case in cases}
-        # Requests that the files hold, a multiple of those in flight; 0 where they hold fewer.
-        n_extents = {
-            (n_lanes, nbytes): file_nbytes // nbytes * n_files // _n_buffers(n_lanes) * _n_buffers(n_lanes)
-            for n_lanes, nbytes in cases
-        }
-        if not any(n_extents.values()):
-            cause = f"the working set may take {area.most_nbytes} bytes; free some space, or choose smaller requests"
-            raise SpaceError("allocate", str(nvme_path), 0, min(in_flight.values()) * n_file_sets, cause)
-        slab, locked, lock_note = open_buffers(stack, max(in_flight[case] for case in cases if n_extents[case]))
-        paths = write_files(area.folder, n_files, file_nbytes, slab)
-        samples_per_case = len(variants) * len(Kind) * (repeats + 1)
-        duration_s = seconds / (len(cases) * samples_per_case)
-        rows: list[Row] = []
+    loads = _loads(lanes, requests_nbytes, every_combination)
+    samples_per_case = len(variants) * len(Kind) * (1 + REPEATS)
+    duration_s = seconds / (len(loads) * samples_per_case)
+    n_sets = 1 + sum(variant.has_own_files for variant in variants)
+    with open_works(nvme_path, working_set_nbytes, loads, n_sets) as (works, described):
+        result = MicroResult(
+            name="storage",
+            parameters={
+                **described,
+                "samples": f"{REPEATS} of {1e3 * duration_s:.0f} ms or longer, alternated",
+                "native, aio, stock": f"blocks of {BLOCK_NBYTES / MIB:g} MiB, queue depth {QUEUE_DEPTH}",
+                "posix, aio": f"pieces of {PIECE_NBYTES / MIB:g} MiB",
+                "stock handle": "batches of as many requests as are in flight elsewhere, then wait()",
+                "CPU": "user and system time of this process, without the kernel's own threads",
+            },
+            columns="operation",
+        )
         t_start_s = time.perf_counter()
-        bar = stack.enter_context(progress(len(cases) * samples_per_case, "storage"))
-        for n_lanes, nbytes in cases:
-            n_buffers = _n_buffers(n_lanes)
-            case: Case = {"request": f"{nbytes / MIB:g} MiB", "lanes": n_lanes, "in flight": n_buffers}
-            needed_s = _expected_s(rows, in_flight[n_lanes, nbytes], duration_s) * samples_per_case
-            reason = ""
-            if not n_extents[n_lanes, nbytes]:
-                reason = f"{n_buffers} requests of {nbytes} bytes do not fit the working set"
-            elif rows and time.perf_counter() - t_start_s + needed_s > _MAX_OVERRUN * seconds:
-                reason = f"this storage would need {needed_s:.0f} s more for it; raise --seconds"
-            if reason:
-                rows += [row for variant in variants for row in _absent(variant.name, case, reason)]
-                bar.update(samples_per_case)
-                continue
-            buffers = tuple(slab[: n_buffers * nbytes].split(nbytes))
-            work = Work(str(area.folder), paths, nbytes, n_lanes, buffers, n_extents[n_lanes, nbytes])
-            rows += _measure(variants, work, case, None if locked else lock_note, duration_s, repeats, bar.update)
-    return MicroResult(
-        name="storage",
-        parameters={
-            "storage": f"{area.description}, O_DIRECT, {n_files} files of {file_nbytes / 1e9:.3f} GB",
-            "buffers": lock_note,
-            "samples": f"{repeats} of {1e3 * duration_s:.0f} ms or longer, alternated",
-            "native, aio, stock": f"blocks of {BLOCK_NBYTES / MIB:g} MiB, queue depth {QUEUE_DEPTH}",
-            "posix, aio": f"pieces of {PIECE_NBYTES / MIB:g} MiB",
-            "stock handle": "batches of as many requests as are in flight elsewhere, then wait()",
-            "CPU": "user and system time of this process, without the kernel's own threads",
-        },
-        rows=rows,
-        columns="operation",
+        for load, work in zip(loads, works, strict=True):
+            case = {"request": f"{load.request_nbytes / MIB:g} MiB", "lanes": load.lanes, "in flight": load.n_buffers}
+            what = f"{load.n_buffers} requests of {case['request']}"
+            needed_s = samples_per_case * _expected_s(result, load, duration_s)
+            if work is None:
+                result.lack("any variant", case, f"{what} do not fit the working set")
+            elif result.rows and time.perf_counter() - t_start_s + needed_s > _MAX_OVERRUN * seconds:
+                reason = f"with {what} in flight this storage would need {needed_s:.0f} s more; raise --seconds"
+                result.lack("any variant", case, reason)
+            else:
+                _measure(result, variants, work, case, duration_s)
+    return result
+
+
+def _loads(lanes: Sequence[int], requests_nbytes: Sequence[int], every: bool) -> list[Load]:
+    """Each once, those with the fewest bytes in flight first."""
+    middle = Load(sorted(lanes)[len(lanes) // 2], sorted(requests_nbytes)[len(requests_nbytes) // 2])
+    loads = {Load(*pair) for pair in product(lanes, requests_nbytes)}
+    wanted = (
+        load for load in loads if every or load.lanes == middle.lanes or load.request_nbytes == middle.request_nbytes
     )
+    return sorted(wanted, key=lambda load: (load.lanes * load.request_nbytes, load))
 
 
-def _cases(lanes: Sequence[int], requests_nbytes: Sequence[int], every: bool) -> list[tuple[int, int]]:
-    """Pairs of (lanes, request bytes), each once, those with the fewest bytes in flight first."""
-    middle = sorted(lanes)[len(lanes) // 2], sorted(requests_nbytes)[len(requests_nbytes) // 2]
-    pairs = set(product(lanes, requests_nbytes))
-    wanted = (pair for pair in pairs if every or pair[0] == middle[0] or pair[1] == middle[1])
-    return sorted(wanted, key=lambda pair: (pair[0] * pair[1], pair))
-
-
-def _n_buffers(lanes: int) -> int:
-    """Requests in flight: twice as many as lanes, so that none waits for the next one, and an even number, for as many
-    reads as writes.
-    """
-    return max(_LEAST_IN_FLIGHT, 2 * lanes)
-
-
-def _expected_s(rows: Sequence[Row], nbytes_in_flight: int, duration_s: float) -> float:
+def _expected_s(result: MicroResult, load: Load, duration_s: float) -> float:
     """Seconds of one sample, by the rates seen so far: requests in flight at its end are waited for."""
-    rates = [row.value for row in rows if row.quantity == "rate" and row.value is not None]
-    return duration_s + (nbytes_in_flight / statistics.median(rates) / 1e9 if rates else 0.0)
+    rates = [row.value for row in result.rows if row.quantity == "rate" and row.value is not None]
+    return duration_s + (load.nbytes / statistics.median(rates) / 1e9 if rates else 0.0)
 
 
-def _measure(
-    variants: Sequence[Variant], work: Work, case: Case, lock_note: str | None, duration_s: float, repeats: int,
-    advance: Callable[[], object],
-) -> list[Row]:  # fmt: skip
-    rows: list[Row] = []
+def _measure(result: MicroResult, variants: Sequence[Variant], work: Work, case: Case, duration_s: float) -> None:
     with ExitStack() as stack:
-        ready: dict[str, Transfer] = {}
-        for variant in variants:
-            try:
-                if variant.needs_locked and lock_note is not None:
-                    raise ConfigError(lock_note)
-                ready[variant.name] = stack.enter_context(variant.open(work))
-            except ConfigError as error:
-                rows += _absent(variant.name, case, str(error))
+        ready = open_all(stack, variants, work, lambda name, reason: result.lack(name, case, reason))
         for kind in Kind:
-            samples = alternate(
-                {name: partial(_sample, transfer, kind, duration_s) for name, transfer in ready.items()},
-                repeats,
-                advance,
-            )
+            timed = {name: partial(_sample, transfer, kind, duration_s) for name, transfer in ready.items()}
+            taken = alternate(f"storage, {case['request']}, {work.lanes} lanes, {kind.value}", timed, REPEATS)
+            rates, cpu = (pd.DataFrame({name: [s[i] for s in found] for name, found in taken.items()}) for i in (0, 1))
             whole = {"operation": kind.value, **case}
-            rates = {name: [rate for rate, _ in taken] for name, taken in samples.items()}
-            for name, taken in samples.items():
-                rows.append(Row.of(name, "rate", "GB/s", whole, rates[name]))
-                rows += _ratios(name, rates, whole)
-                rows.append(Row.of(name, "CPU time", "s/GB", whole, [cpu_s for _, cpu_s in taken]))
-    return rows
+            result.add("rate", "GB/s", whole, rates)
+            for quantity, ratios in _ratios(rates).items():
+                result.add(quantity, "", whole, ratios)
+            result.add("CPU time", "s/GB", whole, cpu)
 
 
-def _ratios(name: str, rates: Mapping[str, Sequence[float]], case: Case) -> Iterator[Row]:
-    """The rates of a variant over those of each reference, round by round: disturbances of a round slow both."""
-    for quantity, references in _RATIOS.items():
-        measured = [rates[reference] for reference in references if reference in rates]
-        if measured:
-            best = max(measured, key=statistics.median)
-            yield Row.of(name, quantity, "", case, list(np.divide(rates[name], best)))
+def _ratios(rates: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The rates over those of each reference, round by round: disturbances of a round slow both."""
+    measured = {quantity: rates.filter(names) for quantity, names in _RATIOS.items()}
+    return {
+        quantity: rates.div(references[references.median().idxmax()], axis=0)
+        for quantity, references in measured.items()
+        if not references.empty
+    }
 
 
 def _sample(transfer: Transfer, kind: Kind, duration_s: float) -> tuple[float, float]:
@@ -185,11 +139,3 @@ def _sample(transfer: Transfer, kind: Kind, duration_s: float) -> tuple[float, f
     gb = transfer(kind, duration_s) / 1e9
     elapsed_s, cpu_s = time.perf_counter() - t_start_s, time.process_time() - cpu_before_s
     return gb / elapsed_s, cpu_s / gb
-
-
-def _absent(name: str, case: Case, reason: str) -> list[Row]:
-    return [
-        Row.absent(name, quantity, unit, {"operation": kind.value, **case}, reason)
-        for kind in Kind
-        for quantity, unit in (("rate", "GB/s"), ("CPU time", "s/GB"))
-    ]

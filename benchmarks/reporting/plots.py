@@ -18,19 +18,19 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from tencache_ds.plotting import BLUE, DPI, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, VERMILION, new_figure
+
 from ..record import Benchmark, Run
 from .figures import Figures, all_figures
 from .text import GB, GIB, number
 
-DPI = 120
 WIDTH_IN = 8.0
-INK, FAINT = "#222222", "#8A8A8A"
-OURS = ("#0072B2", "#56B4E9", "#004C78", "#3A8FC4", "#8CC9EF", "#00304D")
+OURS = (BLUE, SKY, "#004C78", "#3A8FC4", "#8CC9EF", "#00304D")
 """Of TenCache's configurations: blue, told apart by their lightness."""
 
-PEERS = ("#D55E00", "#009E73", "#CC79A7", "#B8860B", "#7B6FB0", "#666666", "#8C3B00", "#4C8C2B")
-PHASES = {"forward": "#56B4E9", "backward": "#0072B2", "update": "#E69F00"}
-ACCESS_COLOURS = {"resident": "#009E73", "prefetched": "#56B4E9", "late": "#E69F00", "demand": "#D55E00"}
+PEERS = (VERMILION, GREEN, PURPLE, "#B8860B", "#7B6FB0", "#666666", "#8C3B00", "#4C8C2B")
+PHASES = {"forward": SKY, "backward": BLUE, "update": ORANGE}
+ACCESS_COLOURS = {"resident": GREEN, "prefetched": SKY, "late": ORANGE, "demand": VERMILION}
 
 LABEL_CHARACTERS = 36
 """In a line of a row's label: longer ones would leave no room for the bars."""
@@ -44,8 +44,8 @@ MAX_BINS = 300
 """Points of a storage curve: more than that cannot be told apart."""
 
 STYLE: Any = ["seaborn-v0_8-whitegrid", {
-    "axes.edgecolor": FAINT, "axes.spines.right": False, "axes.spines.top": False, "figure.titleweight": "bold",
-    "font.size": 8, "axes.labelsize": 8.5, "axes.titlesize": 8.5, "figure.titlesize": 11, "legend.fontsize": 8,
+    "axes.edgecolor": FAINT, "axes.spines.right": False, "axes.spines.top": False,
+    "font.size": 8, "axes.labelsize": 8.5, "axes.titlesize": 8.5, "legend.fontsize": 8,
     "xtick.labelsize": 8, "ytick.labelsize": 8, "text.color": INK, "axes.labelcolor": INK,
 }]  # fmt: skip
 
@@ -201,8 +201,7 @@ def access_classes(benchmark: Benchmark) -> Figure | None:
 
 
 def _figure(height_in: float, title: str, **options: Any) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left")
+    figure = new_figure(WIDTH_IN, height_in, title)
     return figure, figure.subplots(**options)
 
 

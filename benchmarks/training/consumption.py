@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from tencache_ds.profiling.filesystem import DiskWrites
 
 POWERCAP = Path("/sys/class/powercap")
-
-Number = TypeVar("Number", int, float)
 
 
 class CpuEnergy:
@@ -51,66 +49,51 @@ def _read(file: Path) -> int:
     return int(file.read_text())
 
 
-class GpuEnergy:
-    """Joules used by this process's current CUDA device since the meter was made, as NVML counts."""
+def gpu_joules() -> float | None:
+    """Joules that this process's current CUDA device has used since its driver was loaded, as NVML counts; None without
+    an NVIDIA GPU that counts its energy.
+    """
+    if not torch.cuda.is_available():
+        return None
+    import pynvml
 
-    def __init__(self) -> None:
-        self._start_mj = self._read_mj()
-
-    def joules(self) -> float | None:
-        """Since the meter was made; None without an NVIDIA GPU that counts its energy."""
-        now_mj = self._read_mj()
-        return None if now_mj is None or self._start_mj is None else (now_mj - self._start_mj) / 1e3
-
-    @staticmethod
-    def _read_mj() -> int | None:
-        if not torch.cuda.is_available():
-            return None
-        import pynvml
-
-        try:
-            pynvml.nvmlInit()  # counted by NVML: a second one costs nothing
-            # By UUID: NVML's numbers do not follow CUDA_VISIBLE_DEVICES.
-            uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-            return int(pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(uuid)))
-        except pynvml.NVMLError:
-            return None
+    try:
+        pynvml.nvmlInit()  # counted by NVML: a second one costs nothing
+        # By UUID: NVML's numbers do not follow CUDA_VISIBLE_DEVICES.
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(uuid)) / 1e3
+    except pynvml.NVMLError:
+        return None
 
 
 class Consumption:
     """Sums over spans, between which other runs may use the machine.
 
-    Each sum is None where its counter cannot be read, and 0 before the first span.
-
     Args:
         paths: folders whose block devices are watched.
 
     Attributes:
-        gpu_j: joules of this process's GPU.
-        cpu_j: joules of all CPU packages of the host.
-        disk_write_nbytes: bytes that the block devices wrote.
+        spent: by field of :class:`..record.Measurement`: joules of this process's GPU and of all CPU packages of the
+            host, and bytes that the block devices wrote; None where the counter cannot be read.
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
-        self._paths = tuple(paths)
-        self.gpu_j: float | None = 0.0
-        self.cpu_j: float | None = 0.0
-        self.disk_write_nbytes: int | None = 0
+        self._disk, self._cpu = DiskWrites(paths), CpuEnergy()
+        self.spent: dict[str, float | None] = dict.fromkeys(self.counts(), 0)
 
-    def start(self) -> None:
-        """Begins a span."""
-        self._disk, self._cpu, self._gpu = DiskWrites(self._paths), CpuEnergy(), GpuEnergy()
+    def counts(self) -> dict[str, float | None]:
+        """Up to now. Ask often enough, such as after every step, to see a counter wrap around."""
+        return {
+            "gpu_energy_j": gpu_joules(),
+            "cpu_energy_j": self._cpu.joules(),
+            "disk_write_nbytes": self._disk.nbytes(),
+        }
 
-    def look(self) -> None:
-        """Call it often enough, such as after every step, to see a counter wrap around."""
-        self._cpu.joules()
-
-    def stop(self) -> None:
-        """Ends a span."""
-        self.gpu_j = _sum(self.gpu_j, self._gpu.joules())
-        self.cpu_j = _sum(self.cpu_j, self._cpu.joules())
-        self.disk_write_nbytes = _sum(self.disk_write_nbytes, self._disk.nbytes())
-
-
-def _sum(so_far: Number | None, more: Number | None) -> Number | None:
-    return None if so_far is None or more is None else so_far + more
+    @contextmanager
+    def span(self) -> Iterator[None]:
+        """Adds what is used within it."""
+        before = self.counts()
+        yield
+        for key, now in self.counts().items():
+            so_far, start = self.spent[key], before[key]
+            self.spent[key] = None if so_far is None or start is None or now is None else so_far + now - start

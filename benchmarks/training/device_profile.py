@@ -33,22 +33,19 @@ def parse_trace(events: Iterable[Mapping[str, Any]], seconds: float, device: int
         seconds: duration of the profiled step by the wall clock.
         device: CUDA index of the device.
     """
-    intervals: dict[str, list[tuple[float, float]]] = {"HtoD": [], "DtoH": [], "kernel": []}
-    nbytes = {"HtoD": 0, "DtoH": 0}
+    found: dict[str, list[Mapping[str, Any]]] = {"HtoD": [], "DtoH": [], "kernel": []}
     for event in events:
         category = event.get("cat")
-        if category not in ("kernel", "gpu_memcpy") or event.get("args", {}).get("device") != device:
-            continue
-        kind = category if category == "kernel" else next((way for way in nbytes if way in event["name"]), None)
-        if kind is not None:
-            intervals[kind].append((float(event["ts"]), float(event["dur"])))
-        if kind in nbytes:
-            nbytes[kind] += int(event["args"]["bytes"])
-    if not intervals["kernel"]:
+        if category in ("kernel", "gpu_memcpy") and event.get("args", {}).get("device") == device:
+            for kind, of_kind in found.items():
+                if kind in (event["name"] if category == "gpu_memcpy" else category):
+                    of_kind.append(event)
+    if not found["kernel"]:
         return None
-    busy = {kind: busy_s(found) for kind, found in intervals.items()}
+    busy = {kind: busy_s((event["ts"], event["dur"]) for event in of_kind) for kind, of_kind in found.items()}
+    h2d_nbytes, d2h_nbytes = (sum(int(event["args"]["bytes"]) for event in found[way]) for way in ("HtoD", "DtoH"))
     return DeviceProfile(
-        seconds=seconds, h2d_nbytes=nbytes["HtoD"], d2h_nbytes=nbytes["DtoH"],
+        seconds=seconds, h2d_nbytes=h2d_nbytes, d2h_nbytes=d2h_nbytes,
         h2d_busy_s=busy["HtoD"], d2h_busy_s=busy["DtoH"], kernel_busy_s=busy["kernel"],
     )  # fmt: skip
 

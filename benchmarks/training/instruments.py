@@ -61,4 +61,5 @@ def pinned_by_torch_nbytes() -> int:
     if not torch.cuda.is_available():
         return 0
     stats = torch.cuda.host_memory_stats()
-    return int(stats.get("allocated_bytes.current", stats.get("reserved_bytes.current", 0)))
+    # The first name is that of older versions of torch, where the second one counted what was asked for.
+    return int(stats.get("reserved_bytes.current", stats.get("allocated_bytes.current", 0)))

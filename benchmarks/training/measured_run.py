@@ -8,19 +8,22 @@ communicate between the steps, over gloo, outside of all measured times.
 from __future__ import annotations
 
 import os
-import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ..record import Measurement, Memory, Step, Task, write_at_once
+from .. import workloads
+from ..record import Measurement, Memory, Step, Task
 from ..turns import Gate
 from . import instruments
 from .consumption import Consumption
@@ -33,15 +36,8 @@ DATA_SEED = 99
 """Plus the rank."""
 
 
-def read_task() -> Task:
-    """The task in the file that the command line names; the launcher adds ``--local_rank``."""
-    (file,) = (word for word in sys.argv[1:] if not word.startswith("--local_rank"))
-    return Task.model_validate_json(Path(file).read_text())
-
-
-def local_rank() -> int:
-    """Index of this process on its host, as the launcher says."""
-    return int(os.environ["LOCAL_RANK"])
+MOVED = ("nvme_read_nbytes", "nvme_write_nbytes", "kernel_read_nbytes", "kernel_write_nbytes")
+"""The fields of a step that are sums over the ranks."""
 
 
 def nvme_paths(config: dict[str, Any]) -> list[str]:
@@ -51,12 +47,6 @@ def nvme_paths(config: dict[str, Any]) -> list[str]:
     return [str(section["nvme_path"]) for section in sections if section.get("device") == "nvme"]
 
 
-def use_deterministic_algorithms() -> None:
-    """Call it before the first work on a GPU."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-
-
 def limit_gpu_memory(nbytes: int | None) -> None:
     """Limits what torch's allocator takes of the current GPU; CUDA's context and NCCL's buffers come on top."""
     if nbytes is not None and torch.cuda.is_available():
@@ -64,34 +54,83 @@ def limit_gpu_memory(nbytes: int | None) -> None:
         torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0))
 
 
-class Trainee(Protocol):
+class Trainee(ABC):
     """The subject of the measurement: the three calls of a micro-step, none of which needs to synchronise the
-    device."""
+    device.
+
+    Attributes:
+        device: where it computes.
+        vocabulary: of the model.
+        numel: parameters of the model, all ranks.
+    """
 
     device: torch.device
     vocabulary: int
     numel: int
-    """Parameters of the model, all ranks."""
 
+    @abstractmethod
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Loss of a micro-batch: int64 tokens of shape ``(micro_batch, sequence)``, which are the labels too."""
 
+    @abstractmethod
     def backward(self, loss: torch.Tensor) -> None: ...
 
+    @abstractmethod
     def step(self) -> None:
         """After each micro-step; updates the weights after the last one of an optimizer step."""
 
+    @abstractmethod
     def loss_scale(self) -> float | None:
         """Of the micro-steps to come; None without one."""
 
+    @abstractmethod
     def n_skipped(self) -> int:
         """Optimizer steps left out so far because a gradient was not finite."""
 
     def stall_s(self) -> float:
         """Waits for storage of training threads, in seconds, that the storage meter does not see."""
+        return 0.0
 
     def stats(self) -> dict[str, Any] | None:
         """TenCache's statistics, where it trains."""
+        return None
+
+
+Make = Callable[[torch.nn.Module, Task, torch.device], Trainee]
+Building = Callable[[Task, torch.device, "MeasuredRun"], AbstractContextManager[object]]
+
+
+def run_task(building: Building, make: Make) -> tuple[MeasuredRun, Trainee]:
+    """Carries out the task of the command line in this process, after ``torch.distributed`` was initialised if it has
+    to be in a particular way.
+
+    Args:
+        building: the context in which the model is built.
+        make: gets it ready to train.
+    """
+    task, accelerator = Task.of_command_line(), get_accelerator()
+    if task.deterministic:
+        # Before the first work on a GPU.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    deepspeed.init_distributed()
+    accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device(accelerator.current_device_name())
+    run = MeasuredRun(task, nvme_paths(task.deepspeed_config))
+    workloads.prepare()
+    context, workload = building(task, device, run), task.workload
+    t_start = time.perf_counter()
+    torch.manual_seed(MODEL_SEED)
+    with context:
+        model = workloads.build(workload.model, workload.sequence, checkpointing=workload.activation_checkpointing)
+    t_model = time.perf_counter()
+    trainee = make(model, task, device)
+    accelerator.synchronize()
+    model_s, initialize_s = t_model - t_start, time.perf_counter() - t_model
+    if dist.get_rank() == 0:
+        print(f"model {model_s:.1f} s, initialize {initialize_s:.1f} s, {trainee.numel / 1e9:.3f} B", flush=True)
+    run.train(trainee, model_s, initialize_s)
+    return run, trainee
 
 
 @dataclass(slots=True)
@@ -144,20 +183,16 @@ class MeasuredRun:
                 self._wait_for_turn(gate, turn)
                 # What ran behind the training had the whole wait to end in: the first step after it is no fair one.
                 self._keep(self._step(trainee, next(batches), turn, resumed=True))
-            consumption.start()
-            timeline.start()
-            for _ in range(task.steps // task.turns):
-                self._keep(self._step(trainee, next(batches), turn))
-                consumption.look()
-            timeline.stop()
-            consumption.stop()
-        gpu_joules = self._gather(consumption.gpu_j)
+            with consumption.span(), timeline.span():
+                for _ in range(task.steps // task.turns):
+                    self._keep(self._step(trainee, next(batches), turn))
+                    consumption.counts()
+        spent = consumption.spent
+        gpu_joules = self._gather(spent["gpu_energy_j"])
         stats = trainee.stats()
         self._update(
             timeline=timeline.samples,
-            gpu_energy_j=None if None in gpu_joules else sum(gpu_joules),
-            cpu_energy_j=consumption.cpu_j,
-            disk_write_nbytes=consumption.disk_write_nbytes,
+            **spent | {"gpu_energy_j": None if None in gpu_joules else sum(gpu_joules)},
             tencache_stats=stats,
             memory=self._memory(start_rss, stats),
         )
@@ -196,36 +231,36 @@ class MeasuredRun:
         self._host_used_before += instruments.host_used_nbytes() - before
 
     def _micro_steps(
-        self, trainee: Trainee, batch: list[torch.Tensor], after: Callable[[int], None] = lambda phase: None
+        self, trainee: Trainee, batch: list[torch.Tensor], after: Callable[[str], None] = lambda phase: None
     ) -> list[torch.Tensor]:
-        """One optimizer step; calls ``after`` with 0, 1, 2 when forward, backward, update have ended on the device."""
+        """One optimizer step; calls ``after`` with the name of each phase that has ended on the device."""
         synchronize = get_accelerator().synchronize
         losses = []
         for tokens in batch:
             loss = trainee.forward(tokens)
             losses.append(loss.detach())
             synchronize()
-            after(0)
+            after("forward_s")
             trainee.backward(loss)
             synchronize()
-            after(1)
+            after("backward_s")
             trainee.step()
             synchronize()
-            after(2)
+            after("update_s")
         return losses
 
     def _step(self, trainee: Trainee, batch: list[torch.Tensor], turn: int = 0, resumed: bool = False) -> Step:
         get_accelerator().synchronize()
         loss_scale, n_skipped = trainee.loss_scale(), trainee.n_skipped()
-        spent = [0.0, 0.0, 0.0]
+        phases_s = dict.fromkeys(("forward_s", "backward_s", "update_s"), 0.0)
         # Bytes that went on between the steps belong to the next one: nothing written back behind the training is lost.
         before = self._last_mark or self._mark(trainee)
         t_start = t_last = time.perf_counter()
 
-        def after(phase: int) -> None:
+        def after(phase: str) -> None:
             nonlocal t_last
             now = time.perf_counter()
-            spent[phase] += now - t_last
+            phases_s[phase] += now - t_last
             t_last = now
 
         losses = self._micro_steps(trainee, batch, after)
@@ -234,9 +269,7 @@ class MeasuredRun:
         step = Step(
             losses=[float(loss.item()).hex() for loss in losses],
             seconds=t_last - t_start,
-            forward_s=spent[0],
-            backward_s=spent[1],
-            update_s=spent[2],
+            **phases_s,
             **{key: now[key] - before[key] for key in now},
             rss_nbytes=instruments.rss_nbytes() + self._children_nbytes,
             host_used_nbytes=instruments.host_used_nbytes() - self._host_used_before,
@@ -250,20 +283,14 @@ class MeasuredRun:
 
     def _mark(self, trainee: Trainee) -> dict[str, Any]:
         """Counters of this rank, by the field of a step that is their difference."""
-        counts, (kernel_read_nbytes, kernel_write_nbytes) = self.meter.counts(), instruments.process_io()
-        return {
-            "nvme_read_nbytes": counts.read_nbytes,
-            "nvme_write_nbytes": counts.write_nbytes,
-            "kernel_read_nbytes": kernel_read_nbytes,
-            "kernel_write_nbytes": kernel_write_nbytes,
-            "storage_wait_s": counts.wait_ns / 1e9 + trainee.stall_s(),
-        }
+        counts, by_kernel = self.meter.counts(), instruments.process_io()
+        moved = (counts.read_nbytes, counts.write_nbytes, *by_kernel)
+        return dict(zip(MOVED, moved, strict=True)) | {"storage_wait_s": counts.wait_ns / 1e9 + trainee.stall_s()}
 
     def _keep(self, step: Step) -> None:
         """Adds the ranks' bytes to rank 0's step, and writes it down."""
-        keys = ("nvme_read_nbytes", "nvme_write_nbytes", "kernel_read_nbytes", "kernel_write_nbytes")
-        parts = self._gather([getattr(step, key) for key in keys])
-        step = step.model_copy(update=dict(zip(keys, map(sum, zip(*parts, strict=True)), strict=True)))
+        parts = self._gather([getattr(step, key) for key in MOVED])
+        step = step.model_copy(update=dict(zip(MOVED, map(sum, zip(*parts, strict=True)), strict=True)))
         self._update(steps=[*self._result.steps, step])
         self._write()
         if self._rank == 0:
@@ -286,12 +313,7 @@ class MeasuredRun:
             "gpu_peak_nbytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         }
         of_ranks = self._gather(mine)
-        memory = Memory(**{key: max(values[key] for values in of_ranks) for key in mine})
-        cap = self.task.host_nbytes
-        if cap is not None and self._rank == 0:
-            used = max(step.host_used_nbytes for step in self._result.steps)
-            print(f"host memory: {used / 2**30:.2f} GiB in use after a step, {cap / 2**30:.2f} GiB allowed", flush=True)
-        return memory
+        return Memory(**{key: max(values[key] for values in of_ranks) for key in mine})
 
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * dist.get_world_size()
@@ -303,4 +325,4 @@ class MeasuredRun:
 
     def _write(self) -> None:
         if self._rank == 0:
-            write_at_once(self._result, Path(self.task.result))
+            self._result.write(Path(self.task.result))

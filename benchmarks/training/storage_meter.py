@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -53,7 +52,6 @@ class StorageMeter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = StorageCounts()
-        self._undo: list[Callable[[], None]] = []
 
     def counts(self) -> StorageCounts:
         """Everything so far."""
@@ -84,7 +82,7 @@ class StorageMeter:
                 "methods of DeepSpeed 0.19; adapt benchmarks/training/storage_meter.py to this version"
             )
         methods = {name: self._metered(getattr(handle_class, name), counter) for name, counter in COUNTED.items()}
-        self._replace(op, "aio_handle", type(f"Metered_{handle_class.__name__}", (handle_class,), methods))
+        op.aio_handle = type(f"Metered_{handle_class.__name__}", (handle_class,), methods)  # type: ignore[attr-defined]
 
     def _metered(self, method: Callable[..., int], counter: str) -> Callable[..., int]:
         def call(handle: Any, *args: Any, **kwargs: Any) -> int:
@@ -109,7 +107,7 @@ class StorageMeter:
             original(files, operation, path, offset, buffer, tag)
             self.add(**{f"{operation.value}_nbytes": buffer.nbytes})
 
-        self._replace(files_class, "transfer", transfer)
+        files_class.transfer = transfer  # type: ignore[attr-defined]
 
     def meter_requests(self, backend_class: type) -> None:
         """Counts the requests of one of TenCache's backends that succeed. Its lanes make them: no waits.
@@ -128,16 +126,7 @@ class StorageMeter:
             ticket.add_done_callback(done)
             return ticket
 
-        self._replace(backend_class, "submit", submit)
-
-    def _replace(self, owner: Any, name: str, metered: Any) -> None:
-        self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
-        setattr(owner, name, metered)
-
-    def detach(self) -> None:
-        """Puts the original classes back; handles that exist stay counted. Idempotent."""
-        while self._undo:
-            self._undo.pop()()
+        backend_class.submit = submit  # type: ignore[attr-defined]
 
 
 def on_training_thread() -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..record import Sample
 from .instruments import rss_nbytes
@@ -15,11 +16,10 @@ _NOTHING = Sample(t_s=0.0, nvme_read_nbytes=0, nvme_write_nbytes=0, rss_nbytes=0
 
 
 class Timeline:
-    """A thread that reads the storage meter and the resident memory at a fixed rate, between :meth:`start` and
-    :meth:`stop`.
+    """A thread that reads the storage meter and the resident memory at a fixed rate, within spans.
 
-    A sample takes some ten microseconds. Bytes count from the start. Restarted, it continues where it stopped: the time
-    between, and the bytes moved in it, are left out.
+    A sample takes some ten microseconds. Bytes count from the start. The time between spans, and the bytes moved in it,
+    are left out.
 
     Args:
         meter: the process's storage meter.
@@ -29,46 +29,44 @@ class Timeline:
 
     def __init__(self, meter: StorageMeter, hz: float, further_rss_nbytes: Callable[[], int] = lambda: 0) -> None:
         self._meter = meter
-        self._period_s = 1 / hz if hz > 0 else 0.0
+        self._hz = hz
         self._further_rss_nbytes = further_rss_nbytes
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
         self.samples: list[Sample] = []
 
-    def start(self) -> None:
-        """Takes the first sample, and more until :meth:`stop`."""
-        if not self._period_s:
+    @contextmanager
+    def span(self) -> Iterator[None]:
+        """Takes a sample at its start and at its end, and more between them."""
+        if not self._hz:
+            yield
             return
         # Origins such that the first sample repeats the last one of the span before.
-        last, counts = self.samples[-1] if self.samples else _NOTHING, self._meter.counts()
-        self._t_origin = time.perf_counter() - last.t_s
-        self._read_origin = counts.read_nbytes - last.nvme_read_nbytes
-        self._write_origin = counts.write_nbytes - last.nvme_write_nbytes
-        self._stopping.clear()
+        t_s, read_nbytes, write_nbytes = self._now()
+        last = (
+            self.samples[-1] if self.samples else Sample(t_s=0, nvme_read_nbytes=0, nvme_write_nbytes=0, rss_nbytes=0)
+        )
+        self._origin = t_s - last.t_s, read_nbytes - last.nvme_read_nbytes, write_nbytes - last.nvme_write_nbytes
         self._sample()
-        self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> list[Sample]:
-        """Takes the last sample and returns them all. Idempotent."""
-        if self._thread is not None:
-            self._stopping.set()
-            self._thread.join()
-            self._thread = None
+        stopping = threading.Event()
+        thread = threading.Thread(target=self._run, args=(stopping,), name="timeline", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopping.set()
+            thread.join()
             self._sample()
-        return self.samples
 
-    def _run(self) -> None:
-        while not self._stopping.wait(self._period_s):
+    def _run(self, stopping: threading.Event) -> None:
+        while not stopping.wait(1 / self._hz):
             self._sample()
+
+    def _now(self) -> tuple[float, int, int]:
+        counts = self._meter.counts()
+        return time.perf_counter(), counts.read_nbytes, counts.write_nbytes
 
     def _sample(self) -> None:
-        counts = self._meter.counts()
+        t_s, read_nbytes, write_nbytes = (now - origin for now, origin in zip(self._now(), self._origin, strict=True))
+        rss = rss_nbytes() + self._further_rss_nbytes()
         self.samples.append(
-            Sample(
-                t_s=time.perf_counter() - self._t_origin,
-                nvme_read_nbytes=counts.read_nbytes - self._read_origin,
-                nvme_write_nbytes=counts.write_nbytes - self._write_origin,
-                rss_nbytes=rss_nbytes() + self._further_rss_nbytes(),
-            )
+            Sample(t_s=t_s, nvme_read_nbytes=read_nbytes, nvme_write_nbytes=write_nbytes, rss_nbytes=rss)
         )

@@ -14,19 +14,24 @@ cast to 16 bits and gathered. AdamW is torch's fused one, on the CPU.
 from __future__ import annotations
 
 import math
+import os
 import sys
-import time
+from contextlib import AbstractContextManager
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+from packaging.version import Version
+from torch.distributed.device_mesh import init_device_mesh
 
-from .. import workloads
-from .measured_run import MODEL_SEED, MeasuredRun, limit_gpu_memory, local_rank, read_task, use_deterministic_algorithms
+from ..record import Task
+from .measured_run import MeasuredRun, Trainee, limit_gpu_memory, run_task
 from .train_step import DTYPES, same_weights_as_zero_init
+
+OLDEST_TORCH = Version("2.6")
+"""With ``torch.distributed.fsdp.fully_shard`` and ``torch.nn.utils.get_total_norm``."""
 
 
 def loss_scaler(config: dict[str, Any]) -> Any:
@@ -36,20 +41,29 @@ def loss_scaler(config: dict[str, Any]) -> Any:
     return CreateLossScaler(dtype, fp16.loss_scale, fp16.loss_scale == 0, fp16.dynamic_loss_scale_args())
 
 
-class FsdpTrainee:
-    """An FSDP2 model with its optimizer under measurement (:class:`.measured_run.Trainee`).
+class FsdpTrainee(Trainee):
+    """An FSDP2 model with its optimizer under measurement.
 
     Args:
-        model: after :func:`shard`.
-        config: DeepSpeed config; optimizer, clipping, accumulation and ``fp16`` are read.
+        model: whole.
+        task: optimizer, clipping, accumulation and ``fp16`` are read from its DeepSpeed config.
         device: where the computation runs.
-        numel: parameters of the model.
     """
 
-    def __init__(self, model: torch.nn.Module, config: dict[str, Any], device: torch.device, numel: int) -> None:
+    def __init__(self, model: torch.nn.Module, task: Task, device: torch.device) -> None:
+        config, dtype = task.deepspeed_config, DTYPES[task.workload.precision]
         self.device = device
         self.vocabulary: int = model.config.vocab_size  # type: ignore[union-attr,assignment]
-        self.numel = numel
+        self.numel = sum(p.numel() for p in model.parameters())
+        model.to("cpu")
+        for name, buffer in model.named_buffers():
+            if buffer.is_floating_point():  # as DeepSpeed's engine does
+                owner, _, own_name = name.rpartition(".")
+                model.get_submodule(owner).register_buffer(own_name, buffer.to(device, dtype), persistent=False)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        limit_gpu_memory(task.gpu_nbytes)  # only now: the first weights are drawn whole on the GPU
+        shard(model, dtype, device)
         self._model = model
         self._parameters = list(model.parameters())
         settings = dict(config["optimizer"]["params"])
@@ -94,12 +108,6 @@ class FsdpTrainee:
     def n_skipped(self) -> int:
         return self._n_skipped
 
-    def stall_s(self) -> float:
-        return 0.0
-
-    def stats(self) -> dict[str, Any] | None:
-        return None
-
 
 def shard(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Makes each decoder layer, and the rest, a unit of FSDP2 with its fp32 shards in host memory.
@@ -109,7 +117,6 @@ def shard(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> N
         dtype: of computation, gathers and gradient reduction, as with DeepSpeed's defaults.
         device: the accelerator.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     options: dict[str, Any] = {
@@ -132,52 +139,19 @@ def _to_fp32(module: torch.nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def refusal() -> str:
-    """Why FSDP2 with CPU offload cannot run here, or an empty string."""
-    try:
-        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard  # noqa: F401
-    except ImportError:
-        return f"torch {torch.__version__} has no torch.distributed.fsdp.fully_shard: it needs torch 2.6 or later"
-    if not hasattr(torch.nn.utils, "get_total_norm"):
-        return f"torch {torch.__version__} has no torch.nn.utils.get_total_norm: it needs torch 2.6 or later"
-    return ""
+def building(task: Task, device: torch.device, run: MeasuredRun) -> AbstractContextManager[object]:
+    """The context in which the model is built."""
+    return same_weights_as_zero_init(DTYPES[task.workload.precision], device)
 
 
 def main() -> None:
-    task = read_task()
-    workload, config = task.workload, task.deepspeed_config
-    if reason := refusal():
-        sys.exit(f"cannot run: {reason}")
-    if task.deterministic:
-        use_deterministic_algorithms()
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank()) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    # gloo for the gradients' norm, which is reduced in host memory.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    deepspeed.init_distributed()  # its loss scaler asks it for the rank
-    run = MeasuredRun(task)
-    workloads.prepare()
-    t_start = time.perf_counter()
-    torch.manual_seed(MODEL_SEED)
-    dtype = DTYPES[workload.precision]
-    with same_weights_as_zero_init(dtype, device):
-        model = workloads.build(workload.model, workload.sequence, checkpointing=workload.activation_checkpointing)
-    model.to("cpu")
-    for name, buffer in model.named_buffers():
-        if buffer.is_floating_point():  # as DeepSpeed's engine does
-            model.get_submodule(name.rpartition(".")[0]).register_buffer(
-                name.rpartition(".")[2], buffer.to(device, dtype), persistent=False
-            )
-    numel = sum(p.numel() for p in model.parameters())
-    t_model = time.perf_counter()
-    if on_gpu:
-        torch.cuda.empty_cache()
-    limit_gpu_memory(task.gpu_nbytes)  # only now: the first weights are drawn whole on the GPU
-    shard(model, dtype, device)
-    trainee = FsdpTrainee(model, config, device, numel)
-    run.train(trainee, t_model - t_start, time.perf_counter() - t_model)
+    if Version(torch.__version__) < OLDEST_TORCH:
+        sys.exit(f"cannot run: torch {torch.__version__} lacks parts of FSDP2: it needs torch {OLDEST_TORCH} or later")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # gloo for the gradients' norm, which is reduced in host memory. DeepSpeed's loss scaler asks for the rank.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    run_task(building, FsdpTrainee)
     dist.destroy_process_group()
 
 

@@ -10,54 +10,49 @@ TenCache is mentioned only where its transfers are metered and its own counters 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import torch
 
 from .. import workloads
-from .measured_run import (
-    MODEL_SEED,
-    MeasuredRun,
-    limit_gpu_memory,
-    local_rank,
-    nvme_paths,
-    read_task,
-    use_deterministic_algorithms,
-)
+from ..record import Task
+from .measured_run import MeasuredRun, Trainee, limit_gpu_memory, nvme_paths, run_task
 from .storage_meter import StorageMeter
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class DeepSpeedTrainee:
-    """A DeepSpeed engine under measurement (:class:`.measured_run.Trainee`)."""
+class DeepSpeedTrainee(Trainee):
+    """A DeepSpeed engine under measurement."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, model: torch.nn.Module, task: Task, device: torch.device) -> None:
+        config = task.deepspeed_config
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        self.engine = engine
         self.device: torch.device = engine.device
         self.vocabulary: int = engine.module.config.vocab_size
         self.numel: int = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
         self.tencache = getattr(engine.optimizer, "tencache", None)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return self.engine(input_ids=tokens, labels=tokens, use_cache=False).loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        self._engine.backward(loss)
+        self.engine.backward(loss)
 
     def step(self) -> None:
-        self._engine.step()
+        self.engine.step()
 
     def loss_scale(self) -> float | None:
-        scale = getattr(self._engine.optimizer, "cur_scale", None) if self._engine.fp16_enabled() else None
+        scale = getattr(self.engine.optimizer, "cur_scale", None) if self.engine.fp16_enabled() else None
         return None if scale is None else float(scale)
 
     def n_skipped(self) -> int:
-        return int(self._engine.skipped_steps)
+        return int(self.engine.skipped_steps)
 
     def stall_s(self) -> float:
         return 0.0 if self.tencache is None else sum(self.tencache.stats().total.stall_seconds.values())
@@ -107,13 +102,9 @@ def same_weights_as_zero_init(dtype: torch.dtype, device: torch.device) -> Itera
     """
     import transformers
 
-    previous = torch.get_default_dtype()
-    with device, mock.patch.object(transformers.PreTrainedModel, "initialize_weights", return_value=None):
-        torch.set_default_dtype(dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(previous)
+    whole = mock.patch.object(transformers.PreTrainedModel, "initialize_weights", return_value=None)
+    with device, whole, workloads.default_dtype(dtype):
+        yield
 
 
 def compare_counters(meter: StorageMeter, stats: Any) -> str:
@@ -125,42 +116,18 @@ def compare_counters(meter: StorageMeter, stats: Any) -> str:
     return f"bytes read and written at the storage calls {metered} and as TenCache counts {counted} {verdict}"
 
 
-def main() -> None:
-    task = read_task()
-    workload, config = task.workload, task.deepspeed_config
-
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    if task.deterministic:
-        use_deterministic_algorithms()
-    deepspeed.init_distributed()
-    get_accelerator().set_device(local_rank())
-    run = MeasuredRun(task, nvme_paths(config))
-    meter_storage(run.meter, config)
+def building(task: Task, device: torch.device, run: MeasuredRun) -> AbstractContextManager[object]:
+    """The context in which the model is built: partitioned at once, or whole for a peer that needs it so."""
+    meter_storage(run.meter, task.deepspeed_config)
     limit_gpu_memory(task.gpu_nbytes)
-    workloads.prepare()
-    t_start = time.perf_counter()
-    torch.manual_seed(MODEL_SEED)
     if task.zero_init:
-        building = deepspeed.zero.Init(config_dict_or_path=config)
-    else:
-        device = torch.device(get_accelerator().current_device_name())
-        building = same_weights_as_zero_init(DTYPES[workload.precision], device)
-    with building:
-        model = workloads.build(workload.model, workload.sequence, checkpointing=workload.activation_checkpointing)
-    t_model = time.perf_counter()
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    get_accelerator().synchronize()
-    t_ready = time.perf_counter()
-    trainee = DeepSpeedTrainee(engine)
-    if deepspeed.comm.get_rank() == 0:
-        print(
-            f"model {t_model - t_start:.1f} s, initialize {t_ready - t_model:.1f} s, {trainee.numel / 1e9:.3f} B",
-            flush=True,
-        )
-    run.train(trainee, t_model - t_start, t_ready - t_model)
-    engine.destroy()
+        return deepspeed.zero.Init(config_dict_or_path=task.deepspeed_config)
+    return same_weights_as_zero_init(DTYPES[task.workload.precision], device)
+
+
+def main() -> None:
+    run, trainee = run_task(building, DeepSpeedTrainee)
+    trainee.engine.destroy()
     if trainee.tencache is not None and deepspeed.comm.get_rank() == 0:
         print(compare_counters(run.meter, trainee.tencache.stats()), flush=True)
 

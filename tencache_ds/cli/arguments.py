@@ -32,6 +32,16 @@ def at_least_one(text: str) -> int:
     return value
 
 
+def size(text: str) -> int:
+    """Bytes, such as ``32GiB``, for :mod:`argparse`."""
+    from tencache_ds.config import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def check_json_file(file: Path | None) -> None:
     """Says before anything is measured that the result could not be written.
 

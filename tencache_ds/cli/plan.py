@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from tencache_ds.cli.arguments import at_least_one, check_json_file, open_console, positive
+from tencache_ds.cli.arguments import at_least_one, check_json_file, open_console, positive, size
 from tencache_ds.cli.finding import format_nbytes
 from tencache_ds.cli.plan_plot import write_plot
 from tencache_ds.errors import ConfigError, TenCacheError
@@ -70,7 +70,7 @@ def add_command(commands: Any) -> None:
         help="RAM per rank, as tencache.host_memory (default: 80 %% of the available memory)",
     )  # fmt: skip
     place.add_argument(
-        "--gpu-memory", type=_gpu_size, default=0, metavar="SIZE",
+        "--gpu-memory", type=size, default=0, metavar="SIZE",
         help="memory of each GPU that training leaves idle, as tencache.gpu_memory; the automatic value is only known "
         "after the first step of a training run (default: none)",
     )  # fmt: skip
@@ -98,15 +98,6 @@ def _size(text: str) -> int:
 
     try:
         return parse_host_memory(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _gpu_size(text: str) -> int:
-    from tencache_ds.config import parse_size
-
-    try:
-        return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from tencache_ds.errors import StorageError
+from tencache_ds.errors import ConfigError, LockedMemoryError, StorageError
 from tencache_ds.io import Operation, Ticket
+from tencache_ds.memory import HostArena, Locking
 from tencache_ds.profiling.probe_storage import Kind
 
 TIMEOUT_S = 120.0
@@ -50,6 +52,27 @@ class Requests:
     def extent(self, slot: int, turn: int) -> int:
         """The extent that buffer ``slot`` goes to at its ``turn``-th request: together they walk through all."""
         return (turn * len(self.buffers) + slot) % self.n_extents
+
+
+def open_buffer(stack: ExitStack, nbytes: int) -> tuple[torch.Tensor, str]:
+    """Random bytes in aligned memory, locked if that is possible, as in training; why it is not, or an empty string."""
+    why = ""
+    for locking in (Locking.CUDA if torch.cuda.is_available() else Locking.MLOCK, Locking.NONE):
+        with ExitStack() as attempt:
+            try:
+                arena = HostArena(None, locking)
+                attempt.callback(arena.close)
+                slab = arena.allocate(nbytes, "storage benchmark")
+            except (LockedMemoryError, ConfigError) as error:
+                if locking is Locking.NONE:
+                    raise
+                why = str(error)
+                continue
+            stack.push(attempt.pop_all())
+            # Compressible data would flatter a device that compresses.
+            slab.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
+            return slab, why
+    raise RuntimeError("neither locked nor plain memory was tried")
 
 
 def operation_of(kind: Kind, slot: int) -> Operation:
@@ -131,7 +154,7 @@ class StockSession:
 
     def __init__(self, settings: Mapping[str, bool | int], requests: Requests) -> None:
         self._requests = requests
-        self._handle: Any = open_stock_handle(settings)
+        self.handle: Any = open_stock_handle(settings)
 
     def transfer(self, kind: Kind, seconds: float) -> int:
         """See :meth:`Session.transfer`."""
@@ -141,9 +164,9 @@ class StockSession:
         while True:
             for slot, buffer in enumerate(requests.buffers):
                 is_read = operation_of(kind, slot) is Operation.READ
-                start = self._handle.async_pread if is_read else self._handle.async_pwrite
+                start = self.handle.async_pread if is_read else self.handle.async_pwrite
                 start(buffer, *requests.place(requests.extent(slot, turn)))
-            n_done = self._handle.wait()
+            n_done = self.handle.wait()
             if n_done != len(requests.buffers):
                 cause = f"aio_handle.wait() reports {n_done} of {len(requests.buffers)} requests as completed"
                 raise StorageError(kind.value, requests.name, 0, requests.request_nbytes, cause)
@@ -154,4 +177,4 @@ class StockSession:
 
     def close(self) -> None:
         """See :meth:`Session.close`."""
-        self._handle = None
+        self.handle = None

@@ -16,14 +16,11 @@ from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 
-import torch
-
-from tencache_ds.cli.storage_loops import Session, StockSession
+from tencache_ds.cli.storage_loops import Session, StockSession, open_buffer
 from tencache_ds.cli.tune_result import LEAST_ROUNDS, Choice, Measured, PathResult
 from tencache_ds.cli.tune_sessions import Settings, TenCacheSession, requests_on, stock_grid, tencache_grid
-from tencache_ds.errors import ConfigError, LockedMemoryError
+from tencache_ds.errors import ConfigError
 from tencache_ds.io import BACKENDS
-from tencache_ds.memory import HostArena, Locking
 from tencache_ds.profiling.filesystem import FileSystem, block_device_of, file_system_of
 from tencache_ds.profiling.probe_storage import Kind, area_nbytes_for, fill_area, open_area
 
@@ -67,8 +64,7 @@ def measure_path(folder: Path, seconds: float, advance: Callable[[float], None] 
         device.check_alignment(folder)
     with ExitStack() as stack:
         area = stack.enter_context(open_area(folder, area_nbytes, REQUEST_NBYTES, N_FILES))
-        slab, unlocked = _buffers(stack, MOST_IN_FLIGHT * REQUEST_NBYTES)
-        slab.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))  # nothing that can be compressed
+        slab, unlocked = open_buffer(stack, MOST_IN_FLIGHT * REQUEST_NBYTES)
         buffers = slab.split(REQUEST_NBYTES)
         # Compiles the ops before the clock starts, and determines the backend.
         everything = requests_on(area, buffers, MOST_IN_FLIGHT)
@@ -135,25 +131,6 @@ def warnings_of(folder: Path, system: FileSystem, direct: bool) -> list[str]:
             "are a guess. Name a folder on ext4 or xfs."
         )
     return warnings
-
-
-def _buffers(stack: ExitStack, nbytes: int) -> tuple[torch.Tensor, str]:
-    """Aligned memory, locked if that is possible, as in training; why it is not, or an empty string."""
-    why = ""
-    for locking in (Locking.CUDA if torch.cuda.is_available() else Locking.MLOCK, Locking.NONE):
-        with ExitStack() as attempt:
-            try:
-                arena = HostArena(None, locking)
-                attempt.callback(arena.close)
-                slab = arena.allocate(nbytes, "tencache tune")
-            except (LockedMemoryError, ConfigError) as error:
-                if locking is Locking.NONE:
-                    raise
-                why = str(error)
-                continue
-            stack.push(attempt.pop_all())
-            return slab, why
-    raise RuntimeError("neither locked nor plain memory was tried")
 
 
 def _why_no_stock(direct: bool, unlocked: str) -> str:

@@ -12,7 +12,7 @@ from tencache_ds.cli.storage_loops import Requests, keep_in_flight
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import StorageError
 from tencache_ds.integration.aio_section import read_aio_section
-from tencache_ds.io import BACKENDS, BackendSettings, Operation, StorageBackend, Ticket, open_backend
+from tencache_ds.io import BACKENDS, BackendSettings, Operation, Ticket, open_backend
 from tencache_ds.planning.cores import LANES
 from tencache_ds.profiling.probe_storage import Area, Kind
 
@@ -103,8 +103,8 @@ class TenCacheSession:
     """
 
     def __init__(self, kind: str, settings: Settings, requests: Requests, buffers_are_pinned: bool) -> None:
-        self._requests = requests
-        self._backend, self.reason = open_backend(
+        self.requests = requests
+        self.backend, self.reason = open_backend(
             kind,
             BackendSettings(
                 buffers_are_pinned=buffers_are_pinned,
@@ -115,24 +115,20 @@ class TenCacheSession:
             ),
         )
 
-    @property
-    def backend(self) -> StorageBackend:
-        return self._backend
-
     def transfer(self, kind: Kind, seconds: float) -> int:
         """See :meth:`~.storage_loops.Session.transfer`."""
         try:
-            return keep_in_flight(self._requests, kind, seconds, self._start)
+            return keep_in_flight(self.requests, kind, seconds, self.start)
         except StorageError as error:
             cause = os.strerror(error.errno) if error.errno else str(error)
             raise StorageError(
-                error.operation, self._requests.name, error.offset, error.nbytes, cause,
-                errno=error.errno, tag="tencache tune",
-            ) from error  # fmt: skip
+                error.operation, self.requests.name, error.offset, error.nbytes, cause, errno=error.errno
+            ) from error
 
     def close(self) -> None:
         """See :meth:`~.storage_loops.Session.close`."""
-        self._backend.close()
+        self.backend.close()
 
-    def _start(self, operation: Operation, slot: int, extent: int) -> Ticket:
-        return self._backend.submit(operation, *self._requests.place(extent), self._requests.buffers[slot])
+    def start(self, operation: Operation, slot: int, extent: int) -> Ticket:
+        """See :data:`~.storage_loops.Issue`."""
+        return self.backend.submit(operation, *self.requests.place(extent), self.requests.buffers[slot])

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.inference import command
@@ -34,7 +38,9 @@ def test_it_compares_and_leaves_nothing_on_the_storage(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out" / "inference.json").read_text())["by_batch"]["2"]
     found = {name: Generation.model_validate(each) for name, each in record.items()}
     assert set(found) == set(COMPARED)
-    assert all(each.seconds_per_token > 0 and each.model_nbytes > 10**7 for each in found.values())
+    # Seconds for a token are a difference of two generations: on a busy machine it can be negative for so small a model.
+    assert all(min(each.prompt_s) > 0 and len(each.token_s) == 1 for each in found.values())
+    assert all(each.model_nbytes > 10**7 for each in found.values())
     assert found["stock-ram"].tokens == found[COMPARED[-1]].tokens, "TenCache generates the same tokens"
     assert found["device"].tokens == found["accelerate-disk"].tokens
     idle = found["tencache-ram:gpu_memory=0"]
@@ -48,28 +54,52 @@ def test_it_compares_and_leaves_nothing_on_the_storage(tmp_path: Path) -> None:
 
 def test_names_are_readable_and_errors_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     names = ["stock-ram", "tencache-ram:gpu_memory=8GiB", "tencache:gpu_memory=16GiB+host_memory=32GiB"]
-    texts = {"stock-ram": "RuntimeError: out\nof memory"}
 
-    def fail(arguments: Any, name: str, *_: Any) -> Any:
-        if name in texts:
-            raise ValueError(texts[name])
-        if name == names[1]:
-            raise subprocess.TimeoutExpired(["python", "-m", "a.module", *["--option"] * 100], 120.0)
+    def generate(arguments: Any, name: str, *_: Any) -> Any:
+        if name == "stock-ram":
+            raise ValueError("RuntimeError: out\nof memory")
         return Generation(built_s=100, prompt_s=[12.34] * 2, token_s=[12.34] * 2, tokens=[[1]], model_nbytes=10**11,
                           gpu_peak_nbytes=10**11, rss_peak_nbytes=10**11, gpu_nbytes=10**11, host_nbytes=10**11,
                           nvme_nbytes=10**11)  # fmt: skip
 
-    monkeypatch.setattr(command, "_run", fail)
+    monkeypatch.setattr(command, "_run", generate)
     monkeypatch.setattr(command, "Machine", FakeMachine)
-    words = [*names, "--nvme-path", str(tmp_path), "--out", str(tmp_path), "--model", "7M", "--runs", "1"]
+    words = [*names, "--nvme-path", str(tmp_path), "--out", str(tmp_path), "--model", "7M", "--runs", "2"]
     assert command.run(words) == command.EXIT_PROBLEM
     lines = capsys.readouterr().out.splitlines()
-    assert all(any(line.startswith("│") and f" {name} " in line for line in lines) for name in names)
-    assert f"{names[1]}: timed out after 120 s" in lines
+    assert all(any(line.startswith(f"{name} ") for line in lines) for name in names)
     assert "stock-ram: RuntimeError: out of memory" in lines
-    assert not any("--option" in line for line in lines)
     record = json.loads((tmp_path / "inference.json").read_text())["by_batch"]["8"]
-    assert "--option" in record[names[1]]
+    assert record["stock-ram"] == "RuntimeError: out of memory"
+    assert record[names[1]]["token_s"] == [12.34] * 4, "of both processes"
+
+
+def test_a_line_of_the_table() -> None:
+    def generation(**changes: Any) -> Generation:
+        known = {"built_s": 1.26, "prompt_s": [0.5, 0.25], "token_s": [0.2], "tokens": [[1]], "model_nbytes": 10**9,
+                 "gpu_peak_nbytes": 3 * 2**30, "rss_peak_nbytes": 2**30}  # fmt: skip
+        return Generation(**(known | changes))
+
+    places = {"gpu_nbytes": 2**30, "host_nbytes": 0, "nvme_nbytes": 10**8}
+    found = {"stock-ram": generation(), "tencache": generation(token_s=[0.1, 0.1, 0.3], **places)}
+    systems = {name: SYSTEMS[name] for name in ("stock-ram", "tencache", "device")}
+    shown = command.table(4, systems, found, HARDWARE)
+    assert list(shown.loc["tencache"]) == [
+        "100.0", "40.0", "2.00", "0.50", "0.25", "1.3", "3.0", "1.0", "1.0, 0.0, 0.1", "equal"
+    ]  # fmt: skip
+    assert list(shown.loc["stock-ram"][["x stock-ram", "of bound", "weights: GPU, RAM, NVMe"]]) == ["1.00", "0.10", "-"]
+    assert list(shown.loc["device"]) == ["failed", *[""] * 9]
+
+
+@pytest.mark.parametrize(("timeout_s", "error"), [(60, "KeyError: 'no such program'"), (0, "not finished after 0 s")])
+def test_what_went_wrong_is_said(tmp_path: Path, timeout_s: float, error: str) -> None:
+    words = ["device", "--nvme-path", str(tmp_path), "--out", str(tmp_path / "out"), "--timeout", str(timeout_s)]
+    arguments = command.make_parser().parse_args([*words, "--model", "7M"])
+    arguments.out.mkdir()
+    broken = replace(SYSTEMS["device"], program="no such program")
+    with pytest.raises(ValueError, match=error):
+        command._run(arguments, "device", broken, census("7M", 16), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 class FakeMachine:
@@ -129,10 +159,29 @@ def test_tokens_are_compared_by_their_places(tokens: list[list[int]], varies: bo
     assert Generation(tokens=tokens, varies=varies, **figures).compare(expected) == said
 
 
+def test_a_comparison_that_is_terminated_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[psutil.Process] = []
+
+    def watch(program: Any) -> None:
+        started.append(psutil.Process(program._process.pid))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+
+    monkeypatch.setattr(command, "Machine", FakeMachine)
+    monkeypatch.setattr(command.Program, "watch", watch)
+    words = ["device", "--nvme-path", str(tmp_path), "--out", str(tmp_path / "out"), "--model", "7M"]
+    before = signal.getsignal(signal.SIGTERM)
+    assert command.run(words) == command.EXIT_INTERRUPTED
+    assert len(started) == 1
+    assert psutil.wait_procs(started, timeout=10)[1] == []
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_configs_of_all_systems(tmp_path: Path) -> None:
     counted = census("7M", 16)
     for name, system in SYSTEMS.items():
-        config = system.config(tmp_path, counted, 2)
+        config = system.config(str(tmp_path), counted, 2)
         if system.device is None:
             assert config == {}
             continue

@@ -9,9 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,8 @@ from benchmarks.training.consumption import CpuEnergy
 from benchmarks.training.device_profile import busy_s, parse_trace
 from benchmarks.training.storage_meter import StorageMeter, on_training_thread
 from benchmarks.training.timeline import Timeline
-from tencache_ds.io import BACKENDS
+from tencache_ds.io import BACKENDS, GdsBackend, NativeBackend
+from tencache_ds.io.backends.posix import PosixFiles
 from tests.io.conftest import aligned
 from tests.io.device_files import new_kind
 
@@ -39,11 +39,17 @@ def op() -> ModuleType:
 
 
 @pytest.fixture
-def meter(op: ModuleType) -> Iterator[StorageMeter]:
+def meter(op: ModuleType, monkeypatch: pytest.MonkeyPatch) -> StorageMeter:
+    for owner, name in (
+        (op, "aio_handle"),
+        (PosixFiles, "transfer"),
+        (NativeBackend, "submit"),
+        (GdsBackend, "submit"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # puts back what the meter replaces
     metered = StorageMeter()
     metered.meter_handles(op)
-    yield metered
-    metered.detach()
+    return metered
 
 
 @pytest.fixture
@@ -92,9 +98,8 @@ def test_a_metered_handle_is_still_a_handle(handle: Any, op: ModuleType, meter: 
     locked = handle.new_cpu_locked_tensor(NBYTES, torch.empty(0, dtype=torch.uint8))
     assert handle.is_pinned(locked)
     assert handle.free_cpu_locked_tensor(locked)
-    meter.detach()
-    assert isinstance(handle, op.aio_handle)
-    assert type(op.aio_handle(4096, 1, False, False, 1)) is op.aio_handle
+    assert type(handle) is op.aio_handle
+    assert type(handle).__base__.__name__ == "aio_handle"
 
 
 def test_time_in_lanes_is_no_wait_of_the_training(handle: Any, meter: StorageMeter, tmp_path: Path) -> None:
@@ -158,8 +163,6 @@ def test_an_unknown_handle_is_refused() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_counts_what_tencache_moves(backend: str, handle: Any, meter: StorageMeter, tmp_path: Path) -> None:
     from tencache_ds.io import BackendSettings, ExtentStore, open_backend
-    from tencache_ds.io.backends.native import NativeBackend
-    from tencache_ds.io.backends.posix import PosixFiles
 
     meter.meter_files(PosixFiles)
     meter.meter_requests(NativeBackend)
@@ -177,7 +180,7 @@ def test_counts_what_tencache_moves(backend: str, handle: Any, meter: StorageMet
 
 
 def test_counts_what_gds_moves(meter: StorageMeter, tmp_path: Path) -> None:
-    from tencache_ds.io import GdsBackend, Operation
+    from tencache_ds.io import Operation
 
     path = tmp_path / "data"
     path.write_bytes(bytes(NBYTES))
@@ -196,11 +199,12 @@ def test_timeline_starts_at_nothing_and_grows() -> None:
     meter = StorageMeter()
     meter.add(read_nbytes=1000)
     timeline = Timeline(meter, hz=200, further_rss_nbytes=lambda: 5)
-    timeline.start()
-    meter.add(read_nbytes=7, write_nbytes=3)
+    with timeline.span():
+        meter.add(read_nbytes=7, write_nbytes=3)
+        time.sleep(0.05)
+    samples = list(timeline.samples)
     time.sleep(0.05)
-    samples = timeline.stop()
-    assert timeline.stop() == samples
+    assert timeline.samples == samples
     assert (samples[0].nvme_read_nbytes, samples[0].nvme_write_nbytes) == (0, 0)
     assert (samples[-1].nvme_read_nbytes, samples[-1].nvme_write_nbytes) == (7, 3)
     assert len(samples) >= 3
@@ -211,15 +215,15 @@ def test_timeline_starts_at_nothing_and_grows() -> None:
 def test_a_timeline_leaves_out_what_was_between_its_spans() -> None:
     meter = StorageMeter()
     timeline = Timeline(meter, hz=200)
-    timeline.start()
-    meter.add(read_nbytes=7, write_nbytes=3)
-    first = list(timeline.stop())
+    with timeline.span():
+        meter.add(read_nbytes=7, write_nbytes=3)
+    first = list(timeline.samples)
     meter.add(read_nbytes=1000, write_nbytes=1000)
     time.sleep(0.5)
-    timeline.start()
-    meter.add(read_nbytes=1, write_nbytes=2)
-    time.sleep(0.05)
-    samples = timeline.stop()
+    with timeline.span():
+        meter.add(read_nbytes=1, write_nbytes=2)
+        time.sleep(0.05)
+    samples = timeline.samples
     assert samples[: len(first)] == first
     assert (samples[-1].nvme_read_nbytes, samples[-1].nvme_write_nbytes) == (8, 5)
     assert [sample.t_s for sample in samples] == sorted(sample.t_s for sample in samples)
@@ -228,38 +232,23 @@ def test_a_timeline_leaves_out_what_was_between_its_spans() -> None:
 
 def test_consumption_is_summed_over_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = iter(range(0, 1000, 100))
-
-    class Counting:
-        def __init__(self, *_: object) -> None:
-            self._start = next(counter)
-
-        def nbytes(self) -> int:
-            return next(counter) - self._start
-
-        joules = nbytes
-
-    class Unreadable(Counting):
-        def nbytes(self) -> None:  # type: ignore[override]
-            return None
-
-        joules = nbytes
-
-    monkeypatch.setattr(consumption, "DiskWrites", Unreadable)
-    monkeypatch.setattr(consumption, "CpuEnergy", Unreadable)
-    monkeypatch.setattr(consumption, "GpuEnergy", Counting)
-    spent = consumption.Consumption([str(tmp_path)])
+    unreadable = SimpleNamespace(joules=lambda: None, nbytes=lambda: None)
+    monkeypatch.setattr(consumption, "gpu_joules", lambda: next(counter))
+    monkeypatch.setattr(consumption, "CpuEnergy", lambda: unreadable)
+    monkeypatch.setattr(consumption, "DiskWrites", lambda paths: unreadable)
+    consumed = consumption.Consumption([str(tmp_path)])
     for _ in range(2):
-        spent.start()
-        spent.look()
-        spent.stop()
+        with consumed.span():
+            consumed.counts()
         next(counter)  # between the spans
-    assert (spent.gpu_j, spent.cpu_j, spent.disk_write_nbytes) == (200, None, None)
+    assert consumed.spent == {"gpu_energy_j": 400, "cpu_energy_j": None, "disk_write_nbytes": None}
 
 
 def test_no_timeline_at_zero_hertz() -> None:
     timeline = Timeline(StorageMeter(), hz=0)
-    timeline.start()
-    assert timeline.stop() == []
+    with timeline.span():
+        pass
+    assert timeline.samples == []
 
 
 def test_bytes_of_this_process_are_those_of_the_kernel(tmp_path: Path) -> None:

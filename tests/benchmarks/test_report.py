@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record import Benchmark, Caps, Placement, write_at_once
+from benchmarks.record import Benchmark, Caps, Placement
 from benchmarks.reporting.figures import (
     HOST_USED,
     PEAK_RSS,
@@ -409,7 +409,7 @@ def test_page_and_plots_lie_beside_each_other(tmp_path: Path):
 
 
 def test_a_record_that_went_through_a_file_gives_the_same_page(tmp_path: Path):
-    write_at_once(small(), tmp_path / "small.json")
+    small().write(tmp_path / "small.json")
     assert render(Benchmark.read(tmp_path / "small.json")) == render(small())
 
 

@@ -16,9 +16,9 @@ from benchmarks.comparison.peers import PEERS, Setting
 from benchmarks.comparison.suites import (
     ALL,
     PAPER,
+    PAPER_MODELS,
     SETS,
     paper,
-    paper_models,
     parse_entries,
     parse_entry,
     smoke,
@@ -121,7 +121,7 @@ def test_models_have_their_published_sizes(model: str, billions: float) -> None:
 
 def test_suites() -> None:
     assert smoke(0).workload.model == "7M"
-    assert len(paper_models()) == 6
+    assert len(PAPER_MODELS) == 6
     plan = paper("OPT-6.7B")
     assert (plan.workload.micro_batch, plan.workload.precision) == (16, "fp16")
     with pytest.raises(ValueError, match="no model 'GPT-5'"):

@@ -199,7 +199,6 @@ def test_pinned_memory_of_tencache_is_recorded(monkeypatch: pytest.MonkeyPatch) 
     """On a GPU; elsewhere nothing is registered."""
     made = SimpleNamespace(
         _can_reset_peak=False, _children_nbytes=0, _peak_rss=7, _gather=lambda value: [value], _rank=0,
-        task=SimpleNamespace(host_nbytes=None), _result=Measurement(),
     )  # fmt: skip
     assert MeasuredRun._memory(made, 5, {"pinned_nbytes": 9}).registered_nbytes == 0  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,7 @@ N_TURNS = 3
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
+from typing import Any
 from benchmarks.turns import Gate
 
 name, task, journal, fails_at, sleeps_at = sys.argv[1:]
@@ -57,8 +59,8 @@ class Scripted:
     fails_at: dict[str, int]
     sleeps_at: dict[str, int]
 
-    def command(self, request: Request, task: Path) -> list[str]:
-        name = request.configuration
+    def command(self, module: str, task: Path, ranks: int, launcher: Any) -> list[str]:
+        name = task.name.removeprefix("run000_").removesuffix(".task.json")
         at = [str(when.get(name, "")) for when in (self.fails_at, self.sleeps_at)]
         return [sys.executable, "-c", PROGRAM, name, str(task), str(self.folder / "journal"), *at]
 

@@ -104,7 +104,7 @@ def test_every_buffer_is_in_flight_until_the_time_is_over(clock: Clock) -> None:
 
 def test_stock_works_in_batches_with_its_own_settings(stock: StockSession, clock: Clock) -> None:
     defaults = read_aio_section({})
-    handle = stock._handle
+    handle = stock.handle
     assert handle.arguments == (8 * PAGE, defaults["queue_depth"], False, True, 3)
     assert stock.transfer(Kind.MIXED, 0.0) == 4 * PAGE
     assert handle.batches == [
@@ -113,6 +113,6 @@ def test_stock_works_in_batches_with_its_own_settings(stock: StockSession, clock
 
 
 def test_a_stock_handle_that_loses_a_request_is_an_error(stock: StockSession) -> None:
-    stock._handle.lost = 1
+    stock.handle.lost = 1
     with pytest.raises(StorageError, match="read failed at the folder.*3 of 4 requests as completed"):
         stock.transfer(Kind.READ, 0.0)

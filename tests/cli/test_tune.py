@@ -144,7 +144,7 @@ class TestRealRun:
         def fail(self: Any, kind: Any, slot: int, turn: int) -> Any:
             raise StorageError("read", "/proc/self/fd/7", 4096, 8 * MIB, "Input/output error", errno=errno.EIO)
 
-        monkeypatch.setattr(tune_measure.TenCacheSession, "_start", fail)
+        monkeypatch.setattr(tune_measure.TenCacheSession, "start", fail)
         with pytest.raises(StorageError, match="Input/output error") as caught:
             tune_measure.measure_path(tmp_path, 0.2)
         assert caught.value.path == str(tmp_path)
