@@ -63,7 +63,12 @@ class MoveRates:
 
 
 def plan_places(
-    blocks: Sequence[SavedBlock], rates: MoveRates | None, *, host_nbytes: int, has_nvme: bool
+    blocks: Sequence[SavedBlock],
+    rates: MoveRates | None,
+    *,
+    host_nbytes: int,
+    has_nvme: bool,
+    to_move_nbytes: int | None = None,
 ) -> tuple[Place, ...]:
     """The place of each block of the next pass.
 
@@ -76,11 +81,15 @@ def plan_places(
         rates: None if unknown: then every block is assumed to be out in time.
         host_nbytes: host memory for all of them together.
         has_nvme: whether there is NVMe storage for them.
+        to_move_nbytes: what has to leave the device, as far as moving it frees anything: the earliest blocks, at first
+            of those that are back in time. None: all that are back in time.
     """
-    movable = _out_in_time(blocks, rates)
+    moving = _out_in_time(blocks, rates)
+    if to_move_nbytes is not None:
+        moving = _least(blocks, moving, to_move_nbytes)
     places = [Place.GPU] * len(blocks)
     left_nbytes = host_nbytes
-    for index in reversed(movable) if has_nvme else movable:
+    for index in reversed(moving) if has_nvme else moving:
         nbytes = blocks[index].nbytes
         if nbytes <= left_nbytes:
             places[index] = Place.HOST
@@ -90,6 +99,19 @@ def plan_places(
             left_nbytes = -1
             places[index] = Place.NVME if has_nvme else Place.GPU
     return tuple(places)
+
+
+def _least(blocks: Sequence[SavedBlock], in_time: Sequence[int], nbytes: int) -> list[int]:
+    """Indices of as many blocks as have so many bytes together: the earliest of those in time, then of the others."""
+    known = set(in_time)
+    late = [index for index, block in enumerate(blocks) if not block.held_elsewhere and index not in known]
+    found: list[int] = []
+    for index in (*in_time, *late):
+        if nbytes <= 0:
+            break
+        found.append(index)
+        nbytes -= blocks[index].nbytes
+    return sorted(found)
 
 
 def _out_in_time(blocks: Sequence[SavedBlock], rates: MoveRates | None) -> list[int]:
