@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 
+from tencache_ds.activations.auto_places import AutoPlaces
 from tencache_ds.activations.copies import open_copies
 from tencache_ds.activations.host_buffers import HostBuffers
 from tencache_ds.activations.saved_tensors import ActivationFigures, SavedTensors
-from tencache_ds.config import TenCacheConfig
+from tencache_ds.config import Activations, TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.io import ExtentStore
 from tencache_ds.layout import gib
@@ -32,6 +33,7 @@ class ActivationHomes:
         count_host: more host memory is taken, or less.
         device: whose tensors are moved.
         is_weight: whether a tensor lies in the storage of a weight.
+        auto: decides which passes are taken; None: all of them.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class ActivationHomes:
         count_host: Callable[[int], None],
         device: torch.device,
         is_weight: Callable[[torch.Tensor], bool],
+        auto: AutoPlaces | None,
     ) -> None:
         self._options = options
         self._engine = engine
@@ -87,6 +90,7 @@ class ActivationHomes:
             least_nbytes=options.activation_min_size,
             host_capacity=capacity_nbytes,
             timeout_s=options.io_timeout_s,
+            auto=auto,
         )
 
     def _open(self) -> ExtentStore:
@@ -107,7 +111,8 @@ class ActivationHomes:
         """The places that activations may go to."""
         limit_nbytes = self._options.activation_memory
         ram = "what host_memory leaves" if limit_nbytes is None else gib(limit_nbytes)
-        return f"activations are moved to RAM ({ram}){' and NVMe' if self._paths else ''}"
+        when = "if they do not fit, " if self._options.activations == Activations.auto else ""
+        return f"{when}activations are moved to RAM ({ram}){' and NVMe' if self._paths else ''}"
 
     def close(self) -> None:
         """No graph can use it any more; waits for requests in flight.

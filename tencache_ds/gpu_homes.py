@@ -172,6 +172,11 @@ class GpuHomes:
         """Whether steps are no longer measured."""
         return self._planned
 
+    @property
+    def releasable_nbytes(self) -> int:
+        """Optimizer state that leaves GPU memory within a pass that needs it."""
+        return self._moves.state_nbytes if self._planned and not self._stuck else 0
+
     def step_done(self, record: StepRecord, update_seconds: float) -> None:
         """An optimizer step is over.
 

@@ -7,8 +7,8 @@ last. The other half is for backward, for the loss, and for what cannot be moved
 
 Once a pass is over, two figures of it are known: what it saved, which grows with its input and can be moved, and what
 it took beside that, which cannot. Together they are what a pass would take if everything stayed. Where that fits,
-autograd keeps its tensors itself, which costs nothing, and memory is looked at only when a pass begins. Three things end
-that: an input larger than any recorded one, less free memory than a pass needs, and an allocation that failed. The
+autograd keeps its tensors itself, which costs nothing, and memory is looked at only when a pass begins. Three things
+end that: an input larger than any recorded one, less free memory than a pass needs, and an allocation that failed. The
 following pass is then recorded like the first. After one of the latter two it takes a number of quiet steps until
 everything stays again, and twice as many if that was wrong.
 """
@@ -127,6 +127,11 @@ class ActivationRoom:
         with their input and another does not, such as gathered weights."""
         ratio = self._ratio(self._most_elements)
         return int(ratio * self._saved_nbytes + max(ratio, 1.0) * self._beside_nbytes)
+
+    @property
+    def saved_nbytes(self) -> int:
+        """The part of that which the pass is expected to save."""
+        return int(self._ratio(self._most_elements) * self._saved_nbytes)
 
     @property
     def free_nbytes(self) -> int:
