@@ -77,10 +77,10 @@ class AutoPlaces:
         self._backward_began = True
 
     def planned(self, places: Sequence[Place], nbytes: Sequence[int]) -> None:
-        """The pass that begins is to have these places, for blocks of these sizes."""
+        """The pass that begins is to have these places, for blocks that had these sizes in the recorded pass."""
         sums = dict.fromkeys(Place, 0)
         for place, each in zip(places, nbytes, strict=True):
-            sums[place] += each
+            sums[place] += int(each * self._room.growth)
         if self._said == "move" or not (sums[Place.HOST] or sums[Place.NVME]):
             return
         self._said = "move"

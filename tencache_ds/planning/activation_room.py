@@ -143,7 +143,12 @@ class ActivationRoom:
         if self._fits(0):
             return 0
         to_move_nbytes = self.expected_nbytes - int(self._free_nbytes / (1 + SPARE_SHARE))
-        return math.ceil(to_move_nbytes / self._ratio(self._last_elements))
+        return math.ceil(to_move_nbytes / self.growth)
+
+    @property
+    def growth(self) -> float:
+        """The size of this pass relative to the last recorded one."""
+        return self._ratio(self._last_elements)
 
     def _ratio(self, elements: int) -> float:
         """The size of this pass relative to one with so many elements; 1 where one of the two is not known."""
