@@ -172,6 +172,11 @@ class Session:
             )
         return self.activations is not None
 
+    @property
+    def competing_activations(self) -> ActivationHomes | None:
+        """Activations that move only where that is worth it; None if they stay, or move in any case."""
+        return self.activations if self.options.activations == Activations.auto else None
+
     def plan_optimizer_state(
         self,
         numels: Sequence[int],

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import gib
 from tencache_ds.planning.activation_policy import RecordedPass
 from tencache_ds.planning.activation_room import ActivationRoom
+from tencache_ds.profiling.fetch_waits import StreamClock
+from tencache_ds.profiling.move_waits import MoveCost, MoveWaits
 
 
 class AutoPlaces:
@@ -31,6 +33,10 @@ class AutoPlaces:
         self._room = ActivationRoom()
         self._backward_began, self._saved_any = True, False
         self._said: Literal["", "stay", "move"] = ""
+        self.waits: MoveWaits | None = None
+        """Measures what moves cost, if that is wanted at present."""
+        self.leaving: frozenset[int] = frozenset()
+        """Positions of blocks that move in any case."""
 
     # Passes
 
@@ -68,6 +74,30 @@ class AutoPlaces:
                 f"them, of {gib(self._room.free_nbytes)} that are free"
             )
 
+    # What a plan for all kinds of data decides
+
+    def measure(self, clock: StreamClock) -> None:
+        """In the next step all blocks move that can be back in time, and what each costs is measured."""
+        if self.waits is None:
+            self._say("activations are moved in some steps, to measure what that costs")
+        self.waits = MoveWaits(clock)
+        self.leaving = frozenset()
+        self._room.wanted = True
+
+    def measured(self) -> dict[int, MoveCost]:
+        """Of each block that was moved in the last step, by its position, what that has cost."""
+        return {} if self.waits is None else self.waits.costs()
+
+    def follow(self, leaving: Iterable[int]) -> None:
+        """From the next pass on these blocks move, and others only where they do not fit.
+
+        Args:
+            leaving: positions.
+        """
+        self.waits, self.leaving = None, frozenset(leaving)
+        self._room.wanted = bool(self.leaving)
+        self._said = ""
+
     def go_on(self, elements: int) -> None:
         """Another forward of the same pass begins."""
         self._room.go_on(elements)
@@ -81,7 +111,7 @@ class AutoPlaces:
         sums = dict.fromkeys(Place, 0)
         for place, each in zip(places, nbytes, strict=True):
             sums[place] += int(each * self._room.growth)
-        if self._said == "move" or not (sums[Place.HOST] or sums[Place.NVME]):
+        if self._said == "move" or self.waits is not None or not (sums[Place.HOST] or sums[Place.NVME]):
             return
         self._said = "move"
         self._say(
@@ -98,9 +128,9 @@ class AutoPlaces:
     # Bytes
 
     @property
-    def to_move_nbytes(self) -> int:
-        """Of this pass, in bytes of the recorded one."""
-        return self._room.to_move_nbytes()
+    def to_move_nbytes(self) -> int | None:
+        """Of this pass, in bytes of the recorded one; None: all that can be back in time."""
+        return None if self.waits is not None else max(self._room.to_move_nbytes(), 0)
 
     @property
     def expected_nbytes(self) -> int:

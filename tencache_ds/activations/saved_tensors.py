@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -42,6 +42,7 @@ from tencache_ds.planning.activation_policy import (
     reload_order,
     reload_window_nbytes,
 )
+from tencache_ds.profiling.move_waits import MoveWaits
 
 _T = TypeVar("_T")
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -247,6 +248,8 @@ class SavedTensors:
         with span(Category.COPY, "copy::activation_out", block.name, block.nbytes):
             block.left = self._copies.out(host[: block.nbytes], _bytes_of(storage))
         self._counters.moved(Link.D2H, block.nbytes)
+        if self._waits is not None:
+            self._waits.moved(block.position, block.nbytes, block.place)
         self._moved_nbytes += block.nbytes
         self._leaving.append((weakref.ref(block), storage, block.left))
         self._leaving_nbytes += block.nbytes
@@ -280,7 +283,10 @@ class SavedTensors:
             if event is not None and not event.query():
                 if self._leaving_nbytes <= self._most_leaving_nbytes:
                     return
+                before = None if self._waits is None else self._waits.mark()
                 self._copies.wait(event)
+                if self._waits is not None and (leaving := reference()) is not None:
+                    self._waits.waited(leaving.position, before)
             self._leaving.popleft()
             self._leaving_nbytes -= storage.nbytes()
             block = reference()
@@ -347,6 +353,7 @@ class SavedTensors:
             self._recorder.needed(block.position, now_s, held_elsewhere=is_held)
         if storage is not None:
             return storage
+        before = None if self._waits is None else self._waits.mark()
         is_late = block.arriving is None
         self._n_late += is_late
         self._n_ahead += not is_late
@@ -357,6 +364,8 @@ class SavedTensors:
             self._copy_back(block)
         storage, event = _required(block.arriving)
         self._copies.wait(event)
+        if self._waits is not None:
+            self._waits.waited(block.position, before)
         block.arriving = None
         self._arriving_nbytes -= block.nbytes
         return storage
@@ -425,6 +434,10 @@ class SavedTensors:
 
     # Passes
 
+    @property
+    def _waits(self) -> MoveWaits | None:
+        return None if self._auto is None else self._auto.waits
+
     def _begin_pass(self, elements: int = 0) -> None:
         """Plans the next pass with what is known of the last one."""
         recorded: RecordedPass | None = None
@@ -447,16 +460,22 @@ class SavedTensors:
             self._figures = ActivationFigures(kept_nbytes=auto.expected_nbytes)
         elif self._recorded is not None:
             blocks, to_move_nbytes = self._recorded.blocks, auto.to_move_nbytes
-            self._places = self._plan(blocks, to_move_nbytes) if to_move_nbytes > 0 else (Place.GPU,) * len(blocks)
+            if to_move_nbytes == 0 and not auto.leaving:
+                self._places = (Place.GPU,) * len(blocks)
+            else:
+                self._places = self._plan(blocks, to_move_nbytes, auto.leaving)
             auto.planned(self._places, [block.nbytes for block in blocks])
 
-    def _plan(self, blocks: Sequence[SavedBlock], to_move_nbytes: int | None) -> Sequence[Place]:
+    def _plan(
+        self, blocks: Sequence[SavedBlock], to_move_nbytes: int | None, leaving: Collection[int] = ()
+    ) -> Sequence[Place]:
         return plan_places(
             blocks,
             self._copies.rates(),
             host_nbytes=self._host_capacity(),
             has_nvme=self._stored.available,
             to_move_nbytes=to_move_nbytes,
+            leaving=leaving,
         )
 
     def _collect(self) -> None:
@@ -494,6 +513,12 @@ class SavedTensors:
             self._stored.check()
             if self._auto is not None:
                 self._auto.step_done()
+
+    def trim(self) -> None:
+        """Frees host memory that no block is in."""
+        with self._lock:
+            self._collect()
+            self._resident.trim()
 
     def close(self) -> None:
         """Ends it; the store is closed by its owner, before the memory of the buffers is freed. Graphs that still need

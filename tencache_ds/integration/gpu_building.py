@@ -120,4 +120,5 @@ def build_gpu_homes(
         agree=agreed,
         record_fetches=record_fetches,
         say=say,
+        activations=session.competing_activations,
     )

@@ -84,6 +84,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
         self._gpu_homes: GpuHomes | None = None
         self._gathered: GatheredWeights | None = None
         self._host_homes: HostHomes | None = None
+        self._state_moves: StateMoves | None = None
         self._device: tuple[DeviceMemory, DeviceAdam] | None = None
         self._model_weights: ModelWeights | None = None
         self._fused: FusedAdam | None = None
@@ -243,7 +244,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
             fused=fused,
             device=None if self._device is None else self._device[1],
         )
-        moves = StateMoves(
+        moves = self._state_moves = StateMoves(
             self._state,
             len(self.fp16_groups),
             engine,
@@ -391,6 +392,8 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
             coordinator.weights_changed()
         if self._host_homes is not None:
             self._host_homes.step_done()
+        if engine.activations is not None and self._state_moves is not None:
+            engine.activations.make_room(self._state_moves)
         self._follow_step()
         coordinator.read_ahead(updated=True)
         deepspeed_engine = self._deepspeed_engine()

@@ -45,6 +45,7 @@ class Cause(StrEnum):
     LARGER = "its input is larger than any before"
     SHORT = "less GPU memory is free than such a pass takes"
     FAILED = "an allocation of GPU memory failed"
+    PLANNED = "the memory saves more time with weights and optimizer state in it"
 
 
 class ActivationRoom:
@@ -55,6 +56,8 @@ class ActivationRoom:
         """Why the tensors of the pass are taken; None: autograd keeps them."""
         self.crowded = False
         """Whether tensors that this pass saves from now on have to move, wherever they were to be."""
+        self.wanted = False
+        """Whether tensors are to be taken even where everything fits."""
         self._whole = False  # taken from the beginning of the pass
         self._is_over = True  # its peak has been seen
         self._elements = 0  # of the pass, so far
@@ -106,6 +109,8 @@ class ActivationRoom:
                 self._patience.tried()
         else:
             self._disturbed(Cause.SHORT)
+        if self.cause is None and self.wanted:
+            self.cause = Cause.PLANNED
 
     def go_on(self, elements: int) -> None:
         """Another forward of the same pass, before its backward."""
@@ -186,7 +191,7 @@ class ActivationRoom:
     def _limit_nbytes(self) -> int:
         """What a pass may take in forward before anything has to move that was to stay."""
         unknown_nbytes = int(UNKNOWN_SHARE * self._free_nbytes)
-        if self.cause is not Cause.SHORT:
+        if self.cause not in (Cause.SHORT, Cause.PLANNED):
             return unknown_nbytes
         growth = max(self._ratio(self._most_elements), 1.0)
         known_nbytes = self._free_nbytes - int((1 + SPARE_SHARE) * growth * self._beside_nbytes)

@@ -155,7 +155,7 @@ def plan_gpu(
         least: number of chunks that are there and stay, whatever the budget and wherever their weights are.
         activations: those that may be moved.
     """
-    items: list[Weight | SavedItem] = [*weights, *activations]  # what no order and no other item binds, but for weights that chunks need
+    items: list[Weight | SavedItem] = [*weights, *activations]  # no chunk needs an activation
     chunks = [chunk for group in groups for chunk in group]
     per_byte = 0.0 if rates.nvme_bytes_per_s is None else 2 / rates.nvme_bytes_per_s
     knapsacks = [_Knapsack(items, each) for each in sorted({0.0, per_byte})]
