@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tencache_ds.activations.auto_places import AutoPlaces
+from tencache_ds.profiling.fetch_waits import HostClock
 from tests.activations.counted_memory import CountedMemory
 from tests.activations.test_saved_tensors import PLACES, Layers, Rig, gradients
 
@@ -138,6 +139,42 @@ def test_no_more_is_moved_than_has_to(training):
     made.step(256)
     figures = made.rig.saved.figures
     assert figures.kept_nbytes > figures.host_nbytes == made.moved_nbytes - before > 0
+
+
+def test_what_moves_is_measured_and_a_plan_is_followed(training):
+    made = training(4 * peak_nbytes(64))
+    for _ in range(2):
+        made.step(64)
+    assert not made.auto.takes
+    made.auto.measure(HostClock())
+    made.step(64)
+    costs = made.auto.measured()
+    assert made.moved_nbytes == sum(cost.moved_nbytes for cost in costs.values()) > 0
+    waited_for = sorted(position for position, cost in costs.items() if cost.seconds > 0)
+    assert len(costs) - len(waited_for) <= 1, "all but the input, which the test holds itself"
+    leaving = waited_for[::2]
+    made.auto.follow(leaving)
+    before = made.moved_nbytes
+    for _ in range(3):
+        made.step(64)
+        assert made.auto.takes
+    assert made.moved_nbytes - before == 3 * sum(costs[position].nbytes for position in leaving)
+    before = made.moved_nbytes
+    made.auto.follow([])
+    made.rig.saved.trim()
+    made.step(64)
+    assert not made.auto.takes
+    assert made.moved_nbytes == before
+    gc.collect()
+    made.rig.settle()
+    made.rig.saved.trim()
+    assert made.rig.resident.allocated_nbytes == 0
+    assert [said.split(" from")[0] for said in made.said] == [
+        "activations stay in GPU memory",
+        "activations are moved in some steps, to measure what that costs",
+        "activations are moved",
+        "activations stay in GPU memory",
+    ]
 
 
 def test_batches_that_double_in_mid_run_train(training):

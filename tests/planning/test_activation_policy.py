@@ -77,6 +77,18 @@ def test_of_what_has_to_leave_the_earliest_go_and_what_is_late_only_if_need_be()
     assert places(31) == places(1000) == (H, H, H, H)
 
 
+def test_blocks_that_leave_in_any_case_count_towards_what_has_to():
+    blocks = [*a_pass([10] * 4), SavedBlock(10, 50, 60, held_elsewhere=True)]
+
+    def places(to_move_nbytes: int) -> tuple[Place, ...]:
+        return plan_places(
+            blocks, None, host_nbytes=100, has_nvme=True, to_move_nbytes=to_move_nbytes, leaving={2, 4, 9}
+        )
+
+    assert places(0) == places(10) == (G, G, H, G, G)
+    assert places(11) == (H, G, H, G, G)
+
+
 @given(BLOCKS, ALL_RATES, st.integers(0, 3000))
 def test_as_much_leaves_as_has_to_and_no_block_more(blocks, rates, to_move_nbytes):
     places = plan_places(blocks, rates, host_nbytes=10**6, has_nvme=False, to_move_nbytes=to_move_nbytes)
