@@ -184,8 +184,9 @@ class Activations(StrEnum):
 
     auto = "auto"
     """Where they do not fit into GPU memory, as many as have to. The first pass shows it; where everything fits,
-    autograd keeps its tensors itself from then on, until a pass is larger or less memory is free. Each change is in the
-    log."""
+    autograd keeps its tensors itself from then on, until a pass is larger or less memory is free. Where weights,
+    gradients and optimizer state do not all fit beside them, also those that save less time there. Each change is in
+    the log."""
 
     off = "off"
     """Never: they stay in GPU memory, as in DeepSpeed."""
@@ -292,7 +293,8 @@ class TenCacheConfig(DeepSpeedConfigModel):
     """RAM per rank for activations, set aside of ``host_memory`` before gradients and optimizer state are placed (in
     addition to it where weights have taken all of it); what exceeds it goes to NVMe.
 
-    Automatic: what weights, gradients and optimizer state leave of ``host_memory``."""
+    Automatic: what weights, gradients and optimizer state leave of ``host_memory``; where that is too little, optimizer
+    state that may be on NVMe leaves RAM for them."""
 
     activation_min_size: Size = Field(2**20, ge=2**10)
     """Tensors whose memory is smaller stay in GPU memory: below 1 MiB a transfer takes less time than its management.
