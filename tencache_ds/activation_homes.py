@@ -3,20 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 
 import torch
 
+from tencache_ds.activations.auto_places import AutoPlaces
 from tencache_ds.activations.copies import open_copies
 from tencache_ds.activations.host_buffers import HostBuffers
 from tencache_ds.activations.saved_tensors import ActivationFigures, SavedTensors
-from tencache_ds.config import TenCacheConfig
+from tencache_ds.config import Activations, TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.io import ExtentStore
 from tencache_ds.layout import gib
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.observability.counters import Counters
+from tencache_ds.profiling.fetch_waits import StreamClock
+from tencache_ds.profiling.move_waits import MoveCost
+from tencache_ds.state_moves import StateMoves
 from tencache_ds.surroundings import Surroundings
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+BUFFER_SHARE = 1.125
+"""Of a block's bytes, what its buffer may take."""
 
 STAGING_NBYTES = 512 * 2**20
 """Host memory for activations on their way to and from NVMe: at most this, or four of the largest."""
@@ -32,6 +42,7 @@ class ActivationHomes:
         count_host: more host memory is taken, or less.
         device: whose tensors are moved.
         is_weight: whether a tensor lies in the storage of a weight.
+        auto: decides which passes are taken; None: all of them.
     """
 
     def __init__(
@@ -43,8 +54,11 @@ class ActivationHomes:
         count_host: Callable[[int], None],
         device: torch.device,
         is_weight: Callable[[torch.Tensor], bool],
+        auto: AutoPlaces | None,
     ) -> None:
         self._options = options
+        self.auto = auto
+        self._wanted_nbytes = 0  # of host memory, when state left it
         self._engine = engine
         self._paths = surroundings.optimizer_paths or surroundings.weights_paths
         self._store: ExtentStore | None = None
@@ -87,6 +101,7 @@ class ActivationHomes:
             least_nbytes=options.activation_min_size,
             host_capacity=capacity_nbytes,
             timeout_s=options.io_timeout_s,
+            auto=auto,
         )
 
     def _open(self) -> ExtentStore:
@@ -98,6 +113,43 @@ class ActivationHomes:
         """Of the last pass. Any thread."""
         return self.saved.figures
 
+    # What GpuHomes decides, for "auto"
+
+    @property
+    def moves_some(self) -> bool:
+        """Whether activations of the last pass were moved."""
+        return bool(self.figures.host_nbytes or self.figures.nvme_nbytes)
+
+    def measure(self, clock: StreamClock) -> None:
+        """In the next step all activations move that can be back in time, and what each costs is measured."""
+        if self.auto is not None:
+            self.auto.measure(clock)
+
+    def measured(self) -> dict[int, MoveCost]:
+        """Of each that was moved in the last step, what that has cost."""
+        return {} if self.auto is None else self.auto.measured()
+
+    def follow(self, leaving: Iterable[int]) -> None:
+        """From now on these move, and others only where they do not fit; host memory that nothing is in is freed."""
+        if self.auto is not None:
+            self.auto.follow(leaving)
+            self.saved.trim()
+
+    def make_room(self, moves: StateMoves) -> None:
+        """A step is over: optimizer state that may be on NVMe leaves host memory for activations that would be there.
+        A byte of those is written and read in every micro-step, and one of state once in a step."""
+        figures = self.figures
+        wanted_nbytes = figures.nvme_nbytes
+        if self.auto is not None and self.auto.waits is not None:
+            wanted_nbytes += figures.kept_nbytes  # they are about to move
+        if self._options.activation_memory is not None or wanted_nbytes <= self._wanted_nbytes:
+            return
+        self._wanted_nbytes = wanted_nbytes
+        short_nbytes = int(BUFFER_SHARE * wanted_nbytes) - max(self._engine.host_left_nbytes, 0)
+        left_nbytes = moves.leave_host_memory(short_nbytes) if short_nbytes > 0 else 0
+        if left_nbytes:
+            logger.info("%s of optimizer state moved to NVMe, for activations", gib(left_nbytes))
+
     @property
     def stored_nbytes(self) -> int:
         """Space taken on NVMe."""
@@ -107,7 +159,8 @@ class ActivationHomes:
         """The places that activations may go to."""
         limit_nbytes = self._options.activation_memory
         ram = "what host_memory leaves" if limit_nbytes is None else gib(limit_nbytes)
-        return f"activations are moved to RAM ({ram}){' and NVMe' if self._paths else ''}"
+        when = "if they do not fit, " if self._options.activations == Activations.auto else ""
+        return f"{when}activations are moved to RAM ({ram}){' and NVMe' if self._paths else ''}"
 
     def close(self) -> None:
         """No graph can use it any more; waits for requests in flight.

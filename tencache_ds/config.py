@@ -182,11 +182,20 @@ class Verify(StrEnum):
 class Activations(StrEnum):
     """Whether tensors that a forward pass saves for backward are moved to RAM and NVMe in between."""
 
+    auto = "auto"
+    """Where they do not fit into GPU memory, as many as have to. The first pass shows it; where everything fits,
+    autograd keeps its tensors itself from then on, until a pass is larger or less memory is free. Where weights,
+    gradients and optimizer state do not all fit beside them, also those that save less time there. Each change is in
+    the log."""
+
     off = "off"
     """Never: they stay in GPU memory, as in DeepSpeed."""
 
     on = "on"
     """All that are large enough, except the last ones, which backward needs at once."""
+
+
+DEFAULT_ACTIVATIONS = Activations.off
 
 
 class Log(StrEnum):
@@ -278,7 +287,7 @@ class TenCacheConfig(DeepSpeedConfigModel):
     verify: Verify = Verify.sampled
     """How data read back from NVMe is compared with the data written."""
 
-    activations: Activations = Activations.off
+    activations: Activations = DEFAULT_ACTIVATIONS
     """Whether tensors that a forward pass saves for backward are moved to RAM and NVMe in between: for sequences or
     batches that do not fit otherwise. Same results ([activations](activations.md)). Tested on CPUs, where ordinary
     memory takes the place of GPU memory; **not yet run on a GPU**."""
@@ -287,7 +296,8 @@ class TenCacheConfig(DeepSpeedConfigModel):
     """RAM per rank for activations, set aside of ``host_memory`` before gradients and optimizer state are placed (in
     addition to it where weights have taken all of it); what exceeds it goes to NVMe.
 
-    Automatic: what weights, gradients and optimizer state leave of ``host_memory``."""
+    Automatic: what weights, gradients and optimizer state leave of ``host_memory``; where that is too little, optimizer
+    state that may be on NVMe leaves RAM for them."""
 
     activation_min_size: Size = Field(2**20, ge=2**10)
     """Tensors whose memory is smaller stay in GPU memory: below 1 MiB a transfer takes less time than its management.
@@ -333,14 +343,14 @@ def options_from(section: object) -> TenCacheConfig:
     # Checked here: the base class drops values of "auto" before it checks names.
     unknown = [_explain_unknown(key, value) for key, value in section.items() if key not in TenCacheConfig.model_fields]
     known = {key: value for key, value in section.items() if key in TenCacheConfig.model_fields}
-    if known.get("activations") == "auto":  # which the base class would take for the default
-        unknown.append(f"\"{OPTIONS_KEY}.activations\" cannot be 'auto': Input should be 'off' or 'on'")
     try:
         options = TenCacheConfig(**{key: value for key, value in known.items() if value is not None})
     except ValidationError as error:
         raise ConfigError("; ".join([*unknown, *(_explain(item) for item in error.errors())])) from None
     if unknown:
         raise ConfigError("; ".join(unknown))
+    if known.get("activations") == "auto":  # which the base class takes for the default, whatever that is
+        options.activations = Activations.auto
     return options
 
 

@@ -17,8 +17,9 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -31,10 +32,11 @@ from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.observability.counters import Stall, StepRecord
 from tencache_ds.planning.gpu_budget import GpuBudget, gpu_budget
-from tencache_ds.planning.gpu_policy import GpuPlan, StateChunk, UpdateRates, Weight, plan_gpu
+from tencache_ds.planning.gpu_policy import GpuPlan, SavedItem, StateChunk, UpdateRates, Weight, plan_gpu
 from tencache_ds.planning.look import pause_s
 from tencache_ds.planning.memory_watch import MemoryWatch
-from tencache_ds.profiling.fetch_waits import CudaStreamClock, FetchRecorder, HostClock
+from tencache_ds.profiling.fetch_waits import CudaStreamClock, FetchRecorder, HostClock, StreamClock
+from tencache_ds.profiling.move_waits import MoveCost
 from tencache_ds.tiers.device_adam import DeviceAdam, TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
@@ -98,12 +100,44 @@ def initial_gpu_nbytes(usage: GpuUsage, wanted: int | Share | None) -> int:
     return min(most_nbytes, usage.available_nbytes)
 
 
+class MovableActivations(Protocol):
+    """What passes save for backward, where it may move (:class:`tencache_ds.activation_homes.ActivationHomes`)."""
+
+    @property
+    def moves_some(self) -> bool:
+        """Whether some of the last pass were moved."""
+
+    def measure(self, clock: StreamClock) -> None:
+        """In the next step all move that can be back in time, and what each costs is measured."""
+
+    def measured(self) -> Mapping[int, MoveCost]:
+        """Of each that was moved in the last step, by its position, what that has cost."""
+
+    def follow(self, leaving: Iterable[int]) -> None:
+        """From now on these move, and others only where they do not fit."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """The seconds that weights and updates add to a step."""
+    """The seconds that weights, updates and moved activations add to a step."""
 
     weights: list[Weight]
     rates: UpdateRates
+    activations: dict[int, SavedItem]
+
+    def plan(self, chunks: Sequence[Sequence[StateChunk]], budget_nbytes: int, least: int = 0) -> GpuPlan:
+        """With what is in GPU memory a step is shortest."""
+        activations = list(self.activations.values())
+        return plan_gpu(self.weights, chunks, budget_nbytes, self.rates, least=least, activations=activations)
+
+    def leaving(self, plan: GpuPlan) -> list[int]:
+        """Positions of the activations that are to move."""
+        return [position for position, stays in zip(self.activations, plan.activations, strict=True) if not stays]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each weight and then of each activation."""
+        return [weight.seconds for weight in self.weights] + [each.seconds for each in self.activations.values()]
 
 
 class GpuHomes:
@@ -121,6 +155,7 @@ class GpuHomes:
         hidden_share: the share of the update outside GPU memory that overlaps the next forward pass.
         agree: among all ranks.
         record_fetches: sets the recorder of weight fetches, or none.
+        activations: those that compete for the memory; None if they stay, or move in any case.
         say: tells the user, on one rank; with the predicted seconds of a step, where they are known.
     """
 
@@ -139,6 +174,7 @@ class GpuHomes:
         agree: Agree,
         record_fetches: Callable[[FetchRecorder | None], None],
         say: Callable[[str, float | None], None],
+        activations: MovableActivations | None = None,
     ) -> None:
         self._options = options
         self._memory = memory
@@ -152,6 +188,8 @@ class GpuHomes:
         self._agree = agree
         self._record_fetches = record_fetches
         self._say = say
+        # A limit of the user's is for weights, gradients and state: what activations leave of it is not theirs.
+        self._activations = activations if options.gpu_memory is None else None
         self._watch = MemoryWatch()
         self._recorder: FetchRecorder | None = None
         self._n_steps = 0
@@ -171,6 +209,11 @@ class GpuHomes:
     def settled(self) -> bool:
         """Whether steps are no longer measured."""
         return self._planned
+
+    @property
+    def releasable_nbytes(self) -> int:
+        """Optimizer state that leaves GPU memory within a pass that needs it."""
+        return self._moves.state_nbytes if self._planned and not self._stuck else 0
 
     def step_done(self, record: StepRecord, update_seconds: float) -> None:
         """An optimizer step is over.
@@ -223,10 +266,13 @@ class GpuHomes:
         budget, least_nbytes = self._budget(usage)
         shards = self._shards()
         chunks = self._chunks(shards)
-        costs = _Costs([Weight(shard.nbytes, 0.0) for shard in shards], UpdateRates(1.0))
         there = self._moves.counts()
-        plan = plan_gpu(costs.weights, chunks, least_nbytes, costs.rates)
+        moved = {} if self._activations is None else dict(self._activations.measured())
+        free = {position: SavedItem(cost.nbytes, 0.0) for position, cost in moved.items()}
+        costs = _Costs([Weight(shard.nbytes, 0.0) for shard in shards], UpdateRates(1.0), free)
+        plan = costs.plan(chunks, least_nbytes)
         everything = all(plan.weights) and list(plan.chunks) == [len(group) for group in chunks]
+        everything = everything and all(plan.activations) and (bool(moved) or not self._moves_activations)
         if not self._agree("whether everything fits into GPU memory", everything, all):
             if self._n_steps < WARM_UP_STEPS:
                 return
@@ -234,23 +280,31 @@ class GpuHomes:
             warming_up = self._agree("whether steps are still becoming faster", faster, any)
             # A step that was skipped, as with fp16 and an overflow, says nothing about the update.
             if self._recorder is None or not update_seconds or (warming_up and self._n_steps < LAST_RECORDED_STEP):
-                self._recorder = FetchRecorder(CudaStreamClock() if self._memory.device.type == "cuda" else HostClock())
+                clock = CudaStreamClock() if self._memory.device.type == "cuda" else HostClock()
+                self._recorder = FetchRecorder(clock)
                 self._record_fetches(self._recorder)
+                if self._activations is not None:
+                    self._activations.measure(clock)
+                    self._memory.record()  # the peak without what is going to move
                 return
-            costs = self._costs(shards, chunks, record, update_seconds, self._recorder)
-            plan = plan_gpu(costs.weights, chunks, least_nbytes, costs.rates, least=sum(there))
+            costs = self._costs(shards, chunks, record, update_seconds, self._recorder, moved)
+            plan = costs.plan(chunks, least_nbytes, sum(there))
         self._record_fetches(None)
         self._planned = True
         self._watch.settle(usage)
         t_start_s = time.perf_counter()
-        self._carry_out(plan, shards, chunks, least_nbytes)
+        leaving = costs.leaving(self._carry_out(plan, costs, shards, chunks, least_nbytes))
+        if self._activations is not None:
+            self._activations.follow(leaving)
+            if moved:
+                self._watch.places_changed()  # passes take another amount
         self._memory.synchronize()
         self._memory.trim()
         reason = budget.reason if least_nbytes == budget.nbytes else "what the rank with the least has free"
         predicted = None
         if self._recorder is not None:
-            more = plan_gpu(costs.weights, chunks, least_nbytes + MORE_NBYTES, costs.rates, least=sum(there)).seconds
-            now = sum(weight.seconds for weight in costs.weights) + costs.rates.seconds(*self._outside(chunks, there))
+            more = costs.plan(chunks, least_nbytes + MORE_NBYTES, sum(there)).seconds
+            now = sum(costs.seconds) + costs.rates.seconds(*self._outside(chunks, there))
             predicted = max(record.seconds - now + plan.seconds - self._hidden_seconds(plan, costs), 0.0)
             reason += (
                 f"; a step should take {predicted:.2f} s instead of {record.seconds:.2f} s, with {gib(MORE_NBYTES)} "
@@ -261,7 +315,8 @@ class GpuHomes:
 
     def _hidden_seconds(self, plan: GpuPlan, costs: _Costs) -> float:
         """Of the update, what the next forward pass hides from then on: the recorded step was over when it returned."""
-        waits = sum(weight.seconds for weight, there in zip(costs.weights, plan.weights, strict=True) if not there)
+        there = (*plan.weights, *plan.activations)
+        waits = sum(seconds for seconds, is_there in zip(costs.seconds, there, strict=True) if not is_there)
         update = max(plan.seconds - waits, 0.0)
         return min(self._hidden_share() * update, self._forward_seconds or 0.0)
 
@@ -294,6 +349,7 @@ class GpuHomes:
         record: StepRecord,
         update_seconds: float,
         recorder: FetchRecorder,
+        moved: Mapping[int, MoveCost],
     ) -> _Costs:
         """From the recorded step. A weight's wait is at most its own copies' time: the rest was for earlier ones."""
         waits, rate = recorder.waits(), self._memory.copy_rate()
@@ -305,6 +361,11 @@ class GpuHomes:
                 longest = wait.seconds if shard.stored else copies
                 seconds = max(min(wait.seconds, longest), HIDDEN_SHARE * copies)
             weights.append(Weight(shard.nbytes, seconds, shard.nbytes if shard.frees_host else 0))
+        activations = {}
+        for position, cost in moved.items():
+            copies = 2 * cost.moved_nbytes / rate
+            seconds = max(min(cost.seconds, copies) if cost.in_host else cost.seconds, HIDDEN_SHARE * copies)
+            activations[position] = SavedItem(cost.nbytes, seconds, cost.nbytes if cost.in_host else 0)
         numel, _ = self._outside(chunks, self._moves.counts())
         waiting = record.stall_seconds[Stall.OPTIMIZER_READ] + record.stall_seconds[Stall.BUFFER]
         arithmetic = max(update_seconds - waiting, 1e-6)
@@ -319,7 +380,7 @@ class GpuHomes:
             2 * stored / max(update_seconds, 1e-6) if stored else None,
             self._tier.resident_nbytes + max(self._host_left_nbytes(), 0),
         )
-        return _Costs(weights, rates)
+        return _Costs(weights, rates, activations)
 
     @staticmethod
     def _outside(chunks: Sequence[Sequence[StateChunk]], there: Sequence[int]) -> tuple[int, int]:
@@ -328,23 +389,35 @@ class GpuHomes:
         return sum(chunk.numel for chunk in left), sum(chunk.nbytes for chunk in left)
 
     def _carry_out(
-        self, plan: GpuPlan, shards: Sequence[Shard], chunks: Sequence[Sequence[StateChunk]], budget_nbytes: int
-    ) -> None:
-        """All ranks move the weights that the first one has chosen, and each its own state beside them."""
+        self,
+        plan: GpuPlan,
+        costs: _Costs,
+        shards: Sequence[Shard],
+        chunks: Sequence[Sequence[StateChunk]],
+        budget_nbytes: int,
+    ) -> GpuPlan:
+        """All ranks move the weights that the first one has chosen, and each its own state and activations beside
+        them; returns the plan that this has come to."""
         wanted = [shard.key for shard, goes in zip(shards, plan.weights, strict=True) if goes]
         chosen = set(self._agree("which weights go to GPU memory", wanted, lambda choices: choices[0]))
         moving = [shard for shard in shards if shard.key in chosen]
         if not self._moves.bring_weights(moving, self._agree):
-            return
+            return plan
         if chosen != set(wanted):  # as many chunks as fit with these weights
             there = [index for index, shard in enumerate(shards) if shard.key in chosen]
             chunks = [
                 list(itertools.takewhile(lambda chunk: set(chunk.weights) <= set(there), group)) for group in chunks
             ]
             free = [[dataclasses.replace(chunk, weights=()) for chunk in group] for group in chunks]
-            plan = plan_gpu([], free, max(budget_nbytes - self._moves.weight_nbytes, 0), UpdateRates(1.0))
+            left_nbytes = max(budget_nbytes - self._moves.weight_nbytes, 0)
+            plan = dataclasses.replace(costs, weights=[]).plan(free, left_nbytes)
         counts = [max(count, there) for count, there in zip(plan.chunks, self._moves.counts(), strict=True)]
         self._moves.bring_state(counts)
+        return plan
+
+    @property
+    def _moves_activations(self) -> bool:
+        return self._activations is not None and self._activations.moves_some
 
     # Giving back
 

@@ -25,6 +25,7 @@ class GpuUsage:
         allocated_nbytes: memory used by tensors of this process.
         peak_nbytes: the most that they have used since recording began.
         n_flushes: how often torch's allocator had to free its whole cache to obtain memory.
+        n_failures: how often it did not obtain any.
     """
 
     free_nbytes: int
@@ -32,6 +33,7 @@ class GpuUsage:
     allocated_nbytes: int
     peak_nbytes: int
     n_flushes: int = 0
+    n_failures: int = 0
 
     @property
     def available_nbytes(self) -> int:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tencache_ds.activation_homes import ActivationHomes
+from tencache_ds.activations.auto_places import AutoPlaces
 from tencache_ds.activations.saved_tensors import ActivationFigures
 from tencache_ds.config import Activations, TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
@@ -31,7 +32,7 @@ from tencache_ds.host_homes import HostHomes
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.paths import NvmePaths
 from tencache_ds.io.scratch import device_of, free_nbytes
-from tencache_ds.items import Place
+from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import gib, round_up
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.device_memory import DeviceMemory
@@ -91,7 +92,7 @@ class Session:
         self._optimizer_store: ExtentStore | None = None
         self._reserved_nbytes = 0
         self._gpu_weight_nbytes = self._gpu_gradient_nbytes = 0
-        self._placement = ""
+        self._placement = self._activation_placement = ""
         self._predicted_seconds: float | None = None
         self._pools: list[BufferPool] = []
         self._chunk_pool: BufferPool | None = None
@@ -136,20 +137,45 @@ class Session:
 
     # Building
 
-    def build_activations(self, device: torch.device, is_weight: Callable[[torch.Tensor], bool]) -> bool:
+    def build_activations(
+        self,
+        device: torch.device,
+        is_weight: Callable[[torch.Tensor], bool],
+        *,
+        usage: Callable[[], GpuUsage] | None,
+        releasable_nbytes: Callable[[], int],
+        say: Callable[[str], None],
+    ) -> bool:
         """Prepares to move activations, if the options say so; before :meth:`plan_optimizer_state`, which takes what
         host memory they leave.
 
         Args:
             device: where they are.
             is_weight: whether a tensor lies in the storage of a weight.
+            usage: of the device's memory; None if it cannot be asked for: then ``auto`` moves nothing.
+            releasable_nbytes: see :class:`AutoPlaces`.
+            say: tells the user, on one rank.
         """
-        if self.options.activations == Activations.on:
+
+        def placed(placement: str) -> None:
+            self._activation_placement = placement
+            say(placement)
+
+        wanted = self.options.activations
+        auto = None
+        if wanted == Activations.auto and usage is not None:
+            auto = AutoPlaces(usage, releasable_nbytes, placed)
+        if wanted == Activations.on or auto is not None:
             engine = self._engines[0]
             self.activations = ActivationHomes(
-                self.options, self.surroundings, engine, self.counters, self.count_host, device, is_weight
+                self.options, self.surroundings, engine, self.counters, self.count_host, device, is_weight, auto
             )
         return self.activations is not None
+
+    @property
+    def competing_activations(self) -> ActivationHomes | None:
+        """Activations that move only where that is worth it; None if they stay, or move in any case."""
+        return self.activations if self.options.activations == Activations.auto else None
 
     def plan_optimizer_state(
         self,
@@ -419,6 +445,7 @@ class Session:
             nvme_activation_nbytes=moved.nvme_nbytes,
             activation_buffer_nbytes=0 if self.activations is None else self.activations.arena.nbytes_in_use,
             placement=self._placement,
+            activation_placement=self._activation_placement,
             predicted_seconds=self._predicted_seconds,
             healed_reads=sum(store.n_healed_reads for store in stores),
             relocated_extents=sum(store.n_relocated for store in stores),

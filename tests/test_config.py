@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.config import Activations, Gds, IoBackend, Log, Share, TenCacheConfig, Verify, options_from, parse_size
+from tencache_ds.config import (
+    DEFAULT_ACTIVATIONS,
+    Activations,
+    Gds,
+    IoBackend,
+    Log,
+    Share,
+    TenCacheConfig,
+    Verify,
+    options_from,
+    parse_size,
+)
 from tencache_ds.errors import ConfigError
 
 UNITS = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4} | {
@@ -82,7 +93,7 @@ def test_defaults():
     assert options.io_request_size == 8 * 2**20
     assert options.io_timeout_s == 600.0
     assert options.verify == Verify.sampled
-    assert options.activations == Activations.off
+    assert options.activations == DEFAULT_ACTIVATIONS
     assert options.activation_memory is None
     assert options.gds == Gds.auto
     assert options.gds_memory is None
@@ -90,10 +101,11 @@ def test_defaults():
     assert options.poison_buffers is False
 
 
-def test_activations_are_on_or_off():
-    with pytest.raises(ConfigError, match=r'"tencache.activations" cannot be \'auto\': Input should be \'off\' or'):
-        options_from({"activations": "auto"})
-    with pytest.raises(ConfigError, match=r'"tencache.activations" cannot be True: Input should be \'off\' or \'on\''):
+def test_activations_are_automatic_off_or_on():
+    # DeepSpeed's models take "auto" for the default, whatever that is.
+    assert [options_from({"activations": value}).activations for value in Activations] == list(Activations)
+    assert options_from({"activations": "auto", "chunk_size": "1MiB"}).chunk_size == 2**20
+    with pytest.raises(ConfigError, match=r"cannot be True: Input should be \'auto\', \'off\' or \'on\'"):
         options_from({"activations": True})
 
 

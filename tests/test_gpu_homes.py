@@ -19,7 +19,8 @@ from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.host_tensors import HostTensors
 from tencache_ds.observability.counters import Counters, StepRecord
 from tencache_ds.planning.memory_watch import FIRST_PATIENCE, RECORDED_STEPS
-from tencache_ds.profiling.fetch_waits import FetchRecorder
+from tencache_ds.profiling.fetch_waits import FetchRecorder, StreamClock
+from tencache_ds.profiling.move_waits import MoveCost
 from tencache_ds.state_moves import StateMoves
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tencache_ds.weight_moves import Shard
@@ -105,6 +106,30 @@ class Accounts:
         self.weight_nbytes, self.gradient_nbytes = weight_nbytes, gradient_nbytes
 
 
+class Saved:
+    """What layers save: four blocks of a unit each, on NVMe unless they stay; each waits so many seconds there."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = seconds
+        self.stay = set(range(len(seconds)))
+        self.measuring = False
+
+    @property
+    def moves_some(self) -> bool:
+        return len(self.stay) < len(self.seconds)
+
+    def measure(self, clock: StreamClock) -> None:
+        self.measuring, self.stay = True, set()
+
+    def measured(self) -> dict[int, MoveCost]:
+        if not self.measuring:
+            return {}
+        return {place: MoveCost(UNIT, UNIT, seconds, False) for place, seconds in enumerate(self.seconds)}
+
+    def follow(self, leaving: Iterable[int]) -> None:
+        self.measuring, self.stay = False, set(range(len(self.seconds))) - set(leaving)
+
+
 class Life:
     """A training of three weights in two sub-groups, whose steps take two seconds unless said otherwise."""
 
@@ -113,8 +138,8 @@ class Life:
     hidden_share = 0.0
     forward_seconds = 0.0
 
-    def __init__(self, folder: Path, units: float, **options: object) -> None:
-        self.memory = Memory(units)
+    def __init__(self, folder: Path, units: float, saved: Saved | None = None, **options: object) -> None:
+        self.memory, self.saved = Memory(units), saved
         self.bench = Bench(folder, device=self.memory)
         self.weights, self.accounts = Weights(), Accounts()
         segments, start = [], 0
@@ -150,6 +175,7 @@ class Life:
             agree=lambda topic, value, decide: decide([value]),
             record_fetches=self.record_fetches,
             say=self.say,
+            activations=saved,
         )
 
     def record_fetches(self, recorder: FetchRecorder | None) -> None:
@@ -170,21 +196,24 @@ class Life:
         self.memory.use(0)
         self.homes.begin_pass()
         for layer in range(5):
-            self.memory.use(layer * tokens)
+            self.memory.use(self.taken(layer) * tokens)
             if self.recorder is not None and layer < len(WEIGHTS):
                 self.recorder.before_fetch()
                 self.recorder.after_fetch({layer: WEIGHTS[layer]})
             self.look()
             seen.append(self.chunks())
-        self.memory.use(6 * tokens)
+        self.memory.use((self.taken(4) + 2) * tokens)
         self.homes._t_forward_s -= self.forward_seconds
         self.homes.begin_backward()
         for layer in reversed(range(5)):
-            self.memory.use(layer * tokens)
+            self.memory.use(self.taken(layer) * tokens)
             self.look()
         self.memory.use(0)
         self.homes.step_done(self.record, self.update_seconds)
         return [*seen, self.chunks()]
+
+    def taken(self, layer: int) -> int:
+        return layer if self.saved is None else len([place for place in self.saved.stay if place < layer])
 
     def look(self) -> None:
         self.homes._t_next_look_s = float("-inf")
@@ -328,6 +357,62 @@ def test_an_update_that_takes_long_comes_before_weights(life):
     assert begin(training) == 5
     assert training.predicted == [pytest.approx(2.0 - 1.0 * 5 / 6, abs=0.1)]
     assert "a step should take" in training.said[-1]
+
+
+def test_activations_leave_where_state_saves_more_time(life):
+    assert begin(life(12)) == 0, "nothing is free beside what may be needed"
+    training = life(12, saved=Saved(0.0, 0.0, 0.0, 0.0))
+    training.update_seconds = 1.0
+    assert begin(training) == 6
+    assert len(training.saved.stay) <= 1, "the two sub-groups leave less than two units of the eight"
+    assert training.predicted == [pytest.approx(1.0, abs=0.01)]
+    for _ in range(5):
+        assert training.step(1) == [6] * 6
+
+
+def test_activations_that_backward_waits_for_stay_before_state(life):
+    training = life(12, saved=Saved(0.5, 0.5, 0.0, 0.5))
+    training.update_seconds = 1.0
+    assert begin(training) == 4, "not all six"
+    assert training.saved.stay == {0, 1, 3}
+    # The waits of one and a half seconds are gone, and more than half of the update's one.
+    assert training.predicted == [pytest.approx(2.0 - 1.5 - 2 / 3, abs=0.2)]
+    for _ in range(5):
+        training.memory.record()
+        assert training.step(1) == [4] * 6
+        assert training.memory.peak <= training.memory.capacity - 2 * UNIT, "the headroom is there"
+
+
+def test_where_activations_fit_beside_everything_they_stay(life):
+    training = life(100, saved=Saved(0.0, 0.0, 0.0, 0.0))
+    assert training.step(1)[-1] == 6
+    assert len(training.saved.stay) == 4
+    # Not with as much headroom as a pass takes that keeps them.
+    training = life(18, saved=Saved(0.0, 0.0, 0.0, 0.0))
+    training.update_seconds = 1.0
+    begin(training)
+    assert training.chunks() == 6
+    assert len(training.saved.stay) == 4
+
+
+def test_what_moves_because_it_does_not_fit_is_no_reason_to_take_its_memory(life):
+    saved = Saved(0.5, 0.5, 0.5, 0.5)
+    saved.stay = set()
+    training = life(14, saved=saved)
+    assert training.step(1)[-1] == 0, "everything else would fit"
+    training.update_seconds = 0.1
+    for _ in range(RECORDED_STEPS - 1):
+        training.step(1)
+    assert len(saved.stay) == 4
+
+
+def test_a_limit_for_weights_and_state_is_no_reason_to_move_activations(life):
+    training = life(100, saved=Saved(0.0, 0.0, 0.0, 0.0), gpu_memory=3 * UNIT)
+    training.update_seconds = 1.0
+    for _ in range(RECORDED_STEPS + 1):
+        training.step(1)
+        assert len(training.saved.stay) == 4
+    assert 0 < training.chunks() < 6
 
 
 def test_what_the_next_forward_pass_hides_of_the_update_is_predicted(life):

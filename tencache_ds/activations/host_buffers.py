@@ -86,11 +86,20 @@ class HostBuffers:
         self._free.setdefault(buffer.numel(), []).append(buffer)
         self._free_nbytes += buffer.numel()
 
+    def trim(self) -> None:
+        """Frees what nobody uses."""
+        for size in self._free:
+            while self._free[size]:
+                self._free_one(size)
+
     def _release(self, needed_nbytes: int) -> None:
         """Frees buffers of other sizes that nobody uses, largest first, until so many more bytes are allowed."""
         for size in sorted(self._free, reverse=True):
             while self._free[size] and not self._allows(needed_nbytes):
-                self._arena.free(self._free[size].pop())
-                self._free_nbytes -= size
-                self.allocated_nbytes -= size
-                self._count(-size)
+                self._free_one(size)
+
+    def _free_one(self, size: int) -> None:
+        self._arena.free(self._free[size].pop())
+        self._free_nbytes -= size
+        self.allocated_nbytes -= size
+        self._count(-size)

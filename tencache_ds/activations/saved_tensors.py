@@ -13,13 +13,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tencache_ds.activations.auto_places import AutoPlaces
 from tencache_ds.activations.blocks import Block, KeptTensor, MovedTensor, alive
 from tencache_ds.activations.copies import Copies
 from tencache_ds.activations.dropped_blocks import DroppedBlocks
@@ -35,11 +36,13 @@ from tencache_ds.observability.spans import Category, span
 from tencache_ds.planning.activation_policy import (
     MOST_AHEAD_NBYTES,
     RecordedPass,
+    SavedBlock,
     place_unplanned,
     plan_places,
     reload_order,
     reload_window_nbytes,
 )
+from tencache_ds.profiling.move_waits import MoveWaits
 
 _T = TypeVar("_T")
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -78,6 +81,7 @@ class SavedTensors:
         least_nbytes: smaller storages stay on the device.
         host_capacity: host memory for blocks that stay there, in bytes, taken and free.
         timeout_s: longest wait for a request.
+        auto: decides which passes are taken and how much of them is moved; None: all of them, as much as possible.
         most_leaving_nbytes: device memory that is held for copies out; the compute stream waits for what exceeds it.
     """
 
@@ -94,6 +98,7 @@ class SavedTensors:
         least_nbytes: int,
         host_capacity: Callable[[], int],
         timeout_s: float,
+        auto: AutoPlaces | None = None,
         most_leaving_nbytes: int = MOST_AHEAD_NBYTES,
     ) -> None:
         self._device = device
@@ -103,6 +108,8 @@ class SavedTensors:
         self._is_weight = is_weight
         self._least_nbytes = max(least_nbytes, 1)
         self._host_capacity = host_capacity
+        self._auto = auto
+        self._n_reconsidered = 0
         self._most_leaving_nbytes = most_leaving_nbytes
         # Reentrant: a garbage collection under it may end a graph. Blocks take no lock, see [Note: lifetimes].
         self._lock = threading.RLock()
@@ -130,13 +137,31 @@ class SavedTensors:
 
     # Forward
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, elements: int = 0) -> bool:
         """A forward pass begins. The passes before it are recorded if their backward has begun, or forgotten if their
-        graphs are gone; otherwise their backward is still to come, and this one is a part of the same pass."""
+        graphs are gone; otherwise their backward is still to come, and this one is a part of the same pass.
+
+        Args:
+            elements: of its input; 0 if that is not known.
+
+        Returns:
+            Whether its tensors are to be given to :meth:`save`; autograd keeps them itself otherwise.
+        """
         with self._lock:
             self._collect()
-            if self._recorder.in_backward or all(reference() is None for reference in self._pass):
-                self._begin_pass()
+            is_over = self._recorder.in_backward or all(reference() is None for reference in self._pass)
+            if self._auto is None or (is_over and self._auto.passed):
+                if is_over:
+                    self._begin_pass(elements)
+            else:
+                self._auto.go_on(elements)
+            return self._auto is None or self._auto.takes
+
+    def begin_backward(self) -> None:
+        """A backward pass begins, whether or not it will need anything from here."""
+        if self._auto is not None:
+            with self._lock:
+                self._auto.begin_backward()
 
     def save(self, tensor: torch.Tensor) -> MovedTensor | KeptTensor:
         """The pack hook: what autograd keeps instead of a tensor.
@@ -171,17 +196,48 @@ class SavedTensors:
             self._begin_pass()
         nbytes = tensor.untyped_storage().nbytes()
         position = self._recorder.saved(nbytes, time.perf_counter())
-        if position < len(self._places):
-            place = self._places[position]
-        else:
-            left_nbytes = self._host_capacity() - self._resident.used_nbytes
-            place = place_unplanned(nbytes, host_left_nbytes=left_nbytes, has_nvme=self._stored.available)
+        place = self._place_of(position, nbytes)
         block = Block(tensor, position, place, self._dropped.queue)
         self._pass.append(weakref.ref(block))
         self._live.add(block)
         if block.place is not Place.GPU:
             self._move_out(block)
+        if self._auto is not None:
+            if block.place is Place.GPU:
+                self._auto.kept(nbytes)
+            self._make_room(self._auto)
         return block
+
+    def _place_of(self, position: int, nbytes: int) -> Place:
+        """The place of the block that a pass saves next."""
+        auto = self._auto
+        if auto is None:
+            return self._places[position] if position < len(self._places) else self._place_off_device(nbytes)
+        auto.saved(nbytes)
+        place = self._places[position] if position < len(self._places) else Place.GPU
+        if place is Place.GPU and auto.crowded and not self._is_held_elsewhere(position, nbytes):
+            return self._place_off_device(nbytes)
+        return place
+
+    def _place_off_device(self, nbytes: int) -> Place:
+        left_nbytes = self._host_capacity() - self._resident.used_nbytes
+        return place_unplanned(nbytes, host_left_nbytes=left_nbytes, has_nvme=self._stored.available)
+
+    def _make_room(self, auto: AutoPlaces) -> None:
+        """Moves the earliest blocks that have stayed, which backward needs last, until the pass takes no more than it
+        may."""
+        while auto.excess_nbytes > 0 and self._n_reconsidered < len(self._pass):
+            block = self._pass[self._n_reconsidered]()
+            self._n_reconsidered += 1
+            if block is None or block.place is not Place.GPU or block.current_version != block.version:
+                continue
+            if self._is_held_elsewhere(block.position, block.nbytes):
+                continue
+            block.place = self._place_off_device(block.nbytes)
+            if block.place is not Place.GPU:
+                self._move_out(block)
+            if block.place is not Place.GPU:
+                auto.moved(block.nbytes)
 
     def _move_out(self, block: Block) -> None:
         storage = block.storage
@@ -192,6 +248,8 @@ class SavedTensors:
         with span(Category.COPY, "copy::activation_out", block.name, block.nbytes):
             block.left = self._copies.out(host[: block.nbytes], _bytes_of(storage))
         self._counters.moved(Link.D2H, block.nbytes)
+        if self._waits is not None:
+            self._waits.moved(block.position, block.nbytes, block.place)
         self._moved_nbytes += block.nbytes
         self._leaving.append((weakref.ref(block), storage, block.left))
         self._leaving_nbytes += block.nbytes
@@ -226,7 +284,10 @@ class SavedTensors:
             if event is not None and not event.query():
                 if self._leaving_nbytes - self._leaving[-1][1].nbytes() <= self._most_leaving_nbytes:
                     return
+                before = None if self._waits is None else self._waits.mark()
                 self._copies.wait(event)
+                if self._waits is not None and (leaving := reference()) is not None:
+                    self._waits.waited(leaving.position, before)
             self._leaving.popleft()
             self._leaving_nbytes -= storage.nbytes()
             block = reference()
@@ -288,11 +349,12 @@ class SavedTensors:
             storage = block.held_elsewhere()
             is_held = storage is not None
         elif block.place is Place.GPU:
-            is_held = self._was_held_elsewhere(block)
+            is_held = self._is_held_elsewhere(block.position, block.nbytes)
         if block.position < len(self._pass) and self._pass[block.position]() is block:
             self._recorder.needed(block.position, now_s, held_elsewhere=is_held)
         if storage is not None:
             return storage
+        before = None if self._waits is None else self._waits.mark()
         is_late = block.arriving is None
         self._n_late += is_late
         self._n_ahead += not is_late
@@ -303,17 +365,20 @@ class SavedTensors:
             self._copy_back(block)
         storage, event = _required(block.arriving)
         self._copies.wait(event)
+        if self._waits is not None:
+            self._waits.waited(block.position, before)
         block.arriving = None
         self._arriving_nbytes -= block.nbytes
         return storage
 
-    def _was_held_elsewhere(self, block: Block) -> bool:
-        """Whether that is why the block stayed: nothing can be seen of it any more, so it goes on."""
+    def _is_held_elsewhere(self, position: int, nbytes: int) -> bool:
+        """Whether the training held the memory of this block in the recorded pass. Of one that stayed for that reason,
+        nothing can be seen any more, so it goes on."""
         recorded = self._recorded.blocks if self._recorded is not None else ()
-        if block.position >= len(recorded):
+        if position >= len(recorded):
             return False
-        before = recorded[block.position]
-        return before.held_elsewhere and before.nbytes == block.nbytes
+        before = recorded[position]
+        return before.held_elsewhere and before.nbytes == nbytes
 
     def _copy_back(self, block: Block) -> None:
         """Begins to copy a block, which is in host memory, to the device."""
@@ -370,21 +435,49 @@ class SavedTensors:
 
     # Passes
 
-    def _begin_pass(self) -> None:
+    @property
+    def _waits(self) -> MoveWaits | None:
+        return None if self._auto is None else self._auto.waits
+
+    def _begin_pass(self, elements: int = 0) -> None:
         """Plans the next pass with what is known of the last one."""
+        recorded: RecordedPass | None = None
         if self._recorder.in_backward:
-            self._recorded = self._recorder.result()
+            recorded = self._recorded = self._recorder.result()
             self._figures = replace(self._figures, n_ahead=self._n_ahead, n_late=self._n_late)
-            self._places = plan_places(
-                self._recorded.blocks,
-                self._copies.rates(),
-                host_nbytes=self._host_capacity(),
-                has_nvme=self._stored.available,
-            )
+        if self._auto is not None:
+            self._auto.begin_pass(recorded, elements)
+            self._plan_auto(self._auto)
+        elif recorded is not None:
+            self._places = self._plan(recorded.blocks, None)
         self._recorder = PassRecorder()
         self._pass = []
         self._order, self._turns = (), {}
-        self._moved_nbytes = 0
+        self._moved_nbytes = self._n_reconsidered = 0
+
+    def _plan_auto(self, auto: AutoPlaces) -> None:
+        if not auto.takes:
+            self._places = ()
+            self._figures = ActivationFigures(kept_nbytes=auto.expected_nbytes)
+        elif self._recorded is not None:
+            blocks, to_move_nbytes = self._recorded.blocks, auto.to_move_nbytes
+            if to_move_nbytes == 0 and not auto.leaving:
+                self._places = (Place.GPU,) * len(blocks)
+            else:
+                self._places = self._plan(blocks, to_move_nbytes, auto.leaving)
+            auto.planned(self._places, [block.nbytes for block in blocks])
+
+    def _plan(
+        self, blocks: Sequence[SavedBlock], to_move_nbytes: int | None, leaving: Collection[int] = ()
+    ) -> Sequence[Place]:
+        return plan_places(
+            blocks,
+            self._copies.rates(),
+            host_nbytes=self._host_capacity(),
+            has_nvme=self._stored.available,
+            to_move_nbytes=to_move_nbytes,
+            leaving=leaving,
+        )
 
     def _collect(self) -> None:
         """Frees what dropped blocks have left behind, as far as nothing accesses it any more."""
@@ -410,7 +503,7 @@ class SavedTensors:
             return sum(block.nbytes for block in self._live)
 
     def step_done(self) -> None:
-        """An optimizer step is over: frees what dropped graphs have left.
+        """An optimizer step begins, so that passes are over: frees what dropped graphs have left.
 
         Raises:
             StorageError: a write of an activation failed that nobody has read.
@@ -419,6 +512,14 @@ class SavedTensors:
             self._let_leave()
             self._stored.proceed()
             self._stored.check()
+            if self._auto is not None:
+                self._auto.step_done()
+
+    def trim(self) -> None:
+        """Frees host memory that no block is in."""
+        with self._lock:
+            self._collect()
+            self._resident.trim()
 
     def close(self) -> None:
         """Ends it; the store is closed by its owner, before the memory of the buffers is freed. Graphs that still need

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,13 +59,19 @@ class ActivationHooks:
     # The forward pass
 
     @contextlib.contextmanager
-    def around_forward(self) -> Iterator[None]:
-        """What the block saves for backward is moved, unless a hook around it wants those tensors for itself."""
+    def around_forward(self, elements: int) -> Iterator[None]:
+        """What the block saves for backward is moved, unless a hook around it wants those tensors for itself.
+
+        Args:
+            elements: of its input; 0 if that is not known.
+        """
         if self._saved is None or self._is_taken():
             yield
             return
         self._weights = {key: each for key, each in self._weights.items() if not each.expired()}
-        self._saved.begin_forward()
+        if not self._saved.begin_forward(elements):
+            yield
+            return
         before = getattr(_active, "saved", None)
         _active.saved = self._saved
         try:
@@ -73,6 +79,11 @@ class ActivationHooks:
                 yield
         finally:
             _active.saved = before
+
+    def begin_backward(self) -> None:
+        """A backward pass begins."""
+        if self._saved is not None:
+            self._saved.begin_backward()
 
     def _unpack(self, handle: MovedTensor | KeptTensor) -> torch.Tensor:
         if isinstance(handle, KeptTensor):
@@ -118,6 +129,24 @@ class _Inputs:
         return self._saved.load(token)
 
 
+def _elements(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Of the main input, all sequences together: by its name in transformers, else of the first tensor; 0 if there is
+    none."""
+    main = kwargs.get(getattr(module, "main_input_name", ""))
+    for value in (main, kwargs.get("inputs_embeds"), *args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.numel()
+        if isinstance(value, Mapping):
+            elements = _elements(module, (), value)
+        elif isinstance(value, (list, tuple)):
+            elements = _elements(module, value, {})
+        else:
+            continue
+        if elements:
+            return elements
+    return 0
+
+
 def hook_forward(engine_class: Any, checkpointing: Any) -> None:
     """Connects the engines that move activations, and leaves all others to DeepSpeed.
 
@@ -132,7 +161,7 @@ def hook_forward(engine_class: Any, checkpointing: Any) -> None:
         hooks = getattr(getattr(self, "optimizer", None), "activation_hooks", None)
         if hooks is None or not self.module.training or not torch.is_grad_enabled():
             return stock_forward(self, *inputs, **kwargs)
-        with hooks.around_forward():
+        with hooks.around_forward(_elements(self.module, inputs, kwargs)):
             return stock_forward(self, *inputs, **kwargs)
 
     engine_class.forward = forward

@@ -18,6 +18,7 @@ from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.engine_building import on_cuda
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.optimizers import updates_by_chunks
+from tencache_ds.items import GpuUsage
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.session import Session
@@ -51,13 +52,20 @@ def open_gpu(optimizer: Any, session: Session, fused: FusedAdam | None) -> tuple
 
 def open_memory(options: TenCacheConfig) -> DeviceMemory | None:
     """GPU memory for the weights of an engine without optimizer; None without a GPU, or if it is not to be used."""
-    if not on_cuda() or options.gpu_memory == 0:
-        return None
+    return None if options.gpu_memory == 0 or not on_cuda() else _open_cuda()
 
+
+def _open_cuda() -> CudaMemory:
     def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
     return CudaMemory(torch.device("cuda", torch.cuda.current_device()), copy)
+
+
+def open_usage() -> Callable[[], GpuUsage] | None:
+    """Tells the usage of GPU memory; None without a GPU."""
+    memory = _open_cuda() if on_cuda() else None
+    return None if memory is None else memory.usage
 
 
 def build_gpu_homes(
@@ -112,4 +120,5 @@ def build_gpu_homes(
         agree=agreed,
         record_fetches=record_fetches,
         say=say,
+        activations=session.competing_activations,
     )

@@ -48,6 +48,8 @@ class PassesMixin:
     def backward_prologue(self) -> None:
         """The start of a backward pass."""
         spans.phase("backward")
+        if self.activation_hooks is not None:
+            self.activation_hooks.begin_backward()
         super().backward_prologue()
 
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:

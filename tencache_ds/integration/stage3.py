@@ -23,13 +23,14 @@ from tencache_ds.errors import ConfigError, MemoryLimitError, TenCacheError
 from tencache_ds.gpu_homes import GpuHomes, initial_gpu_nbytes
 from tencache_ds.host_homes import HostHomes
 from tencache_ds.integration.activation_hooks import ActivationHooks
+from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater
 from tencache_ds.integration.chunked_step import ChunkedStep
 from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
-from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu
+from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
 from tencache_ds.integration.module_hooks import lighten_backward_hooks
@@ -83,6 +84,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
         self._gpu_homes: GpuHomes | None = None
         self._gathered: GatheredWeights | None = None
         self._host_homes: HostHomes | None = None
+        self._state_moves: StateMoves | None = None
         self._device: tuple[DeviceMemory, DeviceAdam] | None = None
         self._model_weights: ModelWeights | None = None
         self._fused: FusedAdam | None = None
@@ -135,7 +137,14 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
         self.tencache = session_for(engines, self._deepspeed_engine()._config, self._tencache_options)
         agree_on_homes(self.tencache.all(), self.parameter_offload.module)
         hooks, device = ActivationHooks(), torch.device(get_accelerator().current_device_name())
-        if self.tencache.build_activations(device, hooks.is_weight):
+        moves = self.tencache.build_activations(
+            device,
+            hooks.is_weight,
+            usage=open_usage(),
+            releasable_nbytes=lambda: 0 if self._gpu_homes is None else self._gpu_homes.releasable_nbytes,
+            say=lambda text: announce(f"TenCache: {text}", self._tencache_options),
+        )
+        if moves:
             hooks.use(self.tencache.activations.saved)
             self.activation_hooks = hooks
 
@@ -235,7 +244,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
             fused=fused,
             device=None if self._device is None else self._device[1],
         )
-        moves = StateMoves(
+        moves = self._state_moves = StateMoves(
             self._state,
             len(self.fp16_groups),
             engine,
@@ -383,6 +392,8 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
             coordinator.weights_changed()
         if self._host_homes is not None:
             self._host_homes.step_done()
+        if engine.activations is not None and self._state_moves is not None:
+            engine.activations.make_room(self._state_moves)
         self._follow_step()
         coordinator.read_ahead(updated=True)
         deepspeed_engine = self._deepspeed_engine()

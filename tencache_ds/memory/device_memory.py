@@ -88,6 +88,7 @@ class CudaMemory:
             allocated_nbytes=allocated,
             peak_nbytes=stats["allocated_bytes"]["all"]["peak"],
             n_flushes=stats["num_alloc_retries"],
+            n_failures=stats["num_ooms"],
         )
 
     def allocate(self, nbytes: int) -> torch.Tensor:

@@ -133,11 +133,13 @@ class Stats:
         gpu_gradient_nbytes: gradients accumulated in GPU memory.
         gpu_state_nbytes: optimizer state kept, and updated, in GPU memory.
         gpu_activation_nbytes: saved tensors of the last pass that stayed in GPU memory when its backward began, without
-            those below ``activation_min_size``; 0 without ``"activations": "on"``.
+            those below ``activation_min_size``; 0 with ``"activations": "off"``. With ``auto``, in passes whose tensors
+            autograd keeps itself, what they are expected to save.
         host_activation_nbytes: those in host memory.
         nvme_activation_nbytes: those on NVMe.
         activation_buffer_nbytes: host memory allocated for activations, including those on their way to and from NVMe.
         placement: the latest decision about GPU memory, and its reason; "" before.
+        activation_placement: the latest decision about activations with ``auto``, and its reason; "" before.
         predicted_seconds: predicted step time since then; None if unknown.
         healed_reads: reads that differed from the written data and were correct when repeated: a disk to watch.
         relocated_extents: how often a weight or chunk changed its NVMe path, for the paths' rates had changed.
@@ -166,6 +168,7 @@ class Stats:
     nvme_activation_nbytes: int = 0
     activation_buffer_nbytes: int = 0
     placement: str = ""
+    activation_placement: str = ""
     predicted_seconds: float | None = None
     healed_reads: int = 0
     relocated_extents: int = 0

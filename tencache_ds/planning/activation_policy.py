@@ -7,7 +7,7 @@ i-th of the recorded pass should have gone, whatever its size is now. A wrong gu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tencache_ds.items import Place
@@ -63,7 +63,13 @@ class MoveRates:
 
 
 def plan_places(
-    blocks: Sequence[SavedBlock], rates: MoveRates | None, *, host_nbytes: int, has_nvme: bool
+    blocks: Sequence[SavedBlock],
+    rates: MoveRates | None,
+    *,
+    host_nbytes: int,
+    has_nvme: bool,
+    to_move_nbytes: int | None = None,
+    leaving: Collection[int] = (),
 ) -> tuple[Place, ...]:
     """The place of each block of the next pass.
 
@@ -76,11 +82,16 @@ def plan_places(
         rates: None if unknown: then every block is assumed to be out in time.
         host_nbytes: host memory for all of them together.
         has_nvme: whether there is NVMe storage for them.
+        to_move_nbytes: what has to leave the device, as far as moving it frees anything: the earliest blocks, at first
+            of those that are back in time. None: all that are back in time.
+        leaving: positions of blocks that leave in any case and count towards ``to_move_nbytes``.
     """
-    movable = _out_in_time(blocks, rates)
+    moving = _out_in_time(blocks, rates)
+    if to_move_nbytes is not None:
+        moving = _least(blocks, moving, to_move_nbytes, leaving)
     places = [Place.GPU] * len(blocks)
     left_nbytes = host_nbytes
-    for index in reversed(movable) if has_nvme else movable:
+    for index in reversed(moving) if has_nvme else moving:
         nbytes = blocks[index].nbytes
         if nbytes <= left_nbytes:
             places[index] = Place.HOST
@@ -90,6 +101,22 @@ def plan_places(
             left_nbytes = -1
             places[index] = Place.NVME if has_nvme else Place.GPU
     return tuple(places)
+
+
+def _least(blocks: Sequence[SavedBlock], in_time: Sequence[int], nbytes: int, leaving: Collection[int]) -> list[int]:
+    """Indices of as many blocks as have so many bytes together: those that leave in any case, then the earliest of
+    those in time, then of the others."""
+    known = set(in_time)
+    late = [index for index, block in enumerate(blocks) if not block.held_elsewhere and index not in known]
+    found = {index for index in leaving if index < len(blocks) and not blocks[index].held_elsewhere}
+    nbytes -= sum(blocks[index].nbytes for index in found)
+    for index in (*in_time, *late):
+        if nbytes <= 0:
+            break
+        if index not in found:
+            found.add(index)
+            nbytes -= blocks[index].nbytes
+    return sorted(found)
 
 
 def _out_in_time(blocks: Sequence[SavedBlock], rates: MoveRates | None) -> list[int]:

@@ -9,6 +9,9 @@ update on the GPU is counted as nothing: a GPU's memory is an order of magnitude
 where its state is, so it need not cross PCIe; and state goes there with its weights only, so neither do their new
 values.
 
+An activation that stays saves what a step waits for its copies out and back, in every micro-step, and the host memory
+that it would be in. It takes its bytes at the peak of a pass, when most of them are there at the same time.
+
 State goes there from the front, in the order of the update: then a sub-group is updated in one or two launches, and
 gradients that follow their state do so as whole weights.
 """
@@ -37,7 +40,7 @@ _GRID = 64
 """With more chunk counts than this, a grid of this size is compared first, then the neighbours of the best."""
 
 _CORE = 12
-"""Number of weights around the point where a greedy choice runs out of memory whose combinations are all tried."""
+"""Number of items around the point where a greedy choice runs out of memory whose combinations are all tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,21 @@ class StateChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedItem:
+    """A block of tensors that a pass saves for backward.
+
+    Attributes:
+        nbytes: at the peak of a pass, if it stays.
+        seconds: what a step takes longer because it is moved in each pass.
+        host_nbytes: host memory that optimizer state can take when it stays.
+    """
+
+    nbytes: int
+    seconds: float
+    host_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateRates:
     """The cost of an update of state outside GPU memory.
 
@@ -104,13 +122,15 @@ class GpuPlan:
         weights: of each weight whether it does.
         chunks: of each sub-group how many of its chunks do, counted from its first.
         nbytes: of all of it, gradients included.
-        seconds: what weights and updates still add to a step.
+        seconds: what weights, updates and moved activations still add to a step.
+        activations: of each block whether it stays there.
     """
 
     weights: tuple[bool, ...]
     chunks: tuple[int, ...]
     nbytes: int
     seconds: float
+    activations: tuple[bool, ...] = ()
 
 
 def plan_gpu(
@@ -120,24 +140,27 @@ def plan_gpu(
     rates: UpdateRates,
     *,
     least: int = 0,
+    activations: Sequence[SavedItem] = (),
 ) -> GpuPlan:
-    """The weights and chunks with which a step is shortest.
+    """The weights, chunks and activations with which a step is shortest.
 
-    For each number of chunks that fit with their weights, the rest of the budget goes to the weights that save most per
-    byte; for the best of these numbers, which weights are the last to get in is tried out.
+    For each number of chunks that fit with their weights, the rest of the budget goes to the weights and activations
+    that save most per byte; for the best of these numbers, which of them are the last to get in is tried out.
 
     Args:
         weights: all of them.
         groups: the chunks of each sub-group that may go there, in the order of the update.
-        budget_nbytes: for weights, state and gradients; not negative.
+        budget_nbytes: for all of them and for gradients; not negative.
         rates: of updates elsewhere.
         least: number of chunks that are there and stay, whatever the budget and wherever their weights are.
+        activations: those that may be moved.
     """
+    items: list[Weight | SavedItem] = [*weights, *activations]  # no chunk needs an activation
     chunks = [chunk for group in groups for chunk in group]
     per_byte = 0.0 if rates.nvme_bytes_per_s is None else 2 / rates.nvme_bytes_per_s
-    knapsacks = [_Knapsack(weights, each) for each in sorted({0.0, per_byte})]
+    knapsacks = [_Knapsack(items, each) for each in sorted({0.0, per_byte})]
     knapsack = knapsacks[-1]
-    needed_by = np.full(len(weights), len(chunks) + 1)  # of each weight the first chunk that needs it, from 1
+    needed_by = np.full(len(items), len(chunks) + 1)  # of each item the first chunk that needs it, from 1
     for number, chunk in reversed(list(enumerate(chunks, 1))):
         needed_by[list(chunk.weights)] = number
     sizes = np.array([0] + [_rounded(each.nbytes) + _rounded(each.gradient_nbytes) for each in chunks], np.int64)
@@ -151,7 +174,7 @@ def plan_gpu(
         return rates.seconds(left_numel, left_nbytes, gradient_nbytes[n] + freed_nbytes)
 
     def forced(n: int) -> Array:
-        return needed_by <= n if used[n] <= budget_nbytes else np.zeros(len(weights), bool)
+        return needed_by <= n if used[n] <= budget_nbytes else np.zeros(len(items), bool)
 
     def left(n: int) -> int:
         there = int(used[n] if used[n] <= budget_nbytes else used[n] - knapsack.sizes[needed_by <= n].sum())
@@ -176,27 +199,28 @@ def plan_gpu(
             freed_nbytes = int(each.host[there].sum())
             plans.append(
                 GpuPlan(
-                    tuple(there.tolist()),
+                    tuple(there[: len(weights)].tolist()),
                     _by_group(groups, n),
                     state_nbytes + int(each.sizes[there].sum()),
                     float(seconds_of_update(n, freed_nbytes)) + float(each.seconds[~there].sum()),
+                    tuple(there[len(weights) :].tolist()),
                 )
             )
     return min(plans, key=lambda plan: plan.seconds)
 
 
 class _Knapsack:
-    """Which weights to take with the remainder of a budget.
+    """Which weights and activations to take with the remainder of a budget.
 
     Args:
-        weights: all of them.
+        items: all of them.
         seconds_per_byte: what host memory that they free is taken to be worth.
     """
 
-    def __init__(self, weights: Sequence[Weight], seconds_per_byte: float) -> None:
-        self.sizes = np.array([_rounded(weight.nbytes) for weight in weights], np.int64)
-        self.seconds = np.array([weight.seconds for weight in weights], np.float64)
-        self.host = np.array([weight.host_nbytes for weight in weights], np.int64)
+    def __init__(self, items: Sequence[Weight | SavedItem], seconds_per_byte: float) -> None:
+        self.sizes = np.array([_rounded(item.nbytes) for item in items], np.int64)
+        self.seconds = np.array([item.seconds for item in items], np.float64)
+        self.host = np.array([item.host_nbytes for item in items], np.int64)
         worth = self.seconds + self.host * seconds_per_byte
         self._order = np.argsort(-worth / np.maximum(self.sizes, 1), kind="stable")
 
@@ -208,12 +232,12 @@ class _Knapsack:
         return float(self.seconds[order[n:]].sum()), int(self.host[taken].sum() + self.host[order[:n]].sum())
 
     def choose(self, budget: int, taken: Array, seconds_of_update: Callable[[Array], Any]) -> Array:
-        """Of each weight whether it is chosen beside those that are taken: greedily, but for those around the point
+        """Of each item whether it is chosen beside those that are taken: greedily, but for those around the point
         where that ends.
 
         Args:
             budget: for them.
-            taken: of each weight whether it is.
+            taken: of each item whether it is.
             seconds_of_update: what an update takes when so much host memory is free (of each element).
         """
         order = self._order[~taken[self._order]]

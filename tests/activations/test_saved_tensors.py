@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
+from tencache_ds.activations.auto_places import AutoPlaces
 from tencache_ds.activations.blocks import KeptTensor, MovedTensor
 from tencache_ds.activations.copies import PlainCopies
 from tencache_ds.activations.host_buffers import HostBuffers
@@ -98,6 +99,7 @@ class Rig:
         nvme: bool = True,
         late: bool = False,
         least_nbytes: int = 1024,
+        auto: AutoPlaces | None = None,
     ) -> None:
         self.counters = Counters()
         self.arena = HostArena(None, Locking.NONE)
@@ -123,6 +125,7 @@ class Rig:
             least_nbytes=least_nbytes,
             host_capacity=lambda: host_nbytes,
             timeout_s=TIMEOUT_S,
+            auto=auto,
             most_leaving_nbytes=2**15,
         )
 

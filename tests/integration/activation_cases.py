@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with and without ``"activations": "on"``: run like ``training.py``, with the engines "off" and "on", both of
 them TenCache's. A case may do something in the middle that hooks for saved tensors have to cope with.
+
+Cases with ``rows`` train in memory that is counted, with batches of that many rows, and twice: "auto" has the share
+``memory`` of what "off" took at its peak. "short" is "off" with as little.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -23,7 +27,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tencache_ds
 from tencache_ds.errors import InplaceChangeError, StorageError
+from tencache_ds.integration import stage3
 from tencache_ds.io.wrappers.fault_rules import VARIABLE
+from tests.activations.counted_memory import CountedMemory
 
 ACT_AT = 3
 """The step in which a case does what it is about."""
@@ -153,8 +159,86 @@ def one_step(engine: Any, generator: torch.Generator, act: str) -> dict[str, Any
     return found
 
 
+peaks: dict[str, int] = {}
+"""Of counted memory, by the rows of the run that had no limit."""
+
+
+class Counting:
+    """Counts the tensors that hooks take."""
+
+    def __init__(self, saved: Any) -> None:
+        self.calls = 0
+        save = saved.save
+
+        def counted(tensor: torch.Tensor) -> Any:
+            self.calls += 1
+            return save(tensor)
+
+        saved.save = counted
+
+
+def run_in_counted_memory(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """A run with a step in which the forward pass fails, an evaluation, and a second engine for the same model."""
+    rows, key = case["rows"], str(case["rows"])
+    limited = engine_name != "off"
+    memory = CountedMemory(int(case["memory"] * peaks[key]) if limited else 2**50)
+    stage3.open_usage = lambda: memory.usage if engine_name == "auto" else None
+    if engine_name == "auto":
+        case["tencache"] = {"activations": "auto", "activation_min_size": 1024} | case["places"]
+    engine = training.build(case, "tencache", os.path.join(folder, "nvme"))
+    torch.manual_seed(77 + rank)
+    generator = torch.Generator().manual_seed(1000 + rank)
+    result: dict[str, Any] = {"losses": [], "calls": [], "figures": []}
+    counting = None
+
+    def micro_step(rows: int) -> None:
+        x = torch.randn(rows, engine.module.width, generator=generator)
+        with memory:
+            loss = engine(x, x.roll(1, dims=1))
+            result["losses"].append(loss.item().hex())
+            engine.backward(loss)
+        engine.step()
+
+    try:
+        for step, each in enumerate(rows):
+            if step in (0, len(rows) // 2):
+                if step:  # weights stay the model's
+                    engine.destroy()
+                    engine = training.initialize(case, engine.module, os.path.join(folder, "nvme"))
+                if engine_name == "auto":
+                    counting = Counting(engine.optimizer.tencache.activations.saved)
+            if step == 2:
+                engine.module.breaks = "exception"
+                with memory, contextlib.suppress(ZeroDivisionError):
+                    engine(*(torch.randn(each, engine.module.width, generator=generator),) * 2)
+                engine.module.breaks = ""
+                engine.eval()
+                with memory, torch.no_grad():
+                    loss = engine(*(torch.randn(each, engine.module.width, generator=generator),) * 2)
+                result["losses"].append(loss.item().hex())
+                engine.train()
+            for _ in range(engine.gradient_accumulation_steps()):
+                micro_step(each)
+            if counting is not None:
+                result["calls"].append(counting.calls)
+                counting.calls = 0
+                result["figures"].append(dataclasses.asdict(engine.optimizer.tencache.activations.figures))
+    except torch.OutOfMemoryError as error:
+        result["out_of_memory"] = str(error)
+    peaks.setdefault(key, memory.peak_nbytes)
+    result["stats"] = dataclasses.asdict(tencache_ds.stats(engine))
+    result["weights"] = training.digests(engine.module) if not limited or engine_name == "auto" else {}
+    gc.collect()
+    if engine_name == "auto":
+        result["live_nbytes"] = engine.optimizer.tencache.activations.saved.live_nbytes
+    engine.destroy()
+    return result
+
+
 def run_case(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     case = copy.deepcopy(case)
+    if "rows" in case:
+        return run_in_counted_memory(case, engine_name, folder, rank)
     places = case.setdefault("tencache", {})
     if engine_name == "on":
         places |= {"activations": "on", "activation_min_size": 1024} | case.get("places", {})

@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 
 from tencache_ds import gpu_homes, session
 from tencache_ds.errors import MemoryLimitError
-from tencache_ds.integration import gpu_building
+from tencache_ds.integration import gpu_building, stage3
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.tiers.device_adam import Launch, Run
@@ -32,11 +32,12 @@ from tencache_ds.tiers.fused_adam import TYPES, FusedAdam
 from tests.tiers.ordinary_device import OrdinaryDevice
 
 plain_config = training.config_for
-CAPACITY = {"nbytes": 4 * 2**30}
+AMPLE_NBYTES = 4 * 2**30
+CAPACITY = {"nbytes": AMPLE_NBYTES}
 """Of the ordinary memory that stands in for a device's."""
 
-NOT_FOR_STOCK = {"tencache", "device_memory", "moves", "places", "shrinks_at", "host_available", "nvme_free",
-                 "host_runs_out_at"}  # fmt: skip
+NOT_FOR_STOCK = {"tencache", "capacity", "device_memory", "moves", "places", "shrinks_at", "host_available",
+                 "nvme_free", "host_runs_out_at"}  # fmt: skip
 stock_results: dict[str, dict[str, Any]] = {}
 """Many cases differ in these keys only."""
 
@@ -99,6 +100,7 @@ class TeamAdam:
 
 def use_ordinary_memory() -> None:
     gpu_building.open_device = lambda on_cuda, fused: (OrdinaryMemory(), TeamAdam(fused))
+    stage3.open_usage = lambda: OrdinaryMemory().usage
 
 
 class RandomMoves:
@@ -154,10 +156,12 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
     if engine == "tencache" and "host_runs_out_at" in case:
         hook = FullHost(case["host_runs_out_at"])
     followed = Followed(hook)
+    CAPACITY["nbytes"] = case.get("capacity", AMPLE_NBYTES)
     with little_room(case):
         result = training.run_case(case, engine, folder, rank, hook=followed if engine == "tencache" else hook)
     if engine == "tencache":
         result["modules_without_hooks"] = followed.modules_without_hooks
+        result["measured"] = followed.measured
     if isinstance(hook, Gathered):
         result["most_gathered"] = hook.most
     if isinstance(hook, RandomMoves):
@@ -174,12 +178,16 @@ class Followed:
 
     def __init__(self, hook: Any) -> None:
         self._hook = hook
+        self.measured = False
+        """Whether activations were moved in order to measure what that costs."""
         self.modules_without_hooks: list[int] = []
         """After each step: how many run without DeepSpeed's hooks."""
 
     def __call__(self, engine: Any, step: int) -> None:
         if self._hook is not None:
             self._hook(engine, step)
+        competing = engine.optimizer.tencache.competing_activations
+        self.measured = self.measured or (competing is not None and competing.auto.waits is not None)
         suspended = getattr(engine.optimizer, "_suspended", None)
         self.modules_without_hooks.append(0 if suspended is None else len(suspended.modules))
 

@@ -41,6 +41,15 @@ ACTS: dict[str, dict[str, Any]] = {
     act: {"model": "residual", "act": act, "places": NVME}
     for act in ("exception", "no_backward", "eval", "own_hooks", "retain_graph", "inplace", "memory")
 }
+SMALL, LARGE = 128, 512
+COUNTED: dict[str, dict[str, Any]] = {
+    "ample": {"memory": 4, "places": RAM},
+    "little": {"memory": 0.7, "places": RAM},
+    "little_and_nvme": {"memory": 0.7, "places": NVME},
+}
+"""With ``"auto"``: in mid-run an engine is built anew, and batches become larger before and after that."""
+for counted in COUNTED.values():
+    counted |= {"model": "residual", "accumulation": 2, "rows": [SMALL] * 4 + [LARGE] * 3 + [SMALL] * 5 + [LARGE] * 2}
 FAULTS: dict[str, dict[str, Any]] = {
     operation: {"model": "residual", "steps": 5, "fault": f"kind=eio,op={operation},match=activation", "places": NVME}
     for operation in ("read", "write")
@@ -54,12 +63,16 @@ def both(cases: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any], st
 @pytest.fixture(scope="module")
 def one_rank(harness: Any) -> Any:
     faults = [(name, case, "on") for name, case in FAULTS.items()]
-    return harness.run([*both(TRAINING | ACTS), *faults], program=PROGRAM, timeout_s=380)
+    counted = [("counted", COUNTED["little"], "off"), ("counted", COUNTED["little"], "short")]
+    counted += [(name, case, "auto") for name, case in COUNTED.items()]
+    return harness.run([*both(TRAINING | ACTS), *faults, *counted], program=PROGRAM, timeout_s=380)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
-    return harness.run(both({name: TRAINING[name] for name in ON_TWO_RANKS}), ranks=2, program=PROGRAM, timeout_s=380)
+    counted = [("counted", COUNTED["little"], "off"), ("little", COUNTED["little"], "auto")]
+    cases = both({name: TRAINING[name] for name in ON_TWO_RANKS})
+    return harness.run([*cases, *counted], ranks=2, program=PROGRAM, timeout_s=380)
 
 
 def assert_same(outcome: Any, name: str) -> dict[str, Any]:
@@ -108,6 +121,43 @@ def test_the_memory_held_between_forward_and_backward_falls_by_what_is_moved(one
     assert moved_nbytes > 4 * on["figures"]["kept_nbytes"]
     # Small weights that the one run gathers in this forward pass, and the other before.
     assert off["alive_nbytes"] - on["alive_nbytes"] == pytest.approx(moved_nbytes, rel=0.02)
+
+
+def assert_auto_trains(outcome: Any, name: str) -> dict[str, Any]:
+    for rank in outcome.ranks:
+        off, auto = outcome.result("counted", "off", rank), outcome.result(name, "auto", rank)
+        assert "out_of_memory" not in auto
+        assert auto["losses"] == off["losses"]
+        assert auto["weights"] == off["weights"]
+        assert auto["live_nbytes"] == 0
+    return dict(auto)
+
+
+def moved_nbytes(auto: dict[str, Any]) -> list[int]:
+    return [figures["host_nbytes"] + figures["nvme_nbytes"] for figures in auto["figures"]]
+
+
+def test_with_ample_memory_hooks_are_there_only_while_something_new_is_recorded(one_rank):
+    auto = assert_auto_trains(one_rank, "ample")
+    assert not any(moved_nbytes(auto))
+    # In the third step, a forward that failed counts to the pass after it; in the eighth, a new engine begins.
+    assert [step for step, calls in enumerate(auto["calls"]) if calls] == [0, 2, 4, 7, 12]
+    assert auto["stats"]["activation_placement"].startswith("activations stay in GPU memory from now on")
+
+
+@pytest.mark.parametrize("name", ["little", "little_and_nvme"])
+def test_what_does_not_fit_trains(one_rank, name):
+    assert "out_of_memory" in one_rank.result("counted", "short")
+    auto = assert_auto_trains(one_rank, name)
+    rows, moved = COUNTED[name]["rows"], moved_nbytes(auto)
+    assert all(moved[step] > 0 for step, each in enumerate(rows) if each == LARGE)
+    assert not any(moved[step] for step, each in enumerate(rows) if each == SMALL)
+    assert auto["calls"][1] == auto["calls"][3] == 0
+    assert auto["stats"]["activation_placement"].startswith("activations are moved from now on")
+
+
+def test_what_does_not_fit_trains_on_two_ranks(two_ranks):
+    assert any(moved_nbytes(assert_auto_trains(two_ranks, "little")))
 
 
 @pytest.mark.parametrize("operation", FAULTS)

@@ -61,6 +61,19 @@ PARTS: dict[str, dict[str, Any]] = {
         "gathered": True,
         "zero": {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0},
     },
+    "activations": {
+        "model": "llama",
+        "capacity": 2**30 + 15 * 2**20,  # of which one GiB stays free
+        "weights": True,
+        "steps": 8,
+        "accumulation": 2,
+        "tencache": {
+            "chunk_size": 2**16,
+            "host_memory": "16MiB",
+            "activations": "auto",
+            "activation_min_size": 1024,
+        },
+    },
     "odd_chunks": {"model": "gpt2", "device_memory": "12MiB", "steps": 8, "tencache": {"chunk_size": 100_003}},
 }
 
@@ -260,6 +273,20 @@ def test_everything_is_in_gpu_memory(one_rank: Any, name: str) -> None:
 def test_modules_with_weights_elsewhere_keep_their_hooks(one_rank: Any, name: str) -> None:
     result = one_rank.result(name, "tencache")
     assert bool(result["modules_without_hooks"][-1]) == bool(result["stats"]["gpu_weight_nbytes"])
+
+
+def test_activations_compete_with_weights_and_state(one_rank: Any) -> None:
+    stats = one_rank.result("activations", "tencache")["stats"]
+    places = [stats[f"{place}_activation_nbytes"] for place in ("gpu", "host", "nvme")]
+    assert sum(places) > 0
+    assert 0 < stats["gpu_state_nbytes"] <= 15 * MIB - stats["gpu_weight_nbytes"] - stats["gpu_gradient_nbytes"]
+    assert stats["predicted_seconds"] is not None
+    assert places[2] == 0, "state has left RAM for them"
+    if places[1]:
+        assert "activations are moved from now on" in stats["activation_placement"]
+    else:
+        assert "activations stay in GPU memory" in stats["activation_placement"]
+    assert one_rank.result("activations", "tencache")["measured"], "they were moved to find out what that costs"
 
 
 def test_frozen_weights_are_released_when_their_block_is_through_backward(one_rank: Any) -> None:

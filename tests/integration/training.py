@@ -180,6 +180,14 @@ def build(case: dict[str, Any], engine: str, nvme: str, edit: Callable[[nn.Modul
     return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)[0]
 
 
+def initialize(case: dict[str, Any], model: nn.Module, nvme: str) -> Any:
+    """Another TenCache engine for a model whose first one was destroyed."""
+    import deepspeed
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=parameters, config=config_for(case, "tencache", nvme))[0]
+
+
 def zero_gradients(engine: Any) -> None:
     """Gives stock CPU offload the gradient of zero that a weight without a gradient should have."""
     optimizer = engine.optimizer

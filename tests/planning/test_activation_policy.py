@@ -65,6 +65,39 @@ def test_a_block_held_elsewhere_stays_and_one_that_nobody_needs_goes():
     assert plan_places(blocks, RATES, host_nbytes=100, has_nvme=True) == (G, H, H)
 
 
+def test_of_what_has_to_leave_the_earliest_go_and_what_is_late_only_if_need_be():
+    blocks = a_pass([10] * 4, 0.8)  # the last one is needed too soon
+
+    def places(to_move_nbytes: int) -> tuple[Place, ...]:
+        return plan_places(blocks, RATES, host_nbytes=100, has_nvme=True, to_move_nbytes=to_move_nbytes)
+
+    assert places(0) == places(-5) == (G, G, G, G)
+    assert places(1) == places(10) == (H, G, G, G)
+    assert places(11) == (H, H, G, G)
+    assert places(31) == places(1000) == (H, H, H, H)
+
+
+def test_blocks_that_leave_in_any_case_count_towards_what_has_to():
+    blocks = [*a_pass([10] * 4), SavedBlock(10, 50, 60, held_elsewhere=True)]
+
+    def places(to_move_nbytes: int) -> tuple[Place, ...]:
+        return plan_places(
+            blocks, None, host_nbytes=100, has_nvme=True, to_move_nbytes=to_move_nbytes, leaving={2, 4, 9}
+        )
+
+    assert places(0) == places(10) == (G, G, H, G, G)
+    assert places(11) == (H, G, H, G, G)
+
+
+@given(BLOCKS, ALL_RATES, st.integers(0, 3000))
+def test_as_much_leaves_as_has_to_and_no_block_more(blocks, rates, to_move_nbytes):
+    places = plan_places(blocks, rates, host_nbytes=10**6, has_nvme=False, to_move_nbytes=to_move_nbytes)
+    moved = [block.nbytes for block, place in zip(blocks, places, strict=True) if place is H]
+    movable = [block.nbytes for block in blocks if not block.held_elsewhere]
+    assert sum(moved) >= min(to_move_nbytes, sum(movable))
+    assert sum(moved) < to_move_nbytes + max(moved, default=1)
+
+
 @given(BLOCKS, ALL_RATES, st.integers(0, 1000), st.booleans())
 def test_every_plan_fits_and_puts_what_is_saved_earlier_further_away(blocks, rates, host_nbytes, has_nvme):
     places = plan_places(blocks, rates, host_nbytes=host_nbytes, has_nvme=has_nvme)

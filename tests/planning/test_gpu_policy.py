@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tencache_ds.planning.gpu_policy import ALLOCATION_NBYTES, StateChunk, UpdateRates, Weight, plan_gpu
+from tencache_ds.planning.gpu_policy import ALLOCATION_NBYTES, SavedItem, StateChunk, UpdateRates, Weight, plan_gpu
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -105,6 +105,43 @@ def test_no_other_choice_is_better(weights, groups, budget, rates):
     assert all(n == 0 for n, full in zip(plan.chunks[1:], filled, strict=False) if not full), "taken from the front"
 
 
+ACTIVATIONS = st.lists(
+    st.builds(
+        lambda nbytes, seconds, in_host: SavedItem(nbytes, seconds, nbytes if in_host else 0),
+        st.integers(1, 9 * UNIT),
+        st.floats(0, 0.1),
+        st.booleans(),
+    ),
+    max_size=5,
+)
+
+
+@settings(deadline=None)
+@given(WEIGHTS.map(lambda weights: weights[:5]), GROUPS, ACTIVATIONS, st.integers(0, 120 * UNIT), RATES)
+def test_activations_compete_with_weights_and_state(weights, groups, activations, budget, rates):
+    groups = within(weights, groups)
+    plan = plan_gpu(weights, groups, budget, rates, activations=activations)
+    assert (len(plan.weights), len(plan.activations)) == (len(weights), len(activations))
+    items, there = [*weights, *activations], [*plan.weights, *plan.activations]
+    assert plan.seconds == pytest.approx(seconds_of(items, groups, rates, there, sum(plan.chunks)))
+    assert plan.seconds <= 1.01 * best_of_all(items, groups, budget, rates) + 1e-12
+    assert plan.nbytes <= budget
+
+
+def test_an_activation_that_backward_waits_for_comes_before_state_and_a_hidden_one_after_it():
+    waited_for, hidden = SavedItem(28 * UNIT, 0.01), SavedItem(28 * UNIT, 1e-5)
+    for budget, activations, chunks in ((28, (True, False), 0), (56, (True, False), 1), (84, (True, True), 1)):
+        plan = plan_gpu([], [[CHUNK]], budget * UNIT, UpdateRates(1e6), activations=[waited_for, hidden])
+        assert (plan.activations, plan.chunks) == (activations, (chunks,))
+
+
+def test_an_activation_that_would_be_in_host_memory_makes_place_for_state_when_it_stays():
+    rates = UpdateRates(1e9, 240 * UNIT, host_nbytes=0)
+    small = [SavedItem(20 * UNIT, 1e-5, host_nbytes=60 * UNIT)]
+    assert plan_gpu([], [[CHUNK] * 4], 28 * UNIT, rates, activations=small).activations == (True,)
+    assert plan_gpu([], [[CHUNK] * 4], 28 * UNIT, rates, activations=[SavedItem(20 * UNIT, 1e-5)]).chunks == (1,)
+
+
 @settings(deadline=None)
 @given(WEIGHTS, GROUPS, st.integers(0, 60 * UNIT), st.integers(0, 60 * UNIT), RATES)
 def test_more_memory_is_never_slower(weights, groups, budget, more, rates):
@@ -153,11 +190,12 @@ def test_thousands_of_weights_and_chunks_are_planned_in_a_tenth_of_a_second():
     weights = [Weight((1 + i * 7919 % 50) * 100_000, i * 104729 % 1000 / 1e5) for i in range(3000)]
     chunks = [StateChunk(1 << 25, 1 << 22, 1 << 21, weights=(i, min(i + 1, 2999))) for i in range(3000)]
     groups = [chunks[i : i + 50] for i in range(0, 3000, 50)]
+    saved = [SavedItem((1 + i * 7919 % 50) * 100_000, i * 104729 % 1000 / 1e5) for i in range(2000)]
     plan_gpu(weights, groups[:1], 40 << 30, FAST)  # what is imported when first used
     seconds = []
     for _ in range(5):  # the quickest: other processes share caches and cores
         t_start = time.process_time()
-        plan = plan_gpu(weights, groups, 40 << 30, UpdateRates(1e9, 5e9, 10 << 30))
+        plan = plan_gpu(weights, groups, 40 << 30, UpdateRates(1e9, 5e9, 10 << 30), activations=saved)
         seconds.append(time.process_time() - t_start)
     assert min(seconds) < 0.1
     assert 0 < sum(plan.chunks) < 3000

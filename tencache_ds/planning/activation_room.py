@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the tensors that a pass saves for backward fit into GPU memory, and how many bytes of them have to leave it.
+
+Nothing is known about the first pass. Its tensors stay until it has taken half of the memory that was free when it
+began; what it saves from then on is moved, and if it still takes more, the earliest ones as well, which backward needs
+last. The other half is for backward, for the loss, and for what cannot be moved.
+
+Once a pass is over, two figures of it are known: what it saved, which grows with its input and can be moved, and what
+it took beside that, which cannot. Together they are what a pass would take if everything stayed. Where that fits,
+autograd keeps its tensors itself, which costs nothing, and memory is looked at only when a pass begins. Three things
+end that: an input larger than any recorded one, less free memory than a pass needs, and an allocation that failed. The
+following pass is then recorded like the first. After one of the latter two it takes a number of quiet steps until
+everything stays again, and twice as many if that was wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+from tencache_ds.items import GpuUsage
+from tencache_ds.planning.look import pause_s
+from tencache_ds.planning.patience import Patience
+
+UNKNOWN_SHARE = 0.5
+"""Of the memory that is free when a pass begins: what it may take before its activations move, if nothing is known."""
+
+LOST_SHARE = 0.1
+"""Fragmentation, as a share of the memory that a pass is expected to take."""
+
+SPARE_SHARE = 0.25
+"""Where activations have to move, so much more than a pass is expected to take is made free."""
+
+LOOKS = 32
+"""Memory is looked at when a pass has saved this part of what was free, however short ago the last look was."""
+
+FIRST_PATIENCE, LONGEST_PATIENCE = 16, 4096
+"""Steps before everything stays again, the first time and at most."""
+
+
+class Cause(StrEnum):
+    """Why tensors are taken from autograd."""
+
+    UNKNOWN = "no pass has been recorded"
+    LARGER = "its input is larger than any before"
+    SHORT = "less GPU memory is free than such a pass takes"
+    FAILED = "an allocation of GPU memory failed"
+    PLANNED = "the memory saves more time with weights and optimizer state in it"
+
+
+class ActivationRoom:
+    """The memory of one GPU over passes; decides nothing but numbers of bytes. One thread at a time."""
+
+    def __init__(self) -> None:
+        self.cause: Cause | None = Cause.UNKNOWN
+        """Why the tensors of the pass are taken; None: autograd keeps them."""
+        self.crowded = False
+        """Whether tensors that this pass saves from now on have to move, wherever they were to be."""
+        self.wanted = False
+        """Whether tensors are to be taken even where everything fits."""
+        self._whole = False  # taken from the beginning of the pass
+        self._is_over = True  # its peak has been seen
+        self._elements = 0  # of the pass, so far
+        self._start_nbytes = self._free_nbytes = self._peak_nbytes = self._n_failures = 0
+        self._has_failed = False
+        self._now_nbytes = 0  # taken by the pass when it was looked at last
+        self._kept_nbytes = self._most_kept_nbytes = 0  # of what it has saved
+        self._other_nbytes = 0  # the most that it took beside that
+        self._unseen_nbytes = 0  # saved since then
+        self._t_next_look_s = 0.0
+        self._most_elements = self._last_elements = 0  # of recorded passes
+        self._saved_nbytes = self._beside_nbytes = 0  # by the largest of them, and beside that by any
+        self._is_recorded = False
+        self._patience = Patience(FIRST_PATIENCE, LONGEST_PATIENCE)
+        self._was_short = False
+
+    # A pass begins
+
+    def begin_pass(self, usage: GpuUsage, elements: int, releasable_nbytes: int = 0) -> None:
+        """The first forward of a pass; afterwards :attr:`cause` says whether its tensors are taken.
+
+        Args:
+            usage: at present.
+            elements: of its input; 0 if that is not known.
+            releasable_nbytes: of optimizer state, which leaves when a pass needs the memory.
+        """
+        failed, partly = self._has_failed, self.cause is not None and not self._whole
+        self._elements, self._whole, self._is_over, self.crowded = elements, True, False, False
+        self._has_failed, self._n_failures = False, usage.n_failures
+        self._start_nbytes, self._free_nbytes = usage.allocated_nbytes, usage.available_nbytes
+        self._peak_nbytes = usage.peak_nbytes
+        self._now_nbytes = self._kept_nbytes = self._most_kept_nbytes = self._other_nbytes = self._unseen_nbytes = 0
+        self._t_next_look_s = 0.0
+        if not self._is_recorded:
+            self.cause = Cause.FAILED if failed else Cause.UNKNOWN
+        elif failed:
+            self._disturbed(Cause.FAILED)
+        elif elements > self._most_elements or partly:
+            self.cause = Cause.LARGER
+        elif self.cause is None:
+            if not self._fits(releasable_nbytes):
+                self._disturbed(Cause.SHORT)
+        elif self._was_short and not self._patience.over:
+            if not self._fits(0, SPARE_SHARE):
+                self._patience.undone()
+        elif self._fits(0, SPARE_SHARE if self._was_short else LOST_SHARE):
+            self.cause = None
+            if self._was_short:
+                self._patience.tried()
+        else:
+            self._disturbed(Cause.SHORT)
+        if self.cause is None and self.wanted:
+            self.cause = Cause.PLANNED
+
+    def go_on(self, elements: int) -> None:
+        """Another forward of the same pass, before its backward."""
+        self._elements += elements
+        if self.cause is None and self._elements > self._most_elements > 0:
+            self.cause, self._whole = Cause.LARGER, False
+
+    def _disturbed(self, cause: Cause) -> None:
+        self.cause, self._was_short = cause, True
+        self._patience.undone()
+
+    def _fits(self, releasable_nbytes: int, share: float = LOST_SHARE) -> bool:
+        """Whether the pass is expected to, with everything that it saves."""
+        return (1 + share) * self.expected_nbytes <= self._free_nbytes + releasable_nbytes
+
+    @property
+    def expected_nbytes(self) -> int:
+        """What the pass is expected to take if everything stays. Of what passes take beside saved tensors, a part grows
+        with their input and another does not, such as gathered weights."""
+        ratio = self._ratio(self._most_elements)
+        return int(ratio * self._saved_nbytes + max(ratio, 1.0) * self._beside_nbytes)
+
+    @property
+    def saved_nbytes(self) -> int:
+        """The part of that which the pass is expected to save."""
+        return int(self._ratio(self._most_elements) * self._saved_nbytes)
+
+    @property
+    def free_nbytes(self) -> int:
+        """When the pass began."""
+        return self._free_nbytes
+
+    def to_move_nbytes(self) -> int:
+        """What of this pass is to move, in bytes of the last recorded pass, which may have been of another size."""
+        if self._fits(0):
+            return 0
+        to_move_nbytes = self.expected_nbytes - int(self._free_nbytes / (1 + SPARE_SHARE))
+        return math.ceil(to_move_nbytes / self.growth)
+
+    @property
+    def growth(self) -> float:
+        """The size of this pass relative to the last recorded one."""
+        return self._ratio(self._last_elements)
+
+    def _ratio(self, elements: int) -> float:
+        """The size of this pass relative to one with so many elements; 1 where one of the two is not known."""
+        return self._elements / elements if self._elements and elements else 1.0
+
+    # Within the pass
+
+    def saved(self, nbytes: int, now_s: float) -> bool:
+        """Whether memory is to be looked at: so many more bytes were saved."""
+        self._unseen_nbytes += nbytes
+        return now_s >= self._t_next_look_s or self._unseen_nbytes * LOOKS >= self._free_nbytes
+
+    def look(self, usage: GpuUsage, now_s: float, cost_s: float) -> None:
+        """
+        Args:
+            usage: at present.
+            now_s: the time.
+            cost_s: what finding out took.
+        """
+        self._t_next_look_s, self._unseen_nbytes = now_s + pause_s(cost_s), 0
+        self._now_nbytes = usage.allocated_nbytes - self._start_nbytes
+        self._other_nbytes = max(self._other_nbytes, self._now_nbytes - self._kept_nbytes)
+        # Another process may have taken some.
+        self._free_nbytes = min(self._free_nbytes, usage.available_nbytes + max(self._now_nbytes, 0))
+        self.crowded = self.crowded or self._now_nbytes > self._limit_nbytes
+
+    @property
+    def excess_nbytes(self) -> int:
+        """Of what has stayed, what has to move after all: 0 or less until half of the rest is taken as well."""
+        if self._now_nbytes <= (self._limit_nbytes + self._free_nbytes) // 2:
+            return 0
+        return self._now_nbytes - self._limit_nbytes
+
+    @property
+    def _limit_nbytes(self) -> int:
+        """What a pass may take in forward before anything has to move that was to stay."""
+        unknown_nbytes = int(UNKNOWN_SHARE * self._free_nbytes)
+        if self.cause not in (Cause.SHORT, Cause.PLANNED):
+            return unknown_nbytes
+        growth = max(self._ratio(self._most_elements), 1.0)
+        known_nbytes = self._free_nbytes - int((1 + SPARE_SHARE) * growth * self._beside_nbytes)
+        return max(unknown_nbytes, min(known_nbytes, int(self._free_nbytes / (1 + LOST_SHARE))))
+
+    def kept(self, nbytes: int) -> None:
+        """So much of what was saved stays."""
+        self._kept_nbytes += nbytes
+        self._most_kept_nbytes = max(self._most_kept_nbytes, self._kept_nbytes)
+
+    def moved(self, nbytes: int) -> None:
+        """So much of what had stayed is on its way."""
+        self._kept_nbytes -= nbytes
+        self._now_nbytes -= nbytes
+
+    # Its end
+
+    def passed(self, usage: GpuUsage) -> None:
+        """Backward is over, and nothing else has taken memory since; only the first call for a pass counts."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if usage.peak_nbytes > self._peak_nbytes:  # it counts from the start of recording: this pass has set it
+            taken_nbytes = usage.peak_nbytes - self._start_nbytes
+            self._other_nbytes = max(self._other_nbytes, taken_nbytes - self._most_kept_nbytes)
+        if usage.n_failures > self._n_failures:
+            self._has_failed = True
+            stayed_nbytes = self._limit_nbytes
+            if self.cause is None:
+                stayed_nbytes = int(self._ratio(self._most_elements) * self._saved_nbytes)
+            self._beside_nbytes = max(self._beside_nbytes, self._free_nbytes - stayed_nbytes)
+
+    def record(self, saved_nbytes: int, held_nbytes: int) -> None:
+        """A pass of which tensors were taken is over; after :meth:`passed`.
+
+        Args:
+            saved_nbytes: what it has saved.
+            held_nbytes: the part of that which the training held anyway, so that it took nothing.
+        """
+        self._beside_nbytes = max(self._beside_nbytes, self._other_nbytes + held_nbytes)
+        if not self._whole:
+            return
+        saved_nbytes -= held_nbytes
+        if self._elements >= self._most_elements or saved_nbytes > self._saved_nbytes:
+            self._saved_nbytes = saved_nbytes
+            self._most_elements = max(self._elements, self._most_elements)
+        self._last_elements = self._elements
+        self._is_recorded = True
+
+    def step_done(self) -> None:
+        """An optimizer step is over."""
+        self._patience.step_done()
