@@ -118,6 +118,17 @@ class WeightHomes:
         ]
 
     @property
+    def largest_nbytes(self) -> int:
+        """Bytes of the largest shard."""
+        return max((weight.nbytes for weight in self.weights.values()), default=0)
+
+    @property
+    def sharing_nbytes(self) -> int:
+        """Bytes of resident weights whose host memory comes back only with that of others."""
+        resident = (weight.nbytes for weight in self.weights.values() if weight.state is WeightState.RESIDENT)
+        return sum(nbytes for nbytes in resident if self._memory.shares_pages(nbytes))
+
+    @property
     def allocated_nbytes(self) -> int:
         """Bytes that the weights take on NVMe."""
         return sum(w.extent.allocated_nbytes for w in self.weights.values() if w.extent is not None)

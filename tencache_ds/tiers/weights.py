@@ -19,8 +19,9 @@ from tencache_ds.io import ExtentStore, Priority
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters
+from tencache_ds.planning.budget import WRITES_BEHIND_NBYTES
 from tencache_ds.tiers.mover import Mover
-from tencache_ds.tiers.ordinary_memory import WRITES_BEHIND_NBYTES, OrdinaryMemory
+from tencache_ds.tiers.ordinary_memory import OrdinaryMemory
 from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weight_homes import WeightHomes
 from tencache_ds.tiers.weight_record import CopyEvent, WeightState
