@@ -76,6 +76,8 @@ class RandomPlacement:
                         memory = homes._memory.allocate(numel * gradients.dtype.itemsize).view(gradients.dtype)
                     moves._moved_gradient(key, gradients.move(key, memory))
                     self.moved["gradients"] += 1
+        if Place.NVME in self._places and not moves._state.open_store():
+            raise RuntimeError("state may not go to NVMe, where the case wants it")
         if self._of_rank.random() < 0.3:
             moves.free_unused_host_memory()
         for index in range(len(moves._sub_groups)):
