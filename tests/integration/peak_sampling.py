@@ -34,7 +34,7 @@ class HostPeak:
         self._device_nbytes = device_nbytes
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="peak", daemon=True)
-        self._base_nbytes = 0
+        self._base_nbytes = self._device_base_nbytes = 0
         self.nbytes = self.device_peak_nbytes = 0
 
     def __enter__(self) -> HostPeak:
@@ -42,7 +42,7 @@ class HostPeak:
         libc.mallopt(M_MMAP_THRESHOLD, THRESHOLD_NBYTES)
         gc.collect()
         libc.malloc_trim(0)
-        self._base_nbytes = _resident_nbytes()
+        self._base_nbytes, self._device_base_nbytes = _resident_nbytes(), self._device_nbytes()
         self._thread.start()
         return self
 
@@ -53,8 +53,8 @@ class HostPeak:
     def _sample(self) -> None:
         while not self._ended.is_set():
             # The device's first: what it gets meanwhile counts as the host's, never the other way round.
-            device, resident = self._device_nbytes(), _resident_nbytes()
-            self.nbytes = max(self.nbytes, resident - device - self._base_nbytes)
+            device = self._device_nbytes() - self._device_base_nbytes
+            self.nbytes = max(self.nbytes, _resident_nbytes() - self._base_nbytes - device)
             self.device_peak_nbytes = max(self.device_peak_nbytes, device)
             time.sleep(PAUSE_S)
 
