@@ -155,6 +155,15 @@ class ActivationHomes:
         """Space taken on NVMe."""
         return 0 if self._store is None else self._store.nbytes_allocated
 
+    def most_nbytes(self, left_nbytes: int) -> int:
+        """Host memory that activations take at most, with those on their way to and from NVMe.
+
+        Args:
+            left_nbytes: what is left of ``host_memory`` once everything else has its place.
+        """
+        limit_nbytes = self._options.activation_memory
+        return (left_nbytes if limit_nbytes is None else limit_nbytes) + STAGING_NBYTES
+
     def describe(self) -> str:
         """The places that activations may go to."""
         limit_nbytes = self._options.activation_memory

@@ -191,12 +191,15 @@ class TenCacheEngine:
     # Reporting
 
     @property
-    def pinned_nbytes(self) -> int:
-        """Pinned memory of the resident weights; with all of its slabs if they are not shared."""
-        if self._shared.resident.arena.locking is Locking.NONE:
-            return 0
+    def resident_nbytes(self) -> int:
+        """Host memory of the resident weights; with all of its slabs if they are not shared."""
         alone = len(self._shared.tiers) == 1
-        return self._shared.resident.arena.nbytes_locked if alone else self.weights.homes.resident_nbytes
+        return self._shared.resident.arena.nbytes_in_use if alone else self.weights.homes.resident_nbytes
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """The part of :attr:`resident_nbytes` that is pinned: all or nothing."""
+        return 0 if self._shared.resident.arena.locking is Locking.NONE else self.resident_nbytes
 
     def routes(self) -> list[tuple[NvmePath, RoutedBackend]]:
         """The open paths that may be read into GPU memory, each with the backend that decides by the buffer."""

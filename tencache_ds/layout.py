@@ -6,6 +6,12 @@ from __future__ import annotations
 PAGE_NBYTES = 4096
 """Buffer addresses, lengths and file offsets are multiples of it: what O_DIRECT needs on every common device."""
 
+BOUNCE_NBYTES = 32 * 2**20
+"""One of the pinned buffers through which pageable host memory is copied to and from a GPU."""
+
+N_BOUNCES = 3
+"""Two for the copies, one to measure their rate."""
+
 
 def round_up(nbytes: int, multiple: int = PAGE_NBYTES) -> int:
     """The smallest multiple that is not below ``nbytes``; by default whole pages."""

@@ -26,14 +26,14 @@ from tencache_ds.activations.auto_places import AutoPlaces
 from tencache_ds.activations.saved_tensors import ActivationFigures
 from tencache_ds.config import Activations, TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
-from tencache_ds.errors import SpaceError, TenCacheError
+from tencache_ds.errors import ConfigError, SpaceError, TenCacheError
 from tencache_ds.gpu_staging import GpuStaging
 from tencache_ds.host_homes import HostHomes
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.paths import NvmePaths
 from tencache_ds.io.scratch import device_of, free_nbytes
 from tencache_ds.items import GpuUsage, Place
-from tencache_ds.layout import gib, round_up
+from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES, gib, round_up
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.host_tensors import HostTensors
@@ -44,6 +44,7 @@ from tencache_ds.observability.paths import summed
 from tencache_ds.planning.budget import AUTO_CHUNK_SLOTS, StagingPlan, plan_staging
 from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES, cut_sub_group
 from tencache_ds.planning.host_watch import HostWatch
+from tencache_ds.planning.peak_memory import MemoryNeeds, OutsideNeeds, PeakMemory, memory_of_own_weights, peak_memory
 from tencache_ds.planning.placement import StateCapacity, plan_state
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
 from tencache_ds.profiling.host_memory import available_nbytes, memory_nbytes
@@ -92,6 +93,7 @@ class Session:
         self._optimizer_store: ExtentStore | None = None
         self._reserved_nbytes = 0
         self._gpu_weight_nbytes = self._gpu_gradient_nbytes = 0
+        self._peak = PeakMemory(0, 0, 0)
         self._placement = self._activation_placement = ""
         self._predicted_seconds: float | None = None
         self._pools: list[BufferPool] = []
@@ -253,6 +255,52 @@ class Session:
         """The latest placement decision, and the predicted step time since then, for :meth:`stats`."""
         self._placement, self._predicted_seconds = placement, predicted_seconds
 
+    def plan_peak(self, others: OutsideNeeds) -> None:
+        """Limits what this rank's memory will be at its highest, when the first places are decided.
+
+        Args:
+            others: what DeepSpeed and the optimizer need.
+        """
+        tiers = [engine.weights.homes for engine in self._engines]
+        pinned = self._weight_arena.locking is not Locking.NONE
+        resident = sum(engine.resident_nbytes for engine in self._engines)
+        weights = memory_of_own_weights(others.own_shards, pinned=pinned and others.own_shards_pinned)
+        tier, by_place = self.optimizer_state, dict.fromkeys(Place, 0)
+        chunk_nbytes = [] if tier is None else tier.chunk_nbytes
+        if tier is not None:
+            stored = 0 if self._optimizer_store is None else self._optimizer_store.nbytes_allocated
+            by_place = {Place.GPU: tier.device_nbytes, Place.HOST: tier.resident_nbytes, Place.NVME: stored}
+        staging = sum(pool.stats().nbytes_total for pool in self._pools if pool is not self._gpu_staging.pool)
+        locking = self._engines[0].staging_locking(staging)
+        left_nbytes = max(self.host_left_nbytes, 0)
+        self._peak = peak_memory(
+            MemoryNeeds(
+                weights_host=resident + weights.kept,
+                weights_building=resident + weights.building,
+                weights_nvme=sum(homes.allocated_nbytes for homes in tiers),
+                largest_weight=max((homes.largest_nbytes for homes in tiers), default=0),
+                weights_sharing_pages=sum(homes.sharing_nbytes for homes in tiers),
+                gradients=self._gradient_arena.nbytes_in_use,
+                state_host=by_place[Place.HOST] + others.later_state,
+                state_gpu=by_place[Place.GPU],
+                state_nvme=by_place[Place.NVME],
+                state_may_go_to_nvme=tier is not None and bool(self.surroundings.optimizer_paths),
+                largest_chunk=max(chunk_nbytes, default=0),
+                update=others.update,
+                host_budget=self.surroundings.host_nbytes,
+                activations=0 if self.activations is None else self.activations.most_nbytes(left_nbytes),
+                staging=staging,
+                late_staging=self._late_staging_nbytes() if tier is not None and self._chunk_pool is None else 0,
+                bounces=N_BOUNCES * BOUNCE_NBYTES if self.surroundings.on_cuda and others.gpu_limit is not None else 0,
+                gpu_weights=others.gpu_weights,
+                gpu_limit=others.gpu_limit,
+                gpu_staging=self._gpu_staging.nbytes,
+                weights_pinned=pinned,
+                gradients_pinned=self._gradient_arena.locking is not Locking.NONE,
+                staging_pinned=locking is not Locking.NONE,
+            )
+        )
+
     def check_optimizer_space(self, needed_nbytes: int) -> None:
         """Compares the NVMe space that optimizer state needs with the free space, for all ranks of this host together.
 
@@ -321,14 +369,30 @@ class Session:
         if not self.surroundings.optimizer_paths or self.optimizer_state is None:
             return False
         if self._chunk_pool is None:
-            nbytes = max((round_up(nbytes) for nbytes in self.optimizer_state.chunk_nbytes), default=LEAST_SLOT_NBYTES)
-            plan = plan_staging(self.options.staging_memory, [], nbytes, AUTO_CHUNK_SLOTS)
+            plan = self._plan_late_staging(self.optimizer_state)
             self._late_arena = HostArena(plan.nbytes, self._engines[0].staging_locking(plan.nbytes))
             self._build_chunk_pool(self._late_arena, plan)
         if self._optimizer_store is None:
             self._optimizer_store = self._engines[0].open_store("optimizer", self.surroundings.optimizer_paths)
             self.optimizer_state.use_store(self._optimizer_store)
         return True
+
+    def _plan_late_staging(self, tier: OptimizerStateTier) -> StagingPlan:
+        """Staging buffers for state that goes to NVMe although none did at the start.
+
+        Raises:
+            ConfigError: ``staging_memory`` is too small for it.
+        """
+        nbytes = max((round_up(nbytes) for nbytes in tier.chunk_nbytes), default=LEAST_SLOT_NBYTES)
+        return plan_staging(self.options.staging_memory, [], nbytes, AUTO_CHUNK_SLOTS)
+
+    def _late_staging_nbytes(self) -> int:
+        """Of :meth:`_plan_late_staging`; 0 where there is no room for it, so that no state goes to NVMe."""
+        assert self.optimizer_state is not None
+        try:
+            return self._plan_late_staging(self.optimizer_state).nbytes
+        except ConfigError:
+            return 0
 
     def _build_chunk_pool(self, arena: HostArena, plan: StagingPlan) -> None:
         size_class = SizeClass(plan.chunk_slot_nbytes, plan.chunk_slots)
@@ -428,6 +492,9 @@ class Session:
             pinned_nbytes=pinned_weights_nbytes + sum(arena.nbytes_locked for arena in arenas),
             pinned_peak_nbytes=pinned_weights_nbytes
             + sum(arena.nbytes_peak for arena in arenas if arena.locking is not Locking.NONE),
+            planned_host_peak_nbytes=self._peak.host_nbytes,
+            planned_pinned_peak_nbytes=self._peak.pinned_nbytes,
+            planned_gpu_peak_nbytes=self._peak.gpu_nbytes,
             staging_nbytes=sum(pool.nbytes_total for pool in pools),
             staging_peak_nbytes=sum(pool.nbytes_leased_peak for pool in pools),
             gpu_staging_nbytes=self._gpu_staging.nbytes,
@@ -478,6 +545,7 @@ class Session:
             parts[-1] += f" per path, over {len(stats.paths)} paths ({held})"
         if self._fused_adam is not None:
             parts.append(f"Adam in one pass ({self._fused_adam.instructions}) on {self._fused_adam.n_threads} cores")
+        parts.append(self._peak.describe())
         return "; ".join(parts)
 
     def step_done(self, update_ns: int) -> StepRecord:

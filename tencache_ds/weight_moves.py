@@ -116,7 +116,6 @@ class WeightMoves:
             for key, size in reversed(list(self._out.items())):
                 if size <= nbytes - brought:
                     self._bring(key, self._memory.allocate(size))
-                    del self._out[key]
                     brought += size
         except MemoryLimitError as error:
             logger.warning("a weight that left GPU memory stays out: %s", error)
@@ -144,3 +143,4 @@ class WeightMoves:
     def _bring(self, key: int, memory: torch.Tensor) -> None:
         self._weights.to_device(key, memory)
         self._there[key] = memory.nbytes
+        self._out.pop(key, None)

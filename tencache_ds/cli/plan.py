@@ -26,6 +26,7 @@ from tencache_ds.profiling.host_memory import available_nbytes
 if TYPE_CHECKING:  # they need pydantic, and the options DeepSpeed, which other commands do without
     from tencache_ds.planning.bound import Resource
     from tencache_ds.planning.forecast import Forecast, Training
+    from tencache_ds.planning.peak_memory import PeakMemory
     from tencache_ds.profiling.hardware import Hardware
 
 MORE_NBYTES = 8 * 2**30
@@ -116,8 +117,9 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     check_json_file(arguments.json)
     check_plot_file(arguments.plot)
     numel = numel_of(arguments)
+    from tencache_ds.config import TenCacheConfig
     from tencache_ds.io import free_nbytes
-    from tencache_ds.planning.forecast import Training, forecast
+    from tencache_ds.planning.forecast import Training, forecast, peak_of_forecast
     from tencache_ds.profiling.probe import probe
 
     available = available_nbytes()
@@ -143,7 +145,16 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     forecasts = [forecast(training, budget, hardware, gpu_budget_nbytes=gpu_nbytes) for budget in others]
     free = None if arguments.nvme_path is None else free_nbytes(str(arguments.nvme_path))
     problems = what_is_missing(at_start, available, free, gpu_nbytes)
-    show(training, chosen, forecasts, hardware, console)
+    peak = peak_of_forecast(
+        training,
+        at_start,
+        host_budget=per_rank,
+        gpu_limit=arguments.gpu_memory,
+        chunk=TenCacheConfig().chunk_size,
+        may_use_nvme=arguments.nvme_path is not None,
+        pinned=hardware.gpu is not None,
+    )
+    show(training, chosen, forecasts, hardware, peak, console)
     for problem in problems:
         console.print(f"[red]does not fit:[/red] {problem}", soft_wrap=True, highlight=False)
     if arguments.json is not None:
@@ -151,6 +162,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
             "training": asdict(training),
             "hardware": hardware.model_dump(),
             "chosen": asdict(chosen),
+            "peak_per_rank": asdict(peak),
             "others": [asdict(each) for each in forecasts],
             "problems": problems,
         }
@@ -250,7 +262,12 @@ def what_is_missing(chosen: Forecast, available: int, free: int | None, gpu_nbyt
 
 
 def show(
-    training: Training, chosen: Forecast, forecasts: Sequence[Forecast], hardware: Hardware, console: Console
+    training: Training,
+    chosen: Forecast,
+    forecasts: Sequence[Forecast],
+    hardware: Hardware,
+    peak: PeakMemory,
+    console: Console,
 ) -> None:
     """Prints a plan."""
     device = hardware.gpu or hardware.cpu
@@ -261,6 +278,13 @@ def show(
         soft_wrap=True,
     )
     console.print(_places(chosen))
+    console.print(
+        f"per rank at most, including start-up and moves: {format_nbytes(peak.host_nbytes)} of RAM beyond the program "
+        f"itself, {format_nbytes(peak.pinned_nbytes)} of it pinned, and {format_nbytes(peak.gpu_nbytes)} of GPU memory "
+        "for weights, gradients and optimizer state",
+        highlight=False,
+        soft_wrap=True,
+    )
     console.print(_steps(training, chosen, forecasts, "GPU" if hardware.gpu else "arithmetic"))
     console.print(
         "Seconds of each resource on its own; a step takes at least as long as the busiest one. GPU memory is the "

@@ -15,7 +15,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
-from tencache_ds.tiers.weights import WeightTier
+from tencache_ds.items import Place
+from tencache_ds.tiers.weight_home import Home
 from tencache_ds.weight_moves import Shard
 
 
@@ -30,7 +31,7 @@ class DeviceWeights:
     def __init__(self, params: Sequence[Any], model_weights: ModelWeights | None = None) -> None:
         self._params = {param.ds_id: param for param in params if _is_movable(param)}
         self._model_weights = model_weights
-        self._host: dict[int, torch.Tensor] = {}
+        self._own: dict[int, Home] = {}  # of DeepSpeed's own shards that are in device memory
 
     def shards(self) -> list[Shard]:
         """See :meth:`MovableWeights.shards`."""
@@ -51,8 +52,8 @@ class DeviceWeights:
             return
         if self._model_weights is not None:
             self._model_weights.part_from_flat(param)
-        self._host[key] = param.ds_tensor.data
-        shard.copy_(param.ds_tensor.data)
+        self._own[key] = home = Home(param.ds_tensor.data)
+        home.to_device(shard)
         param.ds_tensor.data = shard
 
     def to_host(self, key: int) -> None:
@@ -61,33 +62,30 @@ class DeviceWeights:
         if in_tier(param):
             param.nvme_swapper.to_host(param)
             return
-        host = self._host.pop(key)
-        host.copy_(param.ds_tensor.data)
-        param.ds_tensor.data = host
+        home = self._own.pop(key)
+        home.memory = param.ds_tensor.data  # DeepSpeed may have given it other memory
+        home.leave_device()
+        param.ds_tensor.data = home.memory
 
     def belongs_to_host(self, key: int) -> bool:
         """See :meth:`MovableWeights.belongs_to_host`."""
-        param = self._params[key]
-        return key in self._host or (in_tier(param) and self._tier_of(param).homes.belongs_to_host(key))
+        home = self._home_of(key)
+        return home is not None and home.place is Place.GPU and home.returns_to is Place.HOST
 
     def host_nbytes_of(self, keys: Iterable[int]) -> int:
-        """See :meth:`MovableWeights.host_nbytes_of`. The memory of DeepSpeed's own shards is never freed."""
-        params = [self._params[key] for key in keys]
-        return sum(self._tier_of(param).homes.host_nbytes_of([param.ds_id]) for param in params if in_tier(param))
+        """See :meth:`MovableWeights.host_nbytes_of`."""
+        homes = (self._home_of(key) for key in keys)
+        return sum(home.missing_nbytes for home in homes if home is not None)
 
     def free_unused(self) -> int:
         """See :meth:`MovableWeights.free_unused`. The memory of DeepSpeed's own shards is never freed."""
-        tiers = {self._tier_of(param): None for param in self._params.values() if in_tier(param)}
-        nbytes = 0
-        for tier in tiers:
-            nbytes += tier.homes.unused_host_nbytes
-            tier.free_unused()
-        return nbytes
+        tiers = {param.nvme_swapper.engine.weights for param in self._params.values() if in_tier(param)}
+        return sum(tier.free_unused() for tier in tiers)
 
-    @staticmethod
-    def _tier_of(param: Any) -> WeightTier:
-        tier: WeightTier = param.nvme_swapper.engine.weights
-        return tier
+    def _home_of(self, key: int) -> Home | None:
+        """The home of a weight; None of one of DeepSpeed's own that is where DeepSpeed has put it."""
+        param = self._params[key]
+        return param.nvme_swapper.engine.weights.homes.of(key) if in_tier(param) else self._own.get(key)
 
 
 def lies_on_device(param: Any) -> bool:

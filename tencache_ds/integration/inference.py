@@ -28,6 +28,7 @@ from tencache_ds.integration.linear_layers import skip_autograd_without_gradient
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.module_hooks import lighten_backward_hooks
 from tencache_ds.integration.ordered_gathers import finish_after_forward
+from tencache_ds.integration.outside_needs import outside_needs
 from tencache_ds.integration.param_swapper import engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.suspended_hooks import SuspendedHooks, is_free
@@ -115,6 +116,11 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
         if used and memory is not None:
             this = weakref.ref(engine)
             homes = _build_homes(session, memory, weights, coordinator, lambda: other_engines.beside(this()))
+        section, shards = engine._config.zero_config.offload_param, weights.shards() if homes is not None else ()
+        pinned = session.surroundings.on_cuda and section is not None and section.pin_memory
+        session.plan_peak(
+            outside_needs(module, options, pinned=pinned, movable=shards, memory=memory if homes is not None else None)
+        )
     except BaseException:
         session.close()
         offload.destroy()

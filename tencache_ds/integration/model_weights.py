@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.observability.counters import Counters, Link
 from tencache_ds.planning.chunks import Chunk, Overlap, overlaps
+from tencache_ds.tiers.weight_home import Home
 
 
 def in_tier(param: Any) -> bool:
@@ -79,8 +80,8 @@ class ModelWeights:
         if param.ds_id not in self._sub_group_of:
             return None
         if in_tier(param):
-            shard: torch.Tensor | None = param.nvme_swapper.engine.weights.homes.in_host_memory(param.ds_id)
-            return shard
+            home: Home = param.nvme_swapper.engine.weights.homes.of(param.ds_id)
+            return home.in_host_memory
         return param.ds_tensor.data if param.ds_tensor.device.type == "cpu" else None
 
     def sub_group_of(self, key: int) -> int | None:

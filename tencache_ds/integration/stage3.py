@@ -42,6 +42,7 @@ from tencache_ds.integration.optimizers import (
     updates_by_chunks,
 )
 from tencache_ds.integration.ordered_gathers import finish_after_forward
+from tencache_ds.integration.outside_needs import outside_needs, update_needs
 from tencache_ds.integration.param_swapper import ParamSwapper, engines_for
 from tencache_ds.integration.passes import PassesMixin
 from tencache_ds.integration.rank_checks import agree_on_homes
@@ -122,6 +123,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
             coordinator.fetched_for_forward = self.activation_hooks.note_weights
         if self._gpu_homes is not None:
             self._follow_passes(self._gpu_homes, self._gathered)
+        self._plan_peak()
 
     # Building
 
@@ -278,6 +280,24 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
             )
         starts = itertools.accumulate((int(n) for n in self.fp16_partitioned_groups_flat_numel), initial=0)
         self._sub_group_starts = list(starts)
+
+    def _plan_peak(self) -> None:
+        engine, later_state, update = self._require_engine(), 0, 0
+        if self._state is not None:
+            numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
+            later_state, update = update_needs(self.optimizer, self._state, numels, fused=self._fused is not None)
+        engine.plan_peak(
+            outside_needs(
+                self.module,
+                engine.options,
+                pinned=engine.surroundings.on_cuda and self.offload_param_pin_memory,
+                movable=() if self._gathered is None else self._gathered.shards(),
+                memory=None if self._device is None else self._device[0],
+                groups=self.fp16_groups,
+                later_state=later_state,
+                update=update,
+            )
+        )
 
     def _build_gradients(self, engine: Session) -> GradientTier:
         groups: list[list[GradientSegment]] = []

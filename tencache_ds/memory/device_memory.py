@@ -10,11 +10,10 @@ import torch
 
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.items import GpuUsage
+from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES
 
 HostCopy = Callable[[torch.Tensor, torch.Tensor], None]
 """Copies the bytes of the second tensor to the first, both in host memory."""
-
-BOUNCE_NBYTES = 32 * 2**20
 
 
 class DeviceMemory(Protocol):
@@ -129,7 +128,7 @@ class CudaMemory:
     def _next_buffer(self) -> tuple[torch.Tensor, torch.cuda.Event]:
         """The one whose last copy was issued first, when that is over."""
         if not self._bounce:
-            for _ in range(2):
+            for _ in range(N_BOUNCES - 1):
                 buffer = torch.empty(BOUNCE_NBYTES, dtype=torch.uint8, pin_memory=True)
                 self._bounce.append((buffer, torch.cuda.Event()))
         buffer, copied = self._bounce[self._turn]

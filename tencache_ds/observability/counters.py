@@ -120,6 +120,10 @@ class Stats:
             pass.
         pinned_nbytes: pinned (locked or registered) host memory held now.
         pinned_peak_nbytes: most pinned host memory held at any time.
+        planned_host_peak_nbytes: upper limit of resident host memory from the first weight of the model to the end of
+            training, beyond what the process had before; see :mod:`tencache_ds.planning.peak_memory`.
+        planned_pinned_peak_nbytes: the same of pinned host memory.
+        planned_gpu_peak_nbytes: the same of GPU memory of weights, gradients and optimizer state that live there.
         staging_nbytes: size of the staging pool, and the most of it leased at one time.
         staging_peak_nbytes: most bytes of the staging pool leased at one time.
         gpu_staging_nbytes: GPU memory that weights are read into with GPUDirect Storage; 0 without it.
@@ -151,6 +155,9 @@ class Stats:
     last_step: StepRecord | None
     pinned_nbytes: int = 0
     pinned_peak_nbytes: int = 0
+    planned_host_peak_nbytes: int = 0
+    planned_pinned_peak_nbytes: int = 0
+    planned_gpu_peak_nbytes: int = 0
     staging_nbytes: int = 0
     staging_peak_nbytes: int = 0
     gpu_staging_nbytes: int = 0

@@ -32,6 +32,10 @@ AUTO_WEIGHT_STAGING_NBYTES = 768 * 2**20
 UPDATE_STAGING_NBYTES = 256 * 2**20
 """Weights on their way to NVMe when none is read through host memory: enough to keep every lane writing."""
 
+WRITES_BEHIND_NBYTES = 256 * 2**20
+"""Bytes that may wait for their write at one time while there is no staging pool: of freshly initialised weights, above
+all."""
+
 
 @dataclass(frozen=True, slots=True)
 class StagingPlan:

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES
 from tencache_ds.planning.bound import GRADIENT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES, Bound, Demand, bound
+from tencache_ds.planning.budget import AUTO_CHUNK_SLOTS, AUTO_WEIGHT_STAGING_NBYTES
+from tencache_ds.planning.peak_memory import MemoryNeeds, PeakMemory, peak_memory
 from tencache_ds.profiling.hardware import Hardware
 
 
@@ -152,3 +155,63 @@ def _placed(
 def _split(nbytes: int, budget_nbytes: int) -> ByPlace:
     host = min(nbytes, max(0, budget_nbytes))
     return ByPlace(host, nbytes - host)
+
+
+def peak_of_forecast(
+    training: Training,
+    at_start: Forecast,
+    *,
+    host_budget: int,
+    gpu_limit: int,
+    chunk: int,
+    may_use_nvme: bool,
+    pinned: bool,
+) -> PeakMemory:
+    """The limits of one rank before anything runs, when the sizes of single weights are not known.
+
+    Args:
+        training: the model, and the ranks that share it.
+        at_start: the forecast without GPU memory.
+        host_budget: ``host_memory`` of a rank.
+        gpu_limit: ``gpu_memory`` of a rank; 0 for none.
+        chunk: ``chunk_size``.
+        may_use_nvme: whether there is a drive. Without one weights are DeepSpeed's, and in RAM.
+        pinned: whether the ranks train on GPUs.
+    """
+
+    def per_rank(nbytes: int) -> int:
+        return -(-nbytes // training.ranks)
+
+    weights = per_rank(at_start.weights.host_nbytes)
+    stored = per_rank(at_start.weights.nvme_nbytes) if may_use_nvme else 0
+    state_nvme = per_rank(at_start.state.nvme_nbytes) if may_use_nvme else 0
+    # At most an eighth of a slot is more than what it is for.
+    staging = min(stored + -(-stored // 7), AUTO_WEIGHT_STAGING_NBYTES)
+    if may_use_nvme:
+        building = weights
+    else:  # torch pins powers of two
+        weights = per_rank(training.numel * training.weight_nbytes)
+        building = weights + (2 * weights if pinned else 0)
+    return peak_memory(
+        MemoryNeeds(
+            weights_host=weights,
+            weights_building=building,
+            weights_nvme=stored,
+            largest_weight=stored,
+            gradients=per_rank(at_start.gradients.host_nbytes),
+            state_host=per_rank(at_start.state.host_nbytes),
+            state_gpu=0 if may_use_nvme else per_rank(at_start.state.nvme_nbytes),
+            state_nvme=state_nvme,
+            state_may_go_to_nvme=may_use_nvme,
+            largest_chunk=chunk,
+            host_budget=host_budget,
+            staging=staging + (AUTO_CHUNK_SLOTS * chunk if state_nvme else 0),
+            late_staging=0 if state_nvme else AUTO_CHUNK_SLOTS * chunk,
+            bounces=N_BOUNCES * BOUNCE_NBYTES if pinned and gpu_limit else 0,
+            gpu_weights=per_rank(training.numel * training.weight_nbytes),
+            gpu_limit=gpu_limit or None,
+            weights_pinned=pinned,
+            gradients_pinned=pinned,
+            staging_pinned=pinned,
+        )
+    )

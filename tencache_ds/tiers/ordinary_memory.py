@@ -16,9 +16,6 @@ from tencache_ds.layout import round_up
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.tiers.weight_record import CopyEvent, Weight
 
-WRITES_BEHIND_NBYTES = 256 * 2**20
-"""Bytes that may wait for their write at one time: of freshly initialised weights, above all."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OrdinaryBuffer:

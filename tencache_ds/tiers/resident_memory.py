@@ -9,8 +9,9 @@ import torch
 
 from tencache_ds.memory.arena import HostArena
 
-SLAB_NBYTES = 64 * 2**20
-"""One registration with the driver per slab instead of one per weight; larger weights get their own memory."""
+SLAB_NBYTES = 2 * 2**20
+"""One registration with the driver per slab instead of one per small weight. Larger weights get their own memory, which
+goes back when they move to GPU memory; that of a slab stays as long as one of its weights is in it."""
 
 ALIGNMENT_NBYTES = 256
 
@@ -45,6 +46,10 @@ class ResidentMemory:
             _, n_pieces = self._pieces.get(_address(slab), (slab, 0))
             self._pieces[_address(slab)] = slab, n_pieces + 1
         return piece.zero_()[:nbytes]
+
+    def shares_pages(self, nbytes: int) -> bool:
+        """Whether a piece of ``nbytes`` is in a slab with others."""
+        return nbytes + ALIGNMENT_NBYTES <= SLAB_NBYTES
 
     def give_back(self, piece: torch.Tensor) -> None:
         """A piece is not needed any more. A slab goes back to the system when all of its pieces are, and when nothing

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
 from tencache_ds.errors import TenCacheError
+from tencache_ds.items import Place
 from tencache_ds.tiers.resident_memory import ResidentMemory
-from tencache_ds.tiers.weight_record import Weight, WeightHome, WeightState
+from tencache_ds.tiers.weight_home import Home
+from tencache_ds.tiers.weight_record import CopyState, Weight, WeightHome
 
 
 class WeightHomes:
@@ -41,11 +43,11 @@ class WeightHomes:
             raise TenCacheError(f"weight {name} (id {key}) is registered twice")
         if self._left_nbytes is None:
             self._left_nbytes = self._budget()
-        weight = Weight(key, name, numel, dtype, WeightState.INITIAL)
+        weight = Weight(key, name, numel, dtype, Home(None), CopyState.INITIAL)
         if always_resident or weight.nbytes <= self._left_nbytes:
             self._left_nbytes -= 0 if always_resident else weight.nbytes
-            weight.state = WeightState.RESIDENT
-            weight.resident = self._memory.take(weight.nbytes).view(dtype)
+            weight.home = Home(self._memory.take(weight.nbytes).view(dtype), self._memory)
+            weight.copy = CopyState.NONE
         return weight
 
     def holds(self, key: int) -> bool:
@@ -57,50 +59,22 @@ class WeightHomes:
         """All weights."""
         return frozenset(self.weights)
 
+    def of(self, key: int) -> Home:
+        """The home of one weight."""
+        return self.weights[key].home
+
     def is_resident(self, key: int) -> bool:
-        """Whether the weight is in memory, of the host or the device, and nowhere else."""
-        return self.weights[key].state is WeightState.RESIDENT
+        """Whether the weight lives in memory, of the host or the device, and nowhere else."""
+        return not self.of(key).stored
 
     def on_device(self, key: int) -> bool:
-        """Whether the weight is resident in device memory."""
-        return self.weights[key].on_device
+        """Whether the weight lives in device memory."""
+        return self.of(key).place is Place.GPU
 
-    def in_host_memory(self, key: int) -> torch.Tensor | None:
-        """The shard of a weight that is resident in host memory; None of any other."""
-        weight = self.weights[key]
-        return None if weight.on_device or weight.state is not WeightState.RESIDENT else weight.resident
-
-    # Host memory of weights that are in device memory
-
-    def belongs_to_host(self, key: int) -> bool:
-        """Whether a weight that is resident in device memory came from host memory, and would return to it."""
-        return self.weights[key].extent is None
-
-    @property
-    def unused_host_nbytes(self) -> int:
-        """Bytes that :meth:`free_unused` would free."""
-        return sum(weight.nbytes for weight in self.weights.values() if weight.host is not None)
-
-    def host_nbytes_of(self, keys: Iterable[int]) -> int:
-        """Bytes of host memory that have to be there before these weights can return to it."""
-        weights = (self.weights[key] for key in keys)
-        return sum(w.nbytes for w in weights if w.on_device and w.extent is None and w.host is None)
-
-    def free_unused(self) -> None:
-        """Frees the host memory of weights that are in device memory. No copy from it may be under way."""
-        for weight in self.weights.values():
-            if weight.host is not None:
-                memory, weight.host = weight.host, None
-                self._memory.give_back(memory)
-
-    def make_host_memory(self, weight: Weight) -> None:
-        """Host memory for a weight that is to return to it.
-
-        Raises:
-            MemoryLimitError, LockedMemoryError: the arena has no such memory.
-        """
-        if weight.host is None and weight.extent is None:
-            weight.host = self._memory.take(weight.nbytes).view(weight.dtype)
+    def free_unused(self) -> int:
+        """Frees the host memory of weights that are in device memory; returns how much. No copy from it may be under
+        way."""
+        return sum(weight.home.free_unused() for weight in self.weights.values())
 
     def nbytes_of(self, key: int) -> int:
         """Bytes of one shard."""
@@ -108,14 +82,25 @@ class WeightHomes:
 
     def stored_nbytes(self) -> list[int]:
         """Bytes of each shard that lives on NVMe, in the order of registration."""
-        return [weight.nbytes for weight in self.weights.values() if weight.state is not WeightState.RESIDENT]
+        return [weight.nbytes for weight in self.weights.values() if weight.home.stored]
 
     def all(self) -> list[WeightHome]:
         """Where each weight lives, in the order of registration."""
         return [
-            WeightHome(weight.key, weight.name, weight.numel, weight.state is not WeightState.RESIDENT)
+            WeightHome(weight.key, weight.name, weight.numel, weight.home.stored)
             for weight in tuple(self.weights.values())
         ]
+
+    @property
+    def largest_nbytes(self) -> int:
+        """Bytes of the largest shard."""
+        return max((weight.nbytes for weight in self.weights.values()), default=0)
+
+    @property
+    def sharing_nbytes(self) -> int:
+        """Bytes of resident weights whose host memory comes back only with that of others."""
+        resident = (weight.nbytes for weight in self.weights.values() if not weight.home.stored)
+        return sum(nbytes for nbytes in resident if self._memory.shares_pages(nbytes))
 
     @property
     def allocated_nbytes(self) -> int:
@@ -125,5 +110,4 @@ class WeightHomes:
     @property
     def resident_nbytes(self) -> int:
         """Bytes of host memory that weights keep; those of weights that are in device memory for now among them."""
-        kept = (w for w in self.weights.values() if w.state is WeightState.RESIDENT)
-        return sum(w.nbytes for w in kept if not w.on_device or w.host is not None)
+        return sum(weight.home.host_nbytes for weight in self.weights.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight's shard as the weight tier sees it: its place, its possible transitions, and its memory."""
+"""A weight's shard as the weight tier sees it: its home, and what a staging buffer holds of it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, Ticket
 from tencache_ds.observability.counters import Access
 from tencache_ds.tiers.mover import Buffer
+from tencache_ds.tiers.weight_home import Home
 
 
-class WeightState(enum.Enum):
-    """The place of a weight's shard, and the meaning of its memory."""
+class CopyState(enum.Enum):
+    """What a staging buffer holds of a weight, which lives on NVMe if it holds anything. See [Note: home and copy] in
+    :mod:`tencache_ds.tiers.weight_home`."""
 
-    RESIDENT = "resident"
-    """In memory, of the host or of the device, and nowhere else; never read from or written to NVMe."""
+    NONE = "not in use"
+    """There is no buffer: the value is on NVMe, or in the memory of the weight's home."""
 
     INITIAL = "initial"
     """In ordinary memory, being filled for the first time; not yet on NVMe."""
-
-    STORED = "stored"
-    """On NVMe only."""
 
     READING = "reading"
     """On NVMe, and a read into a staging buffer is under way."""
@@ -44,17 +43,14 @@ class WeightState(enum.Enum):
     optimizer. Until then the contents of the buffer are undefined."""
 
 
-_TRANSITIONS: dict[WeightState, frozenset[WeightState]] = {
-    WeightState.RESIDENT: frozenset({WeightState.STORED}),
-    WeightState.INITIAL: frozenset({WeightState.STORED}),
-    WeightState.STORED: frozenset(
-        {WeightState.READING, WeightState.UPDATING, WeightState.OVERWRITING, WeightState.RESIDENT}
-    ),
-    WeightState.READING: frozenset({WeightState.STAGED, WeightState.STORED}),
-    WeightState.STAGED: frozenset({WeightState.EXPOSED, WeightState.STORED}),
-    WeightState.EXPOSED: frozenset({WeightState.STORED, WeightState.STAGED, WeightState.OVERWRITING}),
-    WeightState.UPDATING: frozenset({WeightState.STORED}),
-    WeightState.OVERWRITING: frozenset({WeightState.STORED}),
+_TRANSITIONS: dict[CopyState, frozenset[CopyState]] = {
+    CopyState.INITIAL: frozenset({CopyState.NONE}),
+    CopyState.NONE: frozenset({CopyState.READING, CopyState.UPDATING, CopyState.OVERWRITING}),
+    CopyState.READING: frozenset({CopyState.STAGED, CopyState.NONE}),
+    CopyState.STAGED: frozenset({CopyState.EXPOSED, CopyState.NONE}),
+    CopyState.EXPOSED: frozenset({CopyState.NONE, CopyState.STAGED, CopyState.OVERWRITING}),
+    CopyState.UPDATING: frozenset({CopyState.NONE}),
+    CopyState.OVERWRITING: frozenset({CopyState.NONE}),
 }
 
 
@@ -107,12 +103,10 @@ class Weight:
         name: name in messages.
         numel: elements of the shard, padding included.
         dtype: the weight's dtype.
-        state: where it is; changed by :meth:`move_to` only.
+        home: where it lives, and its memory there.
+        copy: what its staging buffer holds; changed by :meth:`move_to` only.
         extent: its place on NVMe, once it has one.
         buffer: memory it is staged in, if any.
-        resident: its memory when it is resident, 1-D.
-        on_device: whether it is resident in device memory.
-        host: for a weight resident in device memory, its former host memory, as long as nothing else needs it.
         ticket: the read under way or just done.
         trainable: whether the optimizer updates it.
         prefetched: whether it was in memory, or being read, before it was requested.
@@ -124,12 +118,10 @@ class Weight:
     name: str
     numel: int
     dtype: torch.dtype
-    state: WeightState
+    home: Home
+    copy: CopyState = CopyState.NONE
     extent: Extent | None = None
     buffer: StagingBuffer | None = None
-    resident: torch.Tensor | None = None
-    on_device: bool = False
-    host: torch.Tensor | None = None
     ticket: Ticket | None = None
     trainable: bool = True
     prefetched: bool = False
@@ -144,18 +136,18 @@ class Weight:
     @property
     def unused(self) -> bool:
         """Whether it is staged, or being read, and not in use yet."""
-        return self.state in (WeightState.STAGED, WeightState.READING)
+        return self.copy in (CopyState.STAGED, CopyState.READING)
 
     @property
     def incomplete(self) -> bool:
         """Whether its staging buffer is being filled with a new value and holds none yet."""
-        return self.state in (WeightState.UPDATING, WeightState.OVERWRITING)
+        return self.copy in (CopyState.UPDATING, CopyState.OVERWRITING)
 
     @property
     def evictable(self) -> bool:
         """Whether the staging buffer holds a clean copy that is not in use."""
-        read = self.state is WeightState.READING and self.ticket is not None and self.ticket.done
-        return read or self.state is WeightState.STAGED
+        read = self.copy is CopyState.READING and self.ticket is not None and self.ticket.done
+        return read or self.copy is CopyState.STAGED
 
     @property
     def access(self) -> Access:
@@ -165,16 +157,21 @@ class Weight:
         under_way = self.ticket is not None and not self.ticket.done
         return Access.LATE if under_way else Access.PREFETCHED
 
-    def move_to(self, state: WeightState) -> None:
-        """Changes the state; a transition that the table does not know is a bug and raises."""
-        if state not in _TRANSITIONS[self.state]:
-            raise TenCacheError(f"weight {self.name}: no transition from {self.state.value} to {state.value}")
-        self.state = state
+    @property
+    def only_stored(self) -> bool:
+        """Whether it lives on NVMe and no buffer holds it."""
+        return self.home.stored and self.copy is CopyState.NONE
+
+    def move_to(self, copy: CopyState) -> None:
+        """Changes the state of the copy; a transition that the table does not know is a bug and raises."""
+        if copy not in _TRANSITIONS[self.copy]:
+            raise TenCacheError(f"weight {self.name}: no transition from {self.copy.value} to {copy.value}")
+        self.copy = copy
 
     def memory(self) -> torch.Tensor:
         """The staging buffer's bytes."""
         if self.buffer is None:
-            raise TenCacheError(f"weight {self.name} has no staging buffer: it is {self.state.value}")
+            raise TenCacheError(f"weight {self.name} has no staging buffer: it is {self.copy.value}")
         return self.buffer.buffer
 
     def view(self) -> torch.Tensor:

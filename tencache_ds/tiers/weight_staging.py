@@ -23,7 +23,7 @@ from tencache_ds.observability.counters import Event
 from tencache_ds.planning.lookahead import farthest_first
 from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.ordinary_memory import OrdinaryMemory
-from tencache_ds.tiers.weight_record import CopyEvent, StagingBuffer, Weight, WeightState
+from tencache_ds.tiers.weight_record import CopyEvent, CopyState, StagingBuffer, Weight
 
 UPDATE_PATIENCE_S = 5.0
 """How long an update waits for a staging buffer before it takes ordinary memory (which is bounded too)."""
@@ -196,7 +196,7 @@ class WeightStaging:
     def _discard_one_reading(self, weight: Weight) -> None:
         """Makes sure that a wait for a buffer ends, even if weights that are still being read have all of them."""
         for other in self._given_up_first(weight.nbytes, for_gpu=False):
-            if other.state is WeightState.READING:
+            if other.copy is CopyState.READING:
                 self._discard(other)
                 return
 

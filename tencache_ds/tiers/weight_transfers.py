@@ -10,9 +10,10 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, Priority
 from tencache_ds.observability.counters import Event, Stall
+from tencache_ds.planning.budget import WRITES_BEHIND_NBYTES
 from tencache_ds.tiers.mover import Mover
-from tencache_ds.tiers.ordinary_memory import WRITES_BEHIND_NBYTES, OrdinaryMemory
-from tencache_ds.tiers.weight_record import StagingBuffer, Weight, WeightState
+from tencache_ds.tiers.ordinary_memory import OrdinaryMemory
+from tencache_ds.tiers.weight_record import CopyState, StagingBuffer, Weight
 
 
 class WeightTransfers:
@@ -35,7 +36,7 @@ class WeightTransfers:
         """Starts to read a stored weight; after an error the buffer is returned."""
         weight.ticket = self._mover.read(_extent(weight), buffer, priority)
         weight.buffer, weight.kept = buffer, False
-        weight.move_to(WeightState.READING)
+        weight.move_to(CopyState.READING)
 
     def finish_reading(self, weight: Weight) -> None:
         """Waits until a weight that is being read is staged.
@@ -50,15 +51,15 @@ class WeightTransfers:
         except BaseException:
             if ticket.done:  # a failed read leaves nothing worth keeping; after a time-out the device may still write
                 self.end_buffer(weight)
-                weight.move_to(WeightState.STORED)
+                weight.move_to(CopyState.NONE)
             raise
         weight.ticket = None
-        weight.move_to(WeightState.STAGED)
+        weight.move_to(CopyState.STAGED)
 
     def discard(self, weight: Weight) -> None:
         """Gives up the staged copy of a weight not in use yet."""
         self.end_buffer(weight)
-        weight.move_to(WeightState.STORED)
+        weight.move_to(CopyState.NONE)
         if not weight.kept:
             self._mover.counters.happened(Event.DISCARDED_READ)
         self._gone(weight.key)
@@ -84,9 +85,8 @@ class WeightTransfers:
         Raises:
             StorageError: the read failed, or its bytes are not those last written.
         """
-        if weight.state is WeightState.RESIDENT:
-            assert weight.resident is not None
-            return weight.resident.to("cpu", copy=True)
+        if weight.home.memory is not None:
+            return weight.home.memory.to("cpu", copy=True)
         extent = _extent(weight)
         with self._mover.reading(extent, self._ordinary.take(weight)) as stored:
             return stored[: weight.nbytes].view(weight.dtype).clone()
@@ -100,7 +100,7 @@ class WeightTransfers:
         weight.extent = self._mover.relocate(_extent(weight))
         ticket = self._mover.write(weight.extent, buffer.buffer)
         weight.buffer = None
-        weight.move_to(WeightState.STORED)
+        weight.move_to(CopyState.NONE)
         buffer.release_with(ticket)
         return buffer
 
@@ -115,34 +115,24 @@ class WeightTransfers:
         """Makes a weight resident in device memory; see :meth:`WeightTier.to_device`."""
         if weight.unused:
             self.discard(weight)
-        if weight.state not in (WeightState.RESIDENT, WeightState.STORED):
-            raise TenCacheError(f"weight {weight.name} cannot change its place: it is {weight.state.value}")
-        if weight.state is WeightState.STORED:
-            memory.copy_(self.copy_of(weight))
-            weight.move_to(WeightState.RESIDENT)
-        else:
-            assert weight.resident is not None
-            memory.copy_(weight.resident)
-            weight.host = weight.resident
-        weight.resident, weight.on_device = memory, True
+        if weight.copy is not CopyState.NONE:
+            raise TenCacheError(f"weight {weight.name} cannot change its place: it is {weight.copy.value}")
+        weight.home.to_device(memory, lambda: self.copy_of(weight))
 
     def to_host(self, weight: Weight) -> torch.Tensor | None:
         """Takes a weight out of device memory; see :meth:`WeightTier.to_host`."""
-        assert weight.resident is not None
-        if weight.host is not None:
-            weight.host.copy_(weight.resident)
-            weight.resident, weight.host, weight.on_device = weight.host, None, False
-            return weight.resident
-        weight.extent = self._mover.relocate(_extent(weight))
-        buffer = self._ordinary.take(weight)
-        buffer.buffer[: weight.nbytes].view(weight.dtype).copy_(weight.resident)
-        self._mover.write_back(weight.extent, buffer).wait(self._mover.timeout_s)
-        weight.resident, weight.on_device = None, False
-        weight.move_to(WeightState.STORED)
-        return None
+
+        def write(value: torch.Tensor) -> None:
+            weight.extent = self._mover.relocate(_extent(weight))
+            buffer = self._ordinary.take(weight)
+            buffer.buffer[: weight.nbytes].view(weight.dtype).copy_(value)
+            self._mover.write_back(weight.extent, buffer).wait(self._mover.timeout_s)
+
+        weight.home.leave_device(write)
+        return weight.home.memory
 
 
 def _extent(weight: Weight) -> Extent:
     if weight.extent is None:
-        raise TenCacheError(f"weight {weight.name} has no place on NVMe: it is {weight.state.value}")
+        raise TenCacheError(f"weight {weight.name} has no place on NVMe: it is {weight.copy.value}")
     return weight.extent

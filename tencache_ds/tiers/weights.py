@@ -19,11 +19,12 @@ from tencache_ds.io import ExtentStore, Priority
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters
+from tencache_ds.planning.budget import WRITES_BEHIND_NBYTES
 from tencache_ds.tiers.mover import Mover
-from tencache_ds.tiers.ordinary_memory import WRITES_BEHIND_NBYTES, OrdinaryMemory
+from tencache_ds.tiers.ordinary_memory import OrdinaryMemory
 from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weight_homes import WeightHomes
-from tencache_ds.tiers.weight_record import CopyEvent, WeightState
+from tencache_ds.tiers.weight_record import CopyEvent, CopyState
 from tencache_ds.tiers.weight_staging import UseOrder, WeightStaging
 from tencache_ds.tiers.weight_transfers import WeightTransfers
 
@@ -73,17 +74,17 @@ class WeightTier:
         """
         with self._lock:
             weight = self.homes.make(key, name, numel, dtype, always_resident=always_resident)
-            if weight.resident is None:
+            if weight.home.memory is None:
                 self._ordinary.settle(WRITES_BEHIND_NBYTES - weight.nbytes)
                 weight.buffer = self._ordinary.take(weight)
             self._weights[key] = weight
-            return weight.view() if weight.resident is None else weight.resident
+            return weight.view() if weight.home.memory is None else weight.home.memory
 
     def store_initial(self, key: int) -> None:
         """Sends a registered weight's first value to NVMe; returns before it is there."""
         with self._lock:
             weight = self._weights[key]
-            if weight.state is not WeightState.INITIAL:
+            if weight.copy is not CopyState.INITIAL:
                 return
             if self._mover.store is None:
                 self._mover.store = self._open_store()
@@ -118,13 +119,12 @@ class WeightTier:
             StorageError: it could not be written; it stays where it is.
         """
         with self._lock:
-            self.homes.make_host_memory(self._weights[key])
             return self._transfers.to_host(self._weights[key])
 
-    def free_unused(self) -> None:
-        """Frees the host memory of weights that are in device memory. No copy from it may be under way."""
+    def free_unused(self) -> int:
+        """See :meth:`WeightHomes.free_unused`."""
         with self._lock:
-            self.homes.free_unused()
+            return self.homes.free_unused()
 
     # Service
 
@@ -139,7 +139,7 @@ class WeightTier:
             moved = [self._weights[key] for key in keys]
             for weight in moved:
                 if weight.buffer is not None:
-                    raise TenCacheError(f"weight {weight.name} cannot be handed over: it is {weight.state.value}")
+                    raise TenCacheError(f"weight {weight.name} cannot be handed over: it is {weight.copy.value}")
             other._mover.store = self._mover.store
             for weight in moved:
                 other._weights[weight.key] = self._weights.pop(weight.key)
@@ -163,9 +163,9 @@ class WeightTier:
             for weight in self._weights.values():
                 if weight.unused:
                     self._transfers.discard(weight)
-                elif weight.buffer is not None and weight.state is not WeightState.INITIAL:
+                elif weight.buffer is not None and weight.copy is not CopyState.INITIAL:
                     self._transfers.end_buffer(weight)
-                    weight.move_to(WeightState.STORED)
+                    weight.move_to(CopyState.NONE)
             self.begin_service(counters)
 
     def use_pool(self, pool: BufferPool, gpu_pool: BufferPool | None = None) -> None:
@@ -202,7 +202,7 @@ class WeightTier:
         """
         with self._lock:
             weight = self._weights.get(key)
-            if weight is None or weight.state is not WeightState.STORED:
+            if weight is None or not weight.only_stored:
                 return True
             if not self._staging.ever(weight, for_host=for_host):
                 return True
@@ -227,9 +227,9 @@ class WeightTier:
         """Whether the weight can be exposed without waiting."""
         with self._lock:
             weight = self._weights[key]
-            if weight.state is WeightState.READING and weight.ticket is not None and weight.ticket.done:
+            if weight.copy is CopyState.READING and weight.ticket is not None and weight.ticket.done:
                 self._transfers.finish_reading(weight)
-            return weight.state in (WeightState.RESIDENT, WeightState.STAGED, WeightState.EXPOSED)
+            return not weight.home.stored or weight.copy in (CopyState.STAGED, CopyState.EXPOSED)
 
     def expose(self, keys: Sequence[int], *, for_host: bool = False) -> list[torch.Tensor]:
         """The shards of ``keys`` in memory, read from NVMe where they are not there yet.
@@ -251,34 +251,32 @@ class WeightTier:
             for weight in weights:
                 if weight.incomplete:
                     raise TenCacheError(
-                        f"weight {weight.name} is needed while it is {weight.state.value}: its new value is not "
-                        "complete"
+                        f"weight {weight.name} is needed while it is {weight.copy.value}: its new value is not complete"
                     )
             kept = set(keys)
             for weight in weights:
                 if for_host and weight.unused and weight.buffer is not None and weight.buffer.for_gpu:
                     self._transfers.discard(weight)
-                if weight.state is WeightState.STORED:
+                if weight.only_stored:
                     buffer = self._staging.now(weight, kept, for_host=for_host)
                     self._transfers.start_reading(weight, buffer, Priority.URGENT)
                     weight.prefetched = False
-                elif weight.state is WeightState.INITIAL:
+                elif weight.copy is CopyState.INITIAL:
                     raise TenCacheError(f"weight {weight.name} is needed before its first value was stored")
             exposed = []
             for weight in weights:
-                if weight.state is WeightState.RESIDENT:
-                    assert weight.resident is not None
-                    exposed.append(weight.resident.cpu() if for_host else weight.resident)
+                if weight.home.memory is not None:
+                    exposed.append(weight.home.memory.cpu() if for_host else weight.home.memory)
                     continue
-                if weight.state is not WeightState.EXPOSED:
+                if weight.copy is not CopyState.EXPOSED:
                     self._mover.counters.accessed(weight.access)
-                if weight.state is WeightState.READING:
+                if weight.copy is CopyState.READING:
                     self._transfers.finish_reading(weight)
-                if weight.state is WeightState.STAGED:
+                if weight.copy is CopyState.STAGED:
                     if weight.reader is not None:  # long done; the next owner of the buffer may change it
                         weight.reader.synchronize()
                         weight.reader = None
-                    weight.move_to(WeightState.EXPOSED)
+                    weight.move_to(CopyState.EXPOSED)
                 exposed.append(weight.view())
             return exposed
 
@@ -296,15 +294,15 @@ class WeightTier:
         """
         with self._lock:
             weight = self._weights[key]
-            if weight.state is not WeightState.EXPOSED:
+            if weight.copy is not CopyState.EXPOSED:
                 return
             assert weight.buffer is not None
             if keep and weight.buffer.slot_nbytes:
                 weight.reader, weight.kept, weight.prefetched = event, True, True
-                weight.move_to(WeightState.STAGED)
+                weight.move_to(CopyState.STAGED)
                 return
             buffer, weight.buffer = weight.buffer, None
-            weight.move_to(WeightState.STORED)
+            weight.move_to(CopyState.NONE)
             if event is None:
                 buffer.release()
             else:
@@ -334,14 +332,13 @@ class WeightTier:
         """
         with self._lock:
             weight = self._weights[key]
-            if weight.state is WeightState.RESIDENT:
-                assert weight.resident is not None
-                return weight.resident
+            if weight.home.memory is not None:
+                return weight.home.memory
             if weight.unused:
                 self._transfers.discard(weight)
             if weight.buffer is not None and weight.buffer.for_gpu:  # the host fills it
                 self.give_back(key)
-            weight.move_to(WeightState.OVERWRITING)
+            weight.move_to(CopyState.OVERWRITING)
             if weight.buffer is None:
                 weight.buffer = self._staging.now(weight, {key}, for_host=True)
                 weight.view().zero_()
@@ -351,19 +348,19 @@ class WeightTier:
         """The new value is complete: sends it to NVMe; returns before the bytes are there."""
         with self._lock:
             weight = self._weights[key]
-            if weight.state is WeightState.RESIDENT:
+            if not weight.home.stored:
                 return
-            if weight.state is not WeightState.OVERWRITING:
-                raise TenCacheError(f"weight {weight.name} has no new value to write: it is {weight.state.value}")
+            if weight.copy is not CopyState.OVERWRITING:
+                raise TenCacheError(f"weight {weight.name} has no new value to write: it is {weight.copy.value}")
             self._transfers.end_change(weight)
 
     def abandon_overwrite(self, key: int) -> None:
         """There will be no new value after all: the weight keeps the old one."""
         with self._lock:
             weight = self._weights[key]
-            if weight.state is WeightState.OVERWRITING:
+            if weight.copy is CopyState.OVERWRITING:
                 self._transfers.end_buffer(weight)
-                weight.move_to(WeightState.STORED)
+                weight.move_to(CopyState.NONE)
 
     def begin_update(self, key: int) -> torch.Tensor:
         """The buffer that the optimizer fills with the weight's new value, all of it; waits for a free one.
@@ -375,20 +372,19 @@ class WeightTier:
         """
         with self._lock:
             weight = self._weights[key]
-            if weight.state is WeightState.RESIDENT:
-                assert weight.resident is not None
-                return weight.resident
-            if weight.state is WeightState.UPDATING:
+            if weight.home.memory is not None:
+                return weight.home.memory
+            if weight.copy is CopyState.UPDATING:
                 return weight.view()
             if weight.unused:
                 self._transfers.discard(weight)
-            if weight.state is WeightState.EXPOSED:
+            if weight.copy is CopyState.EXPOSED:
                 self.give_back(key)
-            weight.move_to(WeightState.UPDATING)
+            weight.move_to(CopyState.UPDATING)
             try:
                 weight.buffer = self._staging.for_update(weight)
             except StorageError:
-                weight.move_to(WeightState.STORED)
+                weight.move_to(CopyState.NONE)
                 raise
             return weight.view()
 
@@ -396,7 +392,7 @@ class WeightTier:
         """The new value is complete: sends it to NVMe, without waiting."""
         with self._lock:
             weight = self._weights[key]
-            if weight.state is WeightState.UPDATING:
+            if weight.copy is CopyState.UPDATING:
                 self._transfers.end_change(weight)
 
     # Whole-tier operations

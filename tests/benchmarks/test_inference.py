@@ -38,7 +38,7 @@ def test_it_compares_and_leaves_nothing_on_the_storage(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out" / "inference.json").read_text())["by_batch"]["2"]
     found = {name: Generation.model_validate(each) for name, each in record.items()}
     assert set(found) == set(COMPARED)
-    # Seconds for a token are a difference of two generations: on a busy machine it can be negative for so small a model.
+    # Seconds for a token are a difference of two generations: on a busy machine it may be negative for a small model.
     assert all(min(each.prompt_s) > 0 and len(each.token_s) == 1 for each in found.values())
     assert all(each.model_nbytes > 10**7 for each in found.values())
     assert found["stock-ram"].tokens == found[COMPARED[-1]].tokens, "TenCache generates the same tokens"

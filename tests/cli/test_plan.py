@@ -13,6 +13,7 @@ from transformers import GPT2Config
 
 from tencache_ds import io
 from tencache_ds.cli import main, plan
+from tencache_ds.planning.peak_memory import OVERHEAD_NBYTES
 from tencache_ds.profiling import probe as probe_module
 from tencache_ds.profiling.hardware import Hardware, StorageRates
 
@@ -51,6 +52,11 @@ def test_a_model_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert steps == sorted(steps, reverse=True)
     assert [each["budget_nbytes"] for each in saved["others"]] == [0, chosen, chosen + 8 * GIB, 6_700_000_000 * 16]
     assert printed.count("chosen") == 1
+    peak = saved["peak_per_rank"]
+    # Under the budget, beside it the staging buffers: 13 chunks, no weight.
+    assert peak["host_nbytes"] == chosen + 13 * 32 * 2**20 + OVERHEAD_NBYTES
+    assert peak["gpu_nbytes"] == peak["pinned_nbytes"] == 0
+    assert "per rank at most, including start-up and moves: 51.7 GiB of RAM" in printed
 
 
 @pytest.mark.usefixtures("machine")
@@ -158,3 +164,14 @@ def test_gpu_memory_takes_what_fits_nowhere_else(tmp_path: Path) -> None:
     argv = ["plan", "--params", "6.7B", "--host-memory", "60GiB"]
     assert main(argv) == 1
     assert main([*argv, "--gpu-memory", "44GiB"]) == 0
+
+
+@pytest.mark.usefixtures("machine")
+def test_gpu_memory_is_used_up_to_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    argv = ["plan", "--params", "1B", "--gpu-memory", "8GiB", "--json", str(file)]
+    assert main(argv) == 0
+    peak = json.loads(file.read_text())["peak_per_rank"]
+    assert peak["gpu_nbytes"] == 8 * GIB
+    assert peak["host_nbytes"] == 16 * 10**9 + 32 * 2**20 + OVERHEAD_NBYTES
+    assert "8.0 GiB of GPU memory for weights, gradients and optimizer state" in capsys.readouterr().out

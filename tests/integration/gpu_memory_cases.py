@@ -3,7 +3,8 @@
 
 On a GPU this is the real thing. On the CPU accelerator ordinary memory stands in for the device's, and the update team
 for the GPU kernel; all else is what runs on a GPU: the plan, the moves, what leaves when memory gets short, saving. A
-case may say by ``"device_memory"`` how much there is, and by ``"moves"`` that places change at random after steps.
+case may say by ``"device_memory"`` how much there is, by ``"moves"`` that places change at random after steps, and by
+``"peak"`` that memory is measured.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import training
 import user_api_cases
 from deepspeed.accelerator import get_accelerator
+from peak_sampling import HostPeak
 
 from tencache_ds import gpu_homes, session
 from tencache_ds.errors import MemoryLimitError
@@ -52,11 +54,21 @@ def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
     return config
 
 
+DEVICES: list[weakref.ref[OrdinaryMemory]] = []
+"""All that there were."""
+
+
+def given_nbytes() -> int:
+    """Ordinary memory that stands in for a device's. Any thread."""
+    return sum(device.given_nbytes for reference in DEVICES if (device := reference()) is not None)
+
+
 class OrdinaryMemory(OrdinaryDevice):
     """A device's memory, for want of a device."""
 
     def __init__(self) -> None:
         self._given: list[Any] = []
+        DEVICES.append(weakref.ref(self))
         self.wanted_by_training_nbytes = 0
 
     def usage(self) -> GpuUsage:
@@ -64,8 +76,12 @@ class OrdinaryMemory(OrdinaryDevice):
 
     def _free_nbytes(self) -> int:
         self._given = [reference for reference in self._given if reference() is not None]
-        taken = sum(storage.nbytes() for reference in self._given if (storage := reference()) is not None)
-        return max(CAPACITY["nbytes"] - taken - self.wanted_by_training_nbytes, 0)
+        return max(CAPACITY["nbytes"] - self.given_nbytes - self.wanted_by_training_nbytes, 0)
+
+    @property
+    def given_nbytes(self) -> int:
+        """Bytes that are in use. Any thread."""
+        return sum(storage.nbytes() for reference in self._given if (storage := reference()) is not None)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > self._free_nbytes():
@@ -157,11 +173,14 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
         hook = FullHost(case["host_runs_out_at"])
     followed = Followed(hook)
     CAPACITY["nbytes"] = case.get("capacity", AMPLE_NBYTES)
-    with little_room(case):
+    peak = HostPeak(given_nbytes)
+    with little_room(case), peak if "peak" in case else contextlib.nullcontext():
         result = training.run_case(case, engine, folder, rank, hook=followed if engine == "tencache" else hook)
     if engine == "tencache":
         result["modules_without_hooks"] = followed.modules_without_hooks
         result["measured"] = followed.measured
+    if "peak" in case:
+        result["host_peak_nbytes"], result["device_peak_nbytes"] = peak.nbytes, peak.device_peak_nbytes
     if isinstance(hook, Gathered):
         result["most_gathered"] = hook.most
     if isinstance(hook, RandomMoves):

@@ -194,6 +194,7 @@ class VisionTransformer(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
     "mlp_wide": lambda: Mlp(width=1024, depth=8),
+    "mlp_deep": lambda: Mlp(width=1024, depth=32),
     "random_skip": RandomSkip,
     "unused": Unused,
     "tied": Tied,

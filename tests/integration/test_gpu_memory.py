@@ -9,6 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+
+from tencache_ds.planning.peak_memory import OVERHEAD_NBYTES
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -145,6 +148,21 @@ FULL_HOST: dict[str, dict[str, Any]] = {
 }
 """Everything is in host memory at first, with no store and no staging buffers for state."""
 
+COMPUTE_NBYTES = 16 * 2**20
+"""What the CPU accelerator has in RAM of a pass: a gathered weight of a million elements, its gradient, what is reduced
+of it, and an fp32 copy for its norm."""
+
+PEAK = {"model": "mlp_deep", "sub_group_size": 8_000_000, "peak": True, "tencache": {"chunk_size": MIB}}
+PEAKS: dict[str, dict[str, Any]] = {
+    "peak_ram": PEAK | RAM | {"steps": 3},
+    "peak_ram_shrinks": PEAK | RAM | {"steps": 4, "shrinks_at": 1},
+    "peak_ram_whole_sub_groups": PEAK | RAM | {"steps": 2, "optimizer": "torch_adamw"},
+    "peak_nvme": PEAK | {"steps": 2, "device_memory": 0},
+    "peak_three_places": PEAK
+    | {"steps": 5, "device_memory": "200MiB", "tencache": {"chunk_size": MIB, "host_memory": "250MiB"}},
+}
+"""Tensors that dominate the process: 33.6 million parameters, 512 MiB of weights, gradients and state."""
+
 SCENARIOS = (
     "read_state",
     "write_full_state",
@@ -217,7 +235,8 @@ FEWEST_WITHOUT_HOOKS = {"external": 0, "tied": 3, "moe_leaf": 1}
 def one_rank(harness: Any) -> Any:
     scenarios = {name: {"scenario": name} for name in SCENARIOS}
     cases = both(TRAINING | PARTS | MOVES | SHRINKS | SPILLS | FULL_HOST | scenarios)
-    return harness.run([*cases, *checkpoints()], program=PROGRAM, timeout_s=380)
+    peaks = [(name, case, "tencache") for name, case in PEAKS.items()]
+    return harness.run([*cases, *checkpoints(), *peaks], program=PROGRAM, timeout_s=380)
 
 
 @pytest.fixture(scope="module")
@@ -366,3 +385,19 @@ def test_checkpoints_go_both_ways(one_rank: Any, name: str) -> None:
     assert one_rank.result(f"load_{name}_of_stock", "tencache") == expected
     for engine in ("stock", "tencache"):
         assert one_rank.result(f"load_{name}_of_tencache", engine) == expected
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_memory_stays_below_the_planned_peaks_and_close_to_them(one_rank: Any, name: str) -> None:
+    result = one_rank.result(name, "tencache")
+    stats, measured = result["stats"], result["host_peak_nbytes"]
+    planned = stats["planned_host_peak_nbytes"]
+    if not torch.cuda.is_available():  # whose driver and kernels take host memory of their own, in the first case
+        assert 0 < measured <= planned + COMPUTE_NBYTES
+        assert planned <= 1.25 * measured + OVERHEAD_NBYTES
+    assert stats["pinned_peak_nbytes"] <= stats["planned_pinned_peak_nbytes"] <= planned
+    on_device = stats["gpu_weight_nbytes"] + stats["gpu_gradient_nbytes"] + stats["gpu_state_nbytes"]
+    most_on_device = max(on_device, result["device_peak_nbytes"])
+    assert most_on_device <= stats["planned_gpu_peak_nbytes"]
+    if on_device:
+        assert stats["planned_gpu_peak_nbytes"] <= 1.25 * on_device

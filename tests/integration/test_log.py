@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ def run(harness: Any, *arguments: str) -> str:
 def test_a_line_at_the_start_and_a_summary_at_the_end(harness: Any, end: str) -> None:
     printed = run(harness, "normal", end)
     assert printed.count("is active with DeepSpeed") == 1
+    assert re.search(r"never more than \d+\.\d\d [GM]iB of RAM \(.* pinned\).*; built in", printed)
     unused = "zero_optimization.offload_param.buffer_size, zero_optimization.offload_optimizer.pipeline_read"
     assert printed.count(f"TenCache does not use {unused}") == 1
     assert printed.count("TenCache: 3 optimizer steps in") == 1

@@ -25,7 +25,6 @@ from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.sub_group import SubGroupSpec
 from tencache_ds.tiers.update import SubGroupStep
-from tencache_ds.tiers.weight_record import WeightState
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
 from tests.tiers.ordinary_device import OrdinaryDevice
@@ -373,8 +372,7 @@ def test_weights_go_to_a_device_and_come_back(tmp_path):
         assert torch.equal(memory[key], values[key])
         assert weights.expose([key])[0] is memory[key]
         weights.give_back(key)
-    assert weights.homes.belongs_to_host(0)
-    assert not weights.homes.belongs_to_host(1)
+    assert [weights.homes.of(key).returns_to for key in (0, 1)] == [Place.HOST, Place.NVME]
     assert len(weights.homes.stored_nbytes()) == 1
     for key in (0, 1):  # an update, where they are now
         values[key] = values[key] + 1
@@ -392,7 +390,7 @@ def test_weights_go_to_a_device_and_come_back(tmp_path):
     storage.backend.fails = lambda operation, tag: False
     assert weights.to_host(0) is not None
     assert weights.to_host(1) is None
-    assert weights._weights[1].state is WeightState.STORED
+    assert weights._weights[1].only_stored
     for key, value in values.items():
         assert torch.equal(weights.read(key), value)
     weights.close()

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tencache_ds.errors import MemoryLimitError, TenCacheError
+from tencache_ds.items import Place
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.tiers.resident_memory import SLAB_NBYTES, ResidentMemory
 from tencache_ds.tiers.weight_homes import WeightHomes
-from tencache_ds.tiers.weight_record import WeightHome, WeightState
+from tencache_ds.tiers.weight_record import CopyState, WeightHome
 
 NUMEL = 1000
 
@@ -35,12 +36,13 @@ def test_memory_goes_to_the_first_ones_and_to_those_that_need_it(arena):
     assert asked == [True]
     assert [homes.is_resident(key) for key in range(5)] == [True, True, False, False, True]
     for weight in weights:
-        if weight.state is WeightState.RESIDENT:
-            assert weight.resident.shape == (NUMEL,)
-            assert not weight.resident.any()
+        if not weight.home.stored:
+            assert weight.copy is CopyState.NONE
+            assert weight.home.memory.shape == (NUMEL,)
+            assert not weight.home.memory.any()
         else:
-            assert weight.state is WeightState.INITIAL
-            assert weight.resident is None
+            assert weight.copy is CopyState.INITIAL
+            assert weight.home.memory is None
     assert homes.resident_nbytes == 3 * 2 * NUMEL
     assert homes.stored_nbytes() == [2 * NUMEL] * 2
     assert homes.nbytes_of(0) == 2 * NUMEL
@@ -59,11 +61,11 @@ def test_a_smaller_one_may_still_fit(arena):
 def test_in_device_memory_only_what_belongs_to_host_counts_there(arena):
     homes = WeightHomes(ResidentMemory(arena), lambda: 2 * NUMEL)
     there, stored = added(homes, 0), added(homes, 1)
-    there.host, there.resident, there.on_device = there.resident, torch.zeros(NUMEL, dtype=torch.bfloat16), True
-    stored.state, stored.resident, stored.on_device = WeightState.RESIDENT, there.resident, True
-    stored.extent = object()
+    for weight in (there, stored):
+        memory = torch.empty(NUMEL, dtype=torch.bfloat16)
+        weight.home.to_device(memory, lambda: torch.zeros(NUMEL, dtype=torch.bfloat16))
     assert [homes.on_device(key) for key in (0, 1)] == [True, True]
-    assert [homes.belongs_to_host(key) for key in (0, 1)] == [True, False]
+    assert [homes.of(key).returns_to for key in (0, 1)] == [Place.HOST, Place.NVME]
     assert homes.resident_nbytes == 2 * NUMEL
     assert homes.stored_nbytes() == []
 
@@ -72,22 +74,24 @@ def test_host_memory_of_a_weight_in_device_memory_is_freed_and_made_again(arena)
     memory = ResidentMemory(arena)
     homes = WeightHomes(memory, lambda: 2 * SLAB_NBYTES)
     large, small = added(homes, 0, numel=SLAB_NBYTES // 2), added(homes, 1)
+    nbytes = large.nbytes + small.nbytes
+    held = large.home.memory
     for weight in (large, small):
-        weight.host, weight.resident, weight.on_device = weight.resident, torch.zeros(weight.numel), True
-    assert homes.unused_host_nbytes == large.nbytes + small.nbytes
-    assert homes.host_nbytes_of([0, 1]) == 0
-    held = large.host
-    homes.free_unused()
-    assert homes.unused_host_nbytes == homes.resident_nbytes == arena.nbytes_in_use == 0
-    assert homes.host_nbytes_of([0, 1]) == large.nbytes + small.nbytes
+        weight.home.to_device(torch.ones(weight.numel, dtype=torch.bfloat16))
+    assert homes.resident_nbytes == nbytes
+    assert homes.free_unused() == nbytes
+    assert homes.resident_nbytes == arena.nbytes_in_use == homes.free_unused() == 0
     held.fill_(1)  # remaining readers still may
-    homes.make_host_memory(small)
-    assert small.host.dtype is torch.bfloat16
-    assert not small.host.any()
+    assert [weight.home.missing_nbytes for weight in (large, small)] == [large.nbytes, small.nbytes]
+    small.home.memory.fill_(3)
+    small.home.leave_device()
+    assert small.home.memory.dtype is torch.bfloat16
+    assert (small.home.memory == 3).all()
     other = added(homes, 2)
-    assert other.resident.data_ptr() > small.host.data_ptr(), "in the same slab"
+    assert other.home.memory.data_ptr() > small.home.memory.data_ptr(), "in the same slab"
     assert arena.nbytes_in_use == SLAB_NBYTES
-    homes.free_unused()
+    small.home.to_device(torch.empty(NUMEL, dtype=torch.bfloat16))
+    assert homes.free_unused() == small.nbytes
     assert arena.nbytes_in_use == SLAB_NBYTES, "a weight is still in it"
 
 

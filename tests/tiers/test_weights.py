@@ -591,7 +591,7 @@ def test_overwrite_takes_a_value(staged):
 
 
 def test_there_has_to_be_a_value_to_write(staged):
-    with pytest.raises(TenCacheError, match="w0 has no new value to write: it is stored"):
+    with pytest.raises(TenCacheError, match="w0 has no new value to write: it is not in use"):
         staged.tier.finish_overwrite(0)
 
 
