@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tencache_ds.items import GpuUsage
@@ -208,6 +208,7 @@ def test_looks_are_rationed_by_time_and_never_far_apart_in_bytes():
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 
+@settings(deadline=None)
 @given(SIZES, st.integers(0, 30), st.integers(0, 10))
 def test_no_pass_fails_where_moving_can_prevent_it(sizes, beside, fixed):
     training = Training(200, beside=beside, fixed=fixed)
@@ -215,12 +216,14 @@ def test_no_pass_fails_where_moving_can_prevent_it(sizes, beside, fixed):
         assert not training.step(elements).failed
 
 
+@settings(deadline=None)
 @given(SIZES)
 def test_what_would_fit_three_times_is_never_moved(sizes):
     training = Training(3 * LAYERS * max(sizes))
     assert not any(training.step(elements).moved for elements in sizes)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(0, 40), st.integers(0, 10))
 def test_equal_passes_are_treated_alike_in_the_end(elements, beside, fixed):
     training = Training(200, beside=beside, fixed=fixed)
