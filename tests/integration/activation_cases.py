@@ -191,8 +191,11 @@ def run_in_counted_memory(case: dict[str, Any], engine_name: str, folder: str, r
     result: dict[str, Any] = {"losses": [], "calls": [], "figures": []}
     counting = None
 
+    def random_rows(rows: int) -> torch.Tensor:
+        return torch.randn(rows, engine.module.width, generator=generator).to(engine.device)
+
     def micro_step(rows: int) -> None:
-        x = torch.randn(rows, engine.module.width, generator=generator)
+        x = random_rows(rows)
         with memory:
             loss = engine(x, x.roll(1, dims=1))
             result["losses"].append(loss.item().hex())
@@ -210,11 +213,11 @@ def run_in_counted_memory(case: dict[str, Any], engine_name: str, folder: str, r
             if step == 2:
                 engine.module.breaks = "exception"
                 with memory, contextlib.suppress(ZeroDivisionError):
-                    engine(*(torch.randn(each, engine.module.width, generator=generator),) * 2)
+                    engine(*(random_rows(each),) * 2)
                 engine.module.breaks = ""
                 engine.eval()
                 with memory, torch.no_grad():
-                    loss = engine(*(torch.randn(each, engine.module.width, generator=generator),) * 2)
+                    loss = engine(*(random_rows(each),) * 2)
                 result["losses"].append(loss.item().hex())
                 engine.train()
             for _ in range(engine.gradient_accumulation_steps()):
