@@ -82,7 +82,7 @@ class PlainCopies:
 
 
 class CudaCopies:
-    """See [Note: streams]. Not yet run on a GPU."""
+    """See [Note: streams]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
