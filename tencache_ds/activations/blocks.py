@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_ds.activations.host_buffers import HostBuffers
-from tencache_ds.errors import InplaceChangeError
+from tencache_ds.errors import InplaceChangeError, TenCacheError
 from tencache_ds.io import Extent, Ticket
 from tencache_ds.items import Place
 from tencache_ds.memory.lease import Event
@@ -56,7 +56,8 @@ class Remains:
 class Block:
     """The bytes of one storage at one version. Its fields belong to
     :class:`~tencache_ds.activations.saved_tensors.SavedTensors`, those of NVMe to
-    :class:`~tencache_ds.activations.stored_blocks.StoredBlocks`.
+    :class:`~tencache_ds.activations.stored_blocks.StoredBlocks`, and those of the way back to the device to
+    :class:`~tencache_ds.activations.reloads.Reloads`.
 
     Attributes:
         position: in its pass.
@@ -126,6 +127,17 @@ class Block:
         """Of the tensors that were saved, wherever their bytes are: more than :attr:`version` after a change in
         place."""
         return int(self._witness._version)
+
+    @property
+    def host_bytes(self) -> torch.Tensor:
+        """Its part of the host buffer, 1-D uint8.
+
+        Raises:
+            TenCacheError: it has none.
+        """
+        if self.host is None:
+            raise TenCacheError(f"{self.name} has lost its host memory")
+        return self.host[: self.nbytes]
 
     def held_elsewhere(self) -> torch.UntypedStorage | None:
         """The original storage, if the training still holds it."""

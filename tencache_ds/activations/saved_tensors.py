@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves the tensors that autograd saves to host memory and NVMe, and back before backward needs them.
 
-The state machine of a block, and the two walks ahead of backward: reads from NVMe into host buffers, as far as there
-are buffers, and copies to the device, as far as their window allows. Both follow the order of the recorded pass. What
-they have not brought is brought when it is needed, so an order that differs costs time only.
+The state machine of a block, and the places of the blocks of a pass. How blocks come back to the device is in
+:mod:`tencache_ds.activations.reloads`.
+
+[Note: one lock] The hooks hold the lock of :class:`SavedTensors` throughout, also while a read or write is waited for.
+Everything else here is guarded by it. A garbage collection under it may end a graph, in the same thread, and so it is
+reentrant; what dropped blocks leave behind needs no lock, see [Note: lifetimes] in
+:mod:`tencache_ds.activations.blocks`.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,9 +29,10 @@ from tencache_ds.activations.copies import Copies
 from tencache_ds.activations.dropped_blocks import DroppedBlocks
 from tencache_ds.activations.host_buffers import HostBuffers
 from tencache_ds.activations.pass_recorder import PassRecorder
+from tencache_ds.activations.reloads import Reloads
 from tencache_ds.activations.stored_blocks import StoredBlocks
 from tencache_ds.errors import MemoryLimitError, TenCacheError
-from tencache_ds.io import ExtentStore, Priority, Ticket
+from tencache_ds.io import ExtentStore, Ticket
 from tencache_ds.items import Place
 from tencache_ds.memory.lease import Event
 from tencache_ds.observability.counters import Counters, Link
@@ -44,7 +48,6 @@ from tencache_ds.planning.activation_policy import (
 )
 from tencache_ds.profiling.move_waits import MoveWaits
 
-_T = TypeVar("_T")
 logger = logging.getLogger("DeepSpeed.tencache")
 
 
@@ -111,12 +114,12 @@ class SavedTensors:
         self._auto = auto
         self._n_reconsidered = 0
         self._most_leaving_nbytes = most_leaving_nbytes
-        # Reentrant: a garbage collection under it may end a graph. Blocks take no lock, see [Note: lifetimes].
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # see [Note: one lock]
         self._closed = False
         self._warned = False
         self._dropped = DroppedBlocks()
         self._stored = StoredBlocks(open_store, staging, counters, timeout_s, self._dropped, self._collect)
+        self._reloads = Reloads(copies, self._stored, counters)
         self._by_address: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
         self._leaving: deque[tuple[weakref.ref[Block], torch.UntypedStorage, Event | None]] = deque()
         self._leaving_nbytes = 0
@@ -128,12 +131,7 @@ class SavedTensors:
         self._recorded: RecordedPass | None = None
         self._places: Sequence[Place] = ()
         self._moved_nbytes = 0
-        self._order: tuple[int, ...] = ()
-        self._turns: dict[int, int] = {}
-        self._turn = self._next_read = self._next_copy = 0
-        self._arriving_nbytes = 0
         self._figures = ActivationFigures()
-        self._n_ahead = self._n_late = 0
 
     # Forward
 
@@ -244,9 +242,9 @@ class SavedTensors:
         if storage is None or not self._take_buffer(block):
             block.place = Place.GPU
             return
-        host = _required(block.host)
+        target = block.host_bytes
         with span(Category.COPY, "copy::activation_out", block.name, block.nbytes):
-            block.left = self._copies.out(host[: block.nbytes], _bytes_of(storage))
+            block.left = self._copies.out(target, _bytes_of(storage))
         self._counters.moved(Link.D2H, block.nbytes)
         if self._waits is not None:
             self._waits.moved(block.position, block.nbytes, block.place)
@@ -322,22 +320,20 @@ class SavedTensors:
                 block.storage = storage if block.n_waiting else None
             elif block.place is not Place.GPU and not block.n_waiting and not self._is_leaving(block):
                 block.storage = None
-            self._look_ahead(block)
+            self._reloads.look_ahead(block)
             return saved.view_of(storage)
 
     def _is_leaving(self, block: Block) -> bool:
         return any(reference() is block for reference, _, _ in self._leaving)
 
     def _begin_backward(self) -> None:
-        self._order = reload_order(self._recorder.n_saved, self._recorded)
-        self._turns = {position: turn for turn, position in enumerate(self._order)}
-        self._turn = self._next_read = self._next_copy = 0
+        order = reload_order(self._recorder.n_saved, self._recorded)
+        self._reloads.begin_backward(self._pass, order, reload_window_nbytes(self._moved_nbytes))
         nbytes = dict.fromkeys(Place, 0)
         for reference in self._pass:
             block = reference()
             if block is not None:
                 nbytes[block.place] += block.nbytes
-        self._n_ahead = self._n_late = 0
         self._figures = ActivationFigures(nbytes[Place.GPU], nbytes[Place.HOST], nbytes[Place.NVME])
 
     def _bring(self, block: Block) -> torch.UntypedStorage:
@@ -352,86 +348,12 @@ class SavedTensors:
             is_held = self._is_held_elsewhere(block.position, block.nbytes)
         if block.position < len(self._pass) and self._pass[block.position]() is block:
             self._recorder.needed(block.position, now_s, held_elsewhere=is_held)
-        if storage is not None:
-            return storage
-        before = None if self._waits is None else self._waits.mark()
-        is_late = block.arriving is None
-        self._n_late += is_late
-        self._n_ahead += not is_late
-        if block.arriving is None:
-            if block.host is None:
-                self._stored.begin_read(block, Priority.URGENT)
-            self._stored.finish_read(block)
-            self._copy_back(block)
-        storage, event = _required(block.arriving)
-        self._copies.wait(event)
-        if self._waits is not None:
-            self._waits.waited(block.position, before)
-        block.arriving = None
-        self._arriving_nbytes -= block.nbytes
-        return storage
+        return self._reloads.bring(block, self._waits) if storage is None else storage
 
     def _is_held_elsewhere(self, position: int, nbytes: int) -> bool:
         """Whether the training held the memory of this block in the recorded pass. Of one that stayed for that reason,
         nothing can be seen any more, so it goes on."""
-        recorded = self._recorded.blocks if self._recorded is not None else ()
-        if position >= len(recorded):
-            return False
-        before = recorded[position]
-        return before.held_elsewhere and before.nbytes == nbytes
-
-    def _copy_back(self, block: Block) -> None:
-        """Begins to copy a block, which is in host memory, to the device."""
-        host = _required(block.host)
-        with span(Category.COPY, "copy::activation_back", block.name, block.nbytes):
-            filled, event = self._copies.back(host[: block.nbytes], block.left)
-        self._counters.moved(Link.H2D, block.nbytes)
-        block.arriving = filled.untyped_storage(), event
-        block.arrived = event
-        self._arriving_nbytes += block.nbytes
-        if block.extent is not None and block.written is not None and block.written.done:
-            block.leave_buffer()  # NVMe has it
-
-    def _look_ahead(self, block: Block) -> None:
-        """Reads from NVMe and copies to the device what comes after a block."""
-        turn = self._turns.get(block.position)
-        if turn is None or not (block.position < len(self._pass) and self._pass[block.position]() is block):
-            return
-        if turn < self._turn:  # the graph is gone through once more
-            self._next_read = self._next_copy = turn + 1
-        self._turn = turn
-        self._next_read = max(self._next_read, turn + 1)
-        self._next_copy = max(self._next_copy, turn + 1)
-        while self._next_read < len(self._order) and self._read_one_ahead(self._order[self._next_read]):
-            self._next_read += 1
-        window_nbytes = reload_window_nbytes(self._moved_nbytes)
-        while self._next_copy < len(self._order):
-            if not self._copy_one_ahead(self._order[self._next_copy], window_nbytes):
-                break
-            self._next_copy += 1
-
-    def _read_one_ahead(self, position: int) -> bool:
-        """False if the walk has to stop here for now."""
-        block = self._pass[position]()
-        if block is None or block.place is not Place.NVME or block.host is not None or block.extent is None:
-            return True
-        if block.storage is not None or block.arriving is not None:
-            return True
-        return self._stored.begin_read(block, Priority.BACKGROUND)
-
-    def _copy_one_ahead(self, position: int, window_nbytes: int) -> bool:
-        block = self._pass[position]()
-        if block is None or block.place is Place.GPU or block.storage is not None or block.arriving is not None:
-            return True
-        if self._arriving_nbytes and self._arriving_nbytes + block.nbytes > window_nbytes:
-            return False
-        if block.held_elsewhere() is not None:
-            return True
-        if block.host is None or (block.reading is not None and not block.reading.done):
-            return False
-        self._stored.finish_read(block)
-        self._copy_back(block)
-        return True
+        return self._recorded is not None and self._recorded.is_held_elsewhere(position, nbytes)
 
     # Passes
 
@@ -444,7 +366,7 @@ class SavedTensors:
         recorded: RecordedPass | None = None
         if self._recorder.in_backward:
             recorded = self._recorded = self._recorder.result()
-            self._figures = replace(self._figures, n_ahead=self._n_ahead, n_late=self._n_late)
+            self._figures = replace(self._figures, n_ahead=self._reloads.n_ahead, n_late=self._reloads.n_late)
         if self._auto is not None:
             self._auto.begin_pass(recorded, elements)
             self._plan_auto(self._auto)
@@ -452,7 +374,7 @@ class SavedTensors:
             self._places = self._plan(recorded.blocks, None)
         self._recorder = PassRecorder()
         self._pass = []
-        self._order, self._turns = (), {}
+        self._reloads.end_pass()
         self._moved_nbytes = self._n_reconsidered = 0
 
     def _plan_auto(self, auto: AutoPlaces) -> None:
@@ -481,8 +403,7 @@ class SavedTensors:
 
     def _collect(self) -> None:
         """Frees what dropped blocks have left behind, as far as nothing accesses it any more."""
-        dropped_nbytes = self._dropped.collect(self._stored.free)
-        self._arriving_nbytes -= dropped_nbytes
+        self._reloads.dropped(self._dropped.collect(self._stored.free))
 
     # Reporting and lifetime
 
@@ -528,10 +449,7 @@ class SavedTensors:
             self._closed = True
             self.in_flight = self._requests()
             # Device memory that is freed now is reused by work that comes after the copies.
-            for event in (
-                *(event for _, _, event in self._leaving),
-                *self._dropped.events(),
-            ):
+            for event in (*(event for _, _, event in self._leaving), *self._dropped.events()):
                 self._copies.wait(event)
             self._leaving.clear()
             self._stored.close()
@@ -557,9 +475,3 @@ class SavedTensors:
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """All bytes of a storage, as a 1-D uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _required(value: _T | None) -> _T:
-    if value is None:
-        raise TenCacheError("an activation has lost its memory")
-    return value

@@ -48,6 +48,13 @@ class RecordedPass:
     blocks: tuple[SavedBlock, ...]
     order: tuple[int, ...]
 
+    def is_held_elsewhere(self, position: int, nbytes: int) -> bool:
+        """Whether the training held the memory of the block at this position, if it had this size."""
+        if position >= len(self.blocks):
+            return False
+        block = self.blocks[position]
+        return block.held_elsewhere and block.nbytes == nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class MoveRates:

@@ -164,7 +164,7 @@ class Rig:
         assert self.saved.live_nbytes == 0
         assert self.resident.used_nbytes == self.staging.used_nbytes == 0
         assert self.store.nbytes_allocated == 0
-        assert self.saved._arriving_nbytes == self.saved._leaving_nbytes == 0
+        assert self.saved._reloads.arriving_nbytes == self.saved._leaving_nbytes == 0
 
     def close(self) -> None:
         self.backend.open_gates()
@@ -355,7 +355,7 @@ def test_the_device_memory_of_a_backward_pass_is_bounded(rig):
 
     def watched(handle: Any) -> torch.Tensor:
         tensor = load(handle)
-        peaks.append(made.saved._arriving_nbytes)
+        peaks.append(made.saved._reloads.arriving_nbytes)
         return tensor
 
     made.saved.load = watched
