@@ -95,9 +95,16 @@ class MadeStorages(TorchDispatchMode):
                 self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
-    def alive_nbytes(self) -> int:
+    def alive_nbytes(self, module: nn.Module) -> int:
+        """Without gathered weights: whether this forward pass or the one before gathers them depends on reads."""
         gc.collect()
-        return sum(nbytes for reference, nbytes in self._storages.values() if not reference.expired())
+        weights = {param.data.untyped_storage()._cdata for param in module.parameters()}
+        alive = (
+            nbytes
+            for key, (reference, nbytes) in self._storages.items()
+            if not reference.expired() and key not in weights
+        )
+        return sum(alive)
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +151,7 @@ def one_step(engine: Any, generator: torch.Generator, act: str) -> dict[str, Any
             hooks._saved.begin_forward = unseen(hooks._saved.begin_forward)
         with MadeStorages() as made:
             loss = engine(*batch)
-        found["alive_nbytes"] = made.alive_nbytes()
+        found["alive_nbytes"] = made.alive_nbytes(engine.module)
     elif act == "own_hooks":
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
             loss = engine(*batch)
