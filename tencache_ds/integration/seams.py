@@ -85,6 +85,7 @@ SEAMS: tuple[Seam, ...] = (
         "selects the stage-3 optimizer and coordinator classes for one engine",
     ),
     Seam(f"{_RUNTIME}.engine", "DeepSpeedEngine.forward", ("self", "inputs", "kwargs"), "moves activations"),
+    Seam(f"{_RUNTIME}.engine", "DeepSpeedEngine.managed_gradient_accumulation", ("self",), "places figures of a step"),
     *(
         Seam(f"{_RUNTIME}.activation_checkpointing.checkpointing", name, parameters, "moves checkpointed inputs")
         for name, parameters in (

@@ -34,6 +34,7 @@ from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
 from tencache_ds.integration.module_hooks import lighten_backward_hooks
+from tencache_ds.integration.monitoring import StepMonitor
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import (
     known_kinds,
@@ -51,7 +52,6 @@ from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.pinned_cache import empty_pinned_cache
 from tencache_ds.observability import spans
-from tencache_ds.observability.counters import monitor_events
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.session import Session
@@ -96,7 +96,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
         self._by_chunks = False
         self._chunked_step: ChunkedStep | None = None
         self._update_seconds = 0.0
-        self._unreported_at: int | None = None  # samples at the last step, if its figures are still to be written
+        self._monitor = StepMonitor()
         self._warned_of_watched_step = False
         offload = kwargs.get("offload_optimizer_config")
         try:
@@ -416,20 +416,13 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
             engine.activations.make_room(self._state_moves)
         self._follow_step()
         coordinator.read_ahead(updated=True)
-        deepspeed_engine = self._deepspeed_engine()
-        if deepspeed_engine is not None and deepspeed_engine.monitor.enabled and dist.get_rank() == 0:
-            self._unreported_at = deepspeed_engine.global_samples
+        self._monitor.step_done(self._deepspeed_engine())
         if engine.background is None or not engine.background.running:
             self._write_figures()
 
     def _write_figures(self) -> None:
         """Gives the last step's figures to DeepSpeed's monitor, once that step is over."""
-        samples, self._unreported_at = self._unreported_at, None
-        deepspeed_engine = self._deepspeed_engine()
-        if samples is not None and deepspeed_engine is not None and self.tencache is not None:
-            record = self.tencache.counters.last_step
-            if record is not None:
-                deepspeed_engine.monitor.write_events(monitor_events(record, samples))
+        self._monitor.write(self._deepspeed_engine(), self.tencache)
 
     def _complete_norms(self) -> None:
         """Norms of gradients that came in an earlier micro-step only; DeepSpeed would forget such gradients."""

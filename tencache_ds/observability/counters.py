@@ -344,16 +344,3 @@ def _record(step: int, elapsed_ns: int, now: _Tally, before: _Tally) -> StepReco
             key: (value - before.background_stall_ns[key]) / 1e9 for key, value in now.background_stall_ns.items()
         },
     )
-
-
-def monitor_events(record: StepRecord, samples: int) -> list[tuple[str, float, int]]:
-    """``(tag, value, samples)`` triples of a step for DeepSpeed's monitor (tensorboard, wandb, csv)."""
-    events: list[tuple[str, float, int]] = [
-        ("TenCache/step/seconds", record.seconds, samples),
-        ("TenCache/step/update_seconds", record.update_seconds, samples),
-        ("TenCache/step/background_seconds", record.background_seconds, samples),
-    ]
-    events += [(f"TenCache/bytes/{link}", float(nbytes), samples) for link, nbytes in record.nbytes.items()]
-    events += [(f"TenCache/stall/{cause}", seconds, samples) for cause, seconds in record.stall_seconds.items()]
-    events += [(f"TenCache/weights/{access}", float(count), samples) for access, count in record.accesses.items()]
-    return events

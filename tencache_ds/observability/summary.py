@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from tencache_ds.layout import gib
+from tencache_ds.observability.binding import shares
 from tencache_ds.observability.counters import Stall, Stats
 
 _WAITS = {
@@ -31,6 +34,12 @@ def summary(stats: Stats) -> list[str]:
     lines = [f"{total.step} optimizer steps in {_duration(total.seconds)} since the engine was built{last}"]
     causes = ", ".join(f"{seconds:.1f} s for {name}" for name, seconds in waits.items() if seconds >= 0.05)
     lines.append(f"waited for NVMe for {waited:.1f} s ({share:.1%} of the time){f': {causes}' if causes else ''}")
+    if total.seconds:
+        parts = {name: spent / total.seconds for name, spent in shares(asdict(total)).items()}
+        lines.append(
+            f"{parts['compute']:.0%} of the time was forward and backward, {parts['update']:.0%} the optimizer step, "
+            f"{parts['NVMe']:.0%} waits for NVMe"
+        )
     if total.background_seconds:
         waited_for_update = total.stall_seconds.get(Stall.UPDATE.value, 0.0)
         hidden = max(total.background_seconds - waited_for_update, 0.0)

@@ -1013,7 +1013,10 @@ def stats_and_monitor(engine_name: str, folder: str, rank: int) -> dict[str, Any
     s.seen["numel"] = sum(param.ds_numel for _, param in s.params())
     s.seen["description"] = s.engine.optimizer.tencache.describe()
     s.end()
-    s.seen["csv"] = sorted(path.name for path in Path(folder, "csv").rglob("*.csv"))
+    s.seen["csv"] = {
+        path.name: [line.partition(",")[0] for line in path.read_text().splitlines()[1:]]
+        for path in Path(folder, "csv").rglob("*.csv")
+    }
     try:
         tencache_ds.stats(Scenario("stock", folder, rank).engine)
     except ValueError as error:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall, StepRecord, monitor_events
+from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall, StepRecord
 
 OPERATIONS = st.lists(
     st.one_of(
@@ -151,22 +151,6 @@ def test_a_record_does_not_change_afterwards():
     assert record.nbytes["h2d"] == total.nbytes["h2d"] == 0
     with pytest.raises(FrozenInstanceError):
         record.step = 2
-
-
-def test_monitor_events_carry_every_figure():
-    counters = Counters()
-    counters.moved(Link.NVME_WRITE, 11)
-    counters.accessed(Access.LATE)
-    record = counters.step_done(2_000_000_000)
-    events = monitor_events(record, 640)
-    values = {tag: value for tag, value, _ in events}
-    assert len(values) == len(events) == 3 + len(Link) + len(Stall) + len(Access)
-    assert all(samples == 640 and isinstance(value, float) for _, value, samples in events)
-    assert values["TenCache/bytes/nvme_write"] == 11.0
-    assert values["TenCache/weights/late"] == 1.0
-    assert values["TenCache/step/update_seconds"] == 2.0
-    assert values["TenCache/step/seconds"] == record.seconds
-    assert all(tag.startswith("TenCache/") for tag in values)
 
 
 def counted(counters: Counters, n_steps: int, nbytes: int, during=lambda: None) -> None:

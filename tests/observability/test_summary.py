@@ -37,6 +37,7 @@ def test_a_run_that_waits_for_nvme_is_told_what_helps():
         "200 optimizer steps in 6.7 min since the engine was built, the last one 1.98 s",
         "waited for NVMe for 44.0 s (11.0% of the time): 40.0 s for reads of optimizer state, 4.0 s for staging "
         "buffers",
+        "88% of the time was forward and backward, 1% the optimizer step, 11% waits for NVMe",
         "60.0 s of the optimizer steps were hidden behind forward passes",
         "NVMe: 300.00 GiB read, 100.00 GiB written, per step 1.50 GiB and 0.50 GiB",
         "at the end: in GPU memory 2.00 GiB, in RAM 3.00 GiB of weights and state, on NVMe 7.00 GiB",
@@ -47,7 +48,8 @@ def test_a_run_that_waits_for_nvme_is_told_what_helps():
 
 def test_a_run_that_waits_for_nothing_needs_no_advice():
     lines = summary(Stats(record(3, 9000.0), record(3, 1.0)))
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert "in 2.5 h since" in lines[0]
     assert lines[1] == "waited for NVMe for 0.0 s (0.0% of the time)"
+    assert lines[2] == "100% of the time was forward and backward, 0% the optimizer step, 0% waits for NVMe"
     assert not any("hidden" in line or "drive" in line for line in lines)
