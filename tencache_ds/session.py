@@ -26,28 +26,26 @@ from tencache_ds.activations.auto_places import AutoPlaces
 from tencache_ds.activations.saved_tensors import ActivationFigures
 from tencache_ds.config import Activations, TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
-from tencache_ds.errors import ConfigError, SpaceError, TenCacheError
-from tencache_ds.gpu_staging import GpuStaging
+from tencache_ds.errors import SpaceError, TenCacheError
 from tencache_ds.host_homes import HostHomes
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.paths import NvmePaths
 from tencache_ds.io.scratch import device_of, free_nbytes
 from tencache_ds.items import GpuUsage, Place
-from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES, gib, round_up
+from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES, gib
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.host_tensors import HostTensors
-from tencache_ds.memory.pool import BufferPool, PoolTimeout
 from tencache_ds.observability import tracing
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
-from tencache_ds.planning.budget import AUTO_CHUNK_SLOTS, StagingPlan, plan_staging
-from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES, cut_sub_group
+from tencache_ds.planning.budget import StagingPlan
+from tencache_ds.planning.chunks import cut_sub_group
 from tencache_ds.planning.host_watch import HostWatch
 from tencache_ds.planning.peak_memory import MemoryNeeds, OutsideNeeds, PeakMemory, memory_of_own_weights, peak_memory
 from tencache_ds.planning.placement import StateCapacity, plan_state
-from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
 from tencache_ds.profiling.host_memory import available_nbytes, memory_nbytes
+from tencache_ds.staging import Staging
 from tencache_ds.state_moves import StateMoves
 from tencache_ds.surroundings import Surroundings
 from tencache_ds.tiers.background_update import BackgroundUpdate
@@ -96,8 +94,6 @@ class Session:
         self._peak = PeakMemory(0, 0, 0)
         self._placement = self._activation_placement = ""
         self._predicted_seconds: float | None = None
-        self._pools: list[BufferPool] = []
-        self._chunk_pool: BufferPool | None = None
         self._fused_adam: FusedAdam | None = None
         self.before_close: Callable[[Stats], None] | None = None
         """Called with the final figures."""
@@ -105,22 +101,13 @@ class Session:
         """Called when everything is released, or as much of it as could be."""
         self.background: BackgroundUpdate | None = None
         """The optimizer step that overlaps training."""
-        self._staging_arena: HostArena | None = None
-        self._late_arena: HostArena | None = None
-        self._keeps_memory = False
         locking = Locking.CUDA if surroundings.on_cuda and surroundings.pin_memory else Locking.NONE
         self._gradient_arena = HostArena(None, locking, inherited=True)
         self.gradient_memory = HostTensors(self._gradient_arena, "gradients", self.count_host)
         """Host memory of gradients, registered for fast copies on a GPU."""
         # DeepSpeed pins these weights whatever "pin_memory" says.
         self._weight_arena = HostArena(None, Locking.CUDA if surroundings.on_cuda else Locking.NONE, inherited=True)
-        self._gpu_staging = GpuStaging(
-            options,
-            surroundings.on_cuda,
-            locking,
-            lambda: engines[0].open_plain_backend()[0],
-            warn=logger.warning if surroundings.rank == 0 else logger.debug,
-        )
+        self._staging = Staging(options, surroundings, engines[0], locking)
         self._claimed = [engine for engine in self._engines if engine.claim(self)]
 
     @property
@@ -270,7 +257,7 @@ class Session:
         if tier is not None:
             stored = 0 if self._optimizer_store is None else self._optimizer_store.nbytes_allocated
             by_place = {Place.GPU: tier.device_nbytes, Place.HOST: tier.resident_nbytes, Place.NVME: stored}
-        staging = sum(pool.stats().nbytes_total for pool in self._pools if pool is not self._gpu_staging.pool)
+        staging = self._staging.nbytes
         locking = self._engines[0].staging_locking(staging)
         left_nbytes = max(self.host_left_nbytes, 0)
         self._peak = peak_memory(
@@ -290,11 +277,11 @@ class Session:
                 host_budget=self.surroundings.host_nbytes,
                 activations=0 if self.activations is None else self.activations.most_nbytes(left_nbytes),
                 staging=staging,
-                late_staging=self._late_staging_nbytes() if tier is not None and self._chunk_pool is None else 0,
+                late_staging=0 if tier is None else self._staging.late_nbytes(chunk_nbytes),
                 bounces=N_BOUNCES * BOUNCE_NBYTES if self.surroundings.on_cuda and others.gpu_limit is not None else 0,
                 gpu_weights=others.gpu_weights,
                 gpu_limit=others.gpu_limit,
-                gpu_staging=self._gpu_staging.nbytes,
+                gpu_staging=self._staging.gpu.nbytes,
                 weights_pinned=pinned,
                 gradients_pinned=self._gradient_arena.locking is not Locking.NONE,
                 staging_pinned=locking is not Locking.NONE,
@@ -350,7 +337,7 @@ class Session:
         self.optimizer_state = OptimizerStateTier(
             specs,
             store=self._optimizer_store,
-            pool=self._require_chunk_pool,
+            pool=self._staging.chunk_pool,
             counters=self.counters,
             chunk_nbytes=self.options.chunk_size,
             timeout_s=self.options.io_timeout_s,
@@ -368,36 +355,11 @@ class Session:
         """
         if not self.surroundings.optimizer_paths or self.optimizer_state is None:
             return False
-        if self._chunk_pool is None:
-            plan = self._plan_late_staging(self.optimizer_state)
-            self._late_arena = HostArena(plan.nbytes, self._engines[0].staging_locking(plan.nbytes))
-            self._build_chunk_pool(self._late_arena, plan)
+        self._staging.build_late(self.optimizer_state.chunk_nbytes)
         if self._optimizer_store is None:
             self._optimizer_store = self._engines[0].open_store("optimizer", self.surroundings.optimizer_paths)
             self.optimizer_state.use_store(self._optimizer_store)
         return True
-
-    def _plan_late_staging(self, tier: OptimizerStateTier) -> StagingPlan:
-        """Staging buffers for state that goes to NVMe although none did at the start.
-
-        Raises:
-            ConfigError: ``staging_memory`` is too small for it.
-        """
-        nbytes = max((round_up(nbytes) for nbytes in tier.chunk_nbytes), default=LEAST_SLOT_NBYTES)
-        return plan_staging(self.options.staging_memory, [], nbytes, AUTO_CHUNK_SLOTS)
-
-    def _late_staging_nbytes(self) -> int:
-        """Of :meth:`_plan_late_staging`; 0 where there is no room for it, so that no state goes to NVMe."""
-        assert self.optimizer_state is not None
-        try:
-            return self._plan_late_staging(self.optimizer_state).nbytes
-        except ConfigError:
-            return 0
-
-    def _build_chunk_pool(self, arena: HostArena, plan: StagingPlan) -> None:
-        size_class = SizeClass(plan.chunk_slot_nbytes, plan.chunk_slots)
-        self._chunk_pool = BufferPool(arena, (size_class,), poison=self.options.poison_buffers, name="chunks")
-        self._pools.append(self._chunk_pool)
 
     def watch_host_memory(self, moves: StateMoves) -> HostHomes | None:
         """Moves optimizer state to NVMe when host memory runs out; None if there is no place for it."""
@@ -417,47 +379,12 @@ class Session:
         return self._fused_adam
 
     def build_staging(self, chunk_nbytes: Sequence[int]) -> StagingPlan:
-        """Proves the staging plan against its limit, then allocates it: all pinned memory that I/O passes through.
+        """Allocates all pinned memory that I/O passes through; see :meth:`Staging.build`.
 
         Args:
             chunk_nbytes: bytes of every stored optimizer chunk.
-
-        Raises:
-            ConfigError: ``staging_memory`` is too small for the model.
-            MemoryLimitError, LockedMemoryError: the memory cannot be allocated.
         """
-        tiers = [engine.weights for engine in self._claimed]
-        shards = [nbytes for tier in tiers for nbytes in tier.homes.stored_nbytes()]
-        largest = max([LEAST_SLOT_NBYTES, *(round_up(nbytes) for nbytes in chunk_nbytes)]) if chunk_nbytes else 0
-        self._gpu_staging.build(
-            [
-                (path.scratch.path("gds-trial.bin"), route)
-                for engine in {id(engine.nvme): engine for engine in self._claimed}.values()
-                for path, route in engine.routes()
-                if any(kind == "weights" for kind, _, _ in path.stores)
-            ],
-            shards,
-        )
-        if self._gpu_staging.pool is not None:
-            self._pools.append(self._gpu_staging.pool)
-        plan = plan_staging(
-            self.options.staging_memory,
-            shards,
-            largest,
-            len(chunk_nbytes),
-            weights_read_by_gpu=self._gpu_staging.pool is not None,
-        )
-        self._staging_arena = HostArena(plan.nbytes, self._engines[0].staging_locking(plan.nbytes))
-        poison = self.options.poison_buffers
-        if plan.chunk_slots:
-            self._build_chunk_pool(self._staging_arena, plan)
-        if plan.weight_nbytes:
-            classes = plan_size_classes([round_up(nbytes) for nbytes in shards], plan.weight_nbytes)
-            pool = BufferPool(self._staging_arena, classes, poison=poison, name="weights")
-            self._pools.append(pool)
-            for tier in tiers:
-                tier.use_pool(pool, self._gpu_staging.pool)
-        return plan
+        return self._staging.build(self._claimed, chunk_nbytes)
 
     # Reporting
 
@@ -471,9 +398,8 @@ class Session:
     def look(self) -> Stats:
         """:meth:`stats` without waiting for anything: what an optimizer step in the background does until its end is
         not in the counters yet. Any thread."""
-        arenas = [self._weight_arena, self._gradient_arena]
-        arenas += [arena for arena in (self._staging_arena, self._late_arena) if arena is not None]
-        pools = [pool.stats() for pool in self._pools if pool is not self._gpu_staging.pool]
+        arenas = [self._weight_arena, self._gradient_arena, *self._staging.arenas]
+        pools = self._staging.stats()
         weights = [engine.weights for engine in self._engines]
         stores = self._stores
         paths = summed(path.stats() for nvme in self._all_nvme for path in nvme.paths)
@@ -497,7 +423,7 @@ class Session:
             planned_gpu_peak_nbytes=self._peak.gpu_nbytes,
             staging_nbytes=sum(pool.nbytes_total for pool in pools),
             staging_peak_nbytes=sum(pool.nbytes_leased_peak for pool in pools),
-            gpu_staging_nbytes=self._gpu_staging.nbytes,
+            gpu_staging_nbytes=self._staging.gpu.nbytes,
             pool_waits=sum(pool.n_waits for pool in pools),
             stored_nbytes=stored_nbytes,
             stored_weight_nbytes=stored_weight_nbytes,
@@ -535,8 +461,8 @@ class Session:
             parts.append(self.activations.describe())
         parts.append(f"staging {gib(stats.staging_nbytes)}")
         parts.append(f"pinned {gib(stats.pinned_nbytes)}")
-        if self._gpu_staging.choice is not None:
-            parts.append(self._gpu_staging.describe())
+        if self._staging.gpu.choice is not None:
+            parts.append(self._staging.gpu.describe())
         reasons = {f"{path.backend.name} ({path.reason})" for engine in self._engines for path in engine.nvme.paths}
         if reasons:
             parts.append(f"I/O {', '.join(sorted(reasons))} on {self._engines[0].n_lanes} lanes")
@@ -570,14 +496,9 @@ class Session:
         if self.activations is not None:
             self.activations.saved.step_done()
 
-    def assert_idle(self) -> None:
-        """Raises if a staging buffer is leased, naming its holder."""
-        for pool in self._pools:
-            pool.assert_idle()
-
     def keep_memory(self) -> None:
         """:meth:`close` will leave the staging memory mapped: a collective that never ended may still read it."""
-        self._keeps_memory = True
+        self._staging.keep_memory()
 
     def close(self) -> None:
         """Waits for I/O in flight, frees this engine's memory and storage and returns the weights to their model.
@@ -602,16 +523,10 @@ class Session:
                     stack.callback(self.activations.free)
                 if self.surroundings.on_cuda:
                     stack.callback(torch.cuda.synchronize)  # copies from this memory may be under way
-                for arena in (self._staging_arena, self._late_arena):
-                    if arena is not None:
-                        stack.callback(arena.close)
-                    if arena is not None and self._keeps_memory:
-                        stack.callback(arena.keep_all, "gathers that other ranks did not start")
-                stack.callback(self._gpu_staging.close)
+                stack.callback(self._staging.free)
                 if self._optimizer_store is not None:
                     stack.callback(self._engines[0].nvme.close_store, self._optimizer_store)
-                for pool in () if self._keeps_memory else self._pools:  # its buffers do not all come back
-                    stack.callback(self._close_pool, pool)
+                stack.callback(lambda: self._staging.close_pools(self._stores))
                 if self.activations is not None:
                     stack.callback(self.activations.close)
                 for engine in self._claimed:
@@ -623,17 +538,6 @@ class Session:
                 if self.background is not None:
                     stack.callback(self.background.close)
 
-    def _close_pool(self, pool: BufferPool) -> None:
-        """Closes a pool. If buffers do not return in time, the transfer that holds them is more informative than the
-        lessee."""
-        timeout_s = self.options.io_timeout_s
-        try:
-            pool.close(timeout_s=timeout_s)
-        except PoolTimeout:
-            for store in self._stores:
-                store.raise_overdue(timeout_s)
-            raise
-
     @property
     def _all_nvme(self) -> list[NvmePaths]:
         """Those of the engines, each once: some share theirs."""
@@ -643,11 +547,6 @@ class Session:
     def _stores(self) -> list[ExtentStore]:
         """Those of the weights and of the optimizer state."""
         return [store for nvme in self._all_nvme for store in nvme.stores]
-
-    def _require_chunk_pool(self) -> BufferPool:
-        if self._chunk_pool is None:
-            raise RuntimeError("optimizer chunks are used before build_staging()")
-        return self._chunk_pool
 
 
 def _free_together(paths: Sequence[str]) -> int:

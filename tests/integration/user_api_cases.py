@@ -873,12 +873,18 @@ def life_of_an_engine(
     views.append(s.engine.optimizer._gradients.segment(s.params()[0][1].ds_id))
     values = [view.clone() for view in views]
     session = s.engine.optimizer.tencache
-    seen["memory"] = [session._staging_arena.nbytes_in_use, session._gradient_arena.nbytes_in_use]
+    seen["memory"] = [
+        sum(arena.nbytes_in_use for arena in session._staging.arenas),
+        session._gradient_arena.nbytes_in_use,
+    ]
     s.engine.destroy()
     s.engine.destroy()
     seen["after"] = there()
     seen["settings"] = [settings, process_settings()]
-    seen["memory_after"] = [session._staging_arena.nbytes_in_use, session._gradient_arena.nbytes_in_use]
+    seen["memory_after"] = [
+        sum(arena.nbytes_in_use for arena in session._staging.arenas),
+        session._gradient_arena.nbytes_in_use,
+    ]
     uses: list[Callable[[Scenario], Any]] = [
         lambda s: s.engine.step(),
         lambda s: safe_get_full_fp32_param(s.params()[0][1]),
