@@ -30,7 +30,8 @@ def make_parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> int:
     """Runs the benchmark that ``argv`` describe and returns the exit status."""
     try:
-        from tencache_ds.benchmarks import activations, command
+        from tencache_ds.benchmarks import command
+        from tencache_ds.benchmarks.activations import command as activations
         from tencache_ds.benchmarks.inference import command as inference
         from tencache_ds.benchmarks.reporting import report  # noqa: F401  # now, not after hours of measuring
     except ModuleNotFoundError as error:

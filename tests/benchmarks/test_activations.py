@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from benchmarks import activations
+from benchmarks.activations import command as activations
 
 pytestmark = pytest.mark.timeout(300)
 
