@@ -88,7 +88,7 @@ class CudaCopies:
         self._device = device
         self._out = torch.cuda.Stream(device)
         self._back = torch.cuda.Stream(device)
-        self._rates: MoveRates | None = None
+        self._rates = _measured_rates(device)
 
     def out(self, target: torch.Tensor, source: torch.Tensor) -> Event | None:
         """See :meth:`Copies.out`."""
@@ -114,12 +114,15 @@ class CudaCopies:
             torch.cuda.current_stream(self._device).wait_event(cast(torch.cuda.Event, event))
 
     def rates(self) -> MoveRates | None:
-        """See :meth:`Copies.rates`: of pinned memory, measured once, which takes some milliseconds."""
-        if self._rates is None:
-            host = torch.empty(_MEASURED_NBYTES, dtype=torch.uint8, pin_memory=True)
-            device = torch.empty(_MEASURED_NBYTES, dtype=torch.uint8, device=self._device)
-            self._rates = MoveRates(_rate(host, device), _rate(device, host))
+        """See :meth:`Copies.rates`: of pinned memory, measured before training takes device memory."""
         return self._rates
+
+
+def _measured_rates(device: torch.device) -> MoveRates:
+    """Takes some milliseconds."""
+    host = torch.empty(_MEASURED_NBYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(_MEASURED_NBYTES, dtype=torch.uint8, device=device)
+    return MoveRates(_rate(host, there), _rate(there, host))
 
 
 def _rate(target: torch.Tensor, source: torch.Tensor) -> float:

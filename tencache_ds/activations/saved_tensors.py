@@ -435,6 +435,8 @@ class SavedTensors:
             self._stored.check()
             if self._auto is not None:
                 self._auto.step_done()
+                if not self._auto.takes:
+                    self.trim()
 
     def trim(self) -> None:
         """Frees host memory that no block is in."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the tensors that a pass saves for backward fit into GPU memory, and how many bytes of them have to leave it.
 
-Nothing is known about the first pass. Its tensors stay until it has taken half of the memory that was free when it
-began; what it saves from then on is moved, and if it still takes more, the earliest ones as well, which backward needs
-last. The other half is for backward, for the loss, and for what cannot be moved.
+Nothing is known about the first pass, and what its backward is going to take cannot be told from its forward: with
+checkpointing it may be several times what that has saved. So its tensors stay only until it has taken an eighth of the
+memory that was free when it began. From then on everything that it has saved and is going to save is moved. This costs
+time in one pass only; running out of memory would end the training.
 
 Once a pass is over, two figures of it are known: what it saved, which grows with its input and can be moved, and what
 it took beside that, which cannot. Together they are what a pass would take if everything stayed. Where that fits,
@@ -22,8 +23,11 @@ from tencache_ds.items import GpuUsage
 from tencache_ds.planning.look import pause_s
 from tencache_ds.planning.patience import Patience
 
-UNKNOWN_SHARE = 0.5
+UNKNOWN_SHARE = 0.125
 """Of the memory that is free when a pass begins: what it may take before its activations move, if nothing is known."""
+
+FORWARD_SHARE = 0.5
+"""The same for a pass whose size was predicted: what it may take before activations move that were to stay."""
 
 LOST_SHARE = 0.1
 """Fragmentation, as a share of the memory that a pass is expected to take."""
@@ -182,7 +186,10 @@ class ActivationRoom:
 
     @property
     def excess_nbytes(self) -> int:
-        """Of what has stayed, what has to move after all: 0 or less until half of the rest is taken as well."""
+        """Of what has stayed, what has to move after all: everything if nothing is known about the pass; otherwise 0 or
+        less until half of the rest is taken as well."""
+        if self._is_unknown:
+            return self._kept_nbytes if self.crowded else 0
         if self._now_nbytes <= (self._limit_nbytes + self._free_nbytes) // 2:
             return 0
         return self._now_nbytes - self._limit_nbytes
@@ -190,12 +197,19 @@ class ActivationRoom:
     @property
     def _limit_nbytes(self) -> int:
         """What a pass may take in forward before anything has to move that was to stay."""
-        unknown_nbytes = int(UNKNOWN_SHARE * self._free_nbytes)
-        if self.cause not in (Cause.SHORT, Cause.PLANNED):
-            return unknown_nbytes
+        if self._is_unknown:
+            return int(UNKNOWN_SHARE * self._free_nbytes)
         growth = max(self._ratio(self._most_elements), 1.0)
-        known_nbytes = self._free_nbytes - int((1 + SPARE_SHARE) * growth * self._beside_nbytes)
-        return max(unknown_nbytes, min(known_nbytes, int(self._free_nbytes / (1 + LOST_SHARE))))
+        left_nbytes = max(self._free_nbytes - int((1 + SPARE_SHARE) * growth * self._beside_nbytes), 0)
+        least_nbytes = int(FORWARD_SHARE * self._free_nbytes)
+        if self.cause is Cause.LARGER:  # nothing was planned for it
+            return min(least_nbytes, left_nbytes)
+        return max(least_nbytes, min(left_nbytes, int(self._free_nbytes / (1 + LOST_SHARE))))
+
+    @property
+    def _is_unknown(self) -> bool:
+        """Whether recorded passes tell nothing about what this one takes."""
+        return self.cause in (Cause.UNKNOWN, Cause.FAILED)
 
     def kept(self, nbytes: int) -> None:
         """So much of what was saved stays."""

@@ -106,7 +106,7 @@ def peak_nbytes(rows: int) -> int:
 
 
 def test_where_everything_fits_hooks_are_gone_after_the_first_pass(training):
-    made = training(4 * peak_nbytes(64))
+    made = training(16 * peak_nbytes(64))
     made.step(64)
     made.rig.saved.save = None  # nobody calls it any more
     looks = made.memory.n_looks
@@ -131,6 +131,16 @@ def test_a_batch_that_does_not_fit_trains(training, place):
     assert "less GPU memory is free than such a pass takes" in made.said[0]
 
 
+def test_host_memory_of_the_first_pass_is_freed_when_everything_stays(training):
+    made = training(4 * peak_nbytes(64))
+    made.step(64)
+    assert made.moved_nbytes > 0
+    for _ in range(2):
+        made.step(64)
+    assert not made.auto.takes
+    assert made.rig.resident.allocated_nbytes == 0
+
+
 def test_what_stayed_leaves_when_the_rest_of_the_pass_takes_more_than_expected(training):
     # Half of the bytes are in tensors too small to move; those that had stayed until that shows are too many.
     made = training(int(0.7 * peak_nbytes(256)), least_nbytes=100 * 1024)
@@ -138,7 +148,7 @@ def test_what_stayed_leaves_when_the_rest_of_the_pass_takes_more_than_expected(t
 
 
 def test_no_more_is_moved_than_has_to(training):
-    made = training(int(0.9 * peak_nbytes(256)))
+    made = training(peak_nbytes(256))  # none to spare
     for _ in range(3):
         made.step(256)
     before = made.moved_nbytes
@@ -148,7 +158,7 @@ def test_no_more_is_moved_than_has_to(training):
 
 
 def test_what_moves_is_measured_and_a_plan_is_followed(training):
-    made = training(4 * peak_nbytes(64))
+    made = training(16 * peak_nbytes(64))
     for _ in range(2):
         made.step(64)
     assert not made.auto.takes
@@ -191,7 +201,7 @@ def test_batches_that_double_in_mid_run_train(training):
 
 
 def test_a_pass_that_fails_for_want_of_memory_is_followed_by_one_that_does_not(training):
-    made = training(4 * peak_nbytes(64))
+    made = training(16 * peak_nbytes(64))
     for _ in range(3):
         made.step(64)
     made.memory.capacity = int(0.6 * peak_nbytes(64))
