@@ -68,7 +68,7 @@ class ActivationRoom:
         self._start_nbytes = self._free_nbytes = self._peak_nbytes = self._n_failures = 0
         self._has_failed = False
         self._now_nbytes = 0  # taken by the pass when it was looked at last
-        self._kept_nbytes = self._most_kept_nbytes = 0  # of what it has saved
+        self._kept_nbytes = 0  # of what it has saved
         self._other_nbytes = 0  # the most that it took beside that
         self._unseen_nbytes = 0  # saved since then
         self._t_next_look_s = 0.0
@@ -93,7 +93,7 @@ class ActivationRoom:
         self._has_failed, self._n_failures = False, usage.n_failures
         self._start_nbytes, self._free_nbytes = usage.allocated_nbytes, usage.available_nbytes
         self._peak_nbytes = usage.peak_nbytes
-        self._now_nbytes = self._kept_nbytes = self._most_kept_nbytes = self._other_nbytes = self._unseen_nbytes = 0
+        self._now_nbytes = self._kept_nbytes = self._other_nbytes = self._unseen_nbytes = 0
         self._t_next_look_s = 0.0
         if not self._is_recorded:
             self.cause = Cause.FAILED if failed else Cause.UNKNOWN
@@ -180,6 +180,7 @@ class ActivationRoom:
         self._t_next_look_s, self._unseen_nbytes = now_s + pause_s(cost_s), 0
         self._now_nbytes = usage.allocated_nbytes - self._start_nbytes
         self._other_nbytes = max(self._other_nbytes, self._now_nbytes - self._kept_nbytes)
+        self._see_peak(usage)
         # Another process may have taken some.
         self._free_nbytes = min(self._free_nbytes, usage.available_nbytes + max(self._now_nbytes, 0))
         self.crowded = self.crowded or self._now_nbytes > self._limit_nbytes
@@ -214,7 +215,6 @@ class ActivationRoom:
     def kept(self, nbytes: int) -> None:
         """So much of what was saved stays."""
         self._kept_nbytes += nbytes
-        self._most_kept_nbytes = max(self._most_kept_nbytes, self._kept_nbytes)
 
     def moved(self, nbytes: int) -> None:
         """So much of what had stayed is on its way."""
@@ -228,15 +228,20 @@ class ActivationRoom:
         if self._is_over:
             return
         self._is_over = True
-        if usage.peak_nbytes > self._peak_nbytes:  # it counts from the start of recording: this pass has set it
-            taken_nbytes = usage.peak_nbytes - self._start_nbytes
-            self._other_nbytes = max(self._other_nbytes, taken_nbytes - self._most_kept_nbytes)
+        self._see_peak(usage)
         if usage.n_failures > self._n_failures:
             self._has_failed = True
             stayed_nbytes = self._limit_nbytes
             if self.cause is None:
                 stayed_nbytes = int(self._ratio(self._most_elements) * self._saved_nbytes)
             self._beside_nbytes = max(self._beside_nbytes, self._free_nbytes - stayed_nbytes)
+
+    def _see_peak(self, usage: GpuUsage) -> None:
+        """Called before blocks move that had stayed, so that what was kept then is what was kept at a new peak."""
+        if usage.peak_nbytes > self._peak_nbytes:  # it counts from the start of recording: this pass has set it
+            self._peak_nbytes = usage.peak_nbytes
+            taken_nbytes = usage.peak_nbytes - self._start_nbytes
+            self._other_nbytes = max(self._other_nbytes, taken_nbytes - self._kept_nbytes)
 
     def record(self, saved_nbytes: int, held_nbytes: int) -> None:
         """A pass of which tensors were taken is over; after :meth:`passed`.

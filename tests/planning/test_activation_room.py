@@ -124,6 +124,12 @@ def test_a_backward_that_takes_more_than_its_forward_showed_trains_from_the_firs
     assert all(step.cause is Cause.SHORT for step in steps[1:])
 
 
+def test_what_was_kept_for_a_while_does_not_hide_what_backward_takes():
+    training = Training(100, beside=60)
+    training.step(2)  # 12 bytes stay at first, and are moved before the peak
+    assert training.room.expected_nbytes >= 2 * LAYERS + 60
+
+
 def test_what_cannot_move_takes_the_place_of_what_had_stayed():
     training = Training(100, beside=20)
     training.small = 3
