@@ -56,7 +56,8 @@ class Outcome(StrEnum):
 
 
 class Step(Record):
-    """One optimizer step, on rank 0. Every phase ends with a synchronisation of the device."""
+    """One optimizer step, on rank 0. It begins where the last one ended, and every phase ends with a synchronisation of
+    the device."""
 
     losses: list[str]  # loss of each micro-step: exact hexadecimal floats (``float.hex``)
     seconds: float  # of the whole; the next three are its parts, summed over the micro-steps

@@ -146,6 +146,7 @@ class MeasuredRun:
     _peak_rss: int = 0
     _can_reset_peak: bool = True
     _last_mark: dict[str, Any] | None = None
+    _t_last_step: float | None = None  # when the last step ended
     _gloo: Any = None
     _rank: int = 0
 
@@ -176,6 +177,7 @@ class MeasuredRun:
         timeline = Timeline(self.meter, task.timeline_hz if self._rank == 0 else 0, lambda: self._children_nbytes)
         for _ in range(task.warmup):
             self._keep(self._step(trainee, next(batches)))
+        self._children_nbytes = instruments.children_nbytes()
         consumption = Consumption(self.paths)
         gate = Gate(Path(task.gate)) if task.gate is not None else None
         for turn in range(task.turns):
@@ -228,6 +230,7 @@ class MeasuredRun:
             gate.announce(turn)
         gate.wait(turn)
         self._gather(None)
+        self._t_last_step = None
         self._host_used_before += instruments.host_used_nbytes() - before
 
     def _micro_steps(
@@ -255,7 +258,9 @@ class MeasuredRun:
         phases_s = dict.fromkeys(("forward_s", "backward_s", "update_s"), 0.0)
         # Bytes that went on between the steps belong to the next one: nothing written back behind the training is lost.
         before = self._last_mark or self._mark(trainee)
-        t_start = t_last = time.perf_counter()
+        # A step begins where the last one ended, as in a loop that does nothing else: what an engine finishes between
+        # two steps is a part of the next forward.
+        t_start = t_last = time.perf_counter() if self._t_last_step is None else self._t_last_step
 
         def after(phase: str) -> None:
             nonlocal t_last
@@ -264,8 +269,8 @@ class MeasuredRun:
             t_last = now
 
         losses = self._micro_steps(trainee, batch, after)
+        self._t_last_step = t_last
         now = self._last_mark = self._mark(trainee)
-        self._children_nbytes = instruments.children_nbytes()
         step = Step(
             losses=[float(loss.item()).hex() for loss in losses],
             seconds=t_last - t_start,
@@ -303,6 +308,7 @@ class MeasuredRun:
             )
 
     def _memory(self, start_rss: int, stats: dict[str, Any] | None) -> Memory:
+        self._children_nbytes = instruments.children_nbytes()
         peak = instruments.process_nbytes("VmHWM") + self._children_nbytes if self._can_reset_peak else 0
         mine = {
             "peak_rss_start_nbytes": start_rss,

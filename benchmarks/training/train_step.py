@@ -55,7 +55,8 @@ class DeepSpeedTrainee(Trainee):
         return int(self.engine.skipped_steps)
 
     def stall_s(self) -> float:
-        return 0.0 if self.tencache is None else sum(self.tencache.stats().total.stall_seconds.values())
+        # look(), since stats() waits for what goes on behind the training.
+        return 0.0 if self.tencache is None else sum(self.tencache.look().total.stall_seconds.values())
 
     def stats(self) -> dict[str, Any] | None:
         return None if self.tencache is None else dataclasses.asdict(self.tencache.stats())
