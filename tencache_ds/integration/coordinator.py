@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
 
 from tencache_ds.integration.agreement import agreed
@@ -61,6 +62,10 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         self._tencache_forward = False
         self.between_modules: Callable[[], None] = lambda: None
         """Called after each fetch, on the thread that computes."""
+        self.update_may_continue = False
+        """Whether an optimizer step may continue behind the next forward pass; the same on every rank."""
+        self._tencache_behind_update = False  # this pass
+        self._tencache_n_used = 0  # of DeepSpeed's order of parameters, by this pass
         self.fetch_recorder: FetchRecorder | None = None
         """Called for each fetch in a recorded step."""
         self._tencache_gathers: OrderedGathers | None = None
@@ -94,7 +99,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         if gathers is not None:
             gathers.fetch_begins(params.values())
         try:
-            super().fetch_sub_module(current_submodule, forward)
+            with self._bounded_prefetch(forward):
+                super().fetch_sub_module(current_submodule, forward)
         finally:
             if gathers is not None:
                 gathers.fetch_ended()
@@ -113,10 +119,43 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
                 self.read_ahead()
         self.between_modules()
 
+    @contextmanager
+    def _bounded_prefetch(self, forward: bool) -> Iterator[None]:
+        """DeepSpeed prefetches another bucket at every module, until ``stage3_max_live_parameters`` are gathered.
+        Gathering a weight waits for its update: behind an update, the first modules would wait for nearly all of it.
+        So a forward pass behind one is never more than one bucket ahead. By DeepSpeed's order alone, not by the state
+        of the update: all ranks have to gather the same weights together. A pass within a user's ``GatheredParameters``
+        releases what the context has gathered as soon as DeepSpeed's prefetch comes to it, so that stays as it is.
+        """
+        bucket_numel = self._PartitionedParameterCoordinator__prefetch_bucket_sz
+        if not (forward and self._tencache_forward and self._tencache_behind_update and self.is_complete_trace()):
+            yield
+            return
+        self._PartitionedParameterCoordinator__prefetch_bucket_sz = max(bucket_numel - self._numel_ahead(), 0)
+        try:
+            yield
+        finally:
+            self._PartitionedParameterCoordinator__prefetch_bucket_sz = bucket_numel
+
+    def _numel_ahead(self) -> int:
+        """Elements of the weights that this pass has gathered for modules after the one at hand."""
+        order = self._PartitionedParameterCoordinator__param_order
+        n_gathered = len(order) - len(self._PartitionedParameterCoordinator__param_queue)
+        step_id = self._PartitionedParameterCoordinator__step_id
+        while self._tencache_n_used < n_gathered and order[self._tencache_n_used].step_id_last_used_at <= step_id:
+            self._tencache_n_used += 1
+        return sum(int(entry.param.ds_numel) for entry in order[self._tencache_n_used : n_gathered])
+
     def reset_step(self) -> None:
         """The start of a forward pass."""
         spans.phase("forward")
         super().reset_step()
+        in_order = self._PartitionedParameterCoordinator__param_order
+        self._tencache_behind_update = self.update_may_continue and not any(
+            getattr(entry.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) for entry in in_order
+        )
+        self.update_may_continue = False
+        self._tencache_n_used = 0
         self._tencache_forward = True
         self.before_pass()
         with self._tencache_lock:

@@ -415,6 +415,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
         if engine.activations is not None and self._state_moves is not None:
             engine.activations.make_room(self._state_moves)
         self._follow_step()
+        coordinator.update_may_continue = engine.options.overlap_step
         coordinator.read_ahead(updated=True)
         self._monitor.step_done(self._deepspeed_engine())
         if engine.background is None or not engine.background.running:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import checkpoint_cases
+import models
 import torch
 import training
 import user_api_cases
@@ -25,6 +26,8 @@ from tencache_ds.tiers.update import ChunkedUpdate
 
 DELAY_S, DELAYED = 0.003, 7
 """Additional seconds per chunk in the background, and the number of chunks that get them."""
+
+models.MODELS["deep"] = lambda: models.Mlp(depth=10)
 
 plain_config = training.config_for
 plain_finish = ChunkedUpdate._finish
@@ -111,8 +114,38 @@ def recover(case: dict[str, Any], folder: str) -> dict[str, Any]:
     return result
 
 
+def run_behind_update(case: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Each step's last chunk is held back until the next forward pass is in the middle of the model."""
+    engine = training.build(case, "tencache", os.path.join(folder, "nvme"))
+    in_the_middle, found = threading.Event(), []
+    finish = ChunkedUpdate._finish
+
+    def held(self: ChunkedUpdate, entry: Any, finished: Any) -> None:
+        chunk = entry.used.chunk
+        behind = threading.current_thread().name.startswith("tencache-update")
+        if behind and chunk == self._tier.chunks(len(engine.optimizer.fp16_groups) - 1)[-1]:
+            found.append(in_the_middle.wait(5))
+        finish(self, entry, finished)
+
+    layers = engine.module.layers
+    layers[len(layers) // 2].register_forward_pre_hook(lambda *_: in_the_middle.set())
+    ChunkedUpdate._finish = held  # type: ignore[method-assign]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        loss = engine(*(tensor.to(engine.device) for tensor in engine.module.batch(generator)))
+        engine.backward(loss)
+        in_the_middle.clear()
+        engine.step()
+    in_the_middle.set()
+    engine.destroy()
+    ChunkedUpdate._finish = finish  # type: ignore[method-assign]
+    return {"in_the_middle": found}
+
+
 def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:
     in_background.clear()
+    if case.get("model") == "deep":
+        return run_behind_update(case, folder)
     if "recovers" in case:
         return recover(case, folder)
     if case.get("action") == "be_killed":

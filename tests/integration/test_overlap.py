@@ -92,7 +92,10 @@ def one_rank(harness: Any, folder: Any) -> Any:
     never_stopped = ("never_stopped", KILLED | {"action": "save", "checkpoint": "never_stopped"}, "stock")
     killed = ("killed", KILLED | {"action": "be_killed", "checkpoint": "killed"}, "tencache")
     return harness.run(
-        [*cases, *checkpoints(), *recovers, never_stopped, killed], program=PROGRAM, folder=folder, timeout_s=380
+        [*cases, *checkpoints(), *recovers, ("deep", {"model": "deep"} | RAM, "tencache"), never_stopped, killed],
+        program=PROGRAM,
+        folder=folder,
+        timeout_s=380,
     )
 
 
@@ -132,6 +135,10 @@ def test_steps_went_on_in_the_background_and_were_waited_for(one_rank: Any, name
     result = one_rank.result(name, "tencache")
     assert result["in_background"] >= 8
     assert result["waited_s"] > 0
+
+
+def test_a_forward_pass_runs_behind_the_update_and_not_only_after_it(one_rank: Any) -> None:
+    assert one_rank.result("deep", "tencache")["in_the_middle"] == [True] * 5
 
 
 @pytest.mark.parametrize("name", ALONE)
