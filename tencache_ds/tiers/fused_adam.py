@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -52,6 +52,7 @@ class FusedAdam:
         if not self._width:
             raise TenCacheError("this processor has neither AVX2 with FMA nor NEON")
         self._team = self._op.Team(n_threads)
+        self._scalars: tuple[AdamScalars, Any] | None = None  # of the last job, and what the op makes of them
 
     @property
     def width(self) -> int:
@@ -114,7 +115,9 @@ class FusedAdam:
         # All other chunks are multiples of every vector's width.
         n_tail = numel % self._width
         types = TYPES[gradient.dtype], TYPES[weights[0][1].dtype]
-        job: Job = self._team.adam(runs, *types, n_tail, self._op.AdamScalars(**dataclasses.asdict(scalars)), split)
+        if self._scalars is None or self._scalars[0] is not scalars:  # the same for all chunks of a step
+            self._scalars = scalars, self._op.AdamScalars(**dataclasses.asdict(scalars))
+        job: Job = self._team.adam(runs, *types, n_tail, self._scalars[1], split)
         return job
 
     # Split master weights: SplitArithmetic

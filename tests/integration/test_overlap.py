@@ -62,6 +62,7 @@ RECOVERS: dict[str, dict[str, Any]] = {
     "recovers_ram": {"model": "llama", "recovers": True} | RAM,
     "recovers_nvme": {"model": "llama", "recovers": True, "tencache": {"host_memory": "9MiB"}},
 }
+DEEP = {"model": "deep", "max_live": 10**9} | RAM
 
 
 def both(cases: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any], str]]:
@@ -92,7 +93,7 @@ def one_rank(harness: Any, folder: Any) -> Any:
     never_stopped = ("never_stopped", KILLED | {"action": "save", "checkpoint": "never_stopped"}, "stock")
     killed = ("killed", KILLED | {"action": "be_killed", "checkpoint": "killed"}, "tencache")
     return harness.run(
-        [*cases, *checkpoints(), *recovers, ("deep", {"model": "deep"} | RAM, "tencache"), never_stopped, killed],
+        [*cases, *checkpoints(), *recovers, ("deep", DEEP, "tencache"), never_stopped, killed],
         program=PROGRAM,
         folder=folder,
         timeout_s=380,
