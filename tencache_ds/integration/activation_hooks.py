@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from torch.autograd.graph import saved_tensors_hooks
@@ -147,6 +148,24 @@ def _elements(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str,
     return 0
 
 
+@contextlib.contextmanager
+def _advice(engine: Any) -> Iterator[None]:
+    """Says what helps if device memory runs out within the block, and the engine does not move activations."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        optimizer = getattr(engine, "optimizer", None)
+        session = getattr(optimizer, "tencache", None)
+        if session is not None and session.activations is None:
+            logger.warning(
+                "rank %d: GPU memory ran out in a training pass. A batch whose activations do not fit trains with "
+                '"tencache": {"activations": "auto"} in the DeepSpeed config, which moves them to RAM or NVMe; try '
+                "activation checkpointing first",
+                dist.get_rank(),
+            )
+        raise
+
+
 def hook_forward(engine_class: Any, checkpointing: Any) -> None:
     """Connects the engines that move activations, and leaves all others to DeepSpeed.
 
@@ -159,12 +178,20 @@ def hook_forward(engine_class: Any, checkpointing: Any) -> None:
     @functools.wraps(stock_forward)
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         hooks = getattr(getattr(self, "optimizer", None), "activation_hooks", None)
-        if hooks is None or not self.module.training or not torch.is_grad_enabled():
+        if not self.module.training or not torch.is_grad_enabled():
             return stock_forward(self, *inputs, **kwargs)
-        with hooks.around_forward(_elements(self.module, inputs, kwargs)):
+        with _advice(self) if hooks is None else hooks.around_forward(_elements(self.module, inputs, kwargs)):
             return stock_forward(self, *inputs, **kwargs)
 
     engine_class.forward = forward
+    stock_backward = engine_class.backward
+
+    @functools.wraps(stock_backward)
+    def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _advice(self):
+            return stock_backward(self, *args, **kwargs)
+
+    engine_class.backward = backward
     stock_engine = checkpointing._get_cpu_offload_engine
 
     @functools.wraps(stock_engine)

@@ -155,6 +155,10 @@ def test_what_does_not_fit_trains(one_rank, name):
     assert auto["stats"]["activation_placement"].startswith("activations are moved from now on")
 
 
+def test_where_memory_runs_out_without_moving_the_log_says_what_helps(one_rank):
+    assert one_rank.finished.log.count('trains with "tencache": {"activations": "auto"}') == 1  # in the case "short"
+
+
 def test_what_does_not_fit_trains_on_two_ranks(two_ranks):
     assert any(moved_nbytes(assert_auto_trains(two_ranks, "little")))
 
