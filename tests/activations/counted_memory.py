@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class CountedMemory(TorchDispatchMode):
         capacity: in bytes.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int = 2**50) -> None:
         super().__init__()
         self.capacity = capacity
         self.nbytes = self.peak_nbytes = self.n_failures = self.n_looks = 0
@@ -45,6 +46,12 @@ class CountedMemory(TorchDispatchMode):
     def _forget(self) -> None:
         for key in [key for key, (reference, _) in self._storages.items() if reference.expired()]:
             self.nbytes -= self._storages.pop(key)[1]
+
+    def alive_nbytes(self, without: Collection[int] = ()) -> int:
+        """Of the storages that still live, but for some, by ``_cdata``."""
+        gc.collect()
+        self._forget()
+        return sum(nbytes for key, (_, nbytes) in self._storages.items() if key not in without)
 
     def usage(self) -> GpuUsage:
         """At present."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from tencache_ds.activations.auto_places import AutoPlaces
@@ -24,6 +24,7 @@ from tencache_ds.errors import InplaceChangeError, StorageError, TenCacheError
 from tencache_ds.io import ExtentStore, Operation
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.observability.counters import Counters
+from tests.activations.counted_memory import CountedMemory
 from tests.tiers.conftest import TIMEOUT_S, ControlledBackend
 
 CPU = torch.device("cpu")
@@ -280,23 +281,9 @@ def test_layers_that_are_skipped_at_random_cost_no_correctness(rig, place):
 def device_nbytes(build: Callable[[], Any]) -> tuple[Any, int]:
     """What ``build`` returns, and the bytes of the storages that its operations made and that are alive after it."""
 
-    class Made(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = function(*args, **(kwargs or {}))
-            for each in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(each, torch.Tensor):
-                    storage = each.untyped_storage()
-                    self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-            return result
-
-    with Made() as made:
+    with CountedMemory() as memory:
         result = build()
-    gc.collect()
-    return result, sum(nbytes for reference, nbytes in made.storages.values() if not reference.expired())
+    return result, memory.alive_nbytes()
 
 
 @pytest.mark.parametrize("place", ["host", "nvme", "both"])

@@ -21,8 +21,7 @@ import models
 import torch
 import training
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 import tencache_ds
@@ -80,33 +79,6 @@ models.MODELS |= {
 }
 
 
-class MadeStorages(TorchDispatchMode):
-    """Counts the bytes of the storages that operations have made and that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for each in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(each, torch.Tensor):
-                storage = each.untyped_storage()
-                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    def alive_nbytes(self, module: nn.Module) -> int:
-        """Without gathered weights: whether this forward pass or the one before gathers them depends on reads."""
-        gc.collect()
-        weights = {param.data.untyped_storage()._cdata for param in module.parameters()}
-        alive = (
-            nbytes
-            for key, (reference, nbytes) in self._storages.items()
-            if not reference.expired() and key not in weights
-        )
-        return sum(alive)
-
-
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose operations no mode sees."""
 
@@ -149,9 +121,11 @@ def one_step(engine: Any, generator: torch.Generator, act: str) -> dict[str, Any
         if hooks is not None:  # the hooks' own buffers are not the model's tensors
             hooks._saved.save = unseen(hooks._saved.save)
             hooks._saved.begin_forward = unseen(hooks._saved.begin_forward)
-        with MadeStorages() as made:
+        with CountedMemory() as memory:
             loss = engine(*batch)
-        found["alive_nbytes"] = made.alive_nbytes(engine.module)
+        # Without gathered weights: whether this forward pass or the one before gathers them depends on reads.
+        weights = {param.data.untyped_storage()._cdata for param in engine.module.parameters()}
+        found["alive_nbytes"] = memory.alive_nbytes(without=weights)
     elif act == "own_hooks":
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
             loss = engine(*batch)
@@ -188,7 +162,7 @@ def run_in_counted_memory(case: dict[str, Any], engine_name: str, folder: str, r
     """A run with a step in which the forward pass fails, an evaluation, and a second engine for the same model."""
     rows, key = case["rows"], str(case["rows"])
     limited = engine_name != "off"
-    memory = CountedMemory(int(case["memory"] * peaks[key]) if limited else 2**50)
+    memory = CountedMemory(int(case["memory"] * peaks[key])) if limited else CountedMemory()
     stage3.open_usage = lambda: memory.usage if engine_name == "auto" else None
     if engine_name == "auto":
         case["tencache"] = {"activations": "auto", "activation_min_size": 1024} | case["places"]
