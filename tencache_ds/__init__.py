@@ -21,11 +21,13 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "stats", "trace"]
 
 
-def stats(engine: Any) -> Stats:
+def stats(engine: Any, *, wait: bool = True) -> Stats:
     """Counters of the TenCache engine behind a DeepSpeed engine.
 
     Args:
         engine: what ``deepspeed.initialize`` returned first.
+        wait: for the end of an optimizer step that continues behind the training. After every step that takes away what
+            ``overlap_step`` gains; with False, what such a step does until its end is not in the counters yet.
 
     Returns:
         A frozen snapshot: totals since the start and the figures of the last optimizer step.
@@ -35,7 +37,8 @@ def stats(engine: Any) -> Stats:
     """
     from tencache_ds.integration.activation import engine_of
 
-    return engine_of(engine).stats()
+    session = engine_of(engine)
+    return session.stats() if wait else session.look()
 
 
 def trace(engine: Any, path: str | os.PathLike[str], steps: int = 2) -> None:

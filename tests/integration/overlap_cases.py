@@ -18,6 +18,7 @@ import torch
 import training
 import user_api_cases
 
+import tencache_ds
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.model_weights import ModelWeights
 from tencache_ds.observability.counters import Stall
@@ -136,6 +137,7 @@ def run_behind_update(case: dict[str, Any], folder: str) -> dict[str, Any]:
         engine.backward(loss)
         in_the_middle.clear()
         engine.step()
+        tencache_ds.stats(engine, wait=False)
     in_the_middle.set()
     engine.destroy()
     ChunkedUpdate._finish = finish  # type: ignore[method-assign]
