@@ -3,9 +3,9 @@
 
 The same order as when it runs, here in bytes instead of weights and chunks. At the start weights, gradients in any
 case, then optimizer state go to host memory (:mod:`tencache_ds.planning.placement`), the rest to NVMe. After the
-recorded step GPU memory takes the items that save most (:mod:`tencache_ds.planning.gpu_policy`): here weights first or
-state first, whichever gives the shorter step. Weights and gradients keep their host memory, in case they have to go
-back; host memory that state leaves takes state from NVMe.
+recorded step GPU memory takes the items that save most (:mod:`tencache_ds.planning.gpu_policy`): here all weights
+first, those on NVMe first, or state first, whichever gives the shortest step. Weights and gradients keep their host
+memory, in case they have to go back; host memory that state leaves takes state from NVMe.
 """
 
 from __future__ import annotations
@@ -113,10 +113,13 @@ def forecast(training: Training, budget_nbytes: int, hardware: Hardware, *, gpu_
     """
     per_weight, per_update = training.weight_nbytes, training.gradient_nbytes + training.state_nbytes
     all_weights = training.numel * per_weight
-    after_weights = max(0, gpu_budget_nbytes - all_weights) // per_update
-    with_weights = gpu_budget_nbytes // (per_weight + per_update)
+    most = gpu_budget_nbytes // (per_weight + per_update)
+    stored_weights = max(0, all_weights - budget_nbytes)
+    counts = [most, *(max(0, gpu_budget_nbytes - first) // per_update for first in (all_weights, stored_weights))]
+    # With one parameter less, what its state would take holds weights: so more memory never gives a longer step.
+    counts += [max(0, count - 1) for count in counts]
     forecasts = []
-    for updated in {min(training.numel, each) for each in (after_weights, with_weights)}:
+    for updated in {min(training.numel, most, count) for count in counts}:
         on_gpu = min(all_weights, gpu_budget_nbytes - updated * per_update)
         forecasts.append(_placed(training, budget_nbytes, hardware, gpu_budget_nbytes, on_gpu, updated))
     return min(forecasts, key=lambda each: (each.bound.seconds, sum(each.bound.by_resource.values())))

@@ -5,7 +5,7 @@ import dataclasses
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tencache_ds.planning.bound import SPLIT_NBYTES, Resource
@@ -45,6 +45,7 @@ def test_everything_is_somewhere_and_the_budget_is_used_first(training: Training
 
 
 @given(trainings, st.lists(st.integers(0, 2**45), min_size=2, max_size=6), st.integers(0, 2**45))
+@example(Training(numel=44, tokens_per_step=1, gradient_nbytes=4), [191, 198], 26)
 def test_more_memory_is_never_slower(training: Training, budgets: list[int], other: int) -> None:
     ascending = sorted(budgets)
     host = [forecast(training, budget, MACHINE, gpu_budget_nbytes=other).bound.seconds for budget in ascending]
