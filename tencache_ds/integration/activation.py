@@ -43,7 +43,7 @@ def activate() -> None:
     if hasattr(engine_module.DeepSpeedEngine._configure_zero_optimizer, _HOOKED):
         return
     from tencache_ds.integration import inference, other_engines
-    from tencache_ds.integration.activation_hooks import hook_forward
+    from tencache_ds.integration.activation_hooks import hook_passes
     from tencache_ds.integration.checkpoint import hook_loading
     from tencache_ds.integration.checkpoint_saving import hook_saving
     from tencache_ds.integration.chunked_step import wait_for_updates
@@ -59,7 +59,7 @@ def activate() -> None:
     warn_of_version(deepspeed.__version__, dist.get_rank() if dist.is_initialized() else 0)
     hook_saving(engine_module.DeepSpeedEngine)
     hook_loading(engine_module.DeepSpeedEngine)
-    hook_forward(engine_module.DeepSpeedEngine, checkpointing)
+    hook_passes(engine_module.DeepSpeedEngine, checkpointing)
 
     partition_parameters.AsyncPartitionedParameterSwapper = swapper_factory(
         partition_parameters.AsyncPartitionedParameterSwapper

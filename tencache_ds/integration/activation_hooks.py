@@ -166,8 +166,9 @@ def _advice(engine: Any) -> Iterator[None]:
         raise
 
 
-def hook_forward(engine_class: Any, checkpointing: Any) -> None:
-    """Connects the engines that move activations, and leaves all others to DeepSpeed.
+def hook_passes(engine_class: Any, checkpointing: Any) -> None:
+    """Connects the engines that move activations, advises the others of TenCache where memory runs out, and leaves the
+    rest to DeepSpeed.
 
     Args:
         engine_class: ``DeepSpeedEngine``.

@@ -69,8 +69,6 @@ class Seam:
         return target
 
 
-_BACKWARD = ("self", "loss", "retain_graph", "scale_wrt_gas")
-
 SEAMS: tuple[Seam, ...] = (
     Seam(f"{_RUNTIME}.config", "DeepSpeedConfig._initialize_params", ("self", "param_dict"), "reads the config keys"),
     Seam(
@@ -87,7 +85,12 @@ SEAMS: tuple[Seam, ...] = (
         "selects the stage-3 optimizer and coordinator classes for one engine",
     ),
     Seam(f"{_RUNTIME}.engine", "DeepSpeedEngine.forward", ("self", "inputs", "kwargs"), "moves activations"),
-    Seam(f"{_RUNTIME}.engine", "DeepSpeedEngine.backward", _BACKWARD, "advises when GPU memory runs out"),
+    Seam(
+        f"{_RUNTIME}.engine",
+        "DeepSpeedEngine.backward",
+        ("self", "loss", "retain_graph", "scale_wrt_gas"),
+        "advises when GPU memory runs out",
+    ),
     Seam(f"{_RUNTIME}.engine", "DeepSpeedEngine.managed_gradient_accumulation", ("self",), "places figures of a step"),
     *(
         Seam(f"{_RUNTIME}.activation_checkpointing.checkpointing", name, parameters, "moves checkpointed inputs")

@@ -202,10 +202,10 @@ class ActivationRoom:
             return int(UNKNOWN_SHARE * self._free_nbytes)
         growth = max(self._ratio(self._most_elements), 1.0)
         left_nbytes = max(self._free_nbytes - int((1 + SPARE_SHARE) * growth * self._beside_nbytes), 0)
-        least_nbytes = int(FORWARD_SHARE * self._free_nbytes)
+        forward_nbytes = int(FORWARD_SHARE * self._free_nbytes)
         if self.cause is Cause.LARGER:  # nothing was planned for it
-            return min(least_nbytes, left_nbytes)
-        return max(least_nbytes, min(left_nbytes, int(self._free_nbytes / (1 + LOST_SHARE))))
+            return min(forward_nbytes, left_nbytes)
+        return max(forward_nbytes, min(left_nbytes, int(self._free_nbytes / (1 + LOST_SHARE))))
 
     @property
     def _is_unknown(self) -> bool:

@@ -200,8 +200,8 @@ def test_a_step_lasts_until_the_next_one_ends() -> None:
     """What an engine has not done when a step returns is no gain: it counts where the training waits for it."""
     quick, slow_s = torch.zeros(1), 0.2
     trainee = SimpleNamespace(
-        vocabulary=9, loss_scale=lambda: None, n_skipped=lambda: 0, forward=lambda tokens: quick,
-        backward=lambda loss: None, step=lambda: None, stall_s=lambda: 0.0,
+        loss_scale=lambda: None, n_skipped=lambda: 0, forward=lambda tokens: quick, backward=lambda loss: None,
+        step=lambda: None, stall_s=lambda: 0.0,
     )  # fmt: skip
     run = MeasuredRun.__new__(MeasuredRun)
     run._last_mark = run._t_last_step = None
@@ -214,7 +214,7 @@ def test_a_step_lasts_until_the_next_one_ends() -> None:
     assert second.seconds == pytest.approx(second.forward_s + second.backward_s + second.update_s)
 
 
-def test_the_statistics_of_a_step_do_not_wait_for_its_update(tmp_path: Path) -> None:
+def test_the_statistics_of_a_step_do_not_wait_for_its_update() -> None:
     waits: list[str] = []
     session = SimpleNamespace(
         stats=lambda: waits.append("stats"),
