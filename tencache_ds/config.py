@@ -274,7 +274,7 @@ class TenCacheConfig(DeepSpeedConfigModel):
     """Concurrent I/O threads per NVMe path.
 
     Automatic: 8. In memory (tmpfs), where a core copies every byte of a transfer, as many as the cores of this rank, 8
-    to 32."""
+    to 32; where a GPU computes, two cores less."""
 
     io_request_size: Size = Field(8 * 2**20, ge=2**12, le=2**30, multiple_of=2**12)
     """Larger transfers are split into requests of this size, which are distributed over the lanes; a multiple of 4 KiB,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.planning.cores import core_budget, lane_count
+from tencache_ds.planning.cores import core_budget, cores_beside_training, lane_count
 
 ALL = frozenset(range(32))
 
@@ -50,3 +50,9 @@ def test_budgets_fit_the_cores_together(masks: list[frozenset[int]]) -> None:
 def test_every_core_copies_where_files_are_in_memory(cores: int, lanes: int) -> None:
     assert lane_count(cores, in_memory=True) == lanes
     assert lane_count(cores, in_memory=False) == 8
+
+
+@pytest.mark.parametrize(("cores", "left"), [(1, 1), (2, 2), (3, 2), (7, 6), (8, 6), (16, 14), (96, 94)])
+def test_update_and_copies_leave_cores_to_the_thread_that_feeds_a_gpu(cores: int, left: int) -> None:
+    assert cores_beside_training(cores, on_gpu=True) == left
+    assert cores_beside_training(cores, on_gpu=False) == cores
