@@ -29,6 +29,10 @@ class Job(Protocol):
     @property
     def done(self) -> bool: ...
 
+    @property
+    def end_ns(self) -> int:
+        """When it ended, by ``time.perf_counter_ns()``; 0 until then."""
+
     def wait(self, timeout_s: float) -> bool:
         """Whether it ended within this number of seconds; other Python threads run meanwhile."""
 

@@ -26,6 +26,11 @@ class _FusedJob:
     gradient: torch.Tensor
     rounded: list[tuple[torch.Tensor, torch.Tensor]]
 
+    @property
+    def end_ns(self) -> int:
+        """See :attr:`UpdateJob.end_ns`."""
+        return self.job.end_ns
+
     def wait(self, timeout_s: float) -> bool:
         """See :meth:`UpdateJob.wait`."""
         return self.job.wait(timeout_s)

@@ -26,9 +26,13 @@ from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.sub_group import ChunkInUse
 from tencache_ds.tiers.weight_writer import WeightWriter
 
-JOBS_AHEAD = 3
+JOBS_AHEAD = 6
 """Chunks that may be queued behind the one under way where that holds no staging buffer: a team of threads never waits
 for Python then."""
+
+JOBS_LEFT = 2
+"""When that many are queued, all but so many are awaited at once: each time this thread wakes up, the one that trains
+has to hand over the interpreter."""
 
 JOB_TIMEOUT_S = 3600.0
 """A chunk takes milliseconds; where it takes this long, nothing else gets on either."""
@@ -59,7 +63,14 @@ class SubGroupStep:
 
 
 class UpdateJob(Protocol):
-    """The update of a chunk, under way. It keeps the tensors that it was given for as long as it needs them."""
+    """The update of a chunk, under way. It keeps the tensors that it was given for as long as it needs them.
+
+    Attributes:
+        end_ns: when it ended, by ``time.perf_counter_ns()``; 0 until then.
+    """
+
+    @property
+    def end_ns(self) -> int: ...
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it ended within this number of seconds."""
@@ -170,8 +181,10 @@ class ChunkedUpdate:
             for chunk in chunks:
                 used = self._tier.take(chunk, split=True)
                 try:
-                    while len(begun) > (0 if used.staged else without_buffers):
-                        self._finish(begun.popleft(), finished)
+                    if used.staged:
+                        self._finish_oldest(begun, finished)
+                    elif len(begun) > without_buffers:
+                        self._finish_oldest(begun, finished, left=min(JOBS_LEFT, without_buffers))
                     job = self._start(used, step, begun, finished)
                 except BaseException:
                     self._tier.drop(used)
@@ -181,7 +194,7 @@ class ChunkedUpdate:
                     finished(chunk)
                 else:
                     begun.append(_Begun(used, job, time.perf_counter_ns()))
-            self._finish_all(begun, finished)
+            self._finish_oldest(begun, finished)
         except BaseException:
             self._abandon(begun)
             raise
@@ -200,7 +213,7 @@ class ChunkedUpdate:
             if not kernel.takes(used.views, gradient, weights):
                 continue
             if not kernel.asynchronous:
-                self._finish_all(begun, finished)
+                self._finish_oldest(begun, finished)
             with span(Category.UPDATE, "update::start", name_of(chunk), chunk.nbytes):
                 job = kernel.start(used.views, gradient, weights, step)
             if job is None:
@@ -209,40 +222,43 @@ class ChunkedUpdate:
         dtypes = {kind: view.dtype for kind, view in used.views.items()}
         raise TenCacheError(f"no kernel updates chunk {chunk.sub_group}.{chunk.index} with state of {dtypes}")
 
-    def _finish_all(self, begun: deque[_Begun], finished: Callable[[Chunk], None]) -> None:
-        while begun:
+    def _finish_oldest(self, begun: deque[_Begun], finished: Callable[[Chunk], None], left: int = 0) -> None:
+        """Finishes the oldest until so many are left."""
+        if len(begun) > left:
+            last = begun[len(begun) - left - 1]
+            with span(Category.UPDATE, "update::wait", name_of(last.used.chunk), last.used.chunk.nbytes):
+                last.job.wait(JOB_TIMEOUT_S)  # the others end before it, or almost
+        while len(begun) > left:
             self._finish(begun.popleft(), finished)
 
     def _finish(self, entry: _Begun, finished: Callable[[Chunk], None]) -> None:
-        chunk = entry.used.chunk
-        with span(Category.UPDATE, "update::wait", name_of(chunk), chunk.nbytes):
-            ended = entry.job.wait(JOB_TIMEOUT_S)
-        self._record(chunk, entry.t_begin_ns)
-        if not ended:
+        if not entry.job.wait(JOB_TIMEOUT_S):
             raise TenCacheError(
                 f"the update of chunk {entry.used.chunk.sub_group}.{entry.used.chunk.index} was not done after "
                 f"{JOB_TIMEOUT_S:.0f} s: the optimizer threads get no CPU time"
             )
+        self._record(entry)
+        chunk = entry.used.chunk
         try:
             with span(Category.COPY, "copy::weights", name_of(chunk)):
                 entry.job.publish()
-            self._writer.close(entry.used.chunk)
+            self._writer.close(chunk)
         except BaseException:
             with contextlib.suppress(StorageError):
                 self._tier.put(entry.used)
             raise
         self._tier.put(entry.used)
-        finished(entry.used.chunk)
+        finished(chunk)
 
-    def _record(self, chunk: Chunk, t_begin_ns: int) -> None:
-        """Adds a chunk's update to a trace, from when the one before was over to when this one's end was noticed."""
-        recorder, now_ns = spans.recorder(), time.perf_counter_ns()
+    def _record(self, entry: _Begun) -> None:
+        """Adds a chunk's update to a trace, from when the one before was over."""
+        recorder, chunk, t_end_ns = spans.recorder(), entry.used.chunk, entry.job.end_ns
         if recorder is not None:
-            t_start_ns = max(t_begin_ns, self._t_last_end_ns)
+            t_start_ns = min(max(entry.t_begin_ns, self._t_last_end_ns), t_end_ns)
             recorder.add(
-                Category.UPDATE, "tencache::update::chunk", "update", t_start_ns, now_ns, name_of(chunk), chunk.nbytes
+                Category.UPDATE, "tencache::update::chunk", "update", t_start_ns, t_end_ns, name_of(chunk), chunk.nbytes
             )
-        self._t_last_end_ns = now_ns
+        self._t_last_end_ns = t_end_ns
 
     def _abandon(self, begun: deque[_Begun]) -> None:
         """After an error: the memory must not be released while a kernel still writes to it."""

@@ -11,6 +11,7 @@ import pytest
 from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.io import Operation
 from tencache_ds.observability.counters import Counters, Stall
+from tencache_ds.tiers import update
 from tencache_ds.tiers.background_update import BackgroundUpdate
 from tencache_ds.tiers.update import ChunkedUpdate
 from tencache_ds.tiers.update_gate import UpdateGate
@@ -59,7 +60,8 @@ class Background:
 
 
 @pytest.mark.parametrize("places", [STORED, RESIDENT])
-def test_a_weight_is_there_when_its_own_chunks_are(tmp_path, places):
+def test_a_weight_is_there_when_its_own_chunks_are(tmp_path, places, monkeypatch):
+    monkeypatch.setattr(update, "JOBS_AHEAD", 3)
     background = Background(tmp_path, places, HeldKernel(5))
     background.begin()
     assert background.update.running

@@ -4,6 +4,7 @@ leave behind."""
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.io import Operation
 from tencache_ds.items import Place
 from tencache_ds.planning.size_classes import SizeClass
+from tencache_ds.tiers import update
 from tencache_ds.tiers.cpu_share import ArithmeticCores
 from tencache_ds.tiers.fused_update import FusedUpdate
 from tencache_ds.tiers.gradients import GradientSegment
@@ -21,7 +23,7 @@ from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.sub_group import SubGroupSpec
 from tencache_ds.tiers.unfused_update import Scratch, UnfusedUpdate, WholeUpdate
-from tencache_ds.tiers.update import JOBS_AHEAD, ChunkedUpdate, SubGroupStep, publish
+from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep, publish
 from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
 from tests.tiers.ordinary_gradients import gradient_tier
 
@@ -120,12 +122,17 @@ class Job:
     """Adds the gradient when it is waited for: what is given back earlier lacks it."""
 
     def __init__(self, kernel, state, gradient, weights) -> None:
-        self._kernel, self._tensors = kernel, (state, gradient, weights)
+        self._kernel, self._tensors, self._number = kernel, (state, gradient, weights), kernel.numbers[-1]
+        self.end_ns = 0
 
     def wait(self, timeout_s: float) -> bool:
+        if self.end_ns:
+            return True
         self._kernel.n_under_way -= 1
+        self._kernel.waited.append(self._number)
         if self._kernel.hangs:
             return False
+        self.end_ns = time.perf_counter_ns()
         state, gradient, weights = self._tensors
         state[MASTER].add_(gradient.float())
         for first, weight in weights:
@@ -142,6 +149,7 @@ class Kernel:
     def __init__(self, *, takes=lambda number: True, asynchronous: bool = True, fails_at: int = -1) -> None:
         self.asynchronous = asynchronous
         self.numbers: list[int] = []
+        self.waited: list[int] = []
         self.most_under_way = self.n_under_way = self.n_published = 0
         self.hangs = False
         self._takes, self._fails_at = takes, fails_at
@@ -185,10 +193,20 @@ def test_every_chunk_is_updated_once_and_in_order(tmp_path, places, asynchronous
     bench.close()
 
 
-def test_resident_chunks_queue_behind_the_one_under_way(resident):
+def test_resident_chunks_queue_behind_the_one_under_way(resident, monkeypatch):
+    monkeypatch.setattr(update, "JOBS_AHEAD", 4)
     kernel = Kernel()
     resident.update(kernel)
-    assert kernel.most_under_way == 1 + JOBS_AHEAD
+    assert kernel.most_under_way == 1 + 4
+
+
+def test_of_several_queued_chunks_the_last_one_is_awaited_first(resident, monkeypatch):
+    monkeypatch.setattr(update, "JOBS_AHEAD", 4)
+    kernel = Kernel()
+    resident.update(kernel)
+    # Of five under way two are left; at the end all are awaited. Each time Python sleeps once, until the last one ends.
+    assert kernel.waited == [2, 0, 1, 6, 3, 4, 5]
+    assert resident.weights.closed == list(range(N_CHUNKS))
 
 
 def test_of_chunks_with_staging_buffers_one_is_under_way(stored):

@@ -113,11 +113,14 @@ public:
 
     bool wait(double timeout_s)
     {
+        if (done()) { return true; }  // without handing over the interpreter
         py::gil_scoped_release release;
         return team_->wait(job_, timeout_s);
     }
 
     bool done() const { return team_->finished(job_); }
+
+    std::int64_t end_ns() const { return team_->end_ns(job_); }
 
 private:
     std::shared_ptr<Team> team_;
@@ -275,7 +278,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("step_size"),
              py::arg("weight_decay"),
              py::arg("decay"));
-    py::class_<PyJob>(m, "Job").def("wait", &PyJob::wait, py::arg("timeout_s")).def_property_readonly("done", &PyJob::done);
+    py::class_<PyJob>(m, "Job")
+        .def("wait", &PyJob::wait, py::arg("timeout_s"))
+        .def_property_readonly("done", &PyJob::done)
+        .def_property_readonly("end_ns", &PyJob::end_ns);
     py::class_<PyTeam>(m, "Team")
         .def(py::init<int>(), py::arg("n_threads"))
         .def_property_readonly("n_threads", &PyTeam::n_threads)

@@ -10,6 +10,16 @@
 
 namespace tencache {
 
+namespace {
+
+std::int64_t now_ns()
+{
+    const auto since_start = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(since_start).count();
+}
+
+}  // namespace
+
 Team::Team(int n_threads) : owner_pid_(static_cast<int>(getpid()))
 {
     // The threads must not run the process's signal handlers: Python's belong to its main thread.
@@ -38,6 +48,7 @@ void Team::submit(const std::shared_ptr<Job>& job)
         if (closing_) { throw std::runtime_error("the update team is closed"); }
         if (job->n_blocks == 0) {
             job->finished = true;
+            job->t_end_ns = now_ns();
             return;
         }
         queue_.push_back(job);
@@ -55,6 +66,12 @@ bool Team::finished(const std::shared_ptr<Job>& job) const
 {
     const std::lock_guard<std::mutex> lock(mutex_);
     return job->finished;
+}
+
+std::int64_t Team::end_ns(const std::shared_ptr<Job>& job) const
+{
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return job->t_end_ns;
 }
 
 void Team::close()
@@ -88,6 +105,7 @@ void Team::work()
         lock.lock();
         if (++job->n_done == job->n_blocks) {
             job->finished = true;
+            job->t_end_ns = now_ns();
             job_done_.notify_all();
         }
     }

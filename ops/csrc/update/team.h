@@ -31,6 +31,7 @@ private:
     std::size_t next = 0;      // first block that no thread has taken
     std::size_t n_done = 0;
     bool finished = false;
+    std::int64_t t_end_ns = 0;
 };
 
 class Team {
@@ -50,6 +51,9 @@ public:
     bool wait(const std::shared_ptr<Job>& job, double timeout_s);
 
     bool finished(const std::shared_ptr<Job>& job) const;
+
+    // Nanoseconds of the steady clock, which on Linux is that of Python's perf_counter_ns(); 0 until the job is finished.
+    std::int64_t end_ns(const std::shared_ptr<Job>& job) const;
 
     // Waits for all jobs and ends the threads. Idempotent; later jobs are refused with std::runtime_error.
     void close();
