@@ -49,6 +49,7 @@ from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CON
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.integration.config_checks import options_of
 from tencache_ds.integration.engine_building import build_engine
+from tencache_ds.io.backends.shutdown import run_before_exit
 from tencache_ds.observability.counters import Access, Link
 
 SMALLEST_STORED_NBYTES = 64 * 2**10
@@ -434,7 +435,7 @@ def engines_for(module: torch.nn.Module) -> list[TenCacheEngine]:
 
 def _close_from_any_thread(engine: TenCacheEngine) -> None:
     """Garbage is collected on any thread, also on one of the I/O lanes that closing waits for."""
-    threading.Thread(target=engine.close, name="tencache-close", daemon=True).start()
+    run_before_exit(engine.close, "tencache-close")
 
 
 def begin_changes(params: Sequence[Any]) -> None:
