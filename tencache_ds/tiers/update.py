@@ -31,7 +31,7 @@ JOBS_AHEAD = 6
 for Python then."""
 
 JOBS_LEFT = 2
-"""When that many are queued, all but so many are awaited at once: each time this thread wakes up, the one that trains
+"""When the queue is full, all but this many are awaited at once: each time this thread wakes up, the training thread
 has to hand over the interpreter."""
 
 JOB_TIMEOUT_S = 3600.0
@@ -223,7 +223,7 @@ class ChunkedUpdate:
         raise TenCacheError(f"no kernel updates chunk {chunk.sub_group}.{chunk.index} with state of {dtypes}")
 
     def _finish_oldest(self, begun: deque[_Begun], finished: Callable[[Chunk], None], left: int = 0) -> None:
-        """Finishes the oldest until so many are left."""
+        """Finishes all but the last ``left``."""
         if len(begun) > left:
             last = begun[len(begun) - left - 1]
             with span(Category.UPDATE, "update::wait", name_of(last.used.chunk), last.used.chunk.nbytes):
