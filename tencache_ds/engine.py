@@ -36,7 +36,7 @@ from tencache_ds.layout import gib
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES
-from tencache_ds.planning.cores import cores_beside_training, lane_count
+from tencache_ds.planning.cores import lane_count
 from tencache_ds.planning.striping import Striping
 from tencache_ds.profiling.filesystem import file_system_of
 from tencache_ds.surroundings import Surroundings
@@ -297,8 +297,7 @@ class TenCacheEngine:
             return self.options.io_lanes
         paths = (*self.surroundings.weights_paths, *self.surroundings.optimizer_paths)
         in_memory = any(file_system_of(Path(path)).in_memory for path in paths)
-        cores = cores_beside_training(self.surroundings.cores, on_gpu=self.surroundings.on_cuda)
-        return lane_count(cores, in_memory=in_memory)
+        return lane_count(self.surroundings.cores_beside_training, in_memory=in_memory)
 
     def open_plain_backend(self) -> tuple[StorageBackend, str]:
         """A backend for host memory, and the reason for the choice."""

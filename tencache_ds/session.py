@@ -41,7 +41,6 @@ from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
 from tencache_ds.planning.budget import StagingPlan
 from tencache_ds.planning.chunks import cut_sub_group
-from tencache_ds.planning.cores import cores_beside_training
 from tencache_ds.planning.host_watch import HostWatch
 from tencache_ds.planning.peak_memory import MemoryNeeds, OutsideNeeds, PeakMemory, memory_of_own_weights, peak_memory
 from tencache_ds.planning.placement import StateCapacity, plan_state
@@ -370,11 +369,11 @@ class Session:
         return HostHomes(watch, moves, available_nbytes)
 
     def fused_adam(self) -> FusedAdam | None:
-        """Adam in one pass on this rank's cores, until the session ends; None where DeepSpeed's own op has to do."""
+        """Adam in one pass, on the cores that it may use beside training and until the session ends; None where
+        DeepSpeed's own op has to do."""
         if self._fused_adam is None:
             try:
-                around = self.surroundings
-                self._fused_adam = FusedAdam(cores_beside_training(around.cores, on_gpu=around.on_cuda))
+                self._fused_adam = FusedAdam(self.surroundings.cores_beside_training)
             except TenCacheError as error:
                 if self.surroundings.rank == 0:
                     logger.warning("the optimizer's update takes several passes over memory: %s", error)

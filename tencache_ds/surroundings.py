@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tencache_ds.planning import cores
+
 
 @dataclass(frozen=True, slots=True)
 class AioSettings:
@@ -43,3 +45,8 @@ class Surroundings:
     aio: AioSettings
     host_nbytes: int
     host_reason: str
+
+    @property
+    def cores_beside_training(self) -> int:
+        """Of :attr:`cores`, those that the optimizer's update and copies may keep busy while a pass runs."""
+        return cores.cores_beside_training(self.cores, on_gpu=self.on_cuda)

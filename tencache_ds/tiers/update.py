@@ -181,10 +181,9 @@ class ChunkedUpdate:
             for chunk in chunks:
                 used = self._tier.take(chunk, split=True)
                 try:
-                    if used.staged:
-                        self._finish_oldest(begun, finished)
-                    elif len(begun) > without_buffers:
-                        self._finish_oldest(begun, finished, left=min(JOBS_LEFT, without_buffers))
+                    most = 0 if used.staged else without_buffers
+                    if len(begun) > most:
+                        self._finish_oldest(begun, finished, left=min(JOBS_LEFT, most))
                     job = self._start(used, step, begun, finished)
                 except BaseException:
                     self._tier.drop(used)

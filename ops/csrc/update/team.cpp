@@ -47,7 +47,6 @@ void Team::submit(const std::shared_ptr<Job>& job)
         const std::lock_guard<std::mutex> lock(mutex_);
         if (closing_) { throw std::runtime_error("the update team is closed"); }
         if (job->n_blocks == 0) {
-            job->finished = true;
             job->t_end_ns = now_ns();
             return;
         }
@@ -59,13 +58,13 @@ void Team::submit(const std::shared_ptr<Job>& job)
 bool Team::wait(const std::shared_ptr<Job>& job, double timeout_s)
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    return job_done_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return job->finished; });
+    return job_done_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return job->finished(); });
 }
 
 bool Team::finished(const std::shared_ptr<Job>& job) const
 {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return job->finished;
+    return job->finished();
 }
 
 std::int64_t Team::end_ns(const std::shared_ptr<Job>& job) const
@@ -104,7 +103,6 @@ void Team::work()
         job->run(block);
         lock.lock();
         if (++job->n_done == job->n_blocks) {
-            job->finished = true;
             job->t_end_ns = now_ns();
             job_done_.notify_all();
         }

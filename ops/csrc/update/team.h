@@ -30,8 +30,9 @@ private:
     friend class Team;
     std::size_t next = 0;      // first block that no thread has taken
     std::size_t n_done = 0;
-    bool finished = false;
-    std::int64_t t_end_ns = 0;
+    std::int64_t t_end_ns = 0;  // until it is finished
+
+    bool finished() const { return t_end_ns != 0; }
 };
 
 class Team {

@@ -16,7 +16,6 @@ _EXIT_GRACE_S = 10.0
 """Longest time the interpreter's exit waits for running transfers; a device that hangs must not hang it too."""
 
 _in_use_by_device: list[torch.Tensor] = []
-_running: set[threading.Thread] = set()
 
 
 def keep_for_the_device(buffer: torch.Tensor) -> None:
@@ -44,6 +43,10 @@ def stop_at_exit(owner: Abandonable) -> Callable[[], None]:
     return atexit.register(stop)
 
 
+class _AwaitedAtExit(threading.Thread):
+    """A thread that the interpreter's exit waits for, for a limited time."""
+
+
 def run_before_exit(task: Callable[[], None], name: str) -> None:
     """Runs ``task`` on its own thread. The interpreter's exit waits for it, though not for a device that hangs. Without
     that, a daemon thread that returns from native code while the interpreter is torn down can abort the process.
@@ -52,25 +55,12 @@ def run_before_exit(task: Callable[[], None], name: str) -> None:
         task: what to run.
         name: of the thread.
     """
-
-    def run() -> None:
-        try:
-            task()
-        finally:
-            _running.discard(threading.current_thread())
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    _running.add(thread)
-    try:
-        thread.start()
-    except BaseException:
-        _running.discard(thread)
-        raise
+    _AwaitedAtExit(target=task, name=name, daemon=True).start()
 
 
 @atexit.register
-def _wait_for_running() -> None:
+def _wait_for_threads() -> None:
     t_end_s = time.monotonic() + _EXIT_GRACE_S
-    for thread in tuple(_running):
-        if thread.is_alive():
+    for thread in threading.enumerate():
+        if isinstance(thread, _AwaitedAtExit) and thread.is_alive():
             thread.join(max(t_end_s - time.monotonic(), 0.0))
