@@ -7,22 +7,30 @@ are free staging buffers, in the order of the last recorded pass and into the ne
 
 from __future__ import annotations
 
+import collections
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import (
+    DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR,
+    ZeroParamStatus,
+    free_param,
+)
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
 
 from tencache_ds.integration.agreement import agreed
+from tencache_ds.integration.module_hooks import has_weights
 from tencache_ds.integration.ordered_gathers import OrderedGathers
 from tencache_ds.integration.param_swapper import ParamSwapper
+from tencache_ds.integration.suspended_hooks import before_release
 from tencache_ds.observability import spans
 from tencache_ds.observability.counters import Event
 from tencache_ds.observability.spans import Category, span
@@ -60,6 +68,9 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         self.fetched_for_forward: Callable[[Any], None] | None = None
         """Called with each module whose weights were fetched for a forward pass."""
         self._tencache_forward = False
+        self.trained: Sequence[Any] = ()
+        """Parameters of a model with backward passes, trained or not."""
+        self._tencache_passes_over = False  # modules without weights, in this pass
         self.between_modules: Callable[[], None] = lambda: None
         """Called after each fetch, on the thread that computes."""
         self.update_may_continue = False
@@ -73,8 +84,21 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             self._tencache_gathers = OrderedGathers(self._PartitionedParameterCoordinator__allgather_stream)
             self._PartitionedParameterCoordinator__allgather_stream = self._tencache_gathers.stream
 
+    def passes_over(self, module: torch.nn.Module) -> bool:
+        """Whether a module, which is no leaf, is left out of passes: see [Note: modules without weights] in
+        :mod:`.module_hooks`."""
+        return self._tencache_passes_over and not has_weights(module)
+
+    def begin_module(self, module: Any, forward: bool) -> None:
+        """A module is about to be computed: its place in the order is recorded or compared, and its weights are
+        gathered. Gradients are off."""
+        self.trace_prologue(module)
+        if self.is_record_trace():
+            self.record_module(module)
+        self.fetch_sub_module(module, forward)
+
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
-        """DeepSpeed's fetch, between committing completed reads and reading further ahead. Its hooks on modules, which
+        """DeepSpeed's fetch, between committing completed reads and reading further ahead. The hooks on modules, which
         call this, have switched gradients off.
         """
         with span(Category.FETCH, "fetch", f"module id {getattr(current_submodule, 'ds_id', '?')}"):
@@ -100,7 +124,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             gathers.fetch_begins(params.values())
         try:
             with self._bounded_prefetch(forward):
-                super().fetch_sub_module(current_submodule, forward)
+                self._gather(current_submodule, forward)
         finally:
             if gathers is not None:
                 gathers.fetch_ended()
@@ -118,6 +142,42 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
                     )
                 self.read_ahead()
         self.between_modules()
+
+    def _gather(self, module: Any, forward: bool) -> None:
+        """DeepSpeed's fetch. Modules other than leaves are fetched by one thread at a time: without its lock for them,
+        and without its profiler range."""
+        if _is_leaf(module):
+            super().fetch_sub_module(module, forward)
+            return
+        if not forward:
+            self._PartitionedParameterCoordinator__active_backward_submodules[module.ds_id] = module
+        self._fetch_sub_module_impl(module, forward, False)
+
+    def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
+        """DeepSpeed's release of a module's weights, without its profiler ranges and log messages."""
+        recomputed = submodule.__dict__["ds_recompute_parameters"]
+        in_backward = self._PartitionedParameterCoordinator__active_backward_submodules
+        if torch.compiler.is_compiling() or _is_leaf(submodule) or not (forward or in_backward) or recomputed:
+            super().release_sub_module(submodule, forward)
+            return
+        key, params, releasable = submodule.ds_id, _params_of(submodule), None
+        if self.is_complete_trace():
+            releasable = self._PartitionedParameterCoordinator__params_to_release(
+                submodule, self._PartitionedParameterCoordinator__step_id
+            )
+        if not forward:
+            in_backward.pop(key, None)
+        for param in params.values():
+            users = param.ds_active_sub_modules
+            users.discard(key)
+            if (
+                param.ds_status is ZeroParamStatus.AVAILABLE
+                and not users
+                and not param.is_external_param
+                and (releasable is None or param.ds_id in releasable)
+            ):
+                _release(param)
+                self._PartitionedParameterCoordinator__n_available_params -= param.ds_numel
 
     @contextmanager
     def _bounded_prefetch(self, forward: bool) -> Iterator[None]:
@@ -149,7 +209,11 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     def reset_step(self) -> None:
         """The start of a forward pass."""
         spans.phase("forward")
+        all_trained = all(param.requires_grad for param in self.trained)
+        if all_trained and self.is_record_trace():
+            self._leave_out_modules_without_weights()
         super().reset_step()
+        self._tencache_passes_over = all_trained and self.is_complete_trace()
         in_order = self._PartitionedParameterCoordinator__param_order
         self._tencache_behind_update = self.update_may_continue and not any(
             getattr(entry.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) for entry in in_order
@@ -171,6 +235,20 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         if gathers is not None and gathers.take(in_flight, params) and dist.get_world_size() == 1:
             # They have a limit too. On several ranks weights of some groups may be copies, the others need DeepSpeed's.
             self._PartitionedParameterCoordinator__max_ongoing_fetch_events = sys.maxsize
+
+    def _leave_out_modules_without_weights(self) -> None:
+        """Of the order that was recorded in the last pass. Not while it is recorded: DeepSpeed notices within a pass
+        that a module uses a weight of another one."""
+        order = [
+            module
+            for module in self._PartitionedParameterCoordinator__submodule_order
+            if _is_leaf(module) or has_weights(module)
+        ]
+        places: dict[int, Any] = collections.defaultdict(collections.deque)
+        for place, module in enumerate(order):
+            places[module.ds_id].append(place)
+        self._PartitionedParameterCoordinator__submodule_order = order
+        self._PartitionedParameterCoordinator__step_id_module_fetched_for = places
 
     def finish_gathers(self) -> None:
         """The host waits for copies of shards to the device: at the end of a pass, after which it may write shards."""
@@ -314,10 +392,27 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         return list(self._tencache_swappers.values())
 
 
+def _is_leaf(module: Any) -> bool:
+    """Whether DeepSpeed gathers a module and all that it consists of at once."""
+    return bool(module.__dict__.get("_z3_leaf", False))
+
+
+def _release(param: Any) -> None:
+    """Releases the gathered value of a parameter: DeepSpeed's ``partition``, which formats four log messages."""
+    if param.ds_tensor is None or param.ds_zero_param_process_group is not None:
+        param.partition()
+        return
+    before_release(param)
+    free_param(param)
+    if param.ds_tensor.final_location == OffloadDeviceEnum.nvme:
+        param.nvme_swapper.remove_partition_and_release_buffers([param])
+    param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
 def _params_of(module: Any) -> dict[int, Any]:
     """The parameters that a fetch of a module is for: DeepSpeed's ``iter_params``, at a tenth of its cost."""
     attributes = module.__dict__
-    if attributes.get("_z3_leaf", False):
+    if _is_leaf(module):
         return {param.ds_id: param for param in iter_params(module, recurse=True)}
     params = (*attributes["_parameters"].values(), *attributes["_external_params"].values())
     return {param.ds_id: param for param in params if param is not None}

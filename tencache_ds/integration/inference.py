@@ -26,7 +26,7 @@ from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.linear_layers import skip_autograd_without_gradients
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
-from tencache_ds.integration.module_hooks import lighten_backward_hooks
+from tencache_ds.integration.module_hooks import lighten_hooks
 from tencache_ds.integration.ordered_gathers import finish_after_forward
 from tencache_ds.integration.outside_needs import outside_needs
 from tencache_ds.integration.param_swapper import engines_for
@@ -126,7 +126,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
         offload.destroy()
         raise
     offload.tencache = session
-    lighten_backward_hooks(offload)
+    lighten_hooks(offload, trains=False)
     end_skipping = skip_autograd_without_gradients()
     suspended: SuspendedHooks | None = None
     if homes is not None:

@@ -186,8 +186,9 @@ SEAMS: tuple[Seam, ...] = (
         f"{_RUNTIME}.zero.parameter_offload",
         "DeepSpeedZeRoOffload._register_deepspeed_module",
         ("self", "module", "count"),
-        "takes hooks off modules where they have nothing to do",
+        "takes hooks off modules where they have nothing to do, and lighter ones in the places of others",
     ),
+    Seam(f"{_RUNTIME}.zero.parameter_offload", "FWD_MODULE_STACK", None, "knows the modules that are in forward"),
     Seam(
         f"{_RUNTIME}.zero.linear",
         "LinearFunctionForZeroStage3.forward",
@@ -242,7 +243,34 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "current_submodule", "forward"),
         "reads ahead, and reclaims staging buffers",
     ),
-    Seam(_COORDINATOR, "PartitionedParameterCoordinator.reset_step", ("self",), "detects the start of a forward pass"),
+    Seam(
+        _COORDINATOR,
+        "PartitionedParameterCoordinator._fetch_sub_module_impl",
+        ("self", "current_submodule", "forward", "is_leaf"),
+        "gathers a module's weights",
+    ),
+    Seam(
+        _COORDINATOR,
+        "PartitionedParameterCoordinator.release_sub_module",
+        ("self", "submodule", "forward"),
+        "releases a module's weights",
+        (
+            "_PartitionedParameterCoordinator__active_backward_submodules",
+            "_PartitionedParameterCoordinator__params_to_release",
+        ),
+    ),
+    *(
+        Seam(_COORDINATOR, f"PartitionedParameterCoordinator.{name}", ("self", "sub_module"), "follows the modules")
+        for name in ("trace_prologue", "record_module")
+    ),
+    Seam(
+        _COORDINATOR,
+        "PartitionedParameterCoordinator.reset_step",
+        ("self",),
+        "detects the start of a forward pass, and leaves modules without weights out of their order",
+        ("_PartitionedParameterCoordinator__step_id_module_fetched_for",),
+    ),
+    Seam(_PARAMETERS, "free_param", ("param",), "releases a module's weights"),
     Seam(
         _COORDINATOR,
         "PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params_",

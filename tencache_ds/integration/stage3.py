@@ -33,7 +33,7 @@ from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
-from tencache_ds.integration.module_hooks import lighten_backward_hooks
+from tencache_ds.integration.module_hooks import lighten_hooks
 from tencache_ds.integration.monitoring import StepMonitor
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import (
@@ -115,7 +115,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
             if hasattr(self, "parameter_offload"):
                 self.parameter_offload.destroy()
             raise
-        lighten_backward_hooks(self.parameter_offload)
+        lighten_hooks(self.parameter_offload)
         coordinator = self._get_param_coordinator()
         coordinator.weights_stay = self._weights_stay
         self._finishing = finish_after_forward(self.parameter_offload.module, coordinator.finish_gathers)

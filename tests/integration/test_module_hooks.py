@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import _init_external_params
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import set_z3_leaf_modules
 
 from tencache_ds.integration.coordinator import _params_of
-from tencache_ds.integration.module_hooks import _WithGradients, lighten_backward_hooks
+from tencache_ds.integration.module_hooks import has_weights, lighten_hooks
 from tencache_ds.integration.suspended_hooks import _Taken
 
 
@@ -48,19 +52,158 @@ def test_hooks_come_back_in_their_order() -> None:
     assert calls == ["first", "before", "backward", "after", "later"]
 
 
-def test_hooks_for_a_backward_pass_are_skipped_in_evaluation_without_gradients_only() -> None:
-    module = torch.nn.Identity()
-    calls: list[bool] = []
-    module.register_forward_hook(_WithGradients(lambda *_: calls.append(True)))
-    for training, gradients in ((True, True), (True, False), (False, True)):
-        module.train(training)
+class Coordinator:
+    """Takes down what the hooks ask for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, bool]] = []
+        self.trained: list[torch.nn.Parameter] = []
+        self.passes_over_without_weights = True
+
+    def passes_over(self, module: torch.nn.Module) -> bool:
+        return self.passes_over_without_weights and not has_weights(module)
+
+    def begin_module(self, module: Any, forward: bool) -> None:
+        self.calls.append(("gather", module.name, forward))
+
+    fetch_sub_module = begin_module
+
+    def trace_prologue(self, module: Any) -> None:
+        pass
+
+    def is_record_trace(self) -> bool:
+        return False
+
+    def is_invalid_trace(self) -> bool:
+        return True
+
+    def release_sub_module(self, module: Any, forward: bool = False) -> None:
+        self.calls.append(("release", module.name, forward))
+
+
+class Pair(torch.nn.Module):
+    """With two inputs and two outputs, and a weight that it hands to its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> Any:
+        return left * self.scale, right + self.scale, self.scale
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act, self.pair = torch.nn.Linear(2, 2), torch.nn.SiLU(), Pair()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right, scale = self.pair(self.act(self.linear(x)), x)
+        return (left + right + scale).sum()
+
+
+def hooked(block: Block, *, light: bool) -> Any:
+    """With DeepSpeed's hooks, or with those in their places."""
+    for name, module in block.named_modules():
+        module.name = name
+        _init_external_params(module)
+    for key, param in enumerate(block.parameters()):
+        param.ds_id, param.is_external_param = key, False
+        param.all_gather = lambda: None
+    offload = object.__new__(DeepSpeedZeRoOffload)
+    offload.module, offload.zenflow, offload.param_coordinator = block, False, Coordinator()
+    offload.forward_hooks, offload.backward_hooks = [], []
+    offload._register_deepspeed_module(block)
+    if light:
+        lighten_hooks(offload)
+    return offload
+
+
+@pytest.fixture
+def modules_in_forward(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """DeepSpeed's, with a root: a model that registers weights has one around it. Without process groups, which its
+    messages ask for the rank."""
+    for name in ("print_rank_0", "see_memory_usage"):
+        monkeypatch.setattr(parameter_offload, name, lambda *_, **__: None)
+    root = torch.nn.Module()
+    _init_external_params(root)
+    parameter_offload.FWD_MODULE_STACK.append(root)
+    yield parameter_offload.FWD_MODULE_STACK
+    parameter_offload.FWD_MODULE_STACK.clear()
+
+
+def trained(block: Block, *, light: bool, passes_over: bool = False) -> tuple[list[Any], list[torch.Tensor], Any]:
+    offload = hooked(block, light=light)
+    offload.param_coordinator.passes_over_without_weights = passes_over
+    block(torch.ones(3, 2, requires_grad=True)).backward()
+    return offload.param_coordinator.calls, [param.grad for param in block.parameters()], offload
+
+
+def test_the_hooks_ask_for_what_deepspeeds_ask_for(modules_in_forward: list[Any]) -> None:
+    torch.manual_seed(0)
+    blocks = [Block()]
+    blocks.append(copy.deepcopy(blocks[0]))
+    results = [trained(block, light=light) for block, light in zip(blocks, (False, True), strict=True)]
+    assert results[0][0] == results[1][0]
+    assert {(what, forward) for what, _, forward in results[0][0]} == {
+        (what, forward) for what in ("gather", "release") for forward in (True, False)
+    }
+    assert all(torch.equal(*grads) for grads in zip(results[0][1], results[1][1], strict=True))
+    # The weight among the outputs is registered with the block, and the root is the only one left.
+    assert all(list(block._external_params.values()) == [block.pair.scale] for block in blocks)
+    assert len(modules_in_forward) == 1
+
+
+def test_modules_without_weights_are_left_out(modules_in_forward: list[Any]) -> None:
+    block = Block()
+    calls, _, offload = trained(block, light=True, passes_over=True)
+    without = {name for _, name, _ in calls}
+    assert without == {"linear", "pair", ""}  # the block has one from within its first pass on
+    assert ("gather", "", True) not in calls
+    calls.clear()
+    block(torch.ones(3, 2, requires_grad=True)).backward()
+    assert ("gather", "", True) in calls
+    assert not any(name == "act" for _, name, _ in calls)
+    assert len(modules_in_forward) == 1
+    assert offload.param_coordinator.trained == list(block.parameters())
+
+
+def test_hooks_for_a_backward_pass_are_skipped_in_evaluation_without_gradients_only(
+    modules_in_forward: list[Any],
+) -> None:
+    block = Block()
+    hooked(block, light=True)
+    for training, gradients, prepared in ((True, True, 1), (True, False, 2), (False, True, 3), (False, False, 3)):
+        block.train(training)
         with torch.set_grad_enabled(gradients):
-            module(torch.zeros(1))
-    assert len(calls) == 3
-    module.eval()
-    with torch.no_grad():
-        module(torch.zeros(1))
-    assert len(calls) == 3
+            block(torch.ones(3, 2))
+        assert block.linear.applied_pre_backward_ref_cnt == prepared
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+def test_copies_of_a_model_share_its_hooks(leaf: bool) -> None:
+    block = Block()
+    if leaf:
+        set_z3_leaf_modules(block, [Pair])
+    hooked(block, light=True)
+    copied = copy.deepcopy(block)
+    for one, other in zip(block.modules(), copied.modules(), strict=True):
+        assert list(one._forward_hooks.values()) == list(other._forward_hooks.values())
+        assert list(one._forward_pre_hooks.values()) == list(other._forward_pre_hooks.values())
+
+
+def test_hooks_are_replaced_once_and_those_that_come_later_too() -> None:
+    block = Block()
+    offload = hooked(block, light=True)
+    before = [dict(module._forward_hooks) for module in block.modules()]
+    lighten_hooks(offload)
+    assert before == [dict(module._forward_hooks) for module in block.modules()]
+    for handle in (*offload.forward_hooks, *offload.backward_hooks):
+        handle.remove()
+    offload._register_deepspeed_module(block)
+    for module in block.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            assert hook.__module__ == lighten_hooks.__module__
 
 
 class Doubled(torch.autograd.Function):
@@ -82,10 +225,16 @@ class Doubled(torch.autograd.Function):
 def test_signatures_of_autograd_functions_are_looked_up_once() -> None:
     module = torch.nn.Identity()
     module.post_bwd_fn = Doubled
-    offload = SimpleNamespace(module=module, backward_hooks=[], _register_deepspeed_module=lambda *_: None)
+    offload = SimpleNamespace(
+        module=module,
+        forward_hooks=[],
+        backward_hooks=[],
+        get_param_coordinator=Coordinator,
+        _register_deepspeed_module=lambda *_: None,
+    )
     value = torch.ones(2, requires_grad=True)
     expected = Doubled.apply(value)
-    lighten_backward_hooks(offload)
+    lighten_hooks(offload)
     assert "__signature__" in LinearFunctionForZeroStage3.forward.__dict__
     with mock.patch.object(inspect, "_signature_from_function", side_effect=AssertionError("looked up again")):
         result = Doubled.apply(value)  # takes the default of the factor from the signature
