@@ -165,6 +165,15 @@ class OptimizerStateTier:
         layout = split_layout(chunk) if is_split else chunk
         return ChunkInUse(chunk, group.views_of(layout, lease.buffer), split=is_split, _lease=lease)
 
+    def ready(self, chunk: Chunk) -> bool:
+        """Whether :meth:`take` has nothing to wait for."""
+        return chunk.index not in self._groups[chunk.sub_group].extents or self._stored.ready(chunk)
+
+    @property
+    def n_buffers(self) -> int:
+        """Staging buffers for chunks; 0 where none is stored."""
+        return self._stored.n_buffers if any(group.extents for group in self._groups) else 0
+
     def put(self, used: ChunkInUse, *, changed: bool = True) -> None:
         """Ends the use of a chunk; a changed one goes to NVMe without waiting."""
         lease = used.end(changed=changed)

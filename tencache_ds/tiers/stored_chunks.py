@@ -59,6 +59,11 @@ class StoredChunks:
         """The most bytes that a chunk here may have."""
         return self._pool().largest_nbytes
 
+    @property
+    def n_buffers(self) -> int:
+        """How many chunks can be in buffers at a time."""
+        return sum(size_class.count for size_class in self._pool().stats().classes)
+
     # A pass
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
@@ -117,6 +122,10 @@ class StoredChunks:
             raise
         self.read_ahead()
         return entry.lease, is_split
+
+    def ready(self, chunk: Chunk) -> bool:
+        """Whether its bytes were read ahead and are there."""
+        return bool(self._ahead) and self._ahead[0].chunk is chunk and self._ahead[0].ticket.done
 
     def blank(self, chunk: Chunk) -> Lease:
         """A zeroed buffer for a chunk whose bytes are of no interest."""

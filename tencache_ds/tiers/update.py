@@ -34,6 +34,13 @@ JOBS_LEFT = 2
 """When the queue is full, all but this many are awaited at once: each time this thread wakes up, the training thread
 has to hand over the interpreter."""
 
+STAGED_JOBS_AHEAD = 3
+"""The same for chunks that hold staging buffers. A thread of the team that has no core for a moment, because an I/O
+lane has it, delays its own block; with one chunk under way at a time, all others would wait for it."""
+
+BUFFERS_OF_UPDATE = 0.25
+"""At most this share of the staging buffers is queued: the others are for reads and writes."""
+
 JOB_TIMEOUT_S = 3600.0
 """A chunk takes milliseconds; where it takes this long, nothing else gets on either."""
 
@@ -175,15 +182,18 @@ class ChunkedUpdate:
             TenCacheError: no kernel takes a chunk.
         """
         # Chunks on NVMe, and weights on NVMe, hold staging buffers: two of them at a time could wait for each other.
-        without_buffers = 0 if self._writer.holds_buffers(step.sub_group) else JOBS_AHEAD
+        ahead = staged_ahead = 0
+        if not self._writer.holds_buffers(step.sub_group):
+            ahead, staged_ahead = JOBS_AHEAD, self._staged_ahead()
         begun: deque[_Begun] = deque()
         try:
             for chunk in chunks:
+                self._give_back_ended(begun, finished, waits=not self._tier.ready(chunk))
                 used = self._tier.take(chunk, split=True)
                 try:
-                    most = 0 if used.staged else without_buffers
+                    most, left = (staged_ahead, staged_ahead) if used.staged else (ahead, min(JOBS_LEFT, ahead))
                     if len(begun) > most:
-                        self._finish_oldest(begun, finished, left=min(JOBS_LEFT, most))
+                        self._finish_oldest(begun, finished, left=left)
                     job = self._start(used, step, begun, finished)
                 except BaseException:
                     self._tier.drop(used)
@@ -197,6 +207,15 @@ class ChunkedUpdate:
         except BaseException:
             self._abandon(begun)
             raise
+
+    def _staged_ahead(self) -> int:
+        return min(STAGED_JOBS_AHEAD, int(BUFFERS_OF_UPDATE * self._tier.n_buffers))
+
+    def _give_back_ended(self, begun: deque[_Begun], finished: Callable[[Chunk], None], *, waits: bool) -> None:
+        """Writes chunks with staging buffers as soon as they are updated; all of them before this thread waits for a
+        read, for which there may be no buffer before that."""
+        while begun and begun[0].used.staged and (waits or begun[0].job.end_ns):
+            self._finish(begun.popleft(), finished)
 
     def _start(
         self, used: ChunkInUse, step: SubGroupStep, begun: deque[_Begun], finished: Callable[[Chunk], None]

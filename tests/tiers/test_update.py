@@ -60,8 +60,8 @@ class Weights:
 class Bench:
     """A sub-group with known state and gradients, and what an update has made of it so far."""
 
-    def __init__(self, folder: Path, places, *, holds: bool = False) -> None:
-        self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES, 4),))
+    def __init__(self, folder: Path, places, *, holds: bool = False, n_buffers: int = 4) -> None:
+        self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES, n_buffers),))
         self.tier = OptimizerStateTier(
             [SubGroupSpec(NUMEL, KINDS, places)],
             store=self.storage.store,
@@ -209,10 +209,35 @@ def test_of_several_queued_chunks_the_last_one_is_awaited_first(resident, monkey
     assert resident.weights.closed == list(range(N_CHUNKS))
 
 
-def test_of_chunks_with_staging_buffers_one_is_under_way(stored):
-    kernel = Kernel()
-    stored.update(kernel)
+@pytest.mark.parametrize(("n_buffers", "holds", "most"), [(3, False, 1), (4, False, 2), (8, False, 3), (8, True, 1)])
+def test_a_quarter_of_the_staging_buffers_is_queued(tmp_path, monkeypatch, n_buffers, holds, most):
+    bench, kernel = Bench(tmp_path, STORED, holds=holds, n_buffers=n_buffers), Kernel()
+    monkeypatch.setattr(OptimizerStateTier, "ready", lambda *_: True)  # however long the reads take
+    bench.update(kernel)
+    assert kernel.most_under_way == most
+    check(bench, *range(N_CHUNKS))
+    bench.close()
+
+
+def test_no_buffer_is_kept_while_a_read_is_awaited(tmp_path, monkeypatch):
+    bench, kernel = Bench(tmp_path, STORED, n_buffers=8), Kernel()
+    monkeypatch.setattr(OptimizerStateTier, "ready", lambda *_: False)
+    bench.update(kernel)
     assert kernel.most_under_way == 1
+    check(bench, *range(N_CHUNKS))
+    bench.close()
+
+
+def test_a_chunk_is_ready_when_its_read_has_ended(stored):
+    stored.tier.drain()
+    stored.storage.backend.gates[Operation.READ].clear()
+    stored.tier.begin_update()
+    chunk = stored.tier.chunks(0)[0]
+    assert not stored.tier.ready(chunk)
+    stored.storage.backend.open_gates()
+    used = stored.tier.take(chunk)
+    stored.tier.put(used, changed=False)
+    assert not stored.tier.ready(chunk)  # it would have to be read again
 
 
 def test_of_weights_with_staging_buffers_those_of_one_chunk_are_open(tmp_path):
