@@ -33,6 +33,15 @@ class Job(Protocol):
     def end_ns(self) -> int:
         """When it ended, by ``time.perf_counter_ns()``; 0 until then."""
 
+    @property
+    def match(self) -> bool:
+        """Once it has ended: whether split master weights were split over the expected weights. Where not, the chunk is
+        partly updated."""
+
+    @property
+    def digest(self) -> bytes:
+        """Once it has ended: :meth:`FusedAdam.digest` of the weights that the master weights are split over now."""
+
     def wait(self, timeout_s: float) -> bool:
         """Whether it ended within this number of seconds; other Python threads run meanwhile."""
 
@@ -91,6 +100,7 @@ class FusedAdam:
         gradient: torch.Tensor,
         weights: Sequence[tuple[int, torch.Tensor]],
         scalars: AdamScalars,
+        expected: bytes = b"",
     ) -> Job:
         """Begins the update of one chunk that it :meth:`takes`; returns before it is done.
 
@@ -101,6 +111,7 @@ class FusedAdam:
             weights: ``(first element, tensor)`` of the weights that the chunk's elements belong to, 1-D in host memory,
                 ascending; they get the rounded master weights. Elements that none covers are rounded nowhere.
             scalars: of the step.
+            expected: :meth:`digest` of the weights that master weights were split over; empty: not compared.
 
         Returns:
             A job that must end before any of the tensors is used or released.
@@ -121,7 +132,7 @@ class FusedAdam:
         types = TYPES[gradient.dtype], TYPES[weights[0][1].dtype]
         if self._scalars is None or self._scalars[0] is not scalars:  # the same for all chunks of a step
             self._scalars = scalars, self._op.AdamScalars(**dataclasses.asdict(scalars))
-        job: Job = self._team.adam(runs, *types, n_tail, self._scalars[1], split)
+        job: Job = self._team.adam(runs, *types, n_tail, self._scalars[1], split, expected)
         return job
 
     # Split master weights: SplitArithmetic
@@ -141,6 +152,10 @@ class FusedAdam:
         """See :meth:`SplitArithmetic.join`."""
         job: Job = self._team.join(_master_runs(master, remainder, exp_avg_sq, weights))
         return job
+
+    def digest(self, weights: Pieces) -> bytes:
+        """See :meth:`SplitArithmetic.digest`."""
+        return bytes(self._team.digest([(weight.data_ptr(), weight.numel()) for _, weight in weights]))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Job:
         """Begins to copy bytes within host memory; both tensors are contiguous and of as many bytes."""

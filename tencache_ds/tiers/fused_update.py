@@ -31,6 +31,16 @@ class _FusedJob:
         """See :attr:`UpdateJob.end_ns`."""
         return self.job.end_ns
 
+    @property
+    def match(self) -> bool:
+        """See :attr:`UpdateJob.match`."""
+        return self.job.match
+
+    @property
+    def digest(self) -> bytes:
+        """See :attr:`UpdateJob.digest`."""
+        return self.job.digest
+
     def wait(self, timeout_s: float) -> bool:
         """See :meth:`UpdateJob.wait`."""
         return self.job.wait(timeout_s)
@@ -58,7 +68,12 @@ class FusedUpdate:
         return self._adam.takes(state, gradient, (weight for _, weight in weights))
 
     def start(
-        self, state: Mapping[str, torch.Tensor], gradient: torch.Tensor, weights: Pieces, step: SubGroupStep
+        self,
+        state: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        weights: Pieces,
+        step: SubGroupStep,
+        digest: bytes,
     ) -> _FusedJob:
         """See :meth:`UpdateKernel.start`."""
         targets, rounded = [], []
@@ -68,4 +83,4 @@ class FusedUpdate:
                 target = torch.empty(weight.numel(), dtype=weight.dtype, pin_memory=True)
                 rounded.append((weight, target))
             targets.append((first, target))
-        return _FusedJob(self._adam.start(state, gradient, targets, step.scalars), gradient, rounded)
+        return _FusedJob(self._adam.start(state, gradient, targets, step.scalars, digest), gradient, rounded)

@@ -145,7 +145,7 @@ class OptimizerStateTier:
 
         Args:
             chunk: which one.
-            split: its master weights may be split, for an update that writes to the weights.
+            split: its master weights may be split, for an update that compares the weights and writes to them.
 
         Raises:
             StorageError: the read failed.
@@ -161,9 +161,9 @@ class OptimizerStateTier:
                 write_back = partial(memory.write, group.device[chunk.index], copy)
                 return ChunkInUse(chunk, group.views_of(chunk, copy), _write_back=write_back)
             return ChunkInUse(chunk, group.resident_views(chunk))
-        lease, is_split = self._stored.take(chunk, split=split)
-        layout = split_layout(chunk) if is_split else chunk
-        return ChunkInUse(chunk, group.views_of(layout, lease.buffer), split=is_split, _lease=lease)
+        lease, digest = self._stored.take(chunk, split=split)
+        layout = split_layout(chunk) if digest else chunk
+        return ChunkInUse(chunk, group.views_of(layout, lease.buffer), digest, _lease=lease)
 
     def ready(self, chunk: Chunk) -> bool:
         """Whether :meth:`take` has nothing to wait for."""
@@ -178,7 +178,7 @@ class OptimizerStateTier:
         """Ends the use of a chunk; a changed one goes to NVMe without waiting."""
         lease = used.end(changed=changed)
         if lease is not None:
-            self._stored.put(used.chunk, lease, changed=changed, is_split=used.split)
+            self._stored.put(used.chunk, lease, changed=changed, digest=used.digest)
 
     def drop(self, used: ChunkInUse) -> None:
         """Ends the use of a chunk after an error: its copy on NVMe, or in device memory, stays unchanged."""

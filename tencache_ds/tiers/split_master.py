@@ -4,8 +4,8 @@ state for each parameter instead of 12, without loss.
 
 [Note: whose bits a master weight shares]
 A split chunk is worth nothing without the very weights that it was split over. So a hash of these is kept with it, and
-compared whenever master weights are rebuilt: a weight that something has changed meanwhile is an error, and never
-another master weight. Before weights change, or leave host memory, the caller has the chunks concerned
+compared whenever master weights are rebuilt, by an update as well: a weight that something has changed meanwhile is an
+error, and never another master weight. Before weights change, or leave host memory, the caller has the chunks concerned
 rewritten whole first (:meth:`OptimizerStateTier.join`). The next update splits them again.
 
 A chunk is split when it is written, if its weights are in host memory and are exactly its rounded master weights, and
@@ -20,7 +20,6 @@ from functools import lru_cache
 from typing import Protocol
 
 import torch
-import xxhash
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.layout import round_up
@@ -74,6 +73,9 @@ class SplitArithmetic(Protocol):
     ) -> SplitJob:
         """Begins to fill ``master``, and to take the marks away."""
 
+    def digest(self, weights: Pieces) -> bytes:
+        """A hash of the weights' bits, in parts; waits for it."""
+
 
 @lru_cache(maxsize=1 << 16)
 def split_layout(chunk: Chunk) -> Chunk:
@@ -105,17 +107,15 @@ class SplitMasters:
         return self._weights.rounded(chunk)
 
     def in_place(self, chunk: Chunk) -> bool:
-        """Whether the weights that an update writes to are those that the chunk is split over."""
-        return not self._weights.being_changed(chunk)
+        """Whether the weights that an update writes to are those that the chunk is split over, as far as is known: it
+        compares their bits."""
+        return not self._weights.being_changed(chunk) and self._weights.rounded(chunk) is not None
 
-    def digest(self, weights: Pieces) -> int:
+    def digest(self, weights: Pieces) -> bytes:
         """Hash of the weights' bits."""
-        digest = xxhash.xxh3_64()
-        for _, weight in weights:
-            digest.update(weight.view(torch.int16).numpy().data)
-        return digest.intdigest()
+        return self._arithmetic.digest(weights)
 
-    def check(self, chunk: Chunk, expected: int) -> Pieces:
+    def check(self, chunk: Chunk, expected: bytes) -> Pieces:
         """The weights that a chunk was split over.
 
         Raises:
@@ -123,12 +123,7 @@ class SplitMasters:
         """
         weights = self._weights.rounded(chunk)
         if weights is None or self.digest(weights) != expected:
-            raise TenCacheError(
-                f"weights of sub-group {chunk.sub_group} (elements from {chunk.start}) were changed without the "
-                "optimizer, whose master weights are stored as the difference to them: change weights inside "
-                'deepspeed.zero.GatheredParameters(..., modifier_rank=...) only, or set "tencache.split_master" to '
-                "false. This state is lost; load a checkpoint."
-            )
+            raise changed_unnoticed(chunk)
         return weights
 
     def join(self, chunk: Chunk, buffer: torch.Tensor, weights: Pieces) -> None:
@@ -151,6 +146,16 @@ class SplitMasters:
         for kind, view in split.items():
             view.copy_(parts[kind])
         return True
+
+
+def changed_unnoticed(chunk: Chunk) -> TenCacheError:
+    """Weights that a chunk's master weights are split over are not the same any more."""
+    return TenCacheError(
+        f"weights of sub-group {chunk.sub_group} (elements from {chunk.start}) were changed without the optimizer, "
+        "whose master weights are stored as the difference to them: change weights inside "
+        'deepspeed.zero.GatheredParameters(..., modifier_rank=...) only, or set "tencache.split_master" to false. '
+        "This state is lost; load a checkpoint."
+    )
 
 
 def _views(chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:

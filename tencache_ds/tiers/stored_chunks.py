@@ -95,15 +95,15 @@ class StoredChunks:
 
     # One chunk
 
-    def take(self, chunk: Chunk, *, split: bool = False) -> tuple[Lease, bool]:
+    def take(self, chunk: Chunk, *, split: bool = False) -> tuple[Lease, bytes]:
         """A buffer with a chunk's bytes, read ahead in the order of the pass or read now.
 
         Args:
             chunk: which one.
-            split: its master weights may be split, for an update that writes to the weights.
+            split: its master weights may be split, for an update that compares the weights and writes to them.
 
         Returns:
-            The buffer, and whether they are.
+            The buffer, and the digest of the weights that its master weights are split over; empty: they are whole.
 
         Raises:
             StorageError: the read failed.
@@ -116,12 +116,12 @@ class StoredChunks:
             entry = self._start_read(chunk, self._lease(chunk), Priority.URGENT)
         self._mover.wait(entry.ticket, Stall.OPTIMIZER_READ, entry.lease)
         try:
-            is_split = self._ready(chunk, entry.lease.buffer, split=split)
+            digest = self._ready(chunk, entry.lease.buffer, split=split)
         except BaseException:
             entry.lease.release()
             raise
         self.read_ahead()
-        return entry.lease, is_split
+        return entry.lease, digest
 
     def ready(self, chunk: Chunk) -> bool:
         """Whether its bytes were read ahead and are there."""
@@ -136,20 +136,18 @@ class StoredChunks:
         lease.buffer[: chunk.nbytes].zero_()
         return lease
 
-    def put(
-        self, chunk: Chunk, lease: Lease, *, changed: bool, is_split: bool = False, keep_whole: bool = False
-    ) -> None:
+    def put(self, chunk: Chunk, lease: Lease, *, changed: bool, digest: bytes = b"", keep_whole: bool = False) -> None:
         """Ends the use of a buffer; a changed chunk is written without waiting.
 
         Args:
             chunk: which one.
             lease: the buffer.
             changed: whether its bytes are others than those stored.
-            is_split: whether its master weights are split in the buffer.
+            digest: of the weights that its master weights are split over in the buffer; empty: they are whole.
             keep_whole: they are not to be.
         """
         if changed:
-            self._write_back(chunk, lease, is_split=is_split, keep_whole=keep_whole)
+            self._write_back(chunk, lease, digest, keep_whole=keep_whole)
         else:
             lease.release()
         self.read_ahead()
@@ -200,7 +198,7 @@ class StoredChunks:
             lease.release()
             raise
         try:
-            self._write_back(chunk, lease, is_split=False, keep_whole=False).wait(self._mover.timeout_s)
+            self._write_back(chunk, lease, b"", keep_whole=False).wait(self._mover.timeout_s)
         except BaseException:
             self.forget(group, chunk)
             raise
@@ -247,22 +245,22 @@ class StoredChunks:
         name = f"optimizer chunk {chunk.sub_group}.{chunk.index}"
         group.extents[chunk.index] = self._require_store(chunk).allocate(nbytes, name)
 
-    def _ready(self, chunk: Chunk, buffer: torch.Tensor, *, split: bool) -> bool:
-        """Makes of a chunk that was read what its user expects; whether its master weights are split then."""
+    def _ready(self, chunk: Chunk, buffer: torch.Tensor, *, split: bool) -> bytes:
+        """Makes of a chunk that was read what its user expects; the digest of what its master weights are split over
+        then."""
         digest = self._groups[chunk.sub_group].split.get(chunk.index)
         if digest is None or self._masters is None:
-            return False
-        weights = self._masters.check(chunk, digest)
+            return b""
         if split and self._masters.in_place(chunk):
-            return True
-        self._masters.join(chunk, buffer, weights)
-        return False
+            return digest
+        self._masters.join(chunk, buffer, self._masters.check(chunk, digest))
+        return b""
 
-    def _write_back(self, chunk: Chunk, lease: Lease, *, is_split: bool, keep_whole: bool) -> Ticket:
+    def _write_back(self, chunk: Chunk, lease: Lease, digest: bytes, *, keep_whole: bool) -> Ticket:
         group = self._groups[chunk.sub_group]
         try:
-            digest = self._digest(chunk, lease.buffer, is_split=is_split, keep_whole=keep_whole)
-            nbytes = chunk.nbytes if digest is None else split_layout(chunk).nbytes
+            digest = digest or self._split(chunk, lease.buffer, keep_whole=keep_whole)
+            nbytes = split_layout(chunk).nbytes if digest else chunk.nbytes
             old = group.extents[chunk.index]
             if old.nbytes == nbytes:
                 group.extents[chunk.index] = self._mover.relocate(old)
@@ -272,23 +270,19 @@ class StoredChunks:
         except BaseException:
             lease.release()
             raise
-        if digest is None:
-            group.split.pop(chunk.index, None)
-        else:
+        if digest:
             group.split[chunk.index] = digest
+        else:
+            group.split.pop(chunk.index, None)
         return self._mover.write_back(group.extents[chunk.index], lease)
 
-    def _digest(self, chunk: Chunk, buffer: torch.Tensor, *, is_split: bool, keep_whole: bool) -> int | None:
-        """The hash of the weights that a chunk is split over in the buffer from now on; None where it stays whole."""
+    def _split(self, chunk: Chunk, buffer: torch.Tensor, *, keep_whole: bool) -> bytes:
+        """Splits the master weights of a whole chunk in a buffer, if it can; the digest of the weights, or nothing."""
         if self._masters is None or keep_whole:
-            return None
+            return b""
         weights = self._masters.weights_of(chunk, dict(self._groups[chunk.sub_group].spec.kinds))
-        if weights is None and is_split:
-            raise TenCacheError(
-                f"weights of chunk {chunk.sub_group}.{chunk.index} left host memory during its update, which needs them"
-            )
-        if weights is None or not (is_split or self._masters.split(chunk, buffer, weights)):
-            return None
+        if weights is None or not self._masters.split(chunk, buffer, weights):
+            return b""
         return self._masters.digest(weights)
 
 

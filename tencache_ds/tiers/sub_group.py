@@ -58,7 +58,7 @@ class SubGroup:
     spec: SubGroupSpec
     chunks: tuple[Chunk, ...]
     extents: dict[int, Extent] = field(default_factory=dict)
-    split: dict[int, int] = field(default_factory=dict)
+    split: dict[int, bytes] = field(default_factory=dict)
     resident: dict[int, torch.Tensor] = field(default_factory=dict)
     device: dict[int, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -115,12 +115,13 @@ class ChunkInUse:
     Attributes:
         chunk: which one.
         views: 1-D tensor per kind of state, ``chunk.numel`` elements each.
-        split: whether the remainders of its master weights are there instead of these.
+        digest: where the remainders of its master weights are there instead of these, the hash of the weights that they
+            are remainders of, not yet compared; whoever changes the chunk replaces it. Empty: whole master weights.
     """
 
     chunk: Chunk
     views: dict[str, torch.Tensor]
-    split: bool = False
+    digest: bytes = b""
     _lease: Lease | None = None
     _write_back: Callable[[], None] | None = None  # of a copy of device memory
 

@@ -70,7 +70,12 @@ class UnfusedUpdate:
         return True
 
     def start(
-        self, state: Mapping[str, torch.Tensor], gradient: torch.Tensor, weights: Pieces, step: SubGroupStep
+        self,
+        state: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        weights: Pieces,
+        step: SubGroupStep,
+        digest: bytes,
     ) -> None:
         """See :meth:`UpdateKernel.start`."""
         self._op.load()  # with the OpenMP library that is limited below

@@ -23,6 +23,7 @@ from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.split_master import changed_unnoticed
 from tencache_ds.tiers.sub_group import ChunkInUse
 from tencache_ds.tiers.weight_writer import WeightWriter
 
@@ -74,10 +75,18 @@ class UpdateJob(Protocol):
 
     Attributes:
         end_ns: when it ended, by ``time.perf_counter_ns()``; 0 until then.
+        match: once it has ended, whether the weights were those of the digest.
+        digest: then, that of the weights over which master weights are split now; empty for whole master weights.
     """
 
     @property
     def end_ns(self) -> int: ...
+
+    @property
+    def match(self) -> bool: ...
+
+    @property
+    def digest(self) -> bytes: ...
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it ended within this number of seconds."""
@@ -101,7 +110,12 @@ class UpdateKernel(Protocol):
         """Whether it can update a chunk with these tensors; they are those of :meth:`start`."""
 
     def start(
-        self, state: Mapping[str, torch.Tensor], gradient: torch.Tensor, weights: Pieces, step: SubGroupStep
+        self,
+        state: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        weights: Pieces,
+        step: SubGroupStep,
+        digest: bytes,
     ) -> UpdateJob | None:
         """Begins to update a chunk.
 
@@ -111,6 +125,7 @@ class UpdateKernel(Protocol):
             weights: of which the chunk has elements, in the model's dtype, in host or device memory; they get the
                 rounded master weights.
             step: of the chunk's sub-group.
+            digest: of the weights that its master weights are split over; empty for whole ones.
 
         Returns:
             The running job; None if it is done.
@@ -233,7 +248,7 @@ class ChunkedUpdate:
             if not kernel.asynchronous:
                 self._finish_oldest(begun, finished)
             with span(Category.UPDATE, "update::start", name_of(chunk), chunk.nbytes):
-                job = kernel.start(used.views, gradient, weights, step)
+                job = kernel.start(used.views, gradient, weights, step, used.digest)
             if job is None:
                 self._writer.close(chunk)
             return job
@@ -257,6 +272,10 @@ class ChunkedUpdate:
             )
         self._record(entry)
         chunk = entry.used.chunk
+        if not entry.job.match:
+            self._tier.drop(entry.used)
+            raise changed_unnoticed(chunk)
+        entry.used.digest = entry.job.digest
         try:
             with span(Category.COPY, "copy::weights", name_of(chunk)):
                 entry.job.publish()
@@ -281,7 +300,10 @@ class ChunkedUpdate:
     def _abandon(self, begun: deque[_Begun]) -> None:
         """After an error: the memory must not be released while a kernel still writes to it."""
         for entry in begun:
-            entry.job.wait(JOB_TIMEOUT_S)
+            if not (entry.job.wait(JOB_TIMEOUT_S) and entry.job.match):
+                self._tier.drop(entry.used)
+                continue
+            entry.used.digest = entry.job.digest
             with contextlib.suppress(StorageError):
                 self._tier.put(entry.used)
 

@@ -304,6 +304,68 @@ def test_what_would_be_lost_is_noticed(op: Any, team: Any, master: int, exp_avg_
     assert not team.splits_exactly([state.master_run()])
 
 
+def digest(team: Any, *weights: torch.Tensor) -> bytes:
+    return bytes(team.digest([(weight.data_ptr(), weight.numel()) for weight in weights]))
+
+
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, 1000, 32_768, 32_768 + 5, 100_003])
+def test_a_digest_differs_when_weights_do(op: Any, team: Any, numel: int) -> None:
+    weights = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    bits = weights.view(torch.int16)
+    before = digest(team, weights)
+    assert len(before) == 8 * -(-numel // 32_768)
+    alone = op.Team(1)
+    assert digest(alone, weights) == before == digest(alone, weights.clone())
+    alone.close()
+    for cuts in ([numel // 3], [numel // 2, numel // 2 + 1], [min(5, numel), numel - numel // 7]):
+        pieces = [piece for piece in weights.tensor_split(sorted(cuts)) if piece.numel()]
+        assert digest(team, *pieces) == before
+    seen = {before}
+    for place in {0, numel // 2, max(numel - 2, 0), numel - 1}:
+        for bit in (0, 7, 15):
+            bits[place] ^= -(2**15) if bit == 15 else 2**bit
+            seen.add(digest(team, weights))
+            bits[place] ^= -(2**15) if bit == 15 else 2**bit
+    assert len(seen) == 1 + 3 * len({0, numel // 2, max(numel - 2, 0), numel - 1})
+    assert digest(team, weights) == before
+    assert digest(team, -weights) != before  # all sign bits
+    if numel > 1 and not torch.equal(weights.flip(0), weights):
+        assert digest(team, weights.flip(0)) != before
+
+
+def test_an_update_of_split_master_weights_compares_the_weights_and_says_what_they_are(op: Any, team: Any) -> None:
+    numel, part = 100_003, 40_000
+    state = State.of(torch.randn(numel, generator=torch.Generator().manual_seed(0)), torch.bfloat16)
+    state.split(team)
+    gradient = torch.ones(numel, dtype=torch.bfloat16)
+    scalars = op.AdamScalars(
+        scale=1.0, beta1=0.9, one_minus_beta1=0.1, beta2=0.99, one_minus_beta2=0.01, bias_correction2=10.0, eps=1e-8,
+        step_size=-1e-2, weight_decay=0, decay=0.0,
+    )  # fmt: skip
+    parts = state.weight[:part], state.weight[part:]
+    runs = [state.split_run(gradient, 0, part), state.split_run(gradient, part, numel)]
+    before = digest(team, *parts)
+    job = team.adam(runs, "bfloat16", "bfloat16", 0, scalars, True, before)
+    assert job.wait(60)
+    assert job.match
+    assert bytes(job.digest) == digest(team, *parts) != before
+
+    # A weight changes: its block of 32,768 elements is left as it is.
+    state.weight[part + 17] += 1
+    kept = dataclasses.replace(
+        state, **{field.name: getattr(state, field.name).clone() for field in dataclasses.fields(State)}
+    )
+    job = team.adam(runs, "bfloat16", "bfloat16", 0, scalars, True, bytes(job.digest))
+    assert job.wait(60)
+    assert not job.match
+    block = slice(32_768, 2 * 32_768)
+    for name in ("remainder", "exp_avg", "exp_avg_sq", "weight"):
+        assert torch.equal(getattr(state, name)[block], getattr(kept, name)[block])
+        assert not torch.equal(getattr(state, name)[:32_768], getattr(kept, name)[:32_768])
+    with pytest.raises(ValueError, match="another number of weights"):
+        team.adam(runs, "bfloat16", "bfloat16", 0, scalars, True, b"12345678")
+
+
 def variants(op: Any) -> list[str]:
     """The instruction sets of this processor and build."""
     names = []

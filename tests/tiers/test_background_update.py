@@ -35,11 +35,11 @@ class HeldKernel(Kernel):
         self.entered, self.may_go_on = threading.Event(), threading.Event()
         self.n_at_once = n_at_once
 
-    def start(self, state, gradient, weights, step):
+    def start(self, state, gradient, weights, step, digest):
         if len(self.numbers) == self.n_at_once:
             self.entered.set()
             assert self.may_go_on.wait(30)
-        return super().start(state, gradient, weights, step)
+        return super().start(state, gradient, weights, step, digest)
 
 
 class Background:

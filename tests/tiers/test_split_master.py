@@ -21,7 +21,7 @@ from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.split_master import SplitMasters
+from tencache_ds.tiers.split_master import SplitMasters, changed_unnoticed
 from tencache_ds.tiers.sub_group import SubGroupSpec
 from tests.tiers.conftest import TIMEOUT_S, Storage
 
@@ -111,7 +111,12 @@ class Bench:
         for chunk in self.tier.chunks(0):
             used = self.tier.take(chunk, split=True)
             part = gradient[chunk.start : chunk.start + chunk.numel]
-            assert self.adam.start(used.views, part, self.weights.of(chunk), scalars).wait(TIMEOUT_S)
+            job = self.adam.start(used.views, part, self.weights.of(chunk), scalars, used.digest)
+            assert job.wait(TIMEOUT_S)
+            if not job.match:
+                self.tier.drop(used)
+                raise changed_unnoticed(chunk)
+            used.digest = job.digest
             self.tier.put(used)
 
     def do(self, operation: str, first: int) -> None:

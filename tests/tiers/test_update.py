@@ -124,6 +124,7 @@ class Job:
     def __init__(self, kernel, state, gradient, weights) -> None:
         self._kernel, self._tensors, self._number = kernel, (state, gradient, weights), kernel.numbers[-1]
         self.end_ns = 0
+        self.match, self.digest = True, b""
 
     def wait(self, timeout_s: float) -> bool:
         if self.end_ns:
@@ -159,7 +160,7 @@ class Kernel:
         self._asked += 1
         return self._takes(self._asked)
 
-    def start(self, state, gradient, weights, step):
+    def start(self, state, gradient, weights, step, digest):
         if self._asked == self._fails_at:
             raise RuntimeError("the kernel failed")
         self.numbers.append(self._asked)
@@ -310,23 +311,43 @@ def test_a_kernel_that_gets_no_core_is_said(resident):
         resident.update(kernel)
 
 
+@pytest.mark.parametrize("wrong", [0, 3, N_CHUNKS - 1])
+def test_a_chunk_over_other_weights_is_an_error_and_is_not_written(stored, wrong):
+    class Unmatched(Kernel):
+        def start(self, state, gradient, weights, step, digest):
+            job = super().start(state, gradient, weights, step, digest)
+            job.match = self.numbers[-1] != wrong
+            return job
+
+    with pytest.raises(TenCacheError, match=r"changed without the optimizer"):
+        stored.update(Unmatched())
+    stored.tier.drain()
+    stored.storage.assert_idle()
+    part = stored.tier.chunks(0)[wrong]
+    master = stored.tier.read(0, MASTER, part.start, part.numel)
+    assert torch.equal(master, stored.master[part.start : part.start + part.numel])
+
+
 def test_the_fused_kernel_keeps_the_gradient_until_the_end():
     class Adam:
         def takes(self, state, gradient, weights) -> bool:
             return [weight.dtype for weight in weights] == [torch.bfloat16]
 
-        def start(self, state, gradient, weights, scalars):
-            assert scalars == "scalars"
+        def start(self, state, gradient, weights, scalars, expected):
+            assert (scalars, expected) == ("scalars", b"before")
             return Team()
 
     class Team:
+        match, digest = False, b"after"
+
         def wait(self, timeout_s: float) -> bool:
             return timeout_s > 1
 
     kernel, gradient, weight = FusedUpdate(Adam()), torch.ones(4), torch.zeros(4, dtype=torch.bfloat16)
     assert kernel.takes({}, gradient, [(0, weight)])
     assert not kernel.takes({}, gradient, [(0, weight), (4, weight)])
-    job = kernel.start({}, gradient, [(0, weight)], SubGroupStep(0, 0, 1, 1.0, {}, "scalars"))
+    job = kernel.start({}, gradient, [(0, weight)], SubGroupStep(0, 0, 1, 1.0, {}, "scalars"), b"before")
+    assert (job.match, job.digest) == (False, b"after")
     assert job.gradient is gradient
     assert not job.wait(0.5)
     assert job.wait(2)
@@ -355,7 +376,7 @@ def test_the_unfused_kernel_scales_updates_and_rounds(scale):
     gradient = torch.full((6,), 2.0, dtype=torch.bfloat16)
     weights = [(0, torch.zeros(2, dtype=torch.bfloat16)), (3, torch.zeros(3, dtype=torch.bfloat16))]
     assert kernel.takes(state, gradient, weights)
-    assert kernel.start(state, gradient, weights, step(scale)) is None
+    assert kernel.start(state, gradient, weights, step(scale), b"") is None
     expected = torch.arange(6.0) + 2 * float(scale)
     assert all(torch.equal(value, expected) for value in state.values())
     assert gradient.tolist() == [2.0] * 6

@@ -152,7 +152,7 @@ Work::Taken IoQueue::Core::take(Lane& lane)
         if (block->alone) { writing_.insert(block->fd); }
         ++n;
     }
-    wake_lanes(1);  // for what this lane leaves
+    wake_lane();  // for what this lane leaves
     lane.waiting = n == 0 && lane.ready.empty() && !lane.free.empty();
     return n == 0 ? Taken::none : Taken::some;
 }
@@ -233,14 +233,16 @@ void IoQueue::Core::end(Request* request)
     requests_.erase(request->transfer.id);
 }
 
-void IoQueue::Core::wake_lanes(std::int64_t n_blocks)
+// One that has something to do, and wakes the next one in turn: for a caller that submits many requests, waking all of
+// them would take longer than everything else.
+void IoQueue::Core::wake_lane()
 {
-    for (std::size_t i = 0; i < lanes_.size() && n_blocks > 0; ++i) {
+    for (std::size_t i = 0; i < lanes_.size(); ++i) {
         Lane& lane = *lanes_[next_lane_++ % lanes_.size()];
         if (!lane.waiting || !has_work(lane)) { continue; }
         lane.waiting = false;
         lane.wake();
-        n_blocks -= lane.synchronous ? 1 : kMaxBatch;
+        return;
     }
 }
 
@@ -256,7 +258,7 @@ bool IoQueue::Core::submit(const Transfer& transfer)
     if (transfer.priority == Priority::urgent) { ++n_urgent_; }
     ++n_live_;
     requests_.emplace(transfer.id, std::move(request));
-    wake_lanes((transfer.nbytes + options_.block_nbytes - 1) / options_.block_nbytes);
+    wake_lane();
     return true;
 }
 
@@ -285,7 +287,7 @@ bool IoQueue::Core::promote(std::uint64_t id)
     ++n_urgent_;
     if (queued) {
         enqueue(request);
-        wake_lanes((request->transfer.nbytes - request->next) / options_.block_nbytes + 1);
+        wake_lane();
     }
     return true;
 }

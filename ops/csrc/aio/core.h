@@ -60,7 +60,7 @@ private:
     bool drop_rest(Request* request, int error);
     void fail(Request* request, int error, bool end_of_file, std::int64_t offset, std::int64_t nbytes);
     void end(Request* request);
-    void wake_lanes(std::int64_t n_blocks);
+    void wake_lane();
 
     const QueueOptions options_;
     mutable std::mutex mutex_;

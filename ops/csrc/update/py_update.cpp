@@ -17,6 +17,7 @@
 
 #include "adam.h"
 #include "team.h"
+#include "weights_digest.h"
 
 namespace py = pybind11;
 
@@ -62,8 +63,8 @@ std::vector<AdamRun> cut_blocks(const std::vector<RunTuple>& runs, const AdamTyp
         const auto [master, exp_avg, exp_avg_sq, gradient, weight, run_numel] = run;
         if (master == 0 || exp_avg == 0 || exp_avg_sq == 0) { throw py::value_error("a run has no address"); }
         if (split && weight == 0) { throw py::value_error("a run of split master weights has no weights"); }
-        for (std::size_t start = 0; start < run_numel; start += BLOCK_NUMEL) {
-            const std::size_t length = std::min(BLOCK_NUMEL, run_numel - start);
+        for (std::size_t start = 0, length; start < run_numel; start += length) {
+            length = std::min(BLOCK_NUMEL - (position + start) % BLOCK_NUMEL, run_numel - start);
             const std::size_t end = position + start + length;
             const std::size_t tail = end > body_end ? std::min(length, end - body_end) : 0;
             blocks.push_back(AdamRun{
@@ -81,6 +82,28 @@ std::vector<AdamRun> cut_blocks(const std::vector<RunTuple>& runs, const AdamTyp
         position += run_numel;
     }
     return blocks;
+}
+
+// The parts of each block of the chunk, however its runs divide it: what its digests are of.
+template <class Part>
+std::vector<std::vector<Part>> by_block(const std::vector<Part>& parts)
+{
+    std::vector<std::vector<Part>> blocks;
+    std::size_t position = 0;
+    for (const Part& part : parts) {
+        if (position % BLOCK_NUMEL == 0) { blocks.emplace_back(); }
+        blocks.back().push_back(part);
+        position += part.numel;
+    }
+    return blocks;
+}
+
+template <class Part>
+std::uint64_t digest_of(const std::vector<Part>& parts)
+{
+    tencache::WeightsDigest digest;
+    for (const Part& part : parts) { digest.add(static_cast<const std::uint16_t*>(part.weight), part.numel); }
+    return digest.value();
 }
 
 // master, remainder, weight, exp_avg_sq, numel
@@ -107,9 +130,36 @@ std::vector<MasterRun> cut_blocks(const std::vector<MasterTuple>& runs)
     return blocks;
 }
 
+struct WeightRun {
+    const std::uint16_t* weight;
+    std::size_t numel;
+};
+
+// Of an update of split master weights, by block: digests of the weights that they are split over.
+struct Digests {
+    std::vector<std::uint64_t> before;  // expected; empty: not compared
+    std::vector<std::uint64_t> after;
+    std::atomic<bool> match{true};
+};
+
+std::vector<std::uint64_t> digests_of(const std::string& bytes)
+{
+    std::vector<std::uint64_t> result(bytes.size() / sizeof(std::uint64_t));
+    std::memcpy(result.data(), bytes.data(), result.size() * sizeof(std::uint64_t));
+    return result;
+}
+
+py::bytes bytes_of(const std::vector<std::uint64_t>& digests)
+{
+    return py::bytes(reinterpret_cast<const char*>(digests.data()), digests.size() * sizeof(std::uint64_t));
+}
+
 class PyJob {
 public:
-    PyJob(std::shared_ptr<Team> team, std::shared_ptr<Job> job) : team_(std::move(team)), job_(std::move(job)) {}
+    PyJob(std::shared_ptr<Team> team, std::shared_ptr<Job> job, std::shared_ptr<Digests> digests = nullptr)
+        : team_(std::move(team)), job_(std::move(job)), digests_(std::move(digests))
+    {
+    }
 
     bool wait(double timeout_s)
     {
@@ -122,9 +172,14 @@ public:
 
     std::int64_t end_ns() const { return team_->end_ns(job_); }
 
+    // Both: once it has ended.
+    bool match() const { return digests_ == nullptr || digests_->match; }
+    py::bytes digest() const { return digests_ == nullptr ? py::bytes() : bytes_of(digests_->after); }
+
 private:
     std::shared_ptr<Team> team_;
     std::shared_ptr<Job> job_;
+    std::shared_ptr<Digests> digests_;
 };
 
 class PyTeam {
@@ -148,6 +203,7 @@ public:
                std::size_t n_tail,
                const AdamScalars& scalars,
                bool split,
+               const std::string& expected,
                const std::string& variant_name)
     {
         const AdamVariant variant = variant_of(variant_name);
@@ -155,9 +211,53 @@ public:
         auto blocks = std::make_shared<std::vector<AdamRun>>(cut_blocks(runs, types, n_tail, split));
         auto job = std::make_shared<Job>();
         job->n_blocks = blocks->size();
-        const auto kernel = split ? variant.split_kernel : variant.kernel;
-        job->run = [blocks, scalars, types, kernel](std::size_t index) { kernel(scalars, types, (*blocks)[index]); };
-        return submit(job);
+        if (!split) {
+            job->run = [blocks, scalars, types, kernel = variant.kernel](std::size_t index) {
+                kernel(scalars, types, (*blocks)[index]);
+            };
+            return submit(job);
+        }
+        auto divided = std::make_shared<std::vector<std::vector<AdamRun>>>(by_block(*blocks));
+        auto digests = std::make_shared<Digests>();
+        digests->before = digests_of(expected);
+        digests->after.resize(divided->size());
+        if (!expected.empty() && expected.size() != divided->size() * sizeof(std::uint64_t)) {
+            throw py::value_error("the digest is of another number of weights");
+        }
+        job->n_blocks = divided->size();
+        job->run = [divided, scalars, types, digests, kernel = variant.split_kernel](std::size_t index) {
+            const auto& parts = (*divided)[index];
+            // Without the weights that it is split over, the master weight is lost: nothing is made of others.
+            if (!digests->before.empty() && digest_of(parts) != digests->before[index]) {
+                digests->match = false;
+                return;
+            }
+            for (const AdamRun& part : parts) { kernel(scalars, types, part); }
+            digests->after[index] = digest_of(parts);
+        };
+        return submit(job, digests);
+    }
+
+    py::bytes digest(const std::vector<std::tuple<std::uintptr_t, std::size_t>>& runs)
+    {
+        std::vector<WeightRun> parts;
+        std::size_t position = 0;
+        for (const auto& [weight, numel] : runs) {
+            if (weight == 0) { throw py::value_error("a run has no address"); }
+            for (std::size_t start = 0, length; start < numel; start += length) {
+                length = std::min(BLOCK_NUMEL - (position + start) % BLOCK_NUMEL, numel - start);
+                parts.push_back({reinterpret_cast<const std::uint16_t*>(weight) + start, length});
+            }
+            position += numel;
+        }
+        auto blocks = std::make_shared<std::vector<std::vector<WeightRun>>>(by_block(parts));
+        auto digests = std::make_shared<std::vector<std::uint64_t>>(blocks->size());
+        auto job = std::make_shared<Job>();
+        job->n_blocks = blocks->size();
+        job->run = [blocks, digests](std::size_t index) { (*digests)[index] = digest_of((*blocks)[index]); };
+        PyJob under_way = submit(job);
+        while (!under_way.wait(60.0)) {}
+        return bytes_of(*digests);
     }
 
     PyJob split(const std::vector<MasterTuple>& runs, const std::string& variant_name)
@@ -231,10 +331,10 @@ private:
         return submit(job);
     }
 
-    PyJob submit(const std::shared_ptr<Job>& job)
+    PyJob submit(const std::shared_ptr<Job>& job, const std::shared_ptr<Digests>& digests = nullptr)
     {
         team_->submit(job);
-        return PyJob(team_, job);
+        return PyJob(team_, job, digests);
     }
 
     std::shared_ptr<Team> team_;
@@ -281,7 +381,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     py::class_<PyJob>(m, "Job")
         .def("wait", &PyJob::wait, py::arg("timeout_s"))
         .def_property_readonly("done", &PyJob::done)
-        .def_property_readonly("end_ns", &PyJob::end_ns);
+        .def_property_readonly("end_ns", &PyJob::end_ns)
+        .def_property_readonly("match", &PyJob::match)
+        .def_property_readonly("digest", &PyJob::digest);
     py::class_<PyTeam>(m, "Team")
         .def(py::init<int>(), py::arg("n_threads"))
         .def_property_readonly("n_threads", &PyTeam::n_threads)
@@ -293,7 +395,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("n_tail"),
              py::arg("scalars"),
              py::arg("split") = false,
+             py::arg("expected") = py::bytes(),
              py::arg("variant") = "")
+        .def("digest", &PyTeam::digest, py::arg("runs"))
         .def("split", &PyTeam::split, py::arg("runs"), py::arg("variant") = "")
         .def("join", &PyTeam::join, py::arg("runs"), py::arg("variant") = "")
         .def("splits_exactly", &PyTeam::splits_exactly, py::arg("runs"), py::arg("variant") = "")
