@@ -245,9 +245,12 @@ class TenCacheConfig(DeepSpeedConfigModel):
 
     Automatic: 12 chunks, plus weights up to 768 MiB (more if the largest weights need it)."""
 
-    chunk_size: Size = Field(32 * 2**20, ge=2**16, le=2**30)
+    chunk_size: Size | None = Field(None, ge=2**16, le=2**30)
     """The unit in which optimizer state (master weight and moments together) is read, updated and written, independent
-    of ``sub_group_size``."""
+    of ``sub_group_size``.
+
+    Automatic: 32 MiB, and 128 MiB where no optimizer state goes to NVMe: then chunks pass through no buffers, and fewer
+    of them take less of the time of the thread that trains."""
 
     overlap_step: bool = True
     """Continues the optimizer step during the next forward pass, which waits for each weight individually; for Adam and

@@ -40,7 +40,7 @@ from tencache_ds.observability import tracing
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
 from tencache_ds.planning.budget import StagingPlan
-from tencache_ds.planning.chunks import cut_sub_group
+from tencache_ds.planning.chunks import automatic_chunk_nbytes, cut_sub_group
 from tencache_ds.planning.host_watch import HostWatch
 from tencache_ds.planning.peak_memory import MemoryNeeds, OutsideNeeds, PeakMemory, memory_of_own_weights, peak_memory
 from tencache_ds.planning.placement import StateCapacity, plan_state
@@ -190,7 +190,7 @@ class Session:
         """
         itemsizes = [(kind, dtype.itemsize) for kind, dtype in kinds]
         nbytes = [
-            [chunk.nbytes for chunk in cut_sub_group(index, numel, itemsizes, self.options.chunk_size)]
+            [chunk.nbytes for chunk in cut_sub_group(index, numel, itemsizes, self._chunk_nbytes)]
             for index, numel in enumerate(numels)
         ]
         homes = plan_state(nbytes, self._state_capacity(gradient_nbytes, gpu_nbytes), by_chunks=by_chunks)
@@ -215,6 +215,11 @@ class Session:
         """
         nbytes = numel * dtype.itemsize
         return self._weight_arena.allocate(max(nbytes, 1), "weights")[:nbytes].view(dtype)
+
+    @property
+    def _chunk_nbytes(self) -> int:
+        paths = self.surroundings.optimizer_paths
+        return self.options.chunk_size or automatic_chunk_nbytes(may_be_stored=bool(paths))
 
     def _state_capacity(self, gradient_nbytes: int, gpu_nbytes: int) -> StateCapacity:
         ranks, paths = self.surroundings.local_ranks, self.surroundings.optimizer_paths
@@ -339,7 +344,7 @@ class Session:
             store=self._optimizer_store,
             pool=self._staging.chunk_pool,
             counters=self.counters,
-            chunk_nbytes=self.options.chunk_size,
+            chunk_nbytes=self._chunk_nbytes,
             timeout_s=self.options.io_timeout_s,
             device=device,
             masters=masters,

@@ -87,7 +87,7 @@ def test_defaults():
     options = TenCacheConfig()
     assert options.host_memory is None
     assert options.staging_memory is None
-    assert options.chunk_size == 32 * 2**20
+    assert options.chunk_size is None
     assert options.io_backend == IoBackend.auto
     assert options.io_lanes is None
     assert options.io_request_size == 8 * 2**20

@@ -18,9 +18,8 @@ import pandas as pd
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from tencache_ds.config import TenCacheConfig
 from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
-from tencache_ds.planning.chunks import cut_sub_group
+from tencache_ds.planning.chunks import automatic_chunk_nbytes, cut_sub_group
 from tencache_ds.tiers.cpu_share import CpuShare
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.fused_update import FusedUpdate
@@ -94,7 +93,7 @@ class _Chunks:
             weight_decay=group["weight_decay"], decoupled=True, bias_correction=True, scale=_SCALE,
         )  # fmt: skip
         step = SubGroupStep(0, 0, self._step, _SCALE, group, scalars)
-        jobs = [kernel.start(state, gradient, [(0, weights)], step) for state, gradient, weights in self._chunks]
+        jobs = [kernel.start(state, gradient, [(0, weights)], step, b"") for state, gradient, weights in self._chunks]
         for job in jobs:
             if not job.wait(JOB_TIMEOUT_S):
                 raise RuntimeError("the update of a chunk does not end")
@@ -121,7 +120,7 @@ def run(seconds: float = 16.0, *, threads: Sequence[int] | None = None, numel: i
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(numel, generator=generator)
     gradient = torch.randn(numel, generator=generator).to(_WEIGHT_DTYPE)
-    chunk_nbytes = int(TenCacheConfig().chunk_size)
+    chunk_nbytes = automatic_chunk_nbytes(may_be_stored=False)
     passes, adam, copied = _Flat(master, gradient), _Flat(master, gradient), torch.empty_like(master)
     chunks = _Chunks(master, gradient, chunk_nbytes)
     result = MicroResult(

@@ -117,8 +117,8 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     check_json_file(arguments.json)
     check_plot_file(arguments.plot)
     numel = numel_of(arguments)
-    from tencache_ds.config import TenCacheConfig
     from tencache_ds.io import free_nbytes
+    from tencache_ds.planning.chunks import automatic_chunk_nbytes
     from tencache_ds.planning.forecast import Training, forecast, peak_of_forecast
     from tencache_ds.profiling.probe import probe
 
@@ -150,7 +150,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         at_start,
         host_budget=per_rank,
         gpu_limit=arguments.gpu_memory,
-        chunk=TenCacheConfig().chunk_size,
+        chunk=automatic_chunk_nbytes(may_be_stored=arguments.nvme_path is not None),
         may_use_nvme=arguments.nvme_path is not None,
         pinned=hardware.gpu is not None,
     )

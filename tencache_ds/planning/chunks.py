@@ -17,6 +17,12 @@ GRANULE_NUMEL = 4096
 for 1-, 2- and 4-byte elements, and no vector loop of a CPU optimizer is cut in its middle, so that chunked updates are
 bit-identical to whole ones."""
 
+STORED_CHUNK_NBYTES = 32 * 2**20
+"""Large enough for any drive's best rate, small enough for a dozen buffers."""
+
+RESIDENT_CHUNK_NBYTES = 128 * 2**20
+"""Where no chunk passes through a buffer: a quarter of the Python for an update that goes on beside a forward pass."""
+
 LEAST_SLOT_NBYTES = 8 * 4 * GRANULE_NUMEL
 """A buffer for chunks has room for a granule of eight fp32 kinds at least: kinds that an optimizer makes at its first
 step find room in the pool there is, however small the sub-groups are."""
@@ -63,6 +69,15 @@ class Chunk:
             if piece.kind == kind:
                 return piece
         raise KeyError(kind)
+
+
+def automatic_chunk_nbytes(*, may_be_stored: bool) -> int:
+    """The size of chunks where the user gives none.
+
+    Args:
+        may_be_stored: whether optimizer state may go to NVMe.
+    """
+    return STORED_CHUNK_NBYTES if may_be_stored else RESIDENT_CHUNK_NBYTES
 
 
 def cut_sub_group(sub_group: int, numel: int, kinds: Sequence[tuple[str, int]], chunk_nbytes: int) -> tuple[Chunk, ...]:

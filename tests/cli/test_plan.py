@@ -13,6 +13,7 @@ from transformers import GPT2Config
 
 from tencache_ds import io
 from tencache_ds.cli import main, plan
+from tencache_ds.planning.chunks import RESIDENT_CHUNK_NBYTES
 from tencache_ds.planning.peak_memory import OVERHEAD_NBYTES
 from tencache_ds.profiling import probe as probe_module
 from tencache_ds.profiling.hardware import Hardware, StorageRates
@@ -173,5 +174,5 @@ def test_gpu_memory_is_used_up_to_its_limit(tmp_path: Path, capsys: pytest.Captu
     assert main(argv) == 0
     peak = json.loads(file.read_text())["peak_per_rank"]
     assert peak["gpu_nbytes"] == 8 * GIB
-    assert peak["host_nbytes"] == 16 * 10**9 + 32 * 2**20 + OVERHEAD_NBYTES
+    assert peak["host_nbytes"] == 16 * 10**9 + RESIDENT_CHUNK_NBYTES + OVERHEAD_NBYTES
     assert "8.0 GiB of GPU memory for weights, gradients and optimizer state" in capsys.readouterr().out
