@@ -174,6 +174,7 @@ class Session:
         *,
         by_chunks: bool,
         gpu_nbytes: int = 0,
+        visible: Sequence[Sequence[tuple[int, int]]] | None = None,
     ) -> tuple[list[SubGroupSpec], list[int]]:
         """Decides the initial places of optimizer state: the rest of ``host_memory`` after weights and gradients, then
         NVMe; GPU memory for state that fits into neither.
@@ -184,13 +185,19 @@ class Session:
             gradient_nbytes: of the gradients, which begin in host memory.
             by_chunks: an update takes one chunk at a time; else a whole sub-group.
             gpu_nbytes: GPU memory that may be used before anything is known about what training needs.
+            visible: of each sub-group the ascending ``(first element, end)`` of weights that have their new values when
+                a step returns.
 
         Returns:
             The sub-groups, and the bytes of each chunk that goes to NVMe.
         """
         itemsizes = [(kind, dtype.itemsize) for kind, dtype in kinds]
+        # On NVMe many small chunks would cost more than they gain.
+        apart: Sequence[Sequence[tuple[int, int]]] = [()] * len(numels)
+        if visible is not None and by_chunks and not self.surroundings.optimizer_paths:
+            apart = visible
         nbytes = [
-            [chunk.nbytes for chunk in cut_sub_group(index, numel, itemsizes, self._chunk_nbytes)]
+            [chunk.nbytes for chunk in cut_sub_group(index, numel, itemsizes, self._chunk_nbytes, apart[index])]
             for index, numel in enumerate(numels)
         ]
         homes = plan_state(nbytes, self._state_capacity(gradient_nbytes, gpu_nbytes), by_chunks=by_chunks)
@@ -201,7 +208,10 @@ class Session:
         self.count_host(sum(by_place[Place.HOST]))
         if by_place[Place.GPU]:
             logger.info("%s of optimizer state fit nowhere but in GPU memory", gib(sum(by_place[Place.GPU])))
-        specs = [SubGroupSpec(numel, kinds, places) for numel, places in zip(numels, homes, strict=True)]
+        specs = [
+            SubGroupSpec(numel, kinds, places, tuple(ranges))
+            for numel, places, ranges in zip(numels, homes, apart, strict=True)
+        ]
         return specs, by_place[Place.NVME]
 
     def weight_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

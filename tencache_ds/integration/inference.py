@@ -22,6 +22,7 @@ from tencache_ds.integration import gpu_building, other_engines
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.coordinator import TenCacheCoordinator
+from tencache_ds.integration.current_stream import ask_for_streams_quickly
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.linear_layers import skip_autograd_without_gradients
@@ -126,6 +127,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
         offload.destroy()
         raise
     offload.tencache = session
+    ask_for_streams_quickly()
     lighten_hooks(offload, trains=False)
     end_skipping = skip_autograd_without_gradients()
     suspended: SuspendedHooks | None = None

@@ -94,6 +94,17 @@ class ModelWeights:
         if sub_group is not None:
             self._flats[sub_group] = None
 
+    def persistent(self) -> list[list[tuple[int, int]]]:
+        """Of each sub-group the ``(first element, end)`` of the weights that DeepSpeed keeps gathered."""
+        return [
+            [
+                (start, start + numel)
+                for param, start, numel in zip(group, *self._segments(index), strict=True)
+                if param.ds_persist
+            ]
+            for index, group in enumerate(self._groups)
+        ]
+
     # Writing
 
     def open(self, chunk: Chunk) -> list[tuple[int, torch.Tensor]]:

@@ -307,6 +307,13 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "param", "grad_buffer", "offload_fp32_gradients", "offload_fp32_offsets"),
         "keeps only the norm of a finished gradient",
     ),
+    Seam(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2",
+        ("self", "input", "buffer_size"),
+        "computes the norms of all gradients together",
+    ),
+    Seam(f"{_RUNTIME}.zero.utils", "get_norm_dtype", (), "computes the norms of all gradients together"),
     *(
         Seam(_STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{name}", ("self", *parameters), purpose)
         for name, parameters, purpose in (

@@ -18,6 +18,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from tencache_ds.errors import ConfigError, MemoryLimitError, TenCacheError
 from tencache_ds.gpu_homes import GpuHomes, initial_gpu_nbytes
@@ -28,6 +29,7 @@ from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunk_update import SubGroupUpdater
 from tencache_ds.integration.chunked_step import ChunkedStep
 from tencache_ds.integration.config_checks import refuse_optimizer
+from tencache_ds.integration.current_stream import ask_for_streams_quickly
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
@@ -67,6 +69,8 @@ from tencache_ds.tiers.sub_group import Kinds
 _GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 logger = logging.getLogger("DeepSpeed.tencache")
 OVERFLOW_CHECK_NUMEL = 16 * 2**20
+NORM_PART_NUMEL = 250_000_000
+"""Of longer gradients DeepSpeed computes the norm in parts."""
 
 
 class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixin, DeepSpeedZeroOptimizer_Stage3):
@@ -96,6 +100,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
         self._by_chunks = False
         self._chunked_step: ChunkedStep | None = None
         self._update_seconds = 0.0
+        self._simple_norms: dict[Any, torch.Tensor] = {}  # of gradients, on the compute device
         self._monitor = StepMonitor()
         self._warned_of_watched_step = False
         offload = kwargs.get("offload_optimizer_config")
@@ -115,6 +120,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
             if hasattr(self, "parameter_offload"):
                 self.parameter_offload.destroy()
             raise
+        ask_for_streams_quickly()
         lighten_hooks(self.parameter_offload)
         coordinator = self._get_param_coordinator()
         coordinator.weights_stay = self._weights_stay
@@ -189,7 +195,12 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
         if self._device is not None:
             gpu_nbytes = initial_gpu_nbytes(self._device[0].usage(), self._tencache_options.gpu_memory)
         specs, chunk_nbytes = engine.plan_optimizer_state(
-            numels, kinds, gradient_nbytes, by_chunks=by_chunks, gpu_nbytes=gpu_nbytes
+            numels,
+            kinds,
+            gradient_nbytes,
+            by_chunks=by_chunks,
+            gpu_nbytes=gpu_nbytes,
+            visible=self._model_weights.persistent() if self._tencache_options.overlap_step else None,
         )
         engine.check_optimizer_space(sum(chunk_nbytes))
         dist.barrier()  # no rank takes space before every rank has looked
@@ -365,7 +376,13 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
                 param, grad_buffer, offload_fp32_gradients, offload_fp32_offsets
             )
             return
-        self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
+        key = self.get_param_id(param)
+        if grad_buffer.numel() > NORM_PART_NUMEL:
+            self.norm_for_param_grads[key] = self._constant_buffered_norm2(grad_buffer)
+            return
+        # Its square and root, which DeepSpeed takes here as well, follow for all gradients at once.
+        self._simple_norms[key] = grad_buffer.view(-1).to(get_norm_dtype()).norm(2)
+        self.norm_for_param_grads.pop(key, None)
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """DeepSpeed's check for inf and NaN, without a boolean copy of every gradient in host memory."""
@@ -426,7 +443,13 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
         self._monitor.write(self._deepspeed_engine(), self.tencache)
 
     def _complete_norms(self) -> None:
-        """Norms of gradients that came in an earlier micro-step only; DeepSpeed would forget such gradients."""
+        """The norms of all gradients, in host memory, where DeepSpeed adds them one by one; also of those that came in
+        an earlier micro-step only, which DeepSpeed would forget."""
+        if self._simple_norms:
+            values = torch.stack(list(self._simple_norms.values())).cpu()
+            norms = ((values**2.0) ** 0.5).unbind()  # DeepSpeed's norm of a gradient in one part
+            self.norm_for_param_grads = dict(zip(self._simple_norms, norms, strict=True)) | self.norm_for_param_grads
+            self._simple_norms.clear()
         params = {param.ds_id: param for param in itertools.chain.from_iterable(self.fp16_groups)}
         device = get_accelerator().current_device_name()
         for key in self._gradients.live():

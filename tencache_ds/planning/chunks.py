@@ -7,7 +7,7 @@ moments are adjacent in one extent: one sequential read and one sequential write
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tencache_ds.layout import round_up
@@ -22,6 +22,9 @@ STORED_CHUNK_NBYTES = 32 * 2**20
 
 RESIDENT_CHUNK_NBYTES = 128 * 2**20
 """Where no chunk passes through a buffer: a quarter of the Python for an update that goes on beside a forward pass."""
+
+GAP_SHARE = 1 / 8
+"""Of a chunk: elements apart with less between them are not worth chunks of their own."""
 
 LEAST_SLOT_NBYTES = 8 * 4 * GRANULE_NUMEL
 """A buffer for chunks has room for a granule of eight fp32 kinds at least: kinds that an optimizer makes at its first
@@ -80,7 +83,13 @@ def automatic_chunk_nbytes(*, may_be_stored: bool) -> int:
     return STORED_CHUNK_NBYTES if may_be_stored else RESIDENT_CHUNK_NBYTES
 
 
-def cut_sub_group(sub_group: int, numel: int, kinds: Sequence[tuple[str, int]], chunk_nbytes: int) -> tuple[Chunk, ...]:
+def cut_sub_group(
+    sub_group: int,
+    numel: int,
+    kinds: Sequence[tuple[str, int]],
+    chunk_nbytes: int,
+    apart: Iterable[tuple[int, int]] = (),
+) -> tuple[Chunk, ...]:
     """Chunks of a sub-group.
 
     Args:
@@ -88,21 +97,46 @@ def cut_sub_group(sub_group: int, numel: int, kinds: Sequence[tuple[str, int]], 
         numel: elements of this rank's partition of it.
         kinds: ``(kind, bytes per element)`` in the order they lie in the extent.
         chunk_nbytes: wanted bytes of a full chunk; rounded down to whole granules, at least one.
+        apart: ascending ``(first element, end)`` of elements that get chunks of their own, so that updating them early
+            updates few others. Those with less than :data:`GAP_SHARE` of a chunk between them are together.
 
     Returns:
         Chunks in ascending order that cover ``[0, numel)`` exactly once.
     """
     per_element = sum(itemsize for _, itemsize in kinds)
     step = max(chunk_nbytes // max(per_element, 1) // GRANULE_NUMEL, 1) * GRANULE_NUMEL
-    chunks = []
-    for index, start in enumerate(range(0, numel, step)):
-        length = min(step, numel - start)
-        pieces, offset = [], 0
-        for kind, itemsize in kinds:
-            pieces.append(Piece(kind, offset, length * itemsize))
-            offset += round_up(length * itemsize)
-        chunks.append(Chunk(sub_group, index, start, length, tuple(pieces), offset))
+    chunks: list[Chunk] = []
+    for first, end in _regions(numel, apart, int(GAP_SHARE * step)):
+        for start in range(first, end, step):
+            length = min(step, end - start)
+            pieces, offset = [], 0
+            for kind, itemsize in kinds:
+                pieces.append(Piece(kind, offset, length * itemsize))
+                offset += round_up(length * itemsize)
+            chunks.append(Chunk(sub_group, len(chunks), start, length, tuple(pieces), offset))
     return tuple(chunks)
+
+
+def _regions(numel: int, apart: Iterable[tuple[int, int]], gap_numel: int) -> Iterator[tuple[int, int]]:
+    """``(first element, end)`` of what is cut separately: elements apart and those between them, in whole granules."""
+    together: list[list[int]] = []
+    for first, end in apart:
+        if first >= end:
+            continue
+        low = first // GRANULE_NUMEL * GRANULE_NUMEL
+        high = min(-(-end // GRANULE_NUMEL) * GRANULE_NUMEL, numel)
+        if together and low - together[-1][1] <= gap_numel:
+            together[-1][1] = max(high, together[-1][1])
+        else:
+            together.append([low, high])
+    position = 0
+    for low, high in together:
+        if low > position:
+            yield position, low
+        yield low, high
+        position = high
+    if position < numel:
+        yield position, numel
 
 
 @dataclass(frozen=True, slots=True)

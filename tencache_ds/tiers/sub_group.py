@@ -27,11 +27,13 @@ class SubGroupSpec:
         numel: elements of this rank's partition.
         kinds: of the states the optimizer keeps, ``master`` first.
         places: of each chunk; None for one whole tensor per kind in host memory.
+        apart: ``(first element, end)`` of elements that get chunks of their own, ascending.
     """
 
     numel: int
     kinds: Kinds
     places: tuple[Place, ...] | None
+    apart: tuple[tuple[int, int], ...] = ()
 
     @property
     def whole(self) -> bool:

@@ -54,6 +54,50 @@ def test_pieces_are_aligned_adjacent_and_whole_pages_but_for_the_last_chunk(nume
         assert chunk.nbytes == position
 
 
+APART = st.lists(st.integers(0, 30 * GRANULE_NUMEL), max_size=12).map(
+    lambda places: list(zip(sorted(places)[::2], sorted(places)[1::2], strict=False))
+)
+
+
+@given(NUMEL, KINDS, CHUNK_NBYTES, APART)
+def test_elements_apart_share_no_chunk_with_others_that_are_far_from_them(numel, kinds, chunk_nbytes, apart):
+    apart = [(min(first, numel), min(end, numel)) for first, end in apart]
+    chunks = cut_sub_group(3, numel, kinds, chunk_nbytes, apart)
+    step = max(chunk_nbytes // (GRANULE_NUMEL * sum(size for _, size in kinds)), 1) * GRANULE_NUMEL
+    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+    position = 0
+    for chunk in chunks:
+        assert chunk.start == position
+        assert chunk.start % GRANULE_NUMEL == 0
+        assert 0 < chunk.numel <= step
+        assert chunk is chunks[-1] or chunk.numel % GRANULE_NUMEL == 0
+        position += chunk.numel
+    assert position == numel
+    ranges = [(first, end) for first, end in apart if first < end]
+    for chunk in chunks:
+        end = chunk.start + chunk.numel
+        near = [each for each in ranges if each[0] < end and chunk.start < each[1]]
+        if not near:
+            continue
+        # Every element of it is within a granule of one of them, or between two that are close to each other.
+        reach = step // 8 + 2 * GRANULE_NUMEL
+        for element in (chunk.start, end - 1):
+            assert any(first - reach < element < last + reach for first, last in ranges)
+    # With none, or with all of them, nothing changes.
+    assert cut_sub_group(3, numel, kinds, chunk_nbytes, [(5, 5)]) == cut_sub_group(3, numel, kinds, chunk_nbytes)
+    assert cut_sub_group(3, numel, kinds, chunk_nbytes, [(0, numel)]) == cut_sub_group(3, numel, kinds, chunk_nbytes)
+
+
+def test_small_weights_between_large_ones_get_small_chunks():
+    granule, large = GRANULE_NUMEL, 100 * GRANULE_NUMEL
+    kinds = [("master", 4), ("exp_avg", 4), ("exp_avg_sq", 4)]
+    norms = [(large + 7, large + 2055), (large + 2055, large + 4103), (3 * large, 3 * large + 2048)]
+    chunks = cut_sub_group(0, 4 * large, kinds, 12 * 64 * granule, norms)
+    assert [(chunk.start // granule, chunk.numel // granule) for chunk in chunks] == [
+        (0, 64), (64, 36), (100, 2), (102, 64), (166, 64), (230, 64), (294, 6), (300, 1), (301, 64), (365, 35),
+    ]  # fmt: skip
+
+
 def test_a_piece_that_is_not_there():
     (chunk,) = cut_sub_group(0, 5, [("master", 4)], 1)
     with pytest.raises(KeyError, match="exp_avg"):
