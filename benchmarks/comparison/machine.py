@@ -23,8 +23,10 @@ PROBE_TIMEOUT_S = 300.0
 """The probe keeps its own time; this is for one that hangs."""
 
 OPERATORS = ("AsyncIOBuilder", "CPUAdamBuilder", "tencache_ds.ops.tencache_aio:TenCacheAioBuilder")
-OPERATORS_ON_GPU = ("FusedAdamBuilder",)
 """The operators that the configurations and the probe use."""
+
+OPERATORS_OF_GPU_TRAINING = ("FusedAdamBuilder",)
+"""DeepSpeed's optimizer of configurations that keep everything on the GPU; takes a minute with CUDA's compiler."""
 
 
 _PROBE = """
@@ -68,17 +70,21 @@ class Machine:
             found["cuda"] = str(torch.version.cuda)
         return found
 
-    def build_operators(self) -> None:
+    def build_operators(self, *, trains: bool = True) -> None:
         """Builds the operators of the configurations in parallel. Build failures show where an operator is used.
 
         Otherwise the run that comes first would build it, and its start would be that of a compiler.
 
         Stale locks of killed processes, at which builds hang, are reported.
+
+        Args:
+            trains: whether some configuration has an optimizer.
         """
+        names = OPERATORS + (OPERATORS_OF_GPU_TRAINING if trains and self.gpus() else ())
         command = [sys.executable, "-m", "tencache_ds.ops.build"]
         builds = [
             subprocess.Popen([*command, name], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            for name in OPERATORS + (OPERATORS_ON_GPU if self.gpus() else ())
+            for name in names
         ]
         wait_for_builds(builds)
 

@@ -35,3 +35,18 @@ def test_a_build_that_waits_at_a_lock_is_not_waited_for_in_silence(
     assert [build.returncode for build in builds] == [0, 0]
     assert len(said) == 1
     assert f"rm {lock}" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "trains", "builds_fused_adam"), [(1, True, True), (1, False, False), (0, True, False)]
+)
+def test_the_optimizer_of_gpus_is_built_for_training_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, trains: bool, builds_fused_adam: bool
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(machine.Machine, "gpus", lambda self: gpus)
+    monkeypatch.setattr(machine.subprocess, "Popen", lambda command, **_: started.append(command[-1]))
+    monkeypatch.setattr(machine, "wait_for_builds", lambda builds: None)
+    machine.Machine().build_operators(trains=trains)
+    assert ("FusedAdamBuilder" in started) == builds_fused_adam
+    assert set(started) >= set(machine.OPERATORS)

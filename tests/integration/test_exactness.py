@@ -33,6 +33,7 @@ MODELS["unused"]["weight_decay"] = 0.0  # so that a weight without a gradient sh
 TRAINING: dict[str, dict[str, Any]] = {
     "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1, "steps": 8},
     "accumulation_random_skip": {"model": "random_skip", "accumulation": 2, "steps": 8},
+    "compiled": {"model": "llama", "compiled": True, "steps": 4},
     "fp32": {"model": "mlp", "precision": "fp32"},
     "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2, "steps": 10},
     "two_groups_scheduler": {"model": "gpt2", "optimizer": "two_groups", "scheduler": True, "steps": 12},

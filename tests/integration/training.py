@@ -177,7 +177,10 @@ def build(case: dict[str, Any], engine: str, nvme: str, edit: Callable[[nn.Modul
         deepspeed.utils.set_z3_leaf_modules(model, [Experts])
     optimizer = optimizer_for(case, model)
     parameters = None if optimizer is not None else [p for p in model.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)[0]
+    built = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)[0]
+    if case.get("compiled"):
+        built.compile(backend="eager")
+    return built
 
 
 def initialize(case: dict[str, Any], model: nn.Module, nvme: str) -> Any:
