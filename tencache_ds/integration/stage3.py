@@ -445,17 +445,19 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
     def _complete_norms(self) -> None:
         """The norms of all gradients, in host memory, where DeepSpeed adds them one by one; also of those that came in
         an earlier micro-step only, which DeepSpeed would forget."""
+        norms = dict(self.norm_for_param_grads)
         if self._simple_norms:
             values = torch.stack(list(self._simple_norms.values())).cpu()
-            norms = ((values**2.0) ** 0.5).unbind()  # DeepSpeed's norm of a gradient in one part
-            self.norm_for_param_grads = dict(zip(self._simple_norms, norms, strict=True)) | self.norm_for_param_grads
+            complete = ((values**2.0) ** 0.5).unbind()  # DeepSpeed's norm of a gradient in one part
+            norms = dict(zip(self._simple_norms, complete, strict=True)) | norms
             self._simple_norms.clear()
         params = {param.ds_id: param for param in itertools.chain.from_iterable(self.fp16_groups)}
         device = get_accelerator().current_device_name()
         for key in self._gradients.live():
-            if key not in self.norm_for_param_grads:
+            if key not in norms:
                 segment = self._gradients.segment(key).to(device)
-                self.norm_for_param_grads[self.get_param_id(params[key])] = self._constant_buffered_norm2(segment)
+                norms[self.get_param_id(params[key])] = self._constant_buffered_norm2(segment)
+        self.norm_for_param_grads = {key: norm.cpu() for key, norm in norms.items()}  # all on one device
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         if self._state is None:
