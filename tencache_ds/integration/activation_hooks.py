@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
-from deepspeed.utils import z3_leaf_module
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_ds.activations.blocks import KeptTensor, MovedTensor
 from tencache_ds.activations.saved_tensors import SavedTensors
+from tencache_ds.integration.module_weights import params_of
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -45,7 +44,7 @@ class ActivationHooks:
 
     def note_weights(self, module: torch.nn.Module) -> None:
         """The weights of a module were gathered: their storages, and those of their shards, are no activations."""
-        for param in iter_params(module, recurse=z3_leaf_module(module)):
+        for param in params_of(module).values():
             for tensor in (param.data, getattr(param, "ds_tensor", None)):
                 if tensor is not None and tensor.layout is torch.strided:
                     storage = tensor.untyped_storage()

@@ -24,10 +24,10 @@ from deepspeed.runtime.zero.partition_parameters import (
     ZeroParamStatus,
     free_param,
 )
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from tencache_ds.integration.agreement import agreed
-from tencache_ds.integration.module_hooks import has_weights
+from tencache_ds.integration.module_weights import has_weights, is_leaf, params_of
 from tencache_ds.integration.ordered_gathers import OrderedGathers
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.integration.suspended_hooks import before_release
@@ -108,7 +108,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         if self._tencache_forward and not forward:
             self._tencache_forward = False
             self.before_backward()
-        params = _params_of(current_submodule)
+        params = params_of(current_submodule)
         recorder = self.fetch_recorder if current_submodule.training else None
         awaited = {} if recorder is None else _awaited(params)
         if recorder is not None:
@@ -146,7 +146,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     def _gather(self, module: Any, forward: bool) -> None:
         """DeepSpeed's fetch. Modules other than leaves are fetched by one thread at a time: without its lock for them,
         and without its profiler range."""
-        if _is_leaf(module):
+        if is_leaf(module):
             super().fetch_sub_module(module, forward)
             return
         if not forward:
@@ -157,10 +157,10 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         """DeepSpeed's release of a module's weights, without its profiler ranges and log messages."""
         recomputed = submodule.__dict__["ds_recompute_parameters"]
         in_backward = self._PartitionedParameterCoordinator__active_backward_submodules
-        if torch.compiler.is_compiling() or _is_leaf(submodule) or not (forward or in_backward) or recomputed:
+        if torch.compiler.is_compiling() or is_leaf(submodule) or not (forward or in_backward) or recomputed:
             super().release_sub_module(submodule, forward)
             return
-        key, params, releasable = submodule.ds_id, _params_of(submodule), None
+        key, params, releasable = submodule.ds_id, params_of(submodule), None
         if self.is_complete_trace():
             releasable = self._PartitionedParameterCoordinator__params_to_release(
                 submodule, self._PartitionedParameterCoordinator__step_id
@@ -242,7 +242,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         order = [
             module
             for module in self._PartitionedParameterCoordinator__submodule_order
-            if _is_leaf(module) or has_weights(module)
+            if is_leaf(module) or has_weights(module)
         ]
         places: dict[int, Any] = collections.defaultdict(collections.deque)
         for place, module in enumerate(order):
@@ -392,11 +392,6 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         return list(self._tencache_swappers.values())
 
 
-def _is_leaf(module: Any) -> bool:
-    """Whether DeepSpeed gathers a module and all that it consists of at once."""
-    return bool(module.__dict__.get("_z3_leaf", False))
-
-
 def _release(param: Any) -> None:
     """Releases the gathered value of a parameter: DeepSpeed's ``partition``, which formats four log messages."""
     if param.ds_tensor is None or param.ds_zero_param_process_group is not None:
@@ -407,15 +402,6 @@ def _release(param: Any) -> None:
     if param.ds_tensor.final_location == OffloadDeviceEnum.nvme:
         param.nvme_swapper.remove_partition_and_release_buffers([param])
     param.ds_status = ZeroParamStatus.NOT_AVAILABLE
-
-
-def _params_of(module: Any) -> dict[int, Any]:
-    """The parameters that a fetch of a module is for: DeepSpeed's ``iter_params``, at a tenth of its cost."""
-    attributes = module.__dict__
-    if _is_leaf(module):
-        return {param.ds_id: param for param in iter_params(module, recurse=True)}
-    params = (*attributes["_parameters"].values(), *attributes["_external_params"].values())
-    return {param.ds_id: param for param in params if param is not None}
 
 
 def _stored(params: dict[int, Any]) -> list[Any]:

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
-from deepspeed.utils import z3_leaf_module
+
+from tencache_ds.integration.module_weights import is_leaf
 
 Hook = Callable[..., Any]
 Hooks = MutableMapping[int, Hook]
@@ -56,18 +57,6 @@ def lighten_hooks(offload: Any, *, trains: bool = True) -> None:
             _lighten(offload)
 
     offload._register_deepspeed_module = registered
-
-
-def has_weights(module: torch.nn.Module) -> bool:
-    """Whether DeepSpeed gathers anything for a module that is no leaf."""
-    attributes = module.__dict__
-    if attributes["_external_params"]:
-        return True
-    # A loop: any() of a generator takes three times as long.
-    for param in attributes["_parameters"].values():  # noqa: SIM110
-        if param is not None:
-            return True
-    return False
 
 
 def _lighten(offload: Any) -> None:
@@ -112,7 +101,7 @@ def _replace(offload: Any) -> None:
 
 
 def _gather_for_forward(module: torch.nn.Module, original: Hook, coordinator: Any) -> Hook | None:
-    if z3_leaf_module(module):
+    if is_leaf(module):
         return None
     modules_in_forward = parameter_offload.FWD_MODULE_STACK
 
@@ -129,7 +118,7 @@ def _gather_for_forward(module: torch.nn.Module, original: Hook, coordinator: An
 
 
 def _release_after_forward(module: torch.nn.Module, original: Hook, coordinator: Any) -> Hook | None:
-    if z3_leaf_module(module):
+    if is_leaf(module):
         return None
     modules_in_forward = parameter_offload.FWD_MODULE_STACK
 
@@ -153,13 +142,13 @@ def _gather_for_backward(module: torch.nn.Module, original: Hook, coordinator: A
                 coordinator.begin_module(module, forward=False)
             attributes["applied_pre_backward_ref_cnt"] -= 1
 
-    is_leaf = z3_leaf_module(module)
+    left_to_deepspeed = is_leaf(module)
 
     def gather_for_backward(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
         # Reentrant checkpointing runs without gradients at first, in training mode.
         if not module.training and not torch.is_grad_enabled():
             return None
-        if is_leaf or _is_compiling() or _transforms():
+        if left_to_deepspeed or _is_compiling() or _transforms():
             return original(module, inputs, output)
         if coordinator.passes_over(module):
             return None
@@ -180,12 +169,12 @@ def _release_after_backward(module: torch.nn.Module, original: Hook, coordinator
             with _no_grad():
                 coordinator.release_sub_module(module, forward=False)
 
-    is_leaf = z3_leaf_module(module)
+    left_to_deepspeed = is_leaf(module)
 
     def release_after_backward(module: torch.nn.Module, inputs: Any) -> Any:
         if not module.training and not torch.is_grad_enabled():
             return None
-        if is_leaf or _is_compiling() or _transforms():
+        if left_to_deepspeed or _is_compiling() or _transforms():
             return original(module, inputs)
         if coordinator.passes_over(module):
             return None

@@ -18,7 +18,6 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from tencache_ds.errors import ConfigError, MemoryLimitError, TenCacheError
 from tencache_ds.gpu_homes import GpuHomes, initial_gpu_nbytes
@@ -33,6 +32,7 @@ from tencache_ds.integration.current_stream import ask_for_streams_quickly
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
+from tencache_ds.integration.gradient_norms import GradientNormsMixin
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.model_weights import ModelWeights, in_tier
 from tencache_ds.integration.module_hooks import lighten_hooks
@@ -69,11 +69,11 @@ from tencache_ds.tiers.sub_group import Kinds
 _GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 logger = logging.getLogger("DeepSpeed.tencache")
 OVERFLOW_CHECK_NUMEL = 16 * 2**20
-NORM_PART_NUMEL = 250_000_000
-"""Of longer gradients DeepSpeed computes the norm in parts."""
 
 
-class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixin, DeepSpeedZeroOptimizer_Stage3):
+class TenCacheZeroOptimizer_Stage3(
+    PassesMixin, CheckpointMixin, StateAccessMixin, GradientNormsMixin, DeepSpeedZeroOptimizer_Stage3
+):
     """``DeepSpeedZeroOptimizer_Stage3`` with weights, gradients and optimizer state in TenCache's tiers."""
 
     def __init__(self, module: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -100,7 +100,7 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
         self._by_chunks = False
         self._chunked_step: ChunkedStep | None = None
         self._update_seconds = 0.0
-        self._simple_norms: dict[Any, torch.Tensor] = {}  # of gradients, on the compute device
+        self._simple_norms = {}
         self._monitor = StepMonitor()
         self._warned_of_watched_step = False
         offload = kwargs.get("offload_optimizer_config")
@@ -368,22 +368,6 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
             param.grad = None
         return buffers
 
-    def _offload_grad_partition_at_boundary(
-        self, param: Any, grad_buffer: torch.Tensor, offload_fp32_gradients: Any, offload_fp32_offsets: Any
-    ) -> None:
-        if self._gradients is None:
-            super()._offload_grad_partition_at_boundary(
-                param, grad_buffer, offload_fp32_gradients, offload_fp32_offsets
-            )
-            return
-        key = self.get_param_id(param)
-        if grad_buffer.numel() > NORM_PART_NUMEL:
-            self.norm_for_param_grads[key] = self._constant_buffered_norm2(grad_buffer)
-            return
-        # Its square and root, which DeepSpeed takes here as well, follow for all gradients at once.
-        self._simple_norms[key] = grad_buffer.view(-1).to(get_norm_dtype()).norm(2)
-        self.norm_for_param_grads.pop(key, None)
-
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """DeepSpeed's check for inf and NaN, without a boolean copy of every gradient in host memory."""
         if self._gradients is None or not partition_gradients:
@@ -441,23 +425,6 @@ class TenCacheZeroOptimizer_Stage3(PassesMixin, CheckpointMixin, StateAccessMixi
     def _write_figures(self) -> None:
         """Gives the last step's figures to DeepSpeed's monitor, once that step is over."""
         self._monitor.write(self._deepspeed_engine(), self.tencache)
-
-    def _complete_norms(self) -> None:
-        """The norms of all gradients, in host memory, where DeepSpeed adds them one by one; also of those that came in
-        an earlier micro-step only, which DeepSpeed would forget."""
-        norms = dict(self.norm_for_param_grads)
-        if self._simple_norms:
-            values = torch.stack(list(self._simple_norms.values())).cpu()
-            complete = ((values**2.0) ** 0.5).unbind()  # DeepSpeed's norm of a gradient in one part
-            norms = dict(zip(self._simple_norms, complete, strict=True)) | norms
-            self._simple_norms.clear()
-        params = {param.ds_id: param for param in itertools.chain.from_iterable(self.fp16_groups)}
-        device = get_accelerator().current_device_name()
-        for key in self._gradients.live():
-            if key not in norms:
-                segment = self._gradients.segment(key).to(device)
-                norms[self.get_param_id(params[key])] = self._constant_buffered_norm2(segment)
-        self.norm_for_param_grads = {key: norm.cpu() for key, norm in norms.items()}  # all on one device
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         if self._state is None:

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
-from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
-from deepspeed.utils import z3_leaf_module
 
 from tencache_ds.integration.module_hooks import Hooks
+from tencache_ds.integration.module_weights import params_of
 from tencache_ds.planning.patience import Patience
 
 FIRST_PATIENCE, LONGEST_PATIENCE = 1, 32
@@ -128,7 +127,7 @@ class SuspendedHooks:
         self._params = list(offload.module.parameters()) if self._trains else []
         self._requires_grad = self._requires_grad_now()
         modules = self._suspendable()
-        self._keep(param for module in modules for param in _params_of(module))
+        self._keep(param for module in modules for param in params_of(module).values())
         if not self._kept:
             return
         by_hooks = {id(hooks): module for module in modules for hooks in _hook_dicts(module)}
@@ -140,7 +139,7 @@ class SuspendedHooks:
                 taken = _Taken(hooks, handle.id, hooks.pop(handle.id), orders[id(hooks)])
                 self._suspended.setdefault(module, []).append(taken)
         for module in self._suspended:
-            for param in _params_of(module):
+            for param in params_of(module).values():
                 self._kept[param.ds_id].modules.append(module)
         self._forget_order()
         self.n_changes += 1
@@ -233,28 +232,28 @@ class SuspendedHooks:
     def _suspendable(self) -> list[torch.nn.Module]:
         """Modules whose weights can stay, and are used by no module that keeps its hooks, which would release them."""
         root = self._offload.module
-        params_of = {module: _params_of(module) for module in root.modules()}
+        used_by = {module: list(params_of(module).values()) for module in root.modules()}
         stay = {
             param.ds_id: self._weights.stays(param) and is_free(param)
-            for params in params_of.values()
+            for params in used_by.values()
             for param in params
         }
         candidates = [
             module
-            for module, params in params_of.items()
+            for module, params in used_by.items()
             if module is not root and not (params and any(True for _ in module.children()))
         ]
         while True:
-            chosen = {module for module in candidates if all(stay[param.ds_id] for param in params_of[module])}
-            released = {param.ds_id for module, params in params_of.items() if module not in chosen for param in params}
+            chosen = {module for module in candidates if all(stay[param.ds_id] for param in used_by[module])}
+            released = {param.ds_id for module, params in used_by.items() if module not in chosen for param in params}
             if not any(stay[key] for key in released):
                 break
             stay |= dict.fromkeys(released, False)
-        chosen -= self._recomputed(chosen, params_of)
+        chosen -= self._recomputed(chosen, used_by)
         return [module for module in candidates if module in chosen]
 
     def _recomputed(
-        self, chosen: Collection[torch.nn.Module], params_of: Mapping[torch.nn.Module, Sequence[Any]]
+        self, chosen: Collection[torch.nn.Module], used_by: Mapping[torch.nn.Module, Sequence[Any]]
     ) -> set[torch.nn.Module]:
         """Of the chosen modules those around frozen weights that are gathered. When a block is recomputed, DeepSpeed
         gathers them, and releases them when the block is through backward: without hooks on the block, when the whole
@@ -263,7 +262,7 @@ class SuspendedHooks:
             return set()
         gather = {
             module
-            for module, params in params_of.items()
+            for module, params in used_by.items()
             if module not in chosen and any(not param.requires_grad for param in params)
         }
         return {module for module in chosen if not gather.isdisjoint(module.modules())}
@@ -279,7 +278,7 @@ class SuspendedHooks:
                 if taken.number in current:  # else it was removed meanwhile
                     taken.put_back()
                     any_put_back = True
-            for param in _params_of(module):
+            for param in params_of(module).values():
                 if param.ds_id in self._kept:
                     self._kept[param.ds_id].modules.clear()
         if any_put_back:
@@ -379,11 +378,6 @@ class _Taken:
 
 def _hook_dicts(module: torch.nn.Module) -> tuple[Hooks, Hooks]:
     return module._forward_pre_hooks, module._forward_hooks
-
-
-def _params_of(module: torch.nn.Module) -> list[Any]:
-    """The parameters that DeepSpeed's hooks on a module gather."""
-    return list(iter_params(module, recurse=z3_leaf_module(module)))
 
 
 def is_free(param: Any) -> bool:

@@ -196,7 +196,7 @@ class ChunkedUpdate:
             StorageError: a read failed, or an earlier write.
             TenCacheError: no kernel takes a chunk.
         """
-        # Chunks on NVMe, and weights on NVMe, hold staging buffers: two of them at a time could wait for each other.
+        # Where weights are on NVMe, they hold staging buffers as well: two chunks at a time could wait for each other.
         ahead = staged_ahead = 0
         if not self._writer.holds_buffers(step.sub_group):
             ahead, staged_ahead = JOBS_AHEAD, self._staged_ahead()
@@ -272,10 +272,9 @@ class ChunkedUpdate:
             )
         self._record(entry)
         chunk = entry.used.chunk
-        if not entry.job.match:
+        if not self._matches(entry):
             self._tier.drop(entry.used)
             raise changed_unnoticed(chunk)
-        entry.used.digest = entry.job.digest
         try:
             with span(Category.COPY, "copy::weights", name_of(chunk)):
                 entry.job.publish()
@@ -300,12 +299,19 @@ class ChunkedUpdate:
     def _abandon(self, begun: deque[_Begun]) -> None:
         """After an error: the memory must not be released while a kernel still writes to it."""
         for entry in begun:
-            if not (entry.job.wait(JOB_TIMEOUT_S) and entry.job.match):
+            if not (entry.job.wait(JOB_TIMEOUT_S) and self._matches(entry)):
                 self._tier.drop(entry.used)
                 continue
-            entry.used.digest = entry.job.digest
             with contextlib.suppress(StorageError):
                 self._tier.put(entry.used)
+
+    @staticmethod
+    def _matches(entry: _Begun) -> bool:
+        """Whether an update that has ended found the weights it expected; if so, the chunk gets the digest of the new
+        ones."""
+        if entry.job.match:
+            entry.used.digest = entry.job.digest
+        return entry.job.match
 
 
 def name_of(chunk: Chunk) -> str:

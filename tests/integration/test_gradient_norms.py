@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from tencache_ds.integration import stage3
+from tencache_ds.integration import gradient_norms, stage3
 
 DEVICE = get_accelerator().current_device_name()
 NUMELS = (1, 7, 100, 4096, 100_003)
@@ -35,11 +35,11 @@ def expected(made: Any, key: int) -> torch.Tensor:
     return DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2(made, gradient(key)).cpu()
 
 
-@pytest.mark.parametrize("part_numel", [stage3.NORM_PART_NUMEL, 1000])
+@pytest.mark.parametrize("part_numel", [gradient_norms.NORM_PART_NUMEL, 1000])
 def test_the_norms_are_deepspeeds_and_in_host_memory(part_numel: int) -> None:
     n_params = 30
     made = optimizer(n_params, live=list(range(n_params)))
-    with mock.patch.object(stage3, "NORM_PART_NUMEL", part_numel):
+    with mock.patch.object(gradient_norms, "NORM_PART_NUMEL", part_numel):
         for key in range(2, n_params):  # the first two came in an earlier micro-step only
             made._offload_grad_partition_at_boundary(made.fp16_groups[0][key], gradient(key), {}, {})
     made._complete_norms()

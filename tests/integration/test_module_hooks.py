@@ -19,8 +19,8 @@ from deepspeed.runtime.zero.partition_parameters import _init_external_params
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import set_z3_leaf_modules
 
-from tencache_ds.integration.coordinator import _params_of
-from tencache_ds.integration.module_hooks import has_weights, lighten_hooks
+from tencache_ds.integration.module_hooks import lighten_hooks
+from tencache_ds.integration.module_weights import has_weights, params_of
 from tencache_ds.integration.suspended_hooks import _Taken
 
 
@@ -261,6 +261,6 @@ def test_the_parameters_of_a_fetch_are_deepspeeds(leaf: bool) -> None:
         set_z3_leaf_modules(block, [torch.nn.Sequential])
     for module in block.modules():
         expected = {param.ds_id: param for param in iter_params(module, recurse=leaf and module is block)}
-        found = _params_of(module)
+        found = params_of(module)
         assert found.keys() == expected.keys()
         assert all(found[key] is expected[key] for key in found)

@@ -44,6 +44,12 @@ ElementType element_type(const std::string& name)
     throw py::value_error("element type '" + name + "' is not float32, bfloat16 or float16");
 }
 
+// Elements from a position in the chunk to the end of its block, or of the run, of which so many are left.
+std::size_t part_numel(std::size_t position, std::size_t left)
+{
+    return std::min(BLOCK_NUMEL - position % BLOCK_NUMEL, left);
+}
+
 // master or remainder, exp_avg, exp_avg_sq, gradient (0: zeros), weight (0: not wanted), numel
 using RunTuple =
     std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::size_t>;
@@ -64,7 +70,7 @@ std::vector<AdamRun> cut_blocks(const std::vector<RunTuple>& runs, const AdamTyp
         if (master == 0 || exp_avg == 0 || exp_avg_sq == 0) { throw py::value_error("a run has no address"); }
         if (split && weight == 0) { throw py::value_error("a run of split master weights has no weights"); }
         for (std::size_t start = 0, length; start < run_numel; start += length) {
-            length = std::min(BLOCK_NUMEL - (position + start) % BLOCK_NUMEL, run_numel - start);
+            length = part_numel(position + start, run_numel - start);
             const std::size_t end = position + start + length;
             const std::size_t tail = end > body_end ? std::min(length, end - body_end) : 0;
             blocks.push_back(AdamRun{
@@ -208,32 +214,33 @@ public:
     {
         const AdamVariant variant = variant_of(variant_name);
         const AdamTypes types{element_type(gradient_type), element_type(weight_type)};
-        auto blocks = std::make_shared<std::vector<AdamRun>>(cut_blocks(runs, types, n_tail, split));
+        std::vector<AdamRun> parts = cut_blocks(runs, types, n_tail, split);
         auto job = std::make_shared<Job>();
-        job->n_blocks = blocks->size();
         if (!split) {
+            auto blocks = std::make_shared<std::vector<AdamRun>>(std::move(parts));
+            job->n_blocks = blocks->size();
             job->run = [blocks, scalars, types, kernel = variant.kernel](std::size_t index) {
                 kernel(scalars, types, (*blocks)[index]);
             };
             return submit(job);
         }
-        auto divided = std::make_shared<std::vector<std::vector<AdamRun>>>(by_block(*blocks));
+        auto blocks = std::make_shared<std::vector<std::vector<AdamRun>>>(by_block(parts));
         auto digests = std::make_shared<Digests>();
         digests->before = digests_of(expected);
-        digests->after.resize(divided->size());
-        if (!expected.empty() && expected.size() != divided->size() * sizeof(std::uint64_t)) {
+        digests->after.resize(blocks->size());
+        if (!expected.empty() && expected.size() != blocks->size() * sizeof(std::uint64_t)) {
             throw py::value_error("the digest is of another number of weights");
         }
-        job->n_blocks = divided->size();
-        job->run = [divided, scalars, types, digests, kernel = variant.split_kernel](std::size_t index) {
-            const auto& parts = (*divided)[index];
+        job->n_blocks = blocks->size();
+        job->run = [blocks, scalars, types, digests, kernel = variant.split_kernel](std::size_t index) {
+            const auto& block = (*blocks)[index];
             // Without the weights that it is split over, the master weight is lost: nothing is made of others.
-            if (!digests->before.empty() && digest_of(parts) != digests->before[index]) {
+            if (!digests->before.empty() && digest_of(block) != digests->before[index]) {
                 digests->match = false;
                 return;
             }
-            for (const AdamRun& part : parts) { kernel(scalars, types, part); }
-            digests->after[index] = digest_of(parts);
+            for (const AdamRun& part : block) { kernel(scalars, types, part); }
+            digests->after[index] = digest_of(block);
         };
         return submit(job, digests);
     }
@@ -245,7 +252,7 @@ public:
         for (const auto& [weight, numel] : runs) {
             if (weight == 0) { throw py::value_error("a run has no address"); }
             for (std::size_t start = 0, length; start < numel; start += length) {
-                length = std::min(BLOCK_NUMEL - (position + start) % BLOCK_NUMEL, numel - start);
+                length = part_numel(position + start, numel - start);
                 parts.push_back({reinterpret_cast<const std::uint16_t*>(weight) + start, length});
             }
             position += numel;

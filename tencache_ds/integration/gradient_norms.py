@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms of gradients: DeepSpeed's, bit for bit, with one kernel for each gradient on the device instead of three."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.utils import get_norm_dtype
+
+NORM_PART_NUMEL = 250_000_000
+"""Of longer gradients DeepSpeed computes the norm in parts."""
+
+
+class GradientNormsMixin:
+    """Overrides of DeepSpeed's methods for :class:`TenCacheZeroOptimizer_Stage3`.
+
+    Attributes:
+        _simple_norms: by parameter, on the compute device, the norm of a gradient in one part; its square and root,
+            which DeepSpeed takes of each, follow for all of them at once.
+    """
+
+    _simple_norms: dict[Any, torch.Tensor]
+
+    def _offload_grad_partition_at_boundary(
+        self, param: Any, grad_buffer: torch.Tensor, offload_fp32_gradients: Any, offload_fp32_offsets: Any
+    ) -> None:
+        if self._gradients is None:
+            super()._offload_grad_partition_at_boundary(
+                param, grad_buffer, offload_fp32_gradients, offload_fp32_offsets
+            )
+            return
+        key = self.get_param_id(param)
+        if grad_buffer.numel() > NORM_PART_NUMEL:
+            self.norm_for_param_grads[key] = self._constant_buffered_norm2(grad_buffer)
+            return
+        self._simple_norms[key] = grad_buffer.view(-1).to(get_norm_dtype()).norm(2)
+        self.norm_for_param_grads.pop(key, None)
+
+    def _complete_norms(self) -> None:
+        """The norms of all gradients, in host memory, where DeepSpeed adds them one by one; also of those that came in
+        an earlier micro-step only, which DeepSpeed would forget."""
+        norms = dict(self.norm_for_param_grads)
+        if self._simple_norms:
+            values = torch.stack(list(self._simple_norms.values())).cpu()
+            complete = ((values**2.0) ** 0.5).unbind()
+            norms = dict(zip(self._simple_norms, complete, strict=True)) | norms
+            self._simple_norms.clear()
+        params = {param.ds_id: param for param in itertools.chain.from_iterable(self.fp16_groups)}
+        device = get_accelerator().current_device_name()
+        for key in self._gradients.live():
+            if key not in norms:
+                segment = self._gradients.segment(key).to(device)
+                norms[self.get_param_id(params[key])] = self._constant_buffered_norm2(segment)
+        self.norm_for_param_grads = {key: norm.cpu() for key, norm in norms.items()}  # all on one device
