@@ -209,11 +209,12 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     def reset_step(self) -> None:
         """The start of a forward pass."""
         spans.phase("forward")
-        all_trained = all(param.requires_grad for param in self.trained)
-        if all_trained and self.is_record_trace():
+        # With weights on NVMe every module is an occasion to read further ahead.
+        may_pass_over = not self._tencache_swappers and all(param.requires_grad for param in self.trained)
+        if may_pass_over and self.is_record_trace():
             self._leave_out_modules_without_weights()
         super().reset_step()
-        self._tencache_passes_over = all_trained and self.is_complete_trace()
+        self._tencache_passes_over = may_pass_over and self.is_complete_trace()
         in_order = self._PartitionedParameterCoordinator__param_order
         self._tencache_behind_update = self.update_may_continue and not any(
             getattr(entry.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) for entry in in_order

@@ -11,7 +11,8 @@ inputs or outputs.
 [Note: modules without weights] There is nothing to gather or release for them, and of a Transformer layer's modules a
 third are such. They are left out of DeepSpeed's order of modules, on every rank alike. Only where some weights are
 frozen they stay: when a block is recomputed, DeepSpeed gathers its frozen weights again, and releases them when the
-block, which may have no weights of its own, is through backward.
+block, which may have no weights of its own, is through backward. They stay too where weights are on NVMe: the reads
+of those that come next go on at every module.
 """
 
 from __future__ import annotations
