@@ -70,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
          help="recompute activations in backward")  # fmt: skip
     load("--busy-cores", type=not_negative, default=0, metavar="N",
          help="additional processes that keep one core busy each")  # fmt: skip
+    load("--deterministic", action="store_true",
+         help="use torch's deterministic algorithms: without them, kernels of a GPU may give other losses in each run, "
+         "whatever is compared")  # fmt: skip
     effort = parser.add_argument_group("effort").add_argument
     effort("--rounds", type=at_least_one, help="runs of each configuration")
     effort("--steps", type=at_least_one, help="measured optimizer steps per run")

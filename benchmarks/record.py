@@ -199,6 +199,7 @@ class Workload(Record):
     precision: str  # "bf16" or "fp16"
     activation_checkpointing: bool = False  # whether activations are recomputed in backward
     busy_cores: int = 0  # additional processes that only keep a core busy
+    deterministic: bool = False  # whether kernels that give other bits from run to run are left out
 
     @property
     def tokens_per_step(self) -> int:
@@ -228,7 +229,6 @@ class Task(Assignment):
     turns: int = 1  # the measured steps are split into so many turns, each released by the gate; divides the steps
     gate: str | None = None  # folder of the benchmark's turnstile (``benchmarks.turns``)
     zero_init: bool = True  # False builds the unpartitioned model
-    deterministic: bool = False
     gpu_nbytes: int | None = None  # limit of torch's allocator per GPU
     profile: bool = False  # whether a further step is made under torch's profiler
     timeline_hz: float = 20.0  # samples per second; 0 takes none

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -23,10 +23,7 @@ PROBE_TIMEOUT_S = 300.0
 """The probe keeps its own time; this is for one that hangs."""
 
 OPERATORS = ("AsyncIOBuilder", "CPUAdamBuilder", "tencache_ds.ops.tencache_aio:TenCacheAioBuilder")
-"""The operators that the configurations and the probe use."""
-
-OPERATORS_OF_GPU_TRAINING = ("FusedAdamBuilder",)
-"""DeepSpeed's optimizer of configurations that keep everything on the GPU; takes a minute with CUDA's compiler."""
+"""The operators that most configurations and the probe use."""
 
 
 _PROBE = """
@@ -70,7 +67,7 @@ class Machine:
             found["cuda"] = str(torch.version.cuda)
         return found
 
-    def build_operators(self, *, trains: bool = True) -> None:
+    def build_operators(self, others: Iterable[str] = ()) -> None:
         """Builds the operators of the configurations in parallel. Build failures show where an operator is used.
 
         Otherwise the run that comes first would build it, and its start would be that of a compiler.
@@ -78,13 +75,12 @@ class Machine:
         Stale locks of killed processes, at which builds hang, are reported.
 
         Args:
-            trains: whether some configuration has an optimizer.
+            others: those that some configurations use beside the usual ones.
         """
-        names = OPERATORS + (OPERATORS_OF_GPU_TRAINING if trains and self.gpus() else ())
         command = [sys.executable, "-m", "tencache_ds.ops.build"]
         builds = [
             subprocess.Popen([*command, name], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            for name in names
+            for name in (*OPERATORS, *sorted(set(others)))
         ]
         wait_for_builds(builds)
 

@@ -55,6 +55,7 @@ class Peer:
     program: str = "train_step"  # module of this package that trains
     launcher: tuple[str, ...] = ()  # further arguments for the ``deepspeed`` launcher
     zero_init: bool = True  # whether the model is built partitioned
+    operators: tuple[str, ...] = ()  # builders of what DeepSpeed compiles for it beside what the others use
 
     def refuse(self, setting: Setting) -> str:
         """Why it cannot run in a setting, or an empty string."""
@@ -219,6 +220,7 @@ PEERS: dict[str, Peer] = {
         Peer(
             "gpu-gpu", "stock GPU only", _stock, placement=Placement(weights_gpu=1, optimizer_gpu=1),
             gpu_nbytes_per_param=20, needs_gpu=True,  # weights, gradients, fp32 state, and buffers
+            operators=("FusedAdamBuilder",),  # takes a minute with CUDA's compiler
         ),
         Peer(
             "twin-flow", "Twin-Flow", partial(_stock, optimizer="ram"),

@@ -82,7 +82,9 @@ class Session:
     # What is on record
 
     def _begin(self) -> Benchmark:
-        self._machine.build_operators()  # a continued benchmark has built them, of the same versions
+        peers, gpus = [PEERS[entry.peer] for entry in self._plan.entries], self._machine.gpus()
+        operators = {name for peer in peers if gpus or not peer.needs_gpu for name in peer.operators}
+        self._machine.build_operators(operators)  # a continued benchmark has built them, of the same versions
         hardware = self._machine.probe(self._plan.nvme_path, self._plan.probe_s)
         on_tmpfs = hardware.storage is not None and hardware.storage.in_memory
         return Benchmark(

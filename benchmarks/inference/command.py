@@ -65,7 +65,7 @@ def run(words: list[str]) -> int:
         if arguments.tokens < 2:
             raise ValueError("--tokens has to be at least 2: the first one is measured with the prompt")
         machine = Machine()
-        machine.build_operators(trains=False)
+        machine.build_operators()
         hardware = machine.probe(arguments.nvme_path.resolve(), 10.0)
         arguments.out.mkdir(parents=True, exist_ok=True)
         record: dict[int, dict[str, Generation | str]] = {}

@@ -109,7 +109,7 @@ def run_task(building: Building, make: Make) -> tuple[MeasuredRun, Trainee]:
         make: gets it ready to train.
     """
     task, accelerator = Task.of_command_line(), get_accelerator()
-    if task.deterministic:
+    if task.workload.deterministic:
         # Before the first work on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from tencache_ds.cli.arguments import at_least_one, check_json_file, open_console, positive, size
 from tencache_ds.cli.finding import format_nbytes
+from tencache_ds.cli.plan_job import plan_job
 from tencache_ds.cli.plan_plot import write_plot
 from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.planning.budget import AUTO_HOST_SHARE
@@ -46,8 +47,13 @@ def add_command(commands: Any) -> None:
         help="check whether a model fits this machine; show its placement and the gain from more memory",
         description="Measures this machine for some seconds and shows the placement of a model's weights, gradients "
         "and optimizer state in GPU memory, in RAM and on NVMe, and the resulting lower bound of the step time. Exit "
-        "status 1 if the model does not fit.",
+        "status 1 if the model does not fit. With --job it observes a running job instead: the placement, what limits "
+        "the step, and the step with more RAM.",
     )
+    parser.add_argument(
+        "--job", nargs="?", const="", metavar="PID|RUN_ID",
+        help="a running job instead of a model; without a value, the only one that is running",
+    )  # fmt: skip
     model = parser.add_argument_group("model, in one of three ways")
     model.add_argument("--params", type=_count, metavar="N", help="number of parameters, such as 6.7B")
     model.add_argument("--model", metavar="NAME", help="a Hugging Face config.json, its folder, or a name on the hub")
@@ -76,14 +82,15 @@ def add_command(commands: Any) -> None:
         "after the first step of a training run (default: none)",
     )  # fmt: skip
     parser.add_argument(
-        "--seconds", type=positive, default=10.0, help="duration of the measurement (default: %(default)g)"
-    )
+        "--seconds", type=positive, default=10.0,
+        help="duration of the measurement, or of the observation of a job (default: %(default)g)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to this file")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE",
         help="also draw it, as PNG, SVG or PDF: bytes by place, and the step over RAM for several GPU memory sizes",
     )  # fmt: skip
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, unset=vars(parser.parse_args([])))
 
 
 def _count(text: str) -> int:
@@ -116,6 +123,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     check_json_file(arguments.json)
     check_plot_file(arguments.plot)
+    if arguments.job is not None:
+        check_job_alone(arguments)
+        plan_job(arguments.job, arguments.seconds, arguments.json, console)
+        return 0
     numel = numel_of(arguments)
     from tencache_ds.io import free_nbytes
     from tencache_ds.planning.chunks import automatic_chunk_nbytes
@@ -178,6 +189,22 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         limit = _resource_names("the GPU" if hardware.gpu else "arithmetic")[chosen.bound.limit]
         write_plot(arguments.plot, title, chosen, frontier, limit=limit, ranks=training.ranks)
     return 1 if problems else 0
+
+
+def check_job_alone(arguments: argparse.Namespace) -> None:
+    """Refuses options that describe a model, a step or memory beside ``--job``: the job has its own.
+
+    Raises:
+        ConfigError: names them.
+    """
+    meant_for_jobs = {"job", "seconds", "json"}
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in arguments.unset.items()
+        if name not in meant_for_jobs and getattr(arguments, name) != value
+    ]
+    if given:
+        raise ConfigError(f"--job shows a running job as it is: leave {', '.join(given)} out")
 
 
 def numel_of(arguments: argparse.Namespace) -> int:

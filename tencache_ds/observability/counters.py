@@ -136,6 +136,7 @@ class Stats:
         gpu_weight_nbytes: weights kept in GPU memory.
         gpu_gradient_nbytes: gradients accumulated in GPU memory.
         gpu_state_nbytes: optimizer state kept, and updated, in GPU memory.
+        state_nbytes: optimizer state in all places, at its size in memory; on NVMe split master weights take less.
         gpu_activation_nbytes: saved tensors of the last pass that stayed in GPU memory when its backward began, without
             those below ``activation_min_size``; 0 with ``"activations": "off"``. With ``auto``, in passes whose tensors
             autograd keeps itself, what they are expected to save.
@@ -170,6 +171,7 @@ class Stats:
     gpu_weight_nbytes: int = 0
     gpu_gradient_nbytes: int = 0
     gpu_state_nbytes: int = 0
+    state_nbytes: int = 0
     gpu_activation_nbytes: int = 0
     host_activation_nbytes: int = 0
     nvme_activation_nbytes: int = 0

@@ -63,7 +63,7 @@ def summary(stats: Stats) -> list[str]:
     if share >= WORTH_SAYING:
         lines.append(
             "more RAM or GPU memory, another drive (tencache.nvme_paths) or a larger batch would shorten these waits; "
-            "`tencache plan` estimates by how much"
+            "`tencache plan --job` estimates by how much while it runs"
         )
     return lines
 

@@ -304,6 +304,20 @@ def test_different_losses_are_grouped_and_located():
         "A: stock NVMe + NVMe (round 1), stock B, TenCache (defaults)", "the reference", "-", "-",
     ]  # fmt: skip
     assert cells(losses, "B:") == ["B: stock NVMe + NVMe (round 2)", "step 3, micro-step 1", "9.5e-07", "9.5e-07"]
+    assert "`--deterministic`" in top(page)
+    assert "`--deterministic`" in losses
+
+
+def test_different_losses_of_deterministic_kernels_are_not_put_down_to_them():
+    runs = [run("nvme-nvme", [], 0, steps=[step(9.0, 8.0)]), run("tencache", [], 0, steps=[step(9.0, 7.0)])]
+    exact = benchmark([stock(), tencache()], runs)
+    exact = exact.model_copy(update={"workload": exact.workload.model_copy(update={"deterministic": True})})
+    on_cpu = benchmark([stock(), tencache()], runs, hardware=hardware(gpu=None))
+    for example in (exact, on_cpu):
+        page = render(example)
+        assert "- **Losses differ**: 2 groups of runs" in top(page)
+        assert "`--deterministic`" not in page
+    assert "deterministic algorithms" in render(exact)
 
 
 def test_a_loss_that_is_not_finite_has_no_relative_size():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,16 @@ class ScriptedMachine:
     """A machine with given rates."""
 
     versions_now = "1"
+    n_gpus = 0
 
     def __init__(self) -> None:
         self.done: list[str] = []
 
     def gpus(self) -> int:
-        return 0
+        return self.n_gpus
 
-    def build_operators(self) -> None:
-        self.done.append("operators")
+    def build_operators(self, others: Iterable[str]) -> None:
+        self.done += ["operators", *sorted(others)]
 
     def identity(self) -> tuple[str, int, str | None]:
         return HARDWARE.cpu, HARDWARE.cores, None
@@ -231,6 +232,17 @@ def test_operators_are_built_before_the_probe_and_once_per_benchmark(options: di
     Session(plan(rounds=2, **options), resumed).run()
     assert begun.done == ["operators", "probe"]
     assert resumed.done == []
+
+
+@pytest.mark.parametrize(("n_gpus", "built"), [(0, []), (1, ["FusedAdamBuilder"])])
+def test_operators_of_configurations_that_cannot_run_are_not_built(
+    options: dict[str, Any], scripted: Any, n_gpus: int, built: list[str]
+) -> None:
+    scripted(lambda request: 1.0)
+    machine = ScriptedMachine()
+    machine.n_gpus = n_gpus
+    Session(plan("gpu-gpu", "tencache", **options), machine).run()
+    assert machine.done == ["operators", *built, "probe"]
 
 
 def test_the_record_has_every_config_without_paths(options: dict[str, Any], scripted: Any) -> None:

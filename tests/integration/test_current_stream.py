@@ -126,7 +126,9 @@ def test_on_two_gpus_it_is_that_of_the_current_one() -> None:
     accelerator, side = get_accelerator(), torch.cuda.Stream(device=1)
     with torch.cuda.device(1):
         assert accelerator.current_stream().device_index == 1
-    with accelerator.stream(side):
-        assert torch.cuda.current_stream(1) == side
-        assert accelerator.current_stream().device_index == 0
+    with accelerator.stream(side):  # switches to the stream's device, as torch's own does
+        assert accelerator.current_stream() == torch.cuda.current_stream() == torch.cuda.current_stream(1) == side
+        assert torch.cuda.current_device() == 1
     assert torch.cuda.current_stream(1) != side
+    assert accelerator.current_stream() == torch.cuda.current_stream()
+    assert torch.cuda.current_device() == 0

@@ -42,7 +42,7 @@ def test_a_run_that_waits_for_nvme_is_told_what_helps():
         "NVMe: 300.00 GiB read, 100.00 GiB written, per step 1.50 GiB and 0.50 GiB",
         "at the end: in GPU memory 2.00 GiB, in RAM 3.00 GiB of weights and state, on NVMe 7.00 GiB",
         "more RAM or GPU memory, another drive (tencache.nvme_paths) or a larger batch would shorten these waits; "
-        "`tencache plan` estimates by how much",
+        "`tencache plan --job` estimates by how much while it runs",
     ]
 
 
