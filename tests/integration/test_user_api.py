@@ -262,18 +262,22 @@ def test_monitor_gets_every_figure_of_a_step(one_rank: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
-def test_a_running_job_is_traced_and_watched(ranks: str, request: pytest.FixtureRequest) -> None:
+def test_a_running_job_is_traced_watched_and_planned(ranks: str, request: pytest.FixtureRequest) -> None:
     outcome = request.getfixturevalue(ranks)
     for rank in outcome.ranks:
         ours, stock = (outcome.result("observed", engine, rank)["losses"] for engine in ("tencache", "stock"))
         assert ours == stock[: len(ours)], "a trace has changed the training"
     seen = outcome.result("observed", "tencache")
-    assert seen["status"] == [0, 0], (seen["trace printed"], seen["watch printed"])
+    printed = [seen[f"{command} printed"] for command in ("trace", "watch", "plan")]
+    assert seen["status"] == [0, 0, 0], printed
     n_ranks = len(outcome.ranks)
     title = "rank 0 of 1" if n_ranks == 1 else "ranks 0-1 of 2"
     assert f"recording 2 steps of {title}" in seen["trace printed"]
     assert title in seen["watch printed"]
     assert "bound by" in seen["watch printed"]
+    assert title in seen["plan printed"]
+    assert "a step takes" in seen["plan printed"]
+    assert "RAM per rank beyond what the job has now" in seen["plan printed"]
     contents = json.loads(Path(seen["trace"]).read_text())
     for track in check_format(contents).values():
         assert_nested(track)

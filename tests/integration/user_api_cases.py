@@ -1060,12 +1060,14 @@ def observed(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     world_size = deepspeed.comm.get_world_size()
     command = [sys.executable, "-m", "tencache_ds.cli"]
     trace_file = os.path.join(folder, f"observed_{world_size}.json")
-    tracing = watching = None
+    tracing = watching = planning = None
     if rank == 0:
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         pid, steps = str(os.getpid()), str(TRACED_STEPS)
         watching = subprocess.Popen([*command, "watch", "--once", pid], env=environment, **pipes)
+        plan = ["plan", "--job", pid, "--seconds", "0.5"]
+        planning = subprocess.Popen([*command, *plan], env=environment, **pipes)
         tracing = subprocess.Popen(
             [*command, "trace", pid, "--steps", steps, "--output", trace_file], env=environment, **pipes
         )
@@ -1083,10 +1085,11 @@ def observed(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     s.train(2)
     s.seen["own trace"] = s.seen["own trace"].replace("{rank}", str(rank))
     wait_until(lambda: os.path.exists(s.seen["own trace"]))
-    if tracing is not None and watching is not None:
+    if tracing is not None and watching is not None and planning is not None:
         s.seen["trace printed"] += tracing.communicate(timeout=60)[0]
         s.seen["watch printed"] = watching.communicate(timeout=60)[0]
-        s.seen["status"] = [tracing.returncode, watching.returncode]
+        s.seen["plan printed"] = planning.communicate(timeout=60)[0]
+        s.seen["status"] = [tracing.returncode, watching.returncode, planning.returncode]
         s.seen["trace"] = trace_file
     threads = [channel_threads()]
     s.end()
