@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, field_validator
 
 from tencache_ds.errors import ConfigError
 from tencache_ds.keys import OPTIONS_KEY
@@ -209,12 +208,16 @@ class Log(StrEnum):
     """Warnings only."""
 
 
-class TenCacheConfig(DeepSpeedConfigModel):
+class TenCacheConfig(BaseModel):
     """The ``"tencache"`` section. Omitted or null means automatic, for the section and for each option.
 
     The docstrings of the fields and of their values are the reference in docs/configuration.md, in Markdown:
     ``python docs/generate.py`` writes them there.
     """
+
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, validate_assignment=True, use_enum_values=True, protected_namespaces=()
+    )
 
     host_memory: HostMemory | None = None
     """RAM per rank that replaces NVMe: for weights, in the order in which the model defines them, then for gradients,
@@ -342,17 +345,16 @@ def options_from(section: object) -> TenCacheConfig:
         section = {}
     if not isinstance(section, Mapping):
         raise ConfigError(f'"{OPTIONS_KEY}" must be an object with options or null, not {section!r}')
-    # Checked here: the base class drops values of "auto" before it checks names.
     unknown = [_explain_unknown(key, value) for key, value in section.items() if key not in TenCacheConfig.model_fields]
-    known = {key: value for key, value in section.items() if key in TenCacheConfig.model_fields}
+    given = {key: value for key, value in section.items() if key in TenCacheConfig.model_fields and value is not None}
+    # As in the rest of a DeepSpeed config "auto" is the default; for activations it is a choice of its own.
+    chosen = {key: value for key, value in given.items() if value != "auto" or key == "activations"}
     try:
-        options = TenCacheConfig(**{key: value for key, value in known.items() if value is not None})
+        options = TenCacheConfig(**chosen)
     except ValidationError as error:
         raise ConfigError("; ".join([*unknown, *(_explain(item) for item in error.errors())])) from None
     if unknown:
         raise ConfigError("; ".join(unknown))
-    if known.get("activations") == "auto":  # which the base class takes for the default, whatever that is
-        options.activations = Activations.auto
     return options
 
 

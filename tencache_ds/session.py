@@ -13,7 +13,6 @@ registration is expensive (about 0.5 s per GB).
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import threading
@@ -26,39 +25,30 @@ from tencache_ds.activations.auto_places import AutoPlaces
 from tencache_ds.activations.saved_tensors import ActivationFigures
 from tencache_ds.config import Activations, TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
-from tencache_ds.errors import SpaceError, TenCacheError
+from tencache_ds.errors import TenCacheError
 from tencache_ds.host_homes import HostHomes
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.paths import NvmePaths
-from tencache_ds.io.scratch import device_of, free_nbytes
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES, gib
 from tencache_ds.memory.arena import HostArena, Locking
-from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.host_tensors import HostTensors
 from tencache_ds.observability import tracing
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
 from tencache_ds.planning.budget import StagingPlan
-from tencache_ds.planning.chunks import automatic_chunk_nbytes, cut_sub_group
 from tencache_ds.planning.host_watch import HostWatch
 from tencache_ds.planning.peak_memory import MemoryNeeds, OutsideNeeds, PeakMemory, memory_of_own_weights, peak_memory
-from tencache_ds.planning.placement import StateCapacity, plan_state
 from tencache_ds.profiling.host_memory import available_nbytes, memory_nbytes
 from tencache_ds.staging import Staging
+from tencache_ds.state_building import StateBuilder
 from tencache_ds.state_moves import StateMoves
 from tencache_ds.surroundings import Surroundings
 from tencache_ds.tiers.background_update import BackgroundUpdate
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.split_master import SplitMasters
-from tencache_ds.tiers.sub_group import Kinds, SubGroupSpec
 
 logger = logging.getLogger("DeepSpeed.tencache")
-
-HOST_SHARE_WITHOUT_NVME = 0.9
-"""Of the available host memory: so much may take gradients and optimizer state that must not go to NVMe, before GPU
-memory does."""
 
 
 class Session:
@@ -80,7 +70,6 @@ class Session:
         self.options = options
         self.surroundings = surroundings
         self.counters = Counters()
-        self.optimizer_state: OptimizerStateTier | None = None
         self.activations: ActivationHomes | None = None
         """Memory of activations; None unless they are moved."""
         self._pid = os.getpid()
@@ -88,7 +77,6 @@ class Session:
         self._closed = False
         self._engines = list(engines)
         self._owns = owns
-        self._optimizer_store: ExtentStore | None = None
         self._reserved_nbytes = 0
         self._gpu_weight_nbytes = self._gpu_gradient_nbytes = 0
         self._peak = PeakMemory(0, 0, 0)
@@ -108,6 +96,8 @@ class Session:
         # DeepSpeed pins these weights whatever "pin_memory" says.
         self._weight_arena = HostArena(None, Locking.CUDA if surroundings.on_cuda else Locking.NONE, inherited=True)
         self._staging = Staging(options, surroundings, engines[0], locking)
+        self.state = StateBuilder(options, surroundings, engines[0], self._staging, self.counters, self.count_host)
+        """Builds the optimizer's state."""
         self._claimed = [engine for engine in self._engines if engine.claim(self)]
 
     @property
@@ -124,6 +114,11 @@ class Session:
         """The engines of the model's weights."""
         return list(self._engines)
 
+    @property
+    def optimizer_state(self) -> OptimizerStateTier | None:
+        """The optimizer's state; None before it is built, and where it stays with the optimizer."""
+        return self.state.tier
+
     # Building
 
     def build_activations(
@@ -135,8 +130,8 @@ class Session:
         releasable_nbytes: Callable[[], int],
         say: Callable[[str], None],
     ) -> bool:
-        """Prepares to move activations, if the options say so; before :meth:`plan_optimizer_state`, which takes what
-        host memory they leave.
+        """Prepares to move activations, if the options say so; before :meth:`StateBuilder.plan`, which takes what host
+        memory they leave.
 
         Args:
             device: where they are.
@@ -166,54 +161,6 @@ class Session:
         """Activations that move only where that is worth it; None if they stay, or move in any case."""
         return self.activations if self.options.activations == Activations.auto else None
 
-    def plan_optimizer_state(
-        self,
-        numels: Sequence[int],
-        kinds: Kinds,
-        gradient_nbytes: int,
-        *,
-        by_chunks: bool,
-        gpu_nbytes: int = 0,
-        visible: Sequence[Sequence[tuple[int, int]]] | None = None,
-    ) -> tuple[list[SubGroupSpec], list[int]]:
-        """Decides the initial places of optimizer state: the rest of ``host_memory`` after weights and gradients, then
-        NVMe; GPU memory for state that fits into neither.
-
-        Args:
-            numels: elements of each sub-group.
-            kinds: ``(kind, dtype)`` of each state that is kept.
-            gradient_nbytes: of the gradients, which begin in host memory.
-            by_chunks: an update takes one chunk at a time; else a whole sub-group.
-            gpu_nbytes: GPU memory that may be used before anything is known about what training needs.
-            visible: of each sub-group the ascending ``(first element, end)`` of weights that have their new values when
-                a step returns.
-
-        Returns:
-            The sub-groups, and the bytes of each chunk that goes to NVMe.
-        """
-        itemsizes = [(kind, dtype.itemsize) for kind, dtype in kinds]
-        # On NVMe many small chunks would cost more than they gain.
-        apart: Sequence[Sequence[tuple[int, int]]] = [()] * len(numels)
-        if visible is not None and by_chunks and not self.surroundings.optimizer_paths:
-            apart = visible
-        nbytes = [
-            [chunk.nbytes for chunk in cut_sub_group(index, numel, itemsizes, self._chunk_nbytes, apart[index])]
-            for index, numel in enumerate(numels)
-        ]
-        homes = plan_state(nbytes, self._state_capacity(gradient_nbytes, gpu_nbytes), by_chunks=by_chunks)
-        by_place: dict[Place, list[int]] = {place: [] for place in Place}
-        for group, places in zip(nbytes, homes, strict=True):
-            for each, place in zip(group, places or (Place.HOST,) * len(group), strict=True):
-                by_place[place].append(each)
-        self.count_host(sum(by_place[Place.HOST]))
-        if by_place[Place.GPU]:
-            logger.info("%s of optimizer state fit nowhere but in GPU memory", gib(sum(by_place[Place.GPU])))
-        specs = [
-            SubGroupSpec(numel, kinds, places, tuple(ranges))
-            for numel, places, ranges in zip(numels, homes, apart, strict=True)
-        ]
-        return specs, by_place[Place.NVME]
-
     def weight_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory for weights that DeepSpeed keeps in RAM: exact, where torch pins a power of two.
 
@@ -225,19 +172,6 @@ class Session:
         """
         nbytes = numel * dtype.itemsize
         return self._weight_arena.allocate(max(nbytes, 1), "weights")[:nbytes].view(dtype)
-
-    @property
-    def _chunk_nbytes(self) -> int:
-        paths = self.surroundings.optimizer_paths
-        return self.options.chunk_size or automatic_chunk_nbytes(may_be_stored=bool(paths))
-
-    def _state_capacity(self, gradient_nbytes: int, gpu_nbytes: int) -> StateCapacity:
-        ranks, paths = self.surroundings.local_ranks, self.surroundings.optimizer_paths
-        if not paths:  # then limited by the available memory, not by host_memory
-            available = int(HOST_SHARE_WITHOUT_NVME * available_nbytes()) // ranks
-            return StateCapacity(max(available - gradient_nbytes, 0), None, gpu_nbytes)
-        left = self._engines[0].host_left_nbytes - gradient_nbytes
-        return StateCapacity(max(left, 0), _free_together(paths) // ranks, gpu_nbytes)
 
     @property
     def host_left_nbytes(self) -> int:
@@ -270,8 +204,9 @@ class Session:
         tier, by_place = self.optimizer_state, dict.fromkeys(Place, 0)
         chunk_nbytes = [] if tier is None else tier.chunk_nbytes
         if tier is not None:
-            stored = 0 if self._optimizer_store is None else self._optimizer_store.nbytes_allocated
-            by_place = {Place.GPU: tier.device_nbytes, Place.HOST: tier.resident_nbytes, Place.NVME: stored}
+            by_place = {
+                Place.GPU: tier.device_nbytes, Place.HOST: tier.resident_nbytes, Place.NVME: self.state.stored_nbytes
+            }  # fmt: skip
         staging = self._staging.nbytes
         locking = self._engines[0].staging_locking(staging)
         left_nbytes = max(self.host_left_nbytes, 0)
@@ -302,79 +237,6 @@ class Session:
                 staging_pinned=locking is not Locking.NONE,
             )
         )
-
-    def check_optimizer_space(self, needed_nbytes: int) -> None:
-        """Compares the NVMe space that optimizer state needs with the free space, for all ranks of this host together.
-
-        Raises:
-            SpaceError: too little space; says how much is missing.
-        """
-        paths = self.surroundings.optimizer_paths
-        if not paths or not needed_nbytes:
-            return
-        ranks = self.surroundings.local_ranks
-        needed, free = needed_nbytes * ranks, _free_together(paths)
-        if free < needed:
-            raise SpaceError(
-                "allocate",
-                paths[0],
-                0,
-                needed,
-                f"optimizer state of {ranks} rank(s) needs {gib(needed)}, but only {gib(free)} are free"
-                f"{_together(paths)}: {gib(needed - free)} are missing. Free some space, name another folder as "
-                '"zero_optimization.offload_optimizer.nvme_path", or more of them as "tencache.nvme_paths"',
-                errno=errno.ENOSPC,
-            )
-
-    def build_optimizer_state(
-        self,
-        specs: Sequence[SubGroupSpec],
-        needed_nbytes: int,
-        device: DeviceMemory | None = None,
-        masters: SplitMasters | None = None,
-    ) -> OptimizerStateTier:
-        """Builds the optimizer tier and reserves its NVMe space.
-
-        Args:
-            specs: the sub-groups.
-            needed_nbytes: bytes that will be stored on NVMe, for the check before anything is allocated.
-            device: where device memory comes from, for chunks that live there.
-            masters: splits master weights on NVMe; None where they are always whole.
-
-        Raises:
-            MemoryLimitError: not enough device memory.
-            SpaceError: too little space; says how much is missing.
-        """
-        if self.surroundings.optimizer_paths and needed_nbytes:
-            self._optimizer_store = self._engines[0].open_store(
-                "optimizer", self.surroundings.optimizer_paths, preallocate_nbytes=needed_nbytes
-            )
-        self.optimizer_state = OptimizerStateTier(
-            specs,
-            store=self._optimizer_store,
-            pool=self._staging.chunk_pool,
-            counters=self.counters,
-            chunk_nbytes=self._chunk_nbytes,
-            timeout_s=self.options.io_timeout_s,
-            device=device,
-            masters=masters,
-        )
-        return self.optimizer_state
-
-    def open_optimizer_store(self) -> bool:
-        """Makes NVMe ready for optimizer state, where none went there at the start; False where none may.
-
-        Raises:
-            ConfigError: ``staging_memory`` is too small for it.
-            StorageError: not enough space, or the folder cannot be used.
-        """
-        if not self.surroundings.optimizer_paths or self.optimizer_state is None:
-            return False
-        self._staging.build_late(self.optimizer_state.chunk_nbytes)
-        if self._optimizer_store is None:
-            self._optimizer_store = self._engines[0].open_store("optimizer", self.surroundings.optimizer_paths)
-            self.optimizer_state.use_store(self._optimizer_store)
-        return True
 
     def watch_host_memory(self, moves: StateMoves) -> HostHomes | None:
         """Moves optimizer state to NVMe when host memory runs out; None if there is no place for it."""
@@ -420,8 +282,7 @@ class Session:
         stores = self._stores
         paths = summed(path.stats() for nvme in self._all_nvme for path in nvme.paths)
         stored_weight_nbytes = stored_nbytes = sum(tier.homes.allocated_nbytes for tier in weights)
-        if self._optimizer_store is not None:
-            stored_nbytes += self._optimizer_store.nbytes_allocated
+        stored_nbytes += self.state.stored_nbytes
         moved = ActivationFigures()
         if self.activations is not None:
             moved = self.activations.figures
@@ -466,7 +327,7 @@ class Session:
     def describe(self) -> str:
         """One line: the places of everything and the way it moves."""
         stats = self.stats()
-        state_nbytes = 0 if self._optimizer_store is None else self._optimizer_store.nbytes_allocated
+        state_nbytes = self.state.stored_nbytes
         weights = _by_place(
             gpu=stats.gpu_weight_nbytes, ram=stats.resident_weight_nbytes, nvme=stats.stored_nbytes - state_nbytes
         )
@@ -541,8 +402,8 @@ class Session:
                 if self.surroundings.on_cuda:
                     stack.callback(torch.cuda.synchronize)  # copies from this memory may be under way
                 stack.callback(self._staging.free)
-                if self._optimizer_store is not None:
-                    stack.callback(self._engines[0].nvme.close_store, self._optimizer_store)
+                if self.state.store is not None:
+                    stack.callback(self._engines[0].nvme.close_store, self.state.store)
                 stack.callback(lambda: self._staging.close_pools(self._stores))
                 if self.activations is not None:
                     stack.callback(self.activations.close)
@@ -564,16 +425,6 @@ class Session:
     def _stores(self) -> list[ExtentStore]:
         """Those of the weights and of the optimizer state."""
         return [store for nvme in self._all_nvme for store in nvme.stores]
-
-
-def _free_together(paths: Sequence[str]) -> int:
-    """Free bytes of all file systems that the paths lie on, each counted once."""
-    free = {device_of(path): free_nbytes(path) for path in paths}
-    return sum(free.values())
-
-
-def _together(paths: Sequence[str]) -> str:
-    return f" on {len(paths)} paths together" if len(paths) > 1 else ""
 
 
 def _by_place(*, gpu: int, ram: int, nvme: int) -> str:

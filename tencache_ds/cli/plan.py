@@ -24,7 +24,7 @@ from tencache_ds.planning.budget import AUTO_HOST_SHARE
 from tencache_ds.plotting import check_plot_file
 from tencache_ds.profiling.host_memory import available_nbytes
 
-if TYPE_CHECKING:  # they need pydantic, and the options DeepSpeed, which other commands do without
+if TYPE_CHECKING:  # they need pydantic, which other commands do without
     from tencache_ds.planning.bound import Resource
     from tencache_ds.planning.forecast import Forecast, Training
     from tencache_ds.planning.peak_memory import PeakMemory

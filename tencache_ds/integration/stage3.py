@@ -19,60 +19,34 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from tencache_ds.errors import ConfigError, MemoryLimitError, TenCacheError
-from tencache_ds.gpu_homes import GpuHomes, initial_gpu_nbytes
-from tencache_ds.host_homes import HostHomes
-from tencache_ds.integration.activation_hooks import ActivationHooks
-from tencache_ds.integration.announcing import announce
+from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.checkpoint import CheckpointMixin
-from tencache_ds.integration.chunk_update import SubGroupUpdater
-from tencache_ds.integration.chunked_step import ChunkedStep
 from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.current_stream import ask_for_streams_quickly
-from tencache_ds.integration.engine_building import session_for
-from tencache_ds.integration.gathered_weights import GatheredWeights
-from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
 from tencache_ds.integration.gradient_norms import GradientNormsMixin
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
-from tencache_ds.integration.model_weights import ModelWeights, in_tier
+from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.module_hooks import lighten_hooks
 from tencache_ds.integration.monitoring import StepMonitor
-from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import (
-    known_kinds,
-    needed_states,
     step_is_watched,
     updates_by_chunks,
 )
 from tencache_ds.integration.ordered_gathers import finish_after_forward
-from tencache_ds.integration.outside_needs import outside_needs, update_needs
-from tencache_ds.integration.param_swapper import ParamSwapper, engines_for
 from tencache_ds.integration.passes import PassesMixin
-from tencache_ds.integration.rank_checks import agree_on_homes
-from tencache_ds.integration.shared_weights import SharedWeights
+from tencache_ds.integration.stage3_building import BuildingMixin
 from tencache_ds.integration.state_access import StateAccessMixin
-from tencache_ds.memory.device_memory import DeviceMemory
-from tencache_ds.memory.pinned_cache import empty_pinned_cache
 from tencache_ds.observability import spans
 from tencache_ds.observability.spans import Category, span
-from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.session import Session
-from tencache_ds.state_moves import StateMoves
-from tencache_ds.tiers.device_adam import DeviceAdam
-from tencache_ds.tiers.fused_adam import FusedAdam
-from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tencache_ds.tiers.kinds import MASTER
-from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.split_master import SplitMasters
-from tencache_ds.tiers.sub_group import Kinds
 
-_GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 logger = logging.getLogger("DeepSpeed.tencache")
 OVERFLOW_CHECK_NUMEL = 16 * 2**20
 
 
 class TenCacheZeroOptimizer_Stage3(
-    PassesMixin, CheckpointMixin, StateAccessMixin, GradientNormsMixin, DeepSpeedZeroOptimizer_Stage3
+    BuildingMixin, PassesMixin, CheckpointMixin, StateAccessMixin, GradientNormsMixin, DeepSpeedZeroOptimizer_Stage3
 ):
     """``DeepSpeedZeroOptimizer_Stage3`` with weights, gradients and optimizer state in TenCache's tiers."""
 
@@ -80,25 +54,10 @@ class TenCacheZeroOptimizer_Stage3(
         options, deepspeed_engine = kwargs.pop("tencache_options"), kwargs.pop("deepspeed_engine")
         self._tencache_options = options
         self._deepspeed_engine = weakref.ref(deepspeed_engine)
-        self.tencache: Session | None = None
-        self.activation_hooks: ActivationHooks | None = None
-        self._state: OptimizerStateTier | None = None
-        self._gradients: GradientTier | None = None
-        self._optimizer_states: OptimizerStates | None = None
-        self._updater: SubGroupUpdater | None = None
-        self._gpu_homes: GpuHomes | None = None
-        self._gathered: GatheredWeights | None = None
-        self._host_homes: HostHomes | None = None
-        self._state_moves: StateMoves | None = None
-        self._device: tuple[DeviceMemory, DeviceAdam] | None = None
-        self._model_weights: ModelWeights | None = None
-        self._fused: FusedAdam | None = None
-        self._shared_weights: SharedWeights | None = None
         self._optimizer_on_nvme = False
         self._combined_scale: Any = 1.0
         self._weights_changing = False
         self._by_chunks = False
-        self._chunked_step: ChunkedStep | None = None
         self._update_seconds = 0.0
         self._simple_norms = {}
         self._monitor = StepMonitor()
@@ -130,219 +89,6 @@ class TenCacheZeroOptimizer_Stage3(
         if self._gpu_homes is not None:
             self._follow_passes(self._gpu_homes, self._gathered)
         self._plan_peak()
-
-    # Building
-
-    def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
-        super()._configure_offloading(offload_optimizer_config, offload_param_config)
-        self._optimizer_on_nvme, self.swap_optimizer = self.swap_optimizer, False
-        engines = engines_for(self.parameter_offload.module)
-        if engines and not self.params_in_nvme_and_cpu:
-            raise ConfigError(
-                'this model was created with "offload_param": {"device": "nvme"}, which the config for '
-                'deepspeed.initialize lacks: give both the same "offload_param" section'
-            )
-        self.tencache = session_for(engines, self._deepspeed_engine()._config, self._tencache_options)
-        agree_on_homes(self.tencache.all(), self.parameter_offload.module)
-        hooks, device = ActivationHooks(), torch.device(get_accelerator().current_device_name())
-        moves = self.tencache.build_activations(
-            device,
-            hooks.is_weight,
-            usage=open_usage(),
-            releasable_nbytes=lambda: 0 if self._gpu_homes is None else self._gpu_homes.releasable_nbytes,
-            say=lambda text: announce(f"TenCache: {text}", self._tencache_options),
-        )
-        if moves:
-            hooks.use(self.tencache.activations.saved)
-            self.activation_hooks = hooks
-
-    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
-        groups = self.trainable_param_groups
-        if self.params_in_nvme_and_cpu:
-            # The weight tier decides which weights stay in host memory: no sub-group gets a flat buffer of DeepSpeed's.
-            self.param_groups_fp16_flat_cpu_memory = [torch.empty(0, dtype=self.dtype) for _ in groups]
-            return
-        numels = [sum(param.partition_numel() for param in group["params"]) for group in groups]
-        try:
-            memory = [self._require_engine().weight_memory(numel, self.dtype) for numel in numels]
-        except MemoryLimitError as error:
-            logger.warning("weights in host memory are pinned by torch, which takes up to twice their size: %s", error)
-            super()._create_param_groups_fp16_flat_cpu_memory()
-            return
-        self.param_groups_fp16_flat_cpu_memory = memory
-
-    def _create_fp32_partitions(self) -> None:
-        engine = self._require_engine()
-        self._require_claims()
-        empty_pinned_cache()  # of the shards that were moved into flat buffers
-        for part in engine.claimed:
-            part.weights.set_trainable(param.ds_id for group in self.fp16_groups for param in group)
-        self._model_weights = ModelWeights(
-            self.fp16_groups, self.fp16_partitioned_groups_flat, self.fp16_partitioned_groups, engine.counters
-        )
-        if not self.offload_optimizer:
-            engine.build_staging([])
-            super()._create_fp32_partitions()
-            return
-        dtype = self.master_weights_and_grads_dtype
-        by_chunks = updates_by_chunks(self.optimizer)
-        kinds: Kinds = ((MASTER, dtype),)
-        if self._optimizer_on_nvme or by_chunks:
-            kinds += known_kinds(self.optimizer, dtype)  # in host memory the optimizer's own tensors become the state
-        numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
-        gradient_nbytes = sum(numels) * self.gradient_accumulation_dtype.itemsize
-        gpu_nbytes = 0
-        if self._device is not None:
-            gpu_nbytes = initial_gpu_nbytes(self._device[0].usage(), self._tencache_options.gpu_memory)
-        specs, chunk_nbytes = engine.plan_optimizer_state(
-            numels,
-            kinds,
-            gradient_nbytes,
-            by_chunks=by_chunks,
-            gpu_nbytes=gpu_nbytes,
-            visible=self._model_weights.persistent() if self._tencache_options.overlap_step else None,
-        )
-        engine.check_optimizer_space(sum(chunk_nbytes))
-        dist.barrier()  # no rank takes space before every rank has looked
-        memory = None if self._device is None else self._device[0]
-        masters = None
-        if self._fused is not None and self._optimizer_on_nvme and self._tencache_options.split_master:
-            self._shared_weights = SharedWeights(self.fp16_groups, self._model_weights, self._finish_step)
-            masters = SplitMasters(self._fused, self._shared_weights)
-        self._state = engine.build_optimizer_state(specs, sum(chunk_nbytes), memory, masters)
-        if self._shared_weights is not None:
-            self._shared_weights.state = self._state
-        engine.build_staging(chunk_nbytes)
-        self.subgroup_to_device = dict.fromkeys(range(len(specs)), "cpu")
-        for index, ids in enumerate(self.fp16_partitioned_groups_flat_id):
-            placeholder = torch.empty(0, dtype=dtype)
-            placeholder.ds_id = f"{ids[0]}_{ids[-1]}"
-            placeholder.requires_grad = True
-            self.fp32_partitioned_groups_flat.append(placeholder)
-            self._copy_weights_to_master(index, fresh=True)
-        for param_group in self.optimizer.param_groups:
-            param_group["params"] = []
-        self._optimizer_states = OptimizerStates(
-            self.optimizer, self._state, self.fp32_partitioned_groups_flat, needed_states(self.optimizer)
-        )
-
-    def initialize_optimizer_states(self) -> None:
-        """Nothing to pass over: chunks were written once, with their moments at zero."""
-        if self._state is None:
-            super().initialize_optimizer_states()
-
-    def _setup_for_real_optimizer(self) -> None:
-        if not self.offload_optimizer:
-            super()._setup_for_real_optimizer()
-            return
-        engine = self._require_engine()
-        self._fused = fused = engine.fused_adam() if updates_by_chunks(self.optimizer) else None
-        self._device = open_gpu(self.optimizer, engine, fused)
-        self._create_fp32_partitions()
-        self._create_next_swappable_fp32_groups()
-        self.initialize_optimizer_states()
-        dist.barrier()
-        if self.contiguous_gradients:
-            for dtype, bucket in self.ipg_buckets.items():
-                device = get_accelerator().current_device_name()
-                bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
-        self._gradients = self._build_gradients(engine)
-        self._updater = SubGroupUpdater(
-            self.optimizer,
-            self._state,
-            self._optimizer_states,
-            self._gradients,
-            self._model_weights,
-            cores=engine.surroundings.cores,
-            fused=fused,
-            device=None if self._device is None else self._device[1],
-        )
-        moves = self._state_moves = StateMoves(
-            self._state,
-            len(self.fp16_groups),
-            engine,
-            open_store=engine.open_optimizer_store,
-            moved=self._optimizer_states.show,
-        )
-        self._chunked_step = ChunkedStep(
-            self.optimizer,
-            self.fp16_groups,
-            engine,
-            self._state,
-            self._gradients,
-            self._model_weights,
-            self._updater.by_chunks,
-            overlap=self._tencache_options.overlap_step and self._updater.one_pass,
-        )
-        moves.before = self._chunked_step.finish
-        self._host_homes = engine.watch_host_memory(moves)
-        if self._device is not None:
-            self._gathered = GatheredWeights(list(self.module.parameters()), self._model_weights)
-            self._gpu_homes = build_gpu_homes(
-                engine,
-                self._device[0],
-                moves,
-                self._gradients,
-                self._gathered,
-                self.fp16_groups,
-                moved_gradient=getattr(self, _GRAD_PARTITIONS).__setitem__,
-                hidden_share=self._chunked_step.hidden_share,
-                record_fetches=self._record_fetches,
-            )
-        starts = itertools.accumulate((int(n) for n in self.fp16_partitioned_groups_flat_numel), initial=0)
-        self._sub_group_starts = list(starts)
-
-    def _plan_peak(self) -> None:
-        engine, later_state, update = self._require_engine(), 0, 0
-        if self._state is not None:
-            numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
-            later_state, update = update_needs(self.optimizer, self._state, numels, fused=self._fused is not None)
-        engine.plan_peak(
-            outside_needs(
-                self.module,
-                engine.options,
-                pinned=engine.surroundings.on_cuda and self.offload_param_pin_memory,
-                movable=() if self._gathered is None else self._gathered.shards(),
-                memory=None if self._device is None else self._device[0],
-                groups=self.fp16_groups,
-                later_state=later_state,
-                update=update,
-            )
-        )
-
-    def _build_gradients(self, engine: Session) -> GradientTier:
-        groups: list[list[GradientSegment]] = []
-        start = 0
-        for group in self.fp16_groups:
-            groups.append([])
-            for param in group:
-                groups[-1].append(GradientSegment(param.ds_id, start, param.partition_numel()))
-                start += param.partition_numel()
-        dtype = self.gradient_accumulation_dtype
-        gradients = GradientTier(groups, dtype, engine.gradient_memory, engine.counters)
-        keys = [segment.key for segment in itertools.chain.from_iterable(groups)]
-        setattr(self, _GRAD_PARTITIONS, {key: gradients.segment(key) for key in keys})
-        self.grad_partitions_flat_buffer = torch.empty(0, dtype=dtype)  # DeepSpeed asks where it is
-        return gradients
-
-    def _record_fetches(self, recorder: FetchRecorder | None) -> None:
-        self._get_param_coordinator().fetch_recorder = recorder
-
-    def create_reduce_and_remove_grad_hooks(self) -> None:
-        # A post-accumulate hook needs the parameter, not its value: stored weights are not read for it.
-        stored = [
-            param
-            for param in itertools.chain.from_iterable(self.fp16_groups)
-            if isinstance(param.nvme_swapper, ParamSwapper) and hasattr(param, "register_post_accumulate_grad_hook")
-        ]
-        gathers = [param.all_gather for param in stored]
-        for param in stored:
-            param.all_gather = _no_gather
-        try:
-            super().create_reduce_and_remove_grad_hooks()
-        finally:
-            for param, gather in zip(stored, gathers, strict=True):
-                param.all_gather = gather
 
     # Gradients
 
@@ -604,7 +350,3 @@ class TenCacheZeroOptimizer_Stage3(
                     f"the parameter of shape {tuple(param.ds_shape)} (ds_id {param.ds_id}) is already trained by "
                     "another DeepSpeed engine: call destroy() of that engine first"
                 )
-
-
-def _no_gather(*args: Any, **kwargs: Any) -> None:
-    """Stands in for a parameter's ``all_gather`` where its value is not needed."""

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tencache_ds
 from tencache_ds.errors import InplaceChangeError, StorageError
-from tencache_ds.integration import stage3
+from tencache_ds.integration import stage3_building
 from tencache_ds.io.wrappers.fault_rules import VARIABLE
 from tests.activations.counted_memory import CountedMemory
 
@@ -163,7 +163,7 @@ def run_in_counted_memory(case: dict[str, Any], engine_name: str, folder: str, r
     rows, key = case["rows"], str(case["rows"])
     limited = engine_name != "off"
     memory = CountedMemory(int(case["memory"] * peaks[key])) if limited else CountedMemory()
-    stage3.open_usage = lambda: memory.usage if engine_name == "auto" else None
+    stage3_building.open_usage = lambda: memory.usage if engine_name == "auto" else None
     if engine_name == "auto":
         case["tencache"] = {"activations": "auto", "activation_min_size": 1024} | case["places"]
     engine = training.build(case, "tencache", os.path.join(folder, "nvme"))

@@ -16,6 +16,7 @@ import random
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import checkpoint_cases
 import torch
@@ -24,9 +25,9 @@ import user_api_cases
 from deepspeed.accelerator import get_accelerator
 from peak_sampling import HostPeak
 
-from tencache_ds import gpu_homes, session
+from tencache_ds import gpu_homes, session, state_building
 from tencache_ds.errors import MemoryLimitError
-from tencache_ds.integration import gpu_building, stage3
+from tencache_ds.integration import gpu_building, stage3_building
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.tiers.device_adam import Launch, Run
@@ -116,7 +117,7 @@ class TeamAdam:
 
 def use_ordinary_memory() -> None:
     gpu_building.open_device = lambda on_cuda, fused: (OrdinaryMemory(), TeamAdam(fused))
-    stage3.open_usage = lambda: OrdinaryMemory().usage
+    stage3_building.open_usage = lambda: OrdinaryMemory().usage
 
 
 class RandomMoves:
@@ -141,14 +142,14 @@ class RandomMoves:
 @contextlib.contextmanager
 def little_room(case: dict[str, Any]) -> Iterator[None]:
     """What a case says is left of host memory and of the drives."""
-    original = session.available_nbytes, session._free_together
-    if "host_available" in case:
-        session.available_nbytes = lambda: case["host_available"]
-        session._free_together = lambda paths: case.get("nvme_free", 0)
-    try:
+    with contextlib.ExitStack() as stack:
+        if "host_available" in case:
+            for module in (session, state_building):
+                stack.enter_context(mock.patch.object(module, "available_nbytes", return_value=case["host_available"]))
+            stack.enter_context(
+                mock.patch.object(state_building, "_free_together", return_value=case.get("nvme_free", 0))
+            )
         yield
-    finally:
-        session.available_nbytes, session._free_together = original
 
 
 def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:

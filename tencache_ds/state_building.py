@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the optimizer state of one DeepSpeed engine: the first places of its chunks, its NVMe space, its tier. Part of
+the composition root (:mod:`tencache_ds.session`)."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Sequence
+
+from tencache_ds.config import TenCacheConfig
+from tencache_ds.engine import TenCacheEngine
+from tencache_ds.errors import SpaceError
+from tencache_ds.io import ExtentStore
+from tencache_ds.io.scratch import device_of, free_nbytes
+from tencache_ds.items import Place
+from tencache_ds.layout import gib
+from tencache_ds.memory.device_memory import DeviceMemory
+from tencache_ds.observability.counters import Counters
+from tencache_ds.planning.chunks import automatic_chunk_nbytes, cut_sub_group
+from tencache_ds.planning.placement import StateCapacity, plan_state
+from tencache_ds.profiling.host_memory import available_nbytes
+from tencache_ds.staging import Staging
+from tencache_ds.surroundings import Surroundings
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.split_master import SplitMasters
+from tencache_ds.tiers.sub_group import Kinds, SubGroupSpec
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+HOST_SHARE_WITHOUT_NVME = 0.9
+"""Of the available host memory: so much may take gradients and optimizer state that must not go to NVMe, before GPU
+memory does."""
+
+
+class StateBuilder:
+    """Used by the training thread.
+
+    Args:
+        options: of the user.
+        surroundings: of the DeepSpeed engine.
+        engine: whose lanes and host memory the state shares with weights.
+        staging: buffers of chunks on NVMe.
+        counters: of the session.
+        count_host: counts host memory that state takes.
+    """
+
+    def __init__(
+        self,
+        options: TenCacheConfig,
+        surroundings: Surroundings,
+        engine: TenCacheEngine,
+        staging: Staging,
+        counters: Counters,
+        count_host: Callable[[int], None],
+    ) -> None:
+        self._options = options
+        self._surroundings = surroundings
+        self._engine = engine
+        self._staging = staging
+        self._counters = counters
+        self._count_host = count_host
+        self._tier: OptimizerStateTier | None = None
+        self._store: ExtentStore | None = None
+
+    @property
+    def tier(self) -> OptimizerStateTier | None:
+        """The state; None before :meth:`build`, and where it stays with the optimizer."""
+        return self._tier
+
+    @property
+    def store(self) -> ExtentStore | None:
+        """Its NVMe space; None as long as there is none."""
+        return self._store
+
+    @property
+    def stored_nbytes(self) -> int:
+        """NVMe space that it takes."""
+        return 0 if self._store is None else self._store.nbytes_allocated
+
+    def plan(
+        self,
+        numels: Sequence[int],
+        kinds: Kinds,
+        gradient_nbytes: int,
+        *,
+        by_chunks: bool,
+        gpu_nbytes: int = 0,
+        visible: Sequence[Sequence[tuple[int, int]]] | None = None,
+    ) -> tuple[list[SubGroupSpec], list[int]]:
+        """Decides the first places: the rest of ``host_memory`` after weights and gradients, then NVMe; GPU memory for
+        state that fits into neither.
+
+        Args:
+            numels: elements of each sub-group.
+            kinds: ``(kind, dtype)`` of each state that is kept.
+            gradient_nbytes: of the gradients, which begin in host memory.
+            by_chunks: an update takes one chunk at a time; else a whole sub-group.
+            gpu_nbytes: GPU memory that may be used before anything is known about what training needs.
+            visible: of each sub-group the ascending ``(first element, end)`` of weights that have their new values when
+                a step returns.
+
+        Returns:
+            The sub-groups, and the bytes of each chunk that goes to NVMe.
+        """
+        itemsizes = [(kind, dtype.itemsize) for kind, dtype in kinds]
+        # On NVMe many small chunks would cost more than they gain.
+        apart: Sequence[Sequence[tuple[int, int]]] = [()] * len(numels)
+        if visible is not None and by_chunks and not self._paths:
+            apart = visible
+        nbytes = [
+            [chunk.nbytes for chunk in cut_sub_group(index, numel, itemsizes, self._chunk_nbytes, apart[index])]
+            for index, numel in enumerate(numels)
+        ]
+        homes = plan_state(nbytes, self._capacity(gradient_nbytes, gpu_nbytes), by_chunks=by_chunks)
+        by_place: dict[Place, list[int]] = {place: [] for place in Place}
+        for group, places in zip(nbytes, homes, strict=True):
+            for each, place in zip(group, places or (Place.HOST,) * len(group), strict=True):
+                by_place[place].append(each)
+        self._count_host(sum(by_place[Place.HOST]))
+        if by_place[Place.GPU]:
+            logger.info("%s of optimizer state fit nowhere but in GPU memory", gib(sum(by_place[Place.GPU])))
+        specs = [
+            SubGroupSpec(numel, kinds, places, tuple(ranges))
+            for numel, places, ranges in zip(numels, homes, apart, strict=True)
+        ]
+        return specs, by_place[Place.NVME]
+
+    def check_space(self, needed_nbytes: int) -> None:
+        """Compares the NVMe space that the state needs with the free space, for all ranks of this host together.
+
+        Raises:
+            SpaceError: too little space; says how much is missing.
+        """
+        if not self._paths or not needed_nbytes:
+            return
+        ranks = self._surroundings.local_ranks
+        needed, free = needed_nbytes * ranks, _free_together(self._paths)
+        if free < needed:
+            raise SpaceError(
+                "allocate",
+                self._paths[0],
+                0,
+                needed,
+                f"optimizer state of {ranks} rank(s) needs {gib(needed)}, but only {gib(free)} are free"
+                f"{_together(self._paths)}: {gib(needed - free)} are missing. Free some space, name another folder as "
+                '"zero_optimization.offload_optimizer.nvme_path", or more of them as "tencache.nvme_paths"',
+                errno=errno.ENOSPC,
+            )
+
+    def build(
+        self,
+        specs: Sequence[SubGroupSpec],
+        needed_nbytes: int,
+        device: DeviceMemory | None = None,
+        masters: SplitMasters | None = None,
+    ) -> OptimizerStateTier:
+        """Builds the tier and reserves its NVMe space.
+
+        Args:
+            specs: the sub-groups.
+            needed_nbytes: bytes that will be stored on NVMe, for the check before anything is allocated.
+            device: where device memory comes from, for chunks that live there.
+            masters: splits master weights on NVMe; None where they are always whole.
+
+        Raises:
+            MemoryLimitError: not enough device memory.
+            SpaceError: too little space; says how much is missing.
+        """
+        if self._paths and needed_nbytes:
+            self._store = self._engine.open_store("optimizer", self._paths, preallocate_nbytes=needed_nbytes)
+        self._tier = OptimizerStateTier(
+            specs,
+            store=self._store,
+            pool=self._staging.chunk_pool,
+            counters=self._counters,
+            chunk_nbytes=self._chunk_nbytes,
+            timeout_s=self._options.io_timeout_s,
+            device=device,
+            masters=masters,
+        )
+        return self._tier
+
+    def open_store(self) -> bool:
+        """Makes NVMe ready for the state, where none went there at the start; False where none may.
+
+        Raises:
+            ConfigError: ``staging_memory`` is too small for it.
+            StorageError: not enough space, or the folder cannot be used.
+        """
+        if not self._paths or self._tier is None:
+            return False
+        self._staging.build_late(self._tier.chunk_nbytes)
+        if self._store is None:
+            self._store = self._engine.open_store("optimizer", self._paths)
+            self._tier.use_store(self._store)
+        return True
+
+    @property
+    def _paths(self) -> tuple[str, ...]:
+        return self._surroundings.optimizer_paths
+
+    @property
+    def _chunk_nbytes(self) -> int:
+        return self._options.chunk_size or automatic_chunk_nbytes(may_be_stored=bool(self._paths))
+
+    def _capacity(self, gradient_nbytes: int, gpu_nbytes: int) -> StateCapacity:
+        ranks = self._surroundings.local_ranks
+        if not self._paths:  # then limited by the available memory, not by host_memory
+            available = int(HOST_SHARE_WITHOUT_NVME * available_nbytes()) // ranks
+            return StateCapacity(max(available - gradient_nbytes, 0), None, gpu_nbytes)
+        left = self._engine.host_left_nbytes - gradient_nbytes
+        return StateCapacity(max(left, 0), _free_together(self._paths) // ranks, gpu_nbytes)
+
+
+def _free_together(paths: Sequence[str]) -> int:
+    """Free bytes of all file systems that the paths lie on, each counted once."""
+    free = {device_of(path): free_nbytes(path) for path in paths}
+    return sum(free.values())
+
+
+def _together(paths: Sequence[str]) -> str:
+    return f" on {len(paths)} paths together" if len(paths) > 1 else ""
