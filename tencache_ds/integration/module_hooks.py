@@ -13,6 +13,12 @@ third are such. They are left out of DeepSpeed's order of modules, on every rank
 frozen they stay: when a block is recomputed, DeepSpeed gathers its frozen weights again, and releases them when the
 block, which may have no weights of its own, is through backward. They stay too where weights are on NVMe: the reads
 of those that come next go on at every module.
+
+[Note: the order of sums] Where a tensor is used several times, autograd adds the gradients of its uses in an order that
+follows from the graph, and 16-bit sums depend on it. DeepSpeed's hooks add a node for each tensor that enters or leaves
+a module. The uses of an input within a module are summed at its node first, and then added to the others, such as that
+of a residual connection. So wherever gradients are computed, these nodes stay, also on modules that have nothing to
+gather or release.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+from deepspeed.runtime.zero.utils import apply_to_tensors_only
 
 from tencache_ds.integration.module_weights import is_leaf
 
@@ -152,7 +159,7 @@ def _gather_for_backward(module: torch.nn.Module, original: Hook, coordinator: A
         if left_to_deepspeed or _is_compiling() or _transforms():
             return original(module, inputs, output)
         if coordinator.passes_over(module):
-            return None
+            return unchanged(output)
         if not _is_plain_tensor(output):
             return original(module, inputs, output)
         attributes = module.__dict__
@@ -178,13 +185,31 @@ def _release_after_backward(module: torch.nn.Module, original: Hook, coordinator
         if left_to_deepspeed or _is_compiling() or _transforms():
             return original(module, inputs)
         if coordinator.passes_over(module):
-            return None
+            return unchanged(inputs)
         if len(inputs) != 1 or not _is_plain_tensor(inputs[0]):
             return original(module, inputs)
         module.__dict__["ds_grads_remaining"] = int(inputs[0].requires_grad)
         return (_in_backward(end, inputs[0]),) if inputs[0].requires_grad else None
 
     return release_after_backward
+
+
+def unchanged(value: Any) -> Any:
+    """What enters or leaves a module, with the nodes of [Note: the order of sums], for modules with nothing to gather.
+
+    Args:
+        value: the positional inputs, or the output.
+
+    Returns:
+        The same, for a hook to return; None where gradients are off.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    return _with_node(value) if _is_plain_tensor(value) else apply_to_tensors_only(_with_node, value)
+
+
+def _with_node(value: torch.Tensor) -> torch.Tensor:
+    return _same(value) if value.requires_grad else value
 
 
 def _is_plain_tensor(value: Any) -> bool:
@@ -214,4 +239,17 @@ class _CallInBackward(torch.autograd.Function):
         return None, grad
 
 
+class _Same(torch.autograd.Function):
+    """The identity, as a node of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+_same: Callable[[torch.Tensor], torch.Tensor] = _Same.apply
 _in_backward: Callable[[Callable[[], None], torch.Tensor], torch.Tensor] = _CallInBackward.apply

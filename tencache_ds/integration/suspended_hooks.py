@@ -3,7 +3,8 @@
 
 Four hooks on every module gather its weights, release them, and prepare the backward pass. In generation, where the
 arithmetic of a module may take ten microseconds, they take several times as long as everything else; in training with
-small batches, as long as everything else.
+small batches, as long as everything else. In training, what two of them add to the graph stays ([Note: the order of
+sums] in :mod:`.module_hooks`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
 
-from tencache_ds.integration.module_hooks import Hooks
+from tencache_ds.integration.module_hooks import Hooks, unchanged
 from tencache_ds.integration.module_weights import params_of
 from tencache_ds.planning.patience import Patience
 
@@ -132,12 +133,16 @@ class SuspendedHooks:
             return
         by_hooks = {id(hooks): module for module in modules for hooks in _hook_dicts(module)}
         orders = {key: list(hooks) for module in modules for hooks in _hook_dicts(module) for key in [id(hooks)]}
-        for handle in (*offload.forward_hooks, *offload.backward_hooks):
-            hooks: Hooks | None = handle.hooks_dict_ref()
-            module = by_hooks.get(id(hooks))
-            if hooks is not None and module is not None and handle.id in hooks:
+        for handles, adds_nodes in ((offload.forward_hooks, False), (offload.backward_hooks, self._trains)):
+            for handle in handles:
+                hooks: Hooks | None = handle.hooks_dict_ref()
+                module = by_hooks.get(id(hooks))
+                if hooks is None or module is None or handle.id not in hooks:
+                    continue
                 taken = _Taken(hooks, handle.id, hooks.pop(handle.id), orders[id(hooks)])
                 self._suspended.setdefault(module, []).append(taken)
+                if adds_nodes:
+                    taken.replace(_same_inputs if hooks is module._forward_pre_hooks else _same_output)
         for module in self._suspended:
             for param in params_of(module).values():
                 self._kept[param.ds_id].modules.append(module)
@@ -369,11 +374,23 @@ class _Taken:
 
     def put_back(self) -> None:
         """Where it was among the others; those that came later stay behind it."""
-        present = dict(self.hooks) | {self.number: self.hook}
+        self.replace(self.hook)
+
+    def replace(self, hook: Callable[..., Any]) -> None:
+        """Puts another hook where it was."""
+        present = dict(self.hooks) | {self.number: hook}
         ordered = [number for number in self.order if number in present]
         ordered += [number for number in present if number not in set(self.order)]
         self.hooks.clear()
         self.hooks.update((number, present[number]) for number in ordered)
+
+
+def _same_inputs(module: torch.nn.Module, inputs: Any) -> Any:
+    return unchanged(inputs)
+
+
+def _same_output(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+    return unchanged(output)
 
 
 def _hook_dicts(module: torch.nn.Module) -> tuple[Hooks, Hooks]:

@@ -133,18 +133,14 @@ class HuggingFace(nn.Module):
         import transformers
 
         self.vocabulary = 1024
-        if kind == "llama":
-            config = transformers.LlamaConfig(
-                vocab_size=self.vocabulary,
-                hidden_size=width,
-                intermediate_size=2 * width,
-                num_hidden_layers=layers,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=64,
-                pad_token_id=None,
-            )
-            self.model = transformers.LlamaForCausalLM(config)
+        if kind in ("llama", "olmo2"):
+            sizes = {
+                "vocab_size": self.vocabulary, "hidden_size": width, "intermediate_size": 2 * width,
+                "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "max_position_embeddings": 64, "pad_token_id": None,
+            }  # fmt: skip
+            config = transformers.AutoConfig.for_model(kind, **sizes)
+            self.model = transformers.AutoModelForCausalLM.from_config(config)
         else:
             config = transformers.GPT2Config(
                 vocab_size=self.vocabulary, n_embd=width, n_layer=layers, n_head=4, n_positions=64, pad_token_id=None,
@@ -204,6 +200,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama_reentrant": lambda: HuggingFace("llama", checkpointing="reentrant"),
     "llama_nonreentrant": lambda: HuggingFace("llama", checkpointing="nonreentrant"),
     "gpt2": lambda: HuggingFace("gpt2"),
+    # Attention and the residual connection use the same tensor: the order of their gradients' sum shows.
+    "post_norm": lambda: HuggingFace("olmo2"),
     "vit": VisionTransformer,
     # Wide enough for stock NVMe offload to move the weights: it leaves those below 1 MiB in host memory.
     "llama_checkpointed_wide": lambda: HuggingFace("llama", checkpointing="nonreentrant", width=768),

@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "llama_reentrant",
         "llama_nonreentrant",
         "gpt2",
+        "post_norm",
         "vit",
     )
 } | {"lora": {"model": "llama", "lora": True, "weights": True}}
@@ -71,7 +72,7 @@ TRAINING: dict[str, dict[str, Any]] = {
         "tencache": {"host_memory": "12MiB"},
     },
     "initialized_whole": {"model": "gpt2", "zero_init": False, "steps": 8},
-    "weights_in_ram": {"model": "llama", "offload_param": "cpu", "steps": 8},
+    "weights_in_ram": {"model": "post_norm", "offload_param": "cpu", "steps": 8},
     "weights_on_device": {"model": "llama", "offload_param": "none", "steps": 8},
     "optimizer_in_ram": {"model": "llama", "offload_optimizer": "cpu", "steps": 8},
 }

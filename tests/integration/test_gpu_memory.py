@@ -21,10 +21,10 @@ RAM = {"offload_param": "cpu", "offload_optimizer": "cpu"}
 
 TRAINING: dict[str, dict[str, Any]] = {
     name: {"model": name, "weights": True, "steps": 8}
-    for name in ("mlp", "random_skip", "unused", "tied", "external", "moe_leaf", "llama_reentrant", "gpt2")
+    for name in ("mlp", "random_skip", "unused", "tied", "external", "moe_leaf", "llama_reentrant", "gpt2", "post_norm")
 } | {
     "lora": {"model": "llama", "lora": True, "weights": True, "steps": 8},
-    "ram": {"model": "llama", "weights": True, "steps": 8} | RAM,
+    "ram": {"model": "post_norm", "weights": True, "steps": 8} | RAM,
     "weights_on_device": {"model": "llama", "offload_param": "none", "steps": 6},
     "optimizer_in_ram": {"model": "llama", "offload_optimizer": "cpu", "steps": 6},
     "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1, "steps": 8},

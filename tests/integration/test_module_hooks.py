@@ -168,6 +168,53 @@ def test_modules_without_weights_are_left_out(modules_in_forward: list[Any]) -> 
     assert offload.param_coordinator.trained == list(block.parameters())
 
 
+def graph(node: Any) -> Any:
+    """The kinds of the nodes from one on; those of the hooks are one kind."""
+    if node is None:
+        return None
+    names = ("PreBackwardFunction", "PostBackwardFunction", "_CallInBackward", "_Same")
+    kind = "hook" if node.name().startswith(names) else node.name()
+    return kind, [graph(following) for following, _ in node.next_functions]
+
+
+class Mixed(Block):
+    """With a tensor that a module without weights uses several times, beside a residual connection, and with inputs and
+    outputs that are no single tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split = Split()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        parts = self.split([x, None], scale=2.0)
+        return super().forward(x + parts["sum"] + parts["products"][0])
+
+
+class Split(torch.nn.Module):
+    def forward(self, values: list[Any], scale: float) -> dict[str, Any]:
+        (x, _), frozen = values, torch.ones(2)
+        return {"sum": x + x * scale, "products": (x * x, frozen), "none": None, "scale": scale}
+
+
+def test_the_graph_is_deepspeeds(modules_in_forward: list[Any]) -> None:
+    blocks = [Mixed()]
+    blocks += [copy.deepcopy(blocks[0]) for _ in range(2)]
+    graphs, grads = [], []
+    for block, light, passes_over in zip(blocks, (False, True, True), (False, False, True), strict=True):
+        hooked(block, light=light).param_coordinator.passes_over_without_weights = passes_over
+        loss = block(torch.ones(3, 2, requires_grad=True))
+        graphs.append(graph(loss.grad_fn))
+        loss.backward()
+        grads.append([param.grad for param in block.parameters()])
+    assert graphs[0] == graphs[1] == graphs[2]
+    assert str(graphs[0]).count("'hook'") > 12
+    for ours in grads[1:]:
+        assert all(torch.equal(*pair) for pair in zip(grads[0], ours, strict=True))
+    with torch.no_grad():
+        assert not blocks[2](torch.ones(3, 2)).requires_grad
+
+
 def test_hooks_for_a_backward_pass_are_skipped_in_evaluation_without_gradients_only(
     modules_in_forward: list[Any],
 ) -> None:
