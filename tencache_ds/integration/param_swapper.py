@@ -79,7 +79,7 @@ class ParamSwapper:
         """
         Args:
             engine: where the weights go.
-            dtype: the model's dtype, for the threshold below which shards are not stored.
+            dtype: the model's dtype, which floating-point shards have.
             persistence_threshold: parameters up to this many elements stay on the device, so their shards stay
                 resident.
         """
@@ -114,7 +114,9 @@ class ParamSwapper:
         shape = "x".join(str(size) for size in param.ds_shape) or "scalar"
         name = f"weight id {param.ds_id} ({shape})"
         resident = param.ds_persist or param.ds_numel <= self._persistence_threshold
-        return self._weights.register(param.ds_id, name, numel, param.dtype, always_resident=resident)
+        # Where a model asks for another one, as with torch.FloatTensor(...), DeepSpeed's shards have the model's dtype.
+        dtype = self._dtype if param.is_floating_point() else param.dtype
+        return self._weights.register(param.ds_id, name, numel, dtype, always_resident=resident)
 
     def swap_out_and_release(
         self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import architectures
 import torch
 from torch import nn
 
@@ -210,4 +211,4 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2_wide": lambda: HuggingFace("gpt2", width=768),
     "vit_wide": lambda: VisionTransformer(width=768),
     "vit_checkpointed_wide": lambda: VisionTransformer(checkpointing=True, width=768),
-}
+} | architectures.MODELS

@@ -22,7 +22,7 @@ TIMEOUT_S = 120 + 60 * (END - FIRST)
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 PROGRAM = "placement_cases.py"
-MODELS = ("llama", "gpt2", "mlp", "random_skip", "tied", "moe_leaf", "llama_reentrant", "unused")
+MODELS = ("llama", "post_norm", "mlp", "random_skip", "tied", "moe_leaf", "llama_reentrant", "unused")
 RAM = {"offload_param": "cpu", "offload_optimizer": "cpu", "places": ["GPU", "HOST"]}
 
 

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import architectures
 import torch
 from models import MODELS, Experts
 from oracle import KeptResults, circumstances
@@ -163,6 +164,7 @@ def build(case: dict[str, Any], engine: str, nvme: str, edit: Callable[[nn.Modul
     import deepspeed
 
     config = config_for(case, engine, nvme)
+    architectures.import_code_of(case["model"])
     torch.manual_seed(case.get("seed", 7))
     if case.get("zero_init", True):
         with deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(config)):

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of many architectures, with weights in RAM or on NVMe, equal stock CPU offload bit for bit: each has its own
+ways of using a module twice, of returning weights, of leaving layers out, of adding up what it has used several times.
+
+``TENCACHE_TEST_ARCHITECTURES=all pytest tests/integration/test_architectures.py`` trains all of them, on one rank and
+on two: three minutes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from tests.integration.architectures import ARCHITECTURES, BUILT_WHOLE
+
+pytestmark = pytest.mark.timeout(900)
+
+A_FEW = ("albert", "bert", "deberta-v2", "gemma2", "gpt_oss", "mamba", "mixtral", "opt", "swin", "t5", "xlnet")
+ALL = os.environ.get("TENCACHE_TEST_ARCHITECTURES") == "all"
+CHOSEN, RANKS = (ARCHITECTURES, (1, 2)) if ALL else (A_FEW, (1,))
+SMALL = ("convnext", "mobilenet_v2", "swin")
+"""Without weights that would go to NVMe."""
+
+RAM = {"offload_param": "cpu", "offload_optimizer": "cpu"}
+
+
+def case_of(name: str, places: str) -> dict[str, Any]:
+    case = {
+        "model": f"transformers/{name}", "zero_init": name not in BUILT_WHOLE, "steps": 6, "accumulation": 2,
+        "clipping": 0.1, "sub_group_size": 60_000, "persistence": 100, "weights": True,
+    }  # fmt: skip
+    return case | (RAM if places == "ram" else {})
+
+
+@pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"{ranks}_ranks")
+def trained(harness: Any, request: pytest.FixtureRequest) -> Any:
+    cases = [(name, case_of(name, "ram"), "stock") for name in CHOSEN]
+    cases += [(f"{name} {places}", case_of(name, places), "tencache") for name in CHOSEN for places in ("ram", "nvme")]
+    return harness.run(cases, ranks=request.param, timeout_s=800)
+
+
+@pytest.mark.parametrize("places", ["ram", "nvme"])
+@pytest.mark.parametrize("name", CHOSEN)
+def test_an_architecture(trained: Any, name: str, places: str) -> None:
+    for rank in trained.ranks:
+        stock, ours = trained.result(name, "stock", rank), trained.result(f"{name} {places}", "tencache", rank)
+        assert ours["initial_weights"] == stock["initial_weights"]
+        assert len(set(stock["losses"])) > 1, "the case does not train"
+        assert ours["losses"] == stock["losses"]
+        assert ours["weights"] == stock["weights"]
+        if places == "nvme" and len(trained.ranks) == 1 and name not in (*BUILT_WHOLE, *SMALL):
+            assert ours["stats"]["stored_weight_nbytes"] > 0
