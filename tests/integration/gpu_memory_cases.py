@@ -103,7 +103,10 @@ class TeamAdam:
     def prepare(self, runs: Sequence[Run], gradient: torch.dtype, weight: torch.dtype) -> Launch:
         tuples = [dataclasses.astuple(run)[:6] for run in runs]
         n_tail = sum(run.n_tail for run in runs)
-        assert all(run.n_tail == 0 for run in runs[:-1]) or n_tail == 0
+        # The team takes them from the end of all runs: there they are.
+        in_tail = [run for run in runs if run.n_tail]
+        assert in_tail == runs[len(runs) - len(in_tail) :]
+        assert all(run.n_tail == run.numel for run in in_tail[1:])
         team, op = self._fused._team, self._fused._op
 
         def launch(scalars: AdamScalars) -> None:
