@@ -42,7 +42,10 @@ def outcome(harness: Any) -> Any:
 def test_nothing_is_left(outcome: Any, name: str) -> None:
     result = outcome.result(name, "tencache")
     assert result["code"] == ENDS_WITH.get(name, -CASES[name]["signal"]), result["log"]
-    assert result["left"] == {}
+    if CASES[name].get("while") == "initializing":  # possibly between the creation of a file and its unlinking
+        assert list(result["left"].values()) in ([], [0])
+    else:
+        assert result["left"] == {}
     assert result["holders"] == []
     if "while" not in CASES[name]:
         assert result["holders_while_training"] == [result["trainer"]], "workers hold no file of the trainer's"
