@@ -181,6 +181,7 @@ SCENARIOS = (
     "copy_of_the_model",
     "memory_runs_out_in_a_pass",
     "modules_called_alone",
+    "hooks_of_the_user",
     "weights_frozen_for_a_while",
     "scheduler_of_torch",
     "masters_of_changed_weights",

@@ -36,6 +36,7 @@ COMPARED = (
     "copy_of_the_model",
     "memory_runs_out_in_a_pass",
     "modules_called_alone",
+    "hooks_of_the_user",
     "weights_frozen_for_a_while",
     "actor_and_critic",
     "two_heads_of_a_frozen_backbone",

@@ -843,6 +843,35 @@ def modules_called_alone(engine_name: str, folder: str, rank: int) -> dict[str, 
     return s.end()
 
 
+def hooks_of_the_user(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """Hooks on modules with weights and without keep outputs for another loss, change outputs and inputs, and see
+    gradients; two forward passes come before each backward pass."""
+    s = Scenario(engine_name, folder, rank, model="post_norm")
+    named = dict(s.engine.module.named_modules())
+    layer, projection = named["model.model.layers.1"], named["model.model.layers.0.self_attn.q_proj"]
+    kept: list[torch.Tensor] = []
+    s.seen["gradients"] = []
+
+    def keep(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        kept.append(output[0] if isinstance(output, tuple) else output)
+
+    def see(module: torch.nn.Module, of_inputs: Any, of_outputs: Any) -> None:
+        s.seen["gradients"].append(value_of(of_outputs[0]))
+
+    layer.register_forward_hook(keep)
+    layer.mlp.register_forward_hook(lambda module, inputs, output: output.mul_(0.5))
+    projection.register_forward_pre_hook(lambda module, inputs: (1.5 * inputs[0],))
+    for module in (layer.mlp, projection):
+        module.register_full_backward_hook(see)
+    for _ in range(6):
+        kept.clear()
+        loss = sum(s.engine(*s.batch()) for _ in range(2)) + 0.01 * sum(each.float().pow(2).mean() for each in kept)
+        s.seen["losses"].append(float(loss.detach()).hex())
+        s.engine.backward(loss)
+        s.engine.step()
+    return s.end()
+
+
 def weights_frozen_for_a_while(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     """Some layers do not train for some steps."""
     s = Scenario(engine_name, folder, rank)
@@ -1141,6 +1170,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         copy_of_the_model,
         memory_runs_out_in_a_pass,
         modules_called_alone,
+        hooks_of_the_user,
         weights_frozen_for_a_while,
         actor_and_critic,
         two_heads_of_a_frozen_backbone,
