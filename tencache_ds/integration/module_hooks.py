@@ -201,9 +201,9 @@ def unchanged(value: Any) -> Any:
         value: the positional inputs, or the output.
 
     Returns:
-        The same, for a hook to return; None where gradients are off.
+        The same, for a hook to return; None where gradients are off, and for the compiler, which orders sums itself.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or _is_compiling():
         return None
     return _with_node(value) if _is_plain_tensor(value) else apply_to_tensors_only(_with_node, value)
 
