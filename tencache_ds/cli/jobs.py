@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.observability.channel_client import Job, jobs, select
+from tencache_ds.observability.channel_client import Endpoint, Job, jobs, select
 
 _NONE_FOUND = (
     "no training with TenCache was found on this host for this user. A job is found once its engine is built, by the "
@@ -46,6 +47,20 @@ def find_job(wanted: str | None, console: Console) -> Job:
     if running:
         raise TenCacheError(f"{len(running)} jobs are running: name one of them by its run id or a pid")
     raise TenCacheError(f"{_NONE_FOUND}{problems}")
+
+
+def as_it_is_now(job: Job, endpoints: Sequence[Endpoint]) -> Job | None:
+    """A job that was found before; None once it has ended. While it is busy, its last figures stay.
+
+    Args:
+        job: as it was.
+        endpoints: of all its processes here.
+    """
+    running, silent = jobs(endpoints)
+    latest = next((each for each in running if each.run_id == job.run_id), None)
+    if latest is None and not silent:
+        return None
+    return Job(job.run_id, (latest or job).processes, tuple(silent))
 
 
 def ranks_here(job: Job) -> str:

@@ -19,6 +19,7 @@ from tencache_ds.cli.arguments import at_least_one, check_json_file, open_consol
 from tencache_ds.cli.finding import format_nbytes
 from tencache_ds.cli.plan_job import plan_job
 from tencache_ds.cli.plan_plot import write_plot
+from tencache_ds.cli.plan_tables import MORE_NBYTES, format_step, places_table
 from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.planning.budget import AUTO_HOST_SHARE
 from tencache_ds.plotting import check_plot_file
@@ -29,9 +30,6 @@ if TYPE_CHECKING:  # they need pydantic, which other commands do without
     from tencache_ds.planning.forecast import Forecast, Training
     from tencache_ds.planning.peak_memory import PeakMemory
     from tencache_ds.profiling.hardware import Hardware
-
-MORE_NBYTES = 8 * 2**30
-"""The step of memory whose worth is shown."""
 
 PLOTTED = 64
 """Points of each curve over host memory."""
@@ -323,15 +321,15 @@ def show(
 
 
 def _places(chosen: Forecast) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("on this machine")
-    for name in ("GPU memory", "RAM", "NVMe"):
-        table.add_column(name, justify="right")
-    rows = (("16-bit weights", chosen.weights), ("gradients", chosen.gradients), ("optimizer state", chosen.state))
-    for name, sizes in rows:
-        table.add_row(name, *map(format_nbytes, (sizes.gpu_nbytes, sizes.host_nbytes, sizes.nvme_nbytes)))
-    table.add_row("total", *map(format_nbytes, (chosen.gpu_nbytes, chosen.host_nbytes, chosen.nvme_nbytes)))
-    return table
+    rows = (
+        ("16-bit weights", chosen.weights),
+        ("gradients", chosen.gradients),
+        ("optimizer state", chosen.state),
+        ("total", chosen),
+    )
+    return places_table(
+        "on this machine", ((name, (each.gpu_nbytes, each.host_nbytes, each.nvme_nbytes)) for name, each in rows)
+    )
 
 
 def _resource_names(device: str) -> dict[Resource, str]:
@@ -359,12 +357,8 @@ def _steps(training: Training, chosen: Forecast, forecasts: Sequence[Forecast], 
         table.add_row(
             format_nbytes(each.budget_nbytes / training.ranks),
             f"{moved / 1e9:.1f}",
-            *(_seconds(seconds) for seconds in each.bound.by_resource.values()),
-            _seconds(each.bound.seconds),
+            *(format_step(seconds) for seconds in each.bound.by_resource.values()),
+            format_step(each.bound.seconds),
             "chosen" if each.budget_nbytes == min(chosen.budget_nbytes, training.nbytes) else "",
         )
     return table
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.3g} s"

@@ -15,16 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tencache_ds.cli.finding import format_nbytes
-from tencache_ds.cli.jobs import find_job, ranks_here
+from tencache_ds.cli.jobs import as_it_is_now, find_job, ranks_here
+from tencache_ds.cli.plan_tables import MORE_NBYTES, format_step, places_table
 from tencache_ds.cli.watch_view import latest_engine
 from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.binding import NVME_STALLS
-from tencache_ds.observability.channel_client import Job, jobs
+from tencache_ds.observability.channel_client import Job
 from tencache_ds.planning.outlook import ObservedStep, Outlook, outlook
 from tencache_ds.profiling.host_memory import available_nbytes
-
-MORE_NBYTES = 8 * 2**30
-"""The step of memory whose gain is shown."""
 
 POLL_S = 0.2
 """Between two looks at the job; of shorter steps some are missed."""
@@ -86,9 +84,7 @@ def _observe(job: Job, seconds: float) -> list[_Rank]:
         if time.monotonic() >= t_end_s:
             break
         time.sleep(POLL_S)
-        running, silent = jobs(endpoints)
-        found = next((each for each in running if each.run_id == job.run_id), None)
-        current = found or (current if silent else None)
+        current = as_it_is_now(current, endpoints)
     waiting = [number for number, rank in ranks.items() if not rank.records]
     if waiting:
         raise TenCacheError(
@@ -104,8 +100,7 @@ def observed(records: Sequence[Mapping[str, Any]], stats: Mapping[str, Any]) -> 
         records: of one or more steps (:class:`~tencache_ds.observability.counters.StepRecord` as dicts).
         stats: the rank's latest figures (:class:`~tencache_ds.observability.counters.Stats` as a dict).
     """
-    weights = stats["stored_weight_nbytes"]
-    held = [content for path in stats["paths"] for content in path["contents"] if content["kind"] == "optimizer"]
+    weights, state = stats["stored_weight_nbytes"], _stored_state_nbytes(stats)
     whole = stats["state_nbytes"] - stats["resident_state_nbytes"] - stats["gpu_state_nbytes"]
 
     def median(value: Any) -> float:
@@ -128,9 +123,15 @@ def observed(records: Sequence[Mapping[str, Any]], stats: Mapping[str, Any]) -> 
         behind_wait_seconds=median(lambda record: stalls(record, "update")),
         nvme_nbytes=median(lambda record: record["nbytes"]["nvme_read"] + record["nbytes"]["nvme_write"]),
         stored_weight_nbytes=weights,
-        stored_state_nbytes=sum(content["nbytes"] for content in held),
-        state_in_memory_nbytes=max(whole, 0) if held else 0,
+        stored_state_nbytes=state,
+        state_in_memory_nbytes=max(whole, 0) if state else 0,
     )
+
+
+def _stored_state_nbytes(stats: Mapping[str, Any]) -> int:
+    """Optimizer state on NVMe, as stored; activations there are not among it."""
+    held = (content for path in stats["paths"] for content in path["contents"])
+    return sum(int(content["nbytes"]) for content in held if content["kind"] == "optimizer")
 
 
 def amounts(steps: Sequence[ObservedStep]) -> list[int]:
@@ -147,9 +148,9 @@ def _show(job: Job, ranks: Sequence[_Rank], rows: Sequence[Sequence[Outlook]], c
     now = max(rows[0], key=lambda each: each.seconds)
     last = max(rank.stats["total"]["step"] for rank in ranks)
     count = max(len(rank.records) for rank in ranks)
-    parts = ", ".join(f"{name} {_seconds(getattr(now, part))}" for part, name in _LIMITS.items())
+    parts = ", ".join(f"{name} {format_step(getattr(now, part))}" for part, name in _LIMITS.items())
     of = f"step {last}" if count == 1 else f"median of {count} steps up to step {last}"
-    lines = [f"a step takes {_seconds(now.seconds)} ({of}): {parts}"]
+    lines = [f"a step takes {format_step(now.seconds)} ({of}): {parts}"]
     if last < WARM_UP_STEPS:
         lines.append("The job is still warming up: ask again in some steps.")
     console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
@@ -166,24 +167,16 @@ def _show(job: Job, ranks: Sequence[_Rank], rows: Sequence[Sequence[Outlook]], c
 
 
 def _places(stats: Sequence[Mapping[str, Any]]) -> Table:
-    def total(*names: str) -> str:
-        return format_nbytes(sum(each[name] for each in stats for name in names))
+    def total(name: str) -> int:
+        return sum(each[name] for each in stats)
 
-    on_nvme = sum(
-        content["nbytes"]
-        for each in stats
-        for path in each["paths"]
-        for content in path["contents"]
-        if content["kind"] == "optimizer"
+    on_nvme = sum(map(_stored_state_nbytes, stats))
+    rows = (
+        ("weights", (total("gpu_weight_nbytes"), total("resident_weight_nbytes"), total("stored_weight_nbytes"))),
+        ("gradients", (total("gpu_gradient_nbytes"), total("host_gradient_nbytes"), 0)),
+        ("optimizer state", (total("gpu_state_nbytes"), total("resident_state_nbytes"), on_nvme)),
     )
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("on this host")
-    for name in ("GPU memory", "RAM", "NVMe"):
-        table.add_column(name, justify="right")
-    table.add_row("weights", total("gpu_weight_nbytes"), total("resident_weight_nbytes"), total("stored_weight_nbytes"))
-    table.add_row("gradients", total("gpu_gradient_nbytes"), total("host_gradient_nbytes"), format_nbytes(0))
-    table.add_row("optimizer state", total("gpu_state_nbytes"), total("resident_state_nbytes"), format_nbytes(on_nvme))
-    return table
+    return places_table("on this host", rows)
 
 
 def _table(rows: Sequence[Sequence[Outlook]]) -> Table:
@@ -198,11 +191,7 @@ def _table(rows: Sequence[Sequence[Outlook]]) -> Table:
         table.add_row(
             f"+ {format_nbytes(more)}" if more else "as now",
             f"{sum(each.nvme_nbytes for each in row) / 1e9:.1f}",
-            _seconds(slowest.seconds),
-            f"{_LIMITS[most]} {_seconds(getattr(slowest, most))}",
+            format_step(slowest.seconds),
+            f"{_LIMITS[most]} {format_step(getattr(slowest, most))}",
         )
     return table
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.3g} s"

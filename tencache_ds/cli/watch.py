@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.live import Live
 
 from tencache_ds.cli.arguments import open_console, positive
-from tencache_ds.cli.jobs import add_job_argument, find_job
+from tencache_ds.cli.jobs import add_job_argument, as_it_is_now, find_job
 from tencache_ds.cli.watch_view import render
 from tencache_ds.errors import TenCacheError
-from tencache_ds.observability.channel_client import Job, jobs
+from tencache_ds.observability.channel_client import Job
 
 
 def add_command(commands: Any) -> None:
@@ -61,12 +61,8 @@ def _watch(job: Job, console: Console, interval_s: float) -> None:
             before = now, job
             t_next = max(t_next + interval_s, now)
             time.sleep(t_next - now)
-            running, silent = jobs(endpoints)
-            latest = next((each for each in running if each.run_id == job.run_id), None)
-            if latest is not None:
-                job = Job(latest.run_id, latest.processes, tuple(silent))
-            elif silent:  # busy: the last figures stay until it answers again
-                job = Job(job.run_id, job.processes, tuple(silent))
-            else:
+            latest = as_it_is_now(job, endpoints)
+            if latest is None:
                 break
+            job = latest
     console.print("The job has ended.")

@@ -209,7 +209,11 @@ def unchanged(value: Any) -> Any:
 
 
 def _with_node(value: torch.Tensor) -> torch.Tensor:
-    return _same(value) if value.requires_grad else value
+    return _in_backward(_nothing, value) if value.requires_grad else value
+
+
+def _nothing() -> None:
+    pass
 
 
 def _is_plain_tensor(value: Any) -> bool:
@@ -239,17 +243,4 @@ class _CallInBackward(torch.autograd.Function):
         return None, grad
 
 
-class _Same(torch.autograd.Function):
-    """The identity, as a node of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
-_same: Callable[[torch.Tensor], torch.Tensor] = _Same.apply
 _in_backward: Callable[[Callable[[], None], torch.Tensor], torch.Tensor] = _CallInBackward.apply

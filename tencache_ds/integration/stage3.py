@@ -28,10 +28,7 @@ from tencache_ds.integration.model_release import end_passes, finish_gathers, re
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.module_hooks import lighten_hooks
 from tencache_ds.integration.monitoring import StepMonitor
-from tencache_ds.integration.optimizers import (
-    step_is_watched,
-    updates_by_chunks,
-)
+from tencache_ds.integration.optimizers import step_is_watched, updates_by_chunks
 from tencache_ds.integration.ordered_gathers import finish_after_forward
 from tencache_ds.integration.passes import PassesMixin
 from tencache_ds.integration.stage3_building import BuildingMixin

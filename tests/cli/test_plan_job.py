@@ -14,25 +14,19 @@ from typing import Any
 import pytest
 
 from tencache_ds.cli import main, plan_job
-from tencache_ds.observability import channel as channel_module
-from tencache_ds.observability import channel_client
 from tencache_ds.observability.channel import Channel
 from tencache_ds.observability.counters import Stats, StepRecord
 from tencache_ds.observability.paths import Contents, PathStats
 from tencache_ds.planning.outlook import ObservedStep
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("channel_folder")]
 
 GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "tencache"
-    for module in (channel_module, channel_client):
-        monkeypatch.setattr(module, "folders", lambda: [path])
+def available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_job, "available_nbytes", lambda: 100 * GIB)
-    return path
 
 
 def record(step: int, seconds: float, state_nbytes: int) -> StepRecord:

@@ -6,28 +6,17 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tencache_ds.cli import main
-from tencache_ds.observability import channel as channel_module
-from tencache_ds.observability import channel_client
 from tencache_ds.observability.channel import Channel
 from tencache_ds.observability.counters import Stats, StepRecord
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("channel_folder")]
 
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "tencache"
-    for module in (channel_module, channel_client):
-        monkeypatch.setattr(module, "folders", lambda: [path])
-    return path
 
 
 def record(step: int, seconds: float, nvme_read: int) -> StepRecord:

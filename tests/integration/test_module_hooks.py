@@ -172,7 +172,7 @@ def graph(node: Any) -> Any:
     """The kinds of the nodes from one on; those of the hooks are one kind."""
     if node is None:
         return None
-    names = ("PreBackwardFunction", "PostBackwardFunction", "_CallInBackward", "_Same")
+    names = ("PreBackwardFunction", "PostBackwardFunction", "_CallInBackward")
     kind = "hook" if node.name().startswith(names) else node.name()
     return kind, [graph(following) for following, _ in node.next_functions]
 
