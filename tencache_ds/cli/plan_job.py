@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tencache_ds.cli.finding import format_nbytes
+from tencache_ds.cli.job_figures import latest_engine, stored_nbytes
 from tencache_ds.cli.jobs import as_it_is_now, find_job, ranks_here
 from tencache_ds.cli.plan_tables import MORE_NBYTES, format_step, places_table
-from tencache_ds.cli.watch_view import latest_engine
 from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.binding import NVME_STALLS
 from tencache_ds.observability.channel_client import Job
@@ -100,7 +100,7 @@ def observed(records: Sequence[Mapping[str, Any]], stats: Mapping[str, Any]) -> 
         records: of one or more steps (:class:`~tencache_ds.observability.counters.StepRecord` as dicts).
         stats: the rank's latest figures (:class:`~tencache_ds.observability.counters.Stats` as a dict).
     """
-    weights, state = stats["stored_weight_nbytes"], _stored_state_nbytes(stats)
+    weights, state = stored_nbytes(stats, "weights"), stored_nbytes(stats, "optimizer")
     whole = stats["state_nbytes"] - stats["resident_state_nbytes"] - stats["gpu_state_nbytes"]
 
     def median(value: Any) -> float:
@@ -126,12 +126,6 @@ def observed(records: Sequence[Mapping[str, Any]], stats: Mapping[str, Any]) -> 
         stored_state_nbytes=state,
         state_in_memory_nbytes=max(whole, 0) if state else 0,
     )
-
-
-def _stored_state_nbytes(stats: Mapping[str, Any]) -> int:
-    """Optimizer state on NVMe, as stored; activations there are not among it."""
-    held = (content for path in stats["paths"] for content in path["contents"])
-    return sum(int(content["nbytes"]) for content in held if content["kind"] == "optimizer")
 
 
 def amounts(steps: Sequence[ObservedStep]) -> list[int]:
@@ -170,11 +164,13 @@ def _places(stats: Sequence[Mapping[str, Any]]) -> Table:
     def total(name: str) -> int:
         return sum(each[name] for each in stats)
 
-    on_nvme = sum(map(_stored_state_nbytes, stats))
+    def stored(kind: str) -> int:
+        return sum(stored_nbytes(each, kind) for each in stats)
+
     rows = (
-        ("weights", (total("gpu_weight_nbytes"), total("resident_weight_nbytes"), total("stored_weight_nbytes"))),
+        ("weights", (total("gpu_weight_nbytes"), total("resident_weight_nbytes"), stored("weights"))),
         ("gradients", (total("gpu_gradient_nbytes"), total("host_gradient_nbytes"), 0)),
-        ("optimizer state", (total("gpu_state_nbytes"), total("resident_state_nbytes"), on_nvme)),
+        ("optimizer state", (total("gpu_state_nbytes"), total("resident_state_nbytes"), stored("optimizer"))),
     )
     return places_table("on this host", rows)
 

@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Console
 
 from tencache_ds.cli.arguments import at_least_one, open_console
+from tencache_ds.cli.job_figures import latest_engine
 from tencache_ds.cli.jobs import add_job_argument, find_job, ranks_here
 from tencache_ds.cli.trace_plot import write_plot
 from tencache_ds.cli.trace_view import render
-from tencache_ds.cli.watch_view import latest_engine
 from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.observability.channel_client import Answer, Job, Process, snapshot_of
 from tencache_ds.observability.recording import RankRecording

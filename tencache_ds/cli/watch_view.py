@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tencache_ds.cli.finding import format_nbytes
+from tencache_ds.cli.job_figures import latest_engine, stored_nbytes
 from tencache_ds.cli.jobs import ranks_here
 from tencache_ds.observability.binding import binding, shares
 from tencache_ds.observability.channel_client import Job, Process
@@ -62,6 +64,42 @@ class _Column:
         return None if not self.last or not self.last["seconds"] else self.last["nbytes"][link] / self.last["seconds"]
 
 
+def _figure(name: str) -> Callable[[dict[str, Any]], int]:
+    return lambda stats: int(stats[name])
+
+
+_PLACES: tuple[tuple[str, tuple[tuple[str, Callable[[dict[str, Any]], int]], ...]], ...] = (
+    (
+        "GPU memory",
+        (
+            ("weights", lambda stats: int(stats["gpu_weight_nbytes"] + stats["gpu_staging_nbytes"])),
+            ("gradients", _figure("gpu_gradient_nbytes")),
+            ("optimizer state", _figure("gpu_state_nbytes")),
+            ("activations, last pass", _figure("gpu_activation_nbytes")),
+        ),
+    ),
+    (
+        "RAM",
+        (
+            ("weights", _figure("resident_weight_nbytes")),
+            ("gradients", _figure("host_gradient_nbytes")),
+            ("optimizer state", _figure("resident_state_nbytes")),
+            ("activation buffers", _figure("activation_buffer_nbytes")),
+            ("staging", _figure("staging_nbytes")),
+        ),
+    ),
+    (
+        "NVMe",
+        (
+            ("weights", partial(stored_nbytes, kind="weights")),
+            ("optimizer state", partial(stored_nbytes, kind="optimizer")),
+            ("activations, last pass", _figure("nvme_activation_nbytes")),
+        ),
+    ),
+)
+"""Places, and what is in each: its bytes from a rank's figures."""
+
+
 def render(job: Job, before: tuple[float, Job] | None) -> RenderableType:
     """A job as a table.
 
@@ -82,23 +120,11 @@ def render(job: Job, before: tuple[float, Job] | None) -> RenderableType:
         table.add_row(Text(name, style="bold cyan"))
 
     _steps(row)
-    for title, parts in (
-        ("GPU memory", (("weights", _gpu_weights), ("gradients", _gpu_gradients), ("optimizer state", _gpu_state))),
-        (
-            "RAM",
-            (
-                ("weights", _ram_weights),
-                ("gradients", _ram_gradients),
-                ("optimizer state", _ram_state),
-                ("staging", _ram_staging),
-            ),
-        ),
-        ("NVMe", (("weights", _nvme_weights), ("optimizer state", _nvme_state))),
-    ):
-        if any(part(column) for _, part in parts for column in columns):
+    for title, parts in _PLACES:
+        if any(part(column.stats) for _, part in parts for column in columns):
             section(title)
             for name, part in parts:
-                row(f"  {name}", lambda column, part=part: _size(part(column)))  # type: ignore[misc]
+                row(f"  {name}", lambda column, part=part: _size(part(column.stats)))  # type: ignore[misc]
     section("Links, per second" if before is not None else "Links, per second of the last step")
     for link, name in LINKS.items():
         row(f"  {name}", lambda column, link=link: _rate(column.rate(link)))  # type: ignore[misc]
@@ -133,53 +159,12 @@ def _column(process: Process, before: tuple[float, Job] | None) -> _Column:
     return _Column(engine, None)
 
 
-def latest_engine(process: Process) -> dict[str, Any]:
-    """Of several engines in a process, the one that takes steps."""
-    return min(process.snapshot["engines"], key=lambda engine: (engine["steps"] == 0, engine["seconds_in_step"]))
-
-
 def _steps(row: Callable[[str, Callable[[_Column], str]], None]) -> None:
     row("steps", lambda column: str(column.engine["steps"]))
     row("last step", lambda column: _seconds(None if column.last is None else column.last["seconds"]))
     row("  predicted", lambda column: _seconds(column.stats["predicted_seconds"]))
     row("  optimizer step", lambda column: _seconds(None if column.last is None else column.last["update_seconds"]))
     row("since then", lambda column: _seconds(column.engine["seconds_in_step"]))
-
-
-def _gpu_weights(column: _Column) -> int:
-    return int(column.stats["gpu_weight_nbytes"] + column.stats["gpu_staging_nbytes"])
-
-
-def _gpu_gradients(column: _Column) -> int:
-    return int(column.stats["gpu_gradient_nbytes"])
-
-
-def _gpu_state(column: _Column) -> int:
-    return int(column.stats["gpu_state_nbytes"])
-
-
-def _ram_weights(column: _Column) -> int:
-    return int(column.stats["resident_weight_nbytes"])
-
-
-def _ram_gradients(column: _Column) -> int:
-    return int(column.stats["host_gradient_nbytes"])
-
-
-def _ram_state(column: _Column) -> int:
-    return int(column.stats["resident_state_nbytes"])
-
-
-def _ram_staging(column: _Column) -> int:
-    return int(column.stats["staging_nbytes"])
-
-
-def _nvme_weights(column: _Column) -> int:
-    return int(column.stats["stored_weight_nbytes"])
-
-
-def _nvme_state(column: _Column) -> int:
-    return int(column.stats["stored_nbytes"] - column.stats["stored_weight_nbytes"])
 
 
 def _size(nbytes: int) -> str:

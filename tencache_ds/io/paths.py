@@ -112,7 +112,7 @@ class NvmePaths:
         """A store over some paths; several paths share its extents in proportion to their bandwidth.
 
         Args:
-            kind: ``"weights"`` or ``"optimizer"``, part of the files' names.
+            kind: ``"weights"``, ``"optimizer"`` or ``"activations"``, part of the files' names.
             roots: the folders, different ones.
             preallocate_nbytes, growth_nbytes, n_files, fingerprint, timeout_s: see
                 :class:`tencache_ds.io.store.ExtentStore`.

@@ -12,8 +12,8 @@ class Contents:
     """The data of one kind of state on one path.
 
     Attributes:
-        kind: ``"weights"`` or ``"optimizer"``.
-        n_extents: how many weights or optimizer chunks.
+        kind: ``"weights"``, ``"optimizer"`` or ``"activations"``.
+        n_extents: how many weights, optimizer chunks or blocks of activations.
         nbytes: their bytes.
     """
 
@@ -84,6 +84,8 @@ def what_was_on(path: str, contents: Sequence[Contents]) -> str:
 def _count(part: Contents) -> str:
     if part.kind == "weights":
         return f"{part.n_extents} weights"
+    if part.kind == "activations":
+        return f"activations in {part.n_extents} blocks"
     return f"{part.kind} state in {part.n_extents} chunks"
 
 

@@ -13,6 +13,7 @@ import pytest
 from tencache_ds.cli import main
 from tencache_ds.observability.channel import Channel
 from tencache_ds.observability.counters import Stats, StepRecord
+from tencache_ds.observability.paths import Contents, PathStats
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("channel_folder")]
 
@@ -31,14 +32,19 @@ def record(step: int, seconds: float, nvme_read: int) -> StepRecord:
     )
 
 
+CONTENTS = (Contents("weights", 3, 30 * MIB), Contents("optimizer", 4, 40 * MIB), Contents("activations", 2, 8 * MIB))
+
+
 def snapshot(rank: int = 0, run_id: str = "run-1", world_size: int = 1, **changes: Any) -> dict[str, Any]:
     stats = Stats(
         total=record(7, 20.0, 100 * MIB),
         last_step=record(7, 2.0, 20 * MIB),
         gpu_state_nbytes=3 * MIB,
         resident_weight_nbytes=5 * MIB,
-        stored_nbytes=70 * MIB,
-        stored_weight_nbytes=30 * MIB,
+        gpu_activation_nbytes=6 * MIB,
+        activation_buffer_nbytes=9 * MIB,
+        nvme_activation_nbytes=8 * MIB,
+        paths=(PathStats("/nvme", "native", 0, 0, 0.0, 0.0, None, CONTENTS),),
         placement="all weights in GPU memory",
         predicted_seconds=1.9,
     )
@@ -68,8 +74,9 @@ def test_the_figures_of_a_rank(capsys: pytest.CaptureFixture[str]):
         "last step 2.00 s",
         "predicted 1.90 s",
         "since then 250 ms",
-        "optimizer state 40.0 MiB",  # on NVMe
-        "weights 30.0 MiB",
+        "activations, last pass 6.0 MiB RAM",
+        "activation buffers 9.0 MiB",
+        "NVMe weights 30.0 MiB optimizer state 40.0 MiB activations, last pass 8.0 MiB",
         "NVMe read 10.0 MiB/s",  # of the last step
         "resident 6 (75%)",
         "late 1 (12%)",
