@@ -76,7 +76,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         self.update_may_continue = False
         """Whether an optimizer step may continue behind the next forward pass; the same on every rank."""
         self._tencache_behind_update = False  # this pass
-        self._tencache_n_used = 0  # of DeepSpeed's order of parameters, by this pass
+        # Of DeepSpeed's order of parameters, in this pass: used, gathered, and elements of those gathered but not used.
+        self._tencache_n_used = self._tencache_n_gathered = self._tencache_numel_ahead = 0
         self.fetch_recorder: FetchRecorder | None = None
         """Called for each fetch in a recorded step."""
         self._tencache_gathers: OrderedGathers | None = None
@@ -183,15 +184,18 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     def _bounded_prefetch(self, forward: bool) -> Iterator[None]:
         """DeepSpeed prefetches another bucket at every module, until ``stage3_max_live_parameters`` are gathered.
         Gathering a weight waits for its update: behind an update, the first modules would wait for nearly all of it.
-        So a forward pass behind one is never more than one bucket ahead. By DeepSpeed's order alone, not by the state
-        of the update: all ranks have to gather the same weights together. A pass within a user's ``GatheredParameters``
-        releases what the context has gathered as soon as DeepSpeed's prefetch comes to it, so that stays as it is.
+        So a forward pass behind one is never more than one and a half buckets ahead: it prefetches a bucket when less
+        than half of one is left. Smaller parts, to stay exactly one ahead, are a gather for each module, and on several
+        ranks each has its latency. By DeepSpeed's order alone, not by the state of the update: all ranks have to gather
+        the same weights together. A pass within a user's ``GatheredParameters`` releases what the context has gathered
+        as soon as DeepSpeed's prefetch comes to it, so that stays as it is.
         """
         bucket_numel = self._PartitionedParameterCoordinator__prefetch_bucket_sz
         if not (forward and self._tencache_forward and self._tencache_behind_update and self.is_complete_trace()):
             yield
             return
-        self._PartitionedParameterCoordinator__prefetch_bucket_sz = max(bucket_numel - self._numel_ahead(), 0)
+        if 2 * self._numel_ahead() >= bucket_numel:
+            self._PartitionedParameterCoordinator__prefetch_bucket_sz = 0
         try:
             yield
         finally:
@@ -202,9 +206,13 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         order = self._PartitionedParameterCoordinator__param_order
         n_gathered = len(order) - len(self._PartitionedParameterCoordinator__param_queue)
         step_id = self._PartitionedParameterCoordinator__step_id
+        for entry in order[self._tencache_n_gathered : n_gathered]:
+            self._tencache_numel_ahead += int(entry.param.ds_numel)
+        self._tencache_n_gathered = n_gathered
         while self._tencache_n_used < n_gathered and order[self._tencache_n_used].step_id_last_used_at <= step_id:
+            self._tencache_numel_ahead -= int(order[self._tencache_n_used].param.ds_numel)
             self._tencache_n_used += 1
-        return sum(int(entry.param.ds_numel) for entry in order[self._tencache_n_used : n_gathered])
+        return self._tencache_numel_ahead
 
     def reset_step(self) -> None:
         """The start of a forward pass."""
@@ -220,7 +228,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             getattr(entry.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) for entry in in_order
         )
         self.update_may_continue = False
-        self._tencache_n_used = 0
+        self._tencache_n_used = self._tencache_n_gathered = self._tencache_numel_ahead = 0
         self._tencache_forward = True
         self.before_pass()
         with self._tencache_lock:

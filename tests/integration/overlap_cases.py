@@ -20,6 +20,7 @@ import user_api_cases
 
 import tencache_ds
 from tencache_ds.errors import TenCacheError
+from tencache_ds.integration.coordinator import TenCacheCoordinator
 from tencache_ds.integration.model_weights import ModelWeights
 from tencache_ds.observability.counters import Stall
 from tencache_ds.planning.chunks import Chunk
@@ -120,6 +121,14 @@ def run_behind_update(case: dict[str, Any], folder: str) -> dict[str, Any]:
     engine = training.build(case, "tencache", os.path.join(folder, "nvme"))
     in_the_middle, found = threading.Event(), []
     finish = ChunkedUpdate._finish
+    gathers, passes = 0, []
+    gather_name = "_PartitionedParameterCoordinator__all_gather_params_"
+    gather = getattr(TenCacheCoordinator, gather_name)
+
+    def counted(self: TenCacheCoordinator, params: Any, forward: bool, **options: Any) -> None:
+        nonlocal gathers
+        gathers += 1
+        gather(self, params, forward, **options)
 
     def held(self: ChunkedUpdate, entry: Any, finished: Any) -> None:
         chunk = entry.used.chunk
@@ -131,9 +140,12 @@ def run_behind_update(case: dict[str, Any], folder: str) -> dict[str, Any]:
     layers = engine.module.layers
     layers[len(layers) // 2].register_forward_pre_hook(lambda *_: in_the_middle.set())
     ChunkedUpdate._finish = held  # type: ignore[method-assign]
+    setattr(TenCacheCoordinator, gather_name, counted)
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
+        gathers = 0
         loss = engine(*(tensor.to(engine.device) for tensor in engine.module.batch(generator)))
+        passes.append(gathers)
         engine.backward(loss)
         in_the_middle.clear()
         engine.step()
@@ -141,7 +153,8 @@ def run_behind_update(case: dict[str, Any], folder: str) -> dict[str, Any]:
     in_the_middle.set()
     engine.destroy()
     ChunkedUpdate._finish = finish  # type: ignore[method-assign]
-    return {"in_the_middle": found}
+    setattr(TenCacheCoordinator, gather_name, gather)
+    return {"in_the_middle": found, "gathers": passes}
 
 
 def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:

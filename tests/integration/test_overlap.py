@@ -62,7 +62,8 @@ RECOVERS: dict[str, dict[str, Any]] = {
     "recovers_ram": {"model": "llama", "recovers": True} | RAM,
     "recovers_nvme": {"model": "llama", "recovers": True, "tencache": {"host_memory": "9MiB"}},
 }
-DEEP = {"model": "deep", "max_live": 10**9} | RAM
+DEEP = {"model": "deep", "max_live": 10**9, "prefetch": 1_000_000} | RAM
+"""A bucket is four of its ten layers."""
 
 
 def both(cases: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any], str]]:
@@ -140,6 +141,12 @@ def test_steps_went_on_in_the_background_and_were_waited_for(one_rank: Any, name
 
 def test_a_forward_pass_runs_behind_the_update_and_not_only_after_it(one_rank: Any) -> None:
     assert one_rank.result("deep", "tencache")["in_the_middle"] == [True] * 5
+
+
+def test_a_forward_pass_behind_the_update_gathers_whole_buckets(one_rank: Any) -> None:
+    recorded, *behind = one_rank.result("deep", "tencache")["gathers"]
+    assert recorded == 10  # nothing is known to prefetch
+    assert behind == [4] * 4
 
 
 @pytest.mark.parametrize("name", ALONE)
