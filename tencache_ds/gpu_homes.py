@@ -153,6 +153,7 @@ class GpuHomes:
         moves: carries out the decisions.
         host_left_nbytes: what of this rank's host memory nothing has taken.
         hidden_share: the share of the update outside GPU memory that overlaps the next forward pass.
+        without_fetches: whether modules whose weights are there run without a fetch.
         agree: among all ranks.
         record_fetches: sets the recorder of weight fetches, or none.
         activations: those that compete for the memory; None if they stay, or move in any case.
@@ -171,6 +172,7 @@ class GpuHomes:
         *,
         host_left_nbytes: Callable[[], int],
         hidden_share: Callable[[], float],
+        without_fetches: bool,
         agree: Agree,
         record_fetches: Callable[[FetchRecorder | None], None],
         say: Callable[[str, float | None], None],
@@ -185,6 +187,7 @@ class GpuHomes:
         self._moves = moves
         self._host_left_nbytes = host_left_nbytes
         self._hidden_share = hidden_share
+        self._without_fetches = without_fetches
         self._agree = agree
         self._record_fetches = record_fetches
         self._say = say
@@ -351,14 +354,15 @@ class GpuHomes:
         recorder: FetchRecorder,
         moved: Mapping[int, MoveCost],
     ) -> _Costs:
-        """From the recorded step. A weight's wait is at most its own copies' time: the rest was for earlier ones."""
+        """From the recorded step. A weight's wait is at most its own copies' time, with that of the host where it no
+        longer fetches what is there: the rest was for earlier ones."""
         waits, rate = recorder.waits(), self._memory.copy_rate()
         weights = []
         for shard in shards:
             wait, seconds = waits.get(shard.key), 0.0
             if wait is not None:
                 copies = wait.fetches * shard.nbytes / rate
-                longest = wait.seconds if shard.stored else copies
+                longest = wait.seconds if shard.stored else copies + self._without_fetches * wait.host_seconds
                 seconds = max(min(wait.seconds, longest), HIDDEN_SHARE * copies)
             weights.append(Weight(shard.nbytes, seconds, shard.nbytes if shard.frees_host else 0))
         activations = {}

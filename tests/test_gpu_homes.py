@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -137,6 +138,8 @@ class Life:
     update_seconds = 1e-9
     hidden_share = 0.0
     forward_seconds = 0.0
+    without_fetches = False
+    fetch_seconds = 0.0
 
     def __init__(self, folder: Path, units: float, saved: Saved | None = None, **options: object) -> None:
         self.memory, self.saved = Memory(units), saved
@@ -172,6 +175,7 @@ class Life:
             self.moves,
             host_left_nbytes=lambda: self.accounts.host_left_nbytes,
             hidden_share=lambda: self.hidden_share,
+            without_fetches=self.without_fetches,
             agree=lambda topic, value, decide: decide([value]),
             record_fetches=self.record_fetches,
             say=self.say,
@@ -199,6 +203,7 @@ class Life:
             self.memory.use(self.taken(layer) * tokens)
             if self.recorder is not None and layer < len(WEIGHTS):
                 self.recorder.before_fetch()
+                time.sleep(self.fetch_seconds)
                 self.recorder.after_fetch({layer: WEIGHTS[layer]})
             self.look()
             seen.append(self.chunks())
@@ -427,6 +432,17 @@ def test_a_short_forward_pass_hides_no_more_than_itself(life):
     training.update_seconds, training.hidden_share, training.forward_seconds = 1.2, 0.5, 0.03
     begin(training)
     assert training.predicted == [pytest.approx(2.0 - 1.2 + 0.2 - 0.03, abs=0.05)]
+
+
+@pytest.mark.parametrize("without_fetches", [True, False])
+def test_the_time_of_fetches_that_are_no_longer_made_is_predicted(life, monkeypatch, without_fetches):
+    monkeypatch.setattr(Life, "without_fetches", without_fetches)
+    training = life(18)
+    training.fetch_seconds, training.update_seconds = 0.1, 0.6
+    assert begin(training) == 5
+    assert set(training.weights.there) == {0, 1, 2}
+    saved = 0.6 * 5 / 6 + 0.3 * without_fetches
+    assert training.predicted == [pytest.approx(2.0 - saved, abs=0.1)]
 
 
 def test_memory_that_is_found_only_by_flushing_is_given_back(life):

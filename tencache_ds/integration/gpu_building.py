@@ -117,6 +117,7 @@ def build_gpu_homes(
         moves,
         host_left_nbytes=lambda: session.host_left_nbytes,
         hidden_share=hidden_share,
+        without_fetches=weights.stay_gathered,
         agree=agreed,
         record_fetches=record_fetches,
         say=say,

@@ -53,24 +53,32 @@ class FetchWait:
 
     Attributes:
         fetches: how often it was fetched.
-        seconds: upper bound of the device's idle time for it, including the Python time of a fetch.
+        seconds: upper bound of the device's idle time for it, including the host's time for the fetch.
+        host_seconds: the latter.
     """
 
     fetches: int
     seconds: float
+    host_seconds: float = 0.0
 
 
 class FetchRecorder:
-    """Records one step. Called by whichever thread computes, one at a time."""
+    """Records one step. Called by whichever thread computes, one at a time.
 
-    def __init__(self, clock: StreamClock) -> None:
+    Args:
+        clock: of the device.
+        host: the host's.
+    """
+
+    def __init__(self, clock: StreamClock, host: StreamClock | None = None) -> None:
         self._clock = clock
-        self._before: Any = None
-        self._fetches: list[tuple[Any, Any, Mapping[int, int]]] = []
+        self._host: StreamClock = HostClock() if host is None else host
+        self._before: tuple[Any, Any] | None = None
+        self._fetches: list[tuple[Any, Any, float, Mapping[int, int]]] = []
 
     def before_fetch(self) -> None:
         """A module's weights are fetched next."""
-        self._before = self._clock.mark()
+        self._before = self._clock.mark(), self._host.mark()
 
     def after_fetch(self, fetched: Mapping[int, int]) -> None:
         """The following work needs them.
@@ -79,17 +87,20 @@ class FetchRecorder:
             fetched: of each weight that was not there, its bytes.
         """
         if fetched and self._before is not None:
-            self._fetches.append((self._before, self._clock.mark(), dict(fetched)))
+            before, began = self._before
+            host_seconds = self._host.seconds_between(began, self._host.mark())
+            self._fetches.append((before, self._clock.mark(), host_seconds, dict(fetched)))
         self._before = None
 
     def waits(self) -> dict[int, FetchWait]:
-        """Of each weight. After the device was waited for. A wait for several is divided by their bytes."""
-        fetches: dict[int, int] = {}
-        seconds: dict[int, float] = {}
-        for before, after, fetched in self._fetches:
+        """Of each weight. After the device was waited for. A fetch of several is divided by their bytes."""
+        waits: dict[int, FetchWait] = {}
+        for before, after, host_seconds, fetched in self._fetches:
             waited = max(self._clock.seconds_between(before, after), 0.0)
-            nbytes = sum(fetched.values())
+            nbytes = max(sum(fetched.values()), 1)
             for key, part in fetched.items():
-                fetches[key] = fetches.get(key, 0) + 1
-                seconds[key] = seconds.get(key, 0.0) + waited * part / max(nbytes, 1)
-        return {key: FetchWait(fetches[key], seconds[key]) for key in fetches}
+                known, share = waits.get(key, FetchWait(0, 0.0)), part / nbytes
+                waits[key] = FetchWait(
+                    known.fetches + 1, known.seconds + waited * share, known.host_seconds + host_seconds * share
+                )
+        return waits

@@ -23,21 +23,31 @@ class Clock:
         return second - first
 
 
-def fetch(recorder: FetchRecorder, clock: Clock, seconds: float, fetched: dict[int, int]) -> None:
-    recorder.before_fetch()
-    clock.now += seconds
-    recorder.after_fetch(fetched)
-    clock.now += 1.0
+class Rig:
+    """A recorder with both clocks."""
+
+    def __init__(self) -> None:
+        self.device, self.host = Clock(), Clock()
+        self.recorder = FetchRecorder(self.device, self.host)
+
+    def fetch(self, seconds: float, host_seconds: float, fetched: dict[int, int]) -> None:
+        self.recorder.before_fetch()
+        self.device.now += seconds
+        self.host.now += host_seconds
+        self.recorder.after_fetch(fetched)
+        self.device.now += 1.0
+        self.host.now += 2.0
 
 
 def test_waits_add_up_over_passes_and_are_divided_by_bytes():
-    clock = Clock()
-    recorder = FetchRecorder(clock)
-    fetch(recorder, clock, 0.3, {1: 100, 2: 200})
-    fetch(recorder, clock, 0.5, {})
-    fetch(recorder, clock, 0.2, {2: 50})
-    result = recorder.waits()
-    assert result == {1: FetchWait(1, pytest.approx(0.1)), 2: FetchWait(2, pytest.approx(0.4))}
+    rig = Rig()
+    rig.fetch(0.3, 0.03, {1: 100, 2: 200})
+    rig.fetch(0.5, 0.05, {})
+    rig.fetch(0.2, 0.02, {2: 50})
+    assert rig.recorder.waits() == {
+        1: FetchWait(1, pytest.approx(0.1), pytest.approx(0.01)),
+        2: FetchWait(2, pytest.approx(0.4), pytest.approx(0.04)),
+    }
 
 
 def test_a_fetch_that_was_not_begun_counts_nothing():
@@ -47,10 +57,9 @@ def test_a_fetch_that_was_not_begun_counts_nothing():
 
 
 def test_weights_of_no_bytes_wait_for_nothing():
-    clock = Clock()
-    recorder = FetchRecorder(clock)
-    fetch(recorder, clock, 0.3, {1: 0})
-    assert recorder.waits() == {1: FetchWait(1, 0.0)}
+    rig = Rig()
+    rig.fetch(0.3, 0.03, {1: 0})
+    assert rig.recorder.waits() == {1: FetchWait(1, 0.0)}
 
 
 def test_the_time_of_the_host():
