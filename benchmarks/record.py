@@ -136,6 +136,7 @@ class Measurement(Record):
     cpu_energy_j: float | None = None  # of the measured steps, as RAPL counts; None where it cannot be read
     disk_write_nbytes: int | None = None  # of the measured steps, on the block device of the NVMe path, if any
     tencache_stats: dict[str, Any] | None = None  # ``dataclasses.asdict(tencache_ds.stats(engine))`` at the end
+    tencache_counts: dict[str, Any] | None = None  # its ``total``, less what it was at the end of the warm-up
 
     @property
     def measured(self) -> list[Step]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -103,12 +103,21 @@ class Figures:
 
     def total(self, kind: str) -> pd.Series:
         """TenCache's own counts of a kind (``tencache_ds.observability.counters``) by name, summed over the runs."""
-        totals = [run.tencache_stats["total"].get(kind, {}) for run in self.runs if run.tencache_stats]
-        return pd.DataFrame(value if isinstance(value, dict) else {kind: value} for value in totals).sum()
+        return _sums([run.tencache_stats["total"] for run in self.runs if run.tencache_stats], kind)
+
+    @property
+    def counts_warm_up(self) -> bool:
+        """Whether :meth:`per_step` includes the warm-up: that of records in which it cannot be told apart."""
+        return any(run.tencache_stats and not run.tencache_counts for run in self.runs)
 
     def per_step(self, kind: str) -> pd.Series:
-        """The same for each step of these runs, warm-up included."""
-        return self.total(kind) / (self.total("step").sum() or np.nan)
+        """Those counts of a kind for each step of these runs."""
+        counts = [
+            run.tencache_stats["total"] if self.counts_warm_up else run.tencache_counts
+            for run in self.runs
+            if run.tencache_stats
+        ]
+        return _sums(counts, kind) / (_sums(counts, "step").sum() or np.nan)
 
     def _lowest_tier(self, placed: Placement | None) -> Tier | None:
         """The lowest tier it may use; None when neither its placement nor its DeepSpeed config says.
@@ -137,6 +146,11 @@ class Figures:
 def all_figures(benchmark: Benchmark) -> dict[str, Figures]:
     """The figures of every configuration, by name."""
     return {configuration.name: Figures(benchmark, configuration) for configuration in benchmark.configurations}
+
+
+def _sums(counts: Iterable[dict[str, Any]], kind: str) -> pd.Series:
+    values = [each.get(kind, {}) for each in counts]
+    return pd.DataFrame(value if isinstance(value, dict) else {kind: value} for value in values).sum()
 
 
 def _per_run(runs: list[Run]) -> pd.DataFrame:

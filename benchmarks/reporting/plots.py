@@ -186,7 +186,7 @@ def storage_bandwidth(benchmark: Benchmark) -> Figure | None:
 
 def access_classes(benchmark: Benchmark) -> Figure | None:
     """Stacked shares of TenCache's weight accesses by class; None when no run counted any."""
-    counts = pd.DataFrame({f.configuration.label: f.total("accesses") for f in all_figures(benchmark).values()}).T
+    counts = pd.DataFrame({f.configuration.label: f.per_step("accesses") for f in all_figures(benchmark).values()}).T
     counts = counts[counts.sum(axis=1) > 0]
     if counts.empty:
         return None

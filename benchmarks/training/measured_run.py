@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,8 +91,12 @@ class Trainee(ABC):
         """Waits for storage of training threads, in seconds, that the storage meter does not see."""
         return 0.0
 
+    def counts(self) -> dict[str, Any] | None:
+        """What TenCache has counted so far, where it trains; waits for nothing."""
+        return None
+
     def stats(self) -> dict[str, Any] | None:
-        """TenCache's statistics, where it trains."""
+        """TenCache's statistics, where it trains, once nothing goes on behind the training."""
         return None
 
 
@@ -178,6 +182,7 @@ class MeasuredRun:
         for _ in range(task.warmup):
             self._keep(self._step(trainee, next(batches)))
         self._children_nbytes = instruments.children_nbytes()
+        counts_before = trainee.counts()
         consumption = Consumption(self.paths)
         gate = Gate(Path(task.gate)) if task.gate is not None else None
         for turn in range(task.turns):
@@ -191,11 +196,12 @@ class MeasuredRun:
                     consumption.counts()
         spent = consumption.spent
         gpu_joules = self._gather(spent["gpu_energy_j"])
-        stats = trainee.stats()
+        counts, stats = trainee.counts(), trainee.stats()
         self._update(
             timeline=timeline.samples,
             **spent | {"gpu_energy_j": None if None in gpu_joules else sum(gpu_joules)},
             tencache_stats=stats,
+            tencache_counts=None if counts is None or counts_before is None else _difference(counts, counts_before),
             memory=self._memory(start_rss, stats),
         )
         self._write()
@@ -332,3 +338,11 @@ class MeasuredRun:
     def _write(self) -> None:
         if self._rank == 0:
             self._result.write(Path(self.task.result))
+
+
+def _difference(counts: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Of two records of the same nested counters, of each counter the later value less the earlier one."""
+    return {
+        key: _difference(value, before[key]) if isinstance(value, Mapping) else value - before[key]
+        for key, value in counts.items()
+    }

@@ -58,6 +58,9 @@ class DeepSpeedTrainee(Trainee):
         # look(), since stats() waits for what goes on behind the training.
         return 0.0 if self.tencache is None else sum(self.tencache.look().total.stall_seconds.values())
 
+    def counts(self) -> dict[str, Any] | None:
+        return None if self.tencache is None else dataclasses.asdict(self.tencache.look().total)
+
     def stats(self) -> dict[str, Any] | None:
         return None if self.tencache is None else dataclasses.asdict(self.tencache.stats())
 

@@ -402,6 +402,18 @@ def test_rare_events_are_named():
     assert "Rare events: TenCache (defaults): 3 x divergence." in page
 
 
+def test_counts_leave_the_warm_up_out_where_they_can():
+    whole, later = counters(), counters((80, 20, 0, 0), weight_read_s=0.4, steps=4)["total"]
+    with_warm_up = render(benchmark([tencache()], [run("tencache", [10.0], tencache_stats=whole)]))
+    assert "warm-up included" in section(with_warm_up, "TenCache: weights and waits")
+    runs = [run("tencache", [10.0], tencache_stats=whole, tencache_counts=later)]
+    measured = section(render(benchmark([tencache()], runs)), "TenCache: weights and waits")
+    assert cells(measured, "TenCache")[:7] == [
+        "TenCache (defaults)", "25.0", "80.0 %", "20.0 %", "0.0 %", "0.0 %", "0.100",
+    ]  # fmt: skip
+    assert "over the steps after the warm-up" in measured
+
+
 def test_repeatability():
     page = render(small(), repeat=pair([22.0], [10.0], storage="another", started_at="later"))
     repeated = section(page, "Repeatability")

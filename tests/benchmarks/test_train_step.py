@@ -169,6 +169,11 @@ def test_the_meter_counts_what_tencache_counts(runs: dict[str, tuple[Measurement
     assert "DIFFER" not in log
     assert run.tencache_stats is not None
     assert run.tencache_stats["io_backend"] == "aio"
+    assert run.tencache_counts is not None
+    n_after_warm_up = len(run.steps) - run.warmup_steps
+    assert run.tencache_counts["step"] == n_after_warm_up == run.tencache_stats["total"]["step"] - run.warmup_steps
+    assert 0 < run.tencache_counts["nbytes"]["nvme_read"] < run.tencache_stats["total"]["nbytes"]["nvme_read"]
+    assert run.tencache_counts["accesses"]["demand"] == 0
     # Means: reads ahead and late writes cross from one step into another. Two micro-steps read the weights four times.
     assert 14 < statistics.fmean(step.nvme_read_nbytes for step in run.measured) / run.numel <= 21
     assert 10 < statistics.fmean(step.nvme_write_nbytes for step in run.measured) / run.numel <= 18
