@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.compiler import lazy_disable
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import (
     DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR,
@@ -157,7 +158,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         """DeepSpeed's release of a module's weights, without its profiler ranges and log messages."""
         recomputed = submodule.__dict__["ds_recompute_parameters"]
         in_backward = self._PartitionedParameterCoordinator__active_backward_submodules
-        if torch.compiler.is_compiling() or is_leaf(submodule) or not (forward or in_backward) or recomputed:
+        if is_leaf(submodule) or not (forward or in_backward) or recomputed:
             super().release_sub_module(submodule, forward)
             return
         key, params, releasable = submodule.ds_id, params_of(submodule), None
@@ -209,6 +210,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             self._tencache_n_used += 1
         return sum(int(entry.param.ds_numel) for entry in order[self._tencache_n_used : n_gathered])
 
+    @lazy_disable  # type: ignore[untyped-decorator]
     def reset_step(self) -> None:
         """The start of a forward pass."""
         spans.phase("forward")

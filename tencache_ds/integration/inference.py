@@ -210,8 +210,8 @@ def _follow_passes(
             suspended.suspend()
 
     return [
-        module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
-        module.register_forward_hook(end),
+        module.register_forward_pre_hook(torch.compiler.disable(begin), with_kwargs=True, prepend=True),
+        module.register_forward_hook(torch.compiler.disable(end)),
     ]
 
 

@@ -19,6 +19,11 @@ follows from the graph, and 16-bit sums depend on it. DeepSpeed's hooks add a no
 a module. The uses of an input within a module are summed at its node first, and then added to the others, such as that
 of a residual connection. So wherever gradients are computed, these nodes stay, also on modules that have nothing to
 gather or release.
+
+[Note: the compiler] In a compiled model dynamo traces hooks too, unless they are disabled for it, and whatever they
+call: buffers, stores and the coordinator's tables, which other threads change between its guards and its code.
+DeepSpeed disables some of its hooks and some methods of its coordinator. Here all of DeepSpeed's hooks are disabled,
+and they are what is called while a model is compiled; so is every other hook of TenCache's.
 """
 
 from __future__ import annotations
@@ -98,19 +103,20 @@ def _replace(offload: Any) -> None:
                 continue
             build = build_before if id(hooks) in before else build_after
             module = before.get(id(hooks)) or after.get(id(hooks))
+            if module is None:
+                continue
             original = hooks[handle.id]
-            hook = None if module is None else build(module, original, offload.get_param_coordinator())
-            if hook is not None:
-                setattr(hook, _ORIGINAL, original)
-                hooks[handle.id] = hook
+            hook = build(module, torch.compiler.disable(original), offload.get_param_coordinator())
+            setattr(hook, _ORIGINAL, original)
+            hooks[handle.id] = hook
 
 
 # The hooks are functions, which copy.deepcopy(model) does not copy: an object would take the coordinator along.
 
 
-def _gather_for_forward(module: torch.nn.Module, original: Hook, coordinator: Any) -> Hook | None:
+def _gather_for_forward(module: torch.nn.Module, original: Hook, coordinator: Any) -> Hook:
     if is_leaf(module):
-        return None
+        return original
     modules_in_forward = parameter_offload.FWD_MODULE_STACK
 
     def gather_for_forward(module: torch.nn.Module, *args: Any) -> Any:
@@ -125,9 +131,9 @@ def _gather_for_forward(module: torch.nn.Module, original: Hook, coordinator: An
     return gather_for_forward
 
 
-def _release_after_forward(module: torch.nn.Module, original: Hook, coordinator: Any) -> Hook | None:
+def _release_after_forward(module: torch.nn.Module, original: Hook, coordinator: Any) -> Hook:
     if is_leaf(module):
-        return None
+        return original
     modules_in_forward = parameter_offload.FWD_MODULE_STACK
 
     def release_after_forward(module: torch.nn.Module, inputs: Any, output: Any) -> Any:

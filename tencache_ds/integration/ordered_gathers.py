@@ -183,4 +183,4 @@ def finish_after_forward(module: torch.nn.Module, finish: Callable[[], None]) ->
     Returns:
         the hook's handle.
     """
-    return module.register_forward_hook(lambda *_: finish(), always_call=True)
+    return module.register_forward_hook(torch.compiler.disable(lambda *_: finish()), always_call=True)

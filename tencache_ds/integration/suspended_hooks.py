@@ -80,15 +80,18 @@ class SuspendedHooks:
         self._n_incomplete = 0  # steps in which it could have been suspended
         self.n_changes = 0
         """Of :attr:`modules`, so far."""
+        # [Note: the compiler] in .module_hooks
+        uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
         self._hooks = [
-            block.register_forward_pre_hook(lambda *_: relieve())
+            block.register_forward_pre_hook(uncompiled(lambda *_: relieve()))
             for blocks in offload.module.modules()
             if isinstance(blocks, torch.nn.ModuleList)
             for block in blocks
         ]
         # Functions, which copy.deepcopy(model) does not copy; a bound method would take everything here along.
-        self._hooks.append(offload.module.register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True))
-        self._hooks.append(offload.module.register_forward_hook(lambda *_: self.end_pass(), always_call=True))
+        begin, end = uncompiled(lambda *_: self._begin_forward()), uncompiled(lambda *_: self.end_pass())
+        self._hooks.append(offload.module.register_forward_pre_hook(begin, prepend=True))
+        self._hooks.append(offload.module.register_forward_hook(end, always_call=True))
 
     @property
     def up_to_date(self) -> bool:

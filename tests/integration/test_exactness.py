@@ -185,6 +185,12 @@ def test_one_rank(one_rank: Any, name: str) -> None:
     assert_same(one_rank, name)
 
 
+def test_the_compiler_traces_nothing_but_the_hooks_of_modules(one_rank: Any) -> None:
+    """Other threads change what the rest works on."""
+    hooks = {"gather_for_forward", "release_after_forward", "gather_for_backward", "release_after_backward"}
+    assert set(one_rank.result("compiled", "tencache")["traced"]) == hooks
+
+
 @pytest.mark.parametrize("name", [*MODELS, *TWO_RANK_TRAINING])
 def test_two_ranks(two_ranks: Any, name: str) -> None:
     assert_same(two_ranks, name)

@@ -320,6 +320,18 @@ class TrafficMeter:
         return {"steps": steps, "counted_nbytes": counted_end - counted, "kernel_nbytes": kernel_end - kernel}
 
 
+def traced_functions(package: str) -> list[str]:
+    """Functions of a package that the compiler has traced, of those that are alive."""
+    import gc
+    import types
+
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    functions = [value for value in gc.get_objects() if type(value) is types.FunctionType]
+    codes = {function.__code__ for function in functions if (function.__module__ or "").split(".")[0] == package}
+    return sorted({code.co_name for code in codes if _debug_get_cache_entry_list(code)})
+
+
 def run_case(case: dict[str, Any], engine_name: str, folder: str, rank: int, hook: Any = None) -> dict[str, Any]:
     """One training run: its losses and, with TenCache, its counters. ``hook(engine, step)`` follows each step."""
     nvme = os.path.join(folder, "nvme")
@@ -342,6 +354,8 @@ def run_case(case: dict[str, Any], engine_name: str, folder: str, rank: int, hoo
         result["numel"] = sum(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
         if meter is not None:
             result["traffic"] = meter.result()
+        if case.get("compiled"):
+            result["traced"] = traced_functions("tencache_ds")
     if case.get("weights"):
         result["weights"] = digests(engine.module)
     engine.destroy()
