@@ -267,6 +267,8 @@ class TenCacheZeroOptimizer_Stage3(
                 master[start : start + shard.numel()].copy_(shard)
             return
         for chunk, weights in self._model_weights.by_chunk(self._state.chunks(sub_group)):
+            if fresh and self._state.start_split(chunk):
+                continue
             used = self._state.overwrite(chunk, fresh=True) if fresh else self._state.take(chunk)
             for overlap_start, values in weights:
                 used.views[MASTER][overlap_start : overlap_start + values.numel()].copy_(values)

@@ -24,10 +24,10 @@ class ExtentTicket(Ticket):
         self,
         operation: Operation,
         extent: Extent,
+        nbytes: int,
         default_timeout_s: float,
         explain: Callable[[StorageError], None] | None,
     ) -> None:
-        nbytes = extent.allocated_nbytes
         super().__init__(operation, extent.file, extent.offset, nbytes, extent.tag, default_timeout_s=default_timeout_s)
         self._explain = explain
 
@@ -61,6 +61,7 @@ class ExtentQueue:
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     n_writes: int = 0  # accepted so far, the next write's generation
+    written_nbytes: int = 0  # by the last one that was accepted
     witness: Witness | None = None  # of the last write that started
     poison: BaseException | None = None  # why that write failed
     freed: bool = False

@@ -192,12 +192,13 @@ class ExtentStore:
             self._stripes.reweigh(bytes_per_s)
 
     def write(self, extent: Extent, buffer: torch.Tensor, *, priority: Priority = Priority.BACKGROUND) -> Ticket:
-        """Writes the whole extent.
+        """Writes an extent from its start. Bytes behind the last of the buffer are undefined afterwards.
 
         Args:
             extent: where.
-            buffer: 1-D contiguous aligned uint8 tensor of ``extent.allocated_nbytes`` bytes, in memory that the backend
-                takes; untouched until the ticket is done. On a GPU, no work on it may be pending.
+            buffer: 1-D contiguous aligned uint8 tensor of whole pages, at most ``extent.allocated_nbytes`` bytes, in
+                memory that the backend takes; untouched until the ticket is done. On a GPU, no work on it may be
+                pending.
             priority: of the request, from when it may start.
 
         Returns:
@@ -213,23 +214,23 @@ class ExtentStore:
             state = self._state(extent)
             witness = Witness(state.n_writes)
             state.n_writes += 1
-        return self._enqueue(
-            extent, Request(Operation.WRITE, buffer, priority, self._ticket(Operation.WRITE, extent), witness)
-        )
+        ticket = self._ticket(Operation.WRITE, extent, buffer)
+        return self._enqueue(extent, Request(Operation.WRITE, buffer, priority, ticket, witness))
 
     def read(self, extent: Extent, buffer: torch.Tensor, *, priority: Priority = Priority.BACKGROUND) -> Ticket:
-        """Reads the whole extent; arguments as for :meth:`write`.
+        """Reads all that the last write has written; arguments as for :meth:`write`.
 
         Returns:
             A ticket. Its error is the device's, or that of the write that should have filled the extent, or a
             :class:`~tencache_ds.errors.CorruptionError` when the bytes are not those last written.
 
         Raises:
-            ValueError: wrong buffer, not an extent of this store, or nothing was ever written to it.
+            ValueError: wrong buffer, not an extent of this store, or the last write has not as many bytes.
             StorageError: the store is closed.
         """
         self._check_buffer(extent, buffer)
-        return self._enqueue(extent, Request(Operation.READ, buffer, priority, self._ticket(Operation.READ, extent)))
+        ticket = self._ticket(Operation.READ, extent, buffer)
+        return self._enqueue(extent, Request(Operation.READ, buffer, priority, ticket))
 
     def drain(self) -> None:
         """Waits for all writes submitted so far.
@@ -299,8 +300,10 @@ class ExtentStore:
 
     def _check_buffer(self, extent: Extent, buffer: torch.Tensor) -> None:
         check_request(extent.offset, buffer, self._alignment_nbytes, device_type=None)
-        if buffer.numel() != extent.allocated_nbytes:
-            raise ValueError(f"{extent.tag} needs a buffer of {extent.allocated_nbytes} bytes, not {buffer.numel()}")
+        if buffer.numel() > extent.allocated_nbytes:
+            raise ValueError(
+                f"{extent.tag} needs a buffer of at most {extent.allocated_nbytes} bytes, not {buffer.numel()}"
+            )
 
     def _state(self, extent: Extent) -> ExtentQueue:
         state = self._states.get((extent.file, extent.offset))
@@ -308,8 +311,8 @@ class ExtentStore:
             raise ValueError(f"not an extent of {', '.join(self.paths)}, or freed: {extent}")
         return state
 
-    def _ticket(self, operation: Operation, extent: Extent) -> Ticket:
-        return ExtentTicket(operation, extent, self._timeout_s, self._explain)
+    def _ticket(self, operation: Operation, extent: Extent, buffer: torch.Tensor) -> Ticket:
+        return ExtentTicket(operation, extent, buffer.numel(), self._timeout_s, self._explain)
 
     def _wait_for(self, operation: Operation | None) -> list[Ticket]:
         """Waits for the requests in flight, whatever their outcome; returns their tickets.
@@ -337,8 +340,14 @@ class ExtentStore:
         with self._lock:
             self._check_open(request.operation.value, extent.file, extent.offset, extent.nbytes, extent.tag)
             state = self._state(extent)
-            if request.operation is Operation.READ and state.witness is None and not state.waiting:
-                raise ValueError(f"{extent.tag} at offset {extent.offset} of {extent.file} was never written")
+            nbytes = request.buffer.numel()
+            if request.operation is Operation.WRITE:
+                state.written_nbytes = nbytes
+            elif nbytes != state.written_nbytes:
+                written = f"written with {state.written_nbytes} bytes" if state.written_nbytes else "never written"
+                raise ValueError(
+                    f"{extent.tag} at offset {extent.offset} of {extent.file} was {written}, {nbytes} were to be read"
+                )
             state.waiting.append(request)
             self._in_flight.add(request.ticket)
             ready = state.take_ready()

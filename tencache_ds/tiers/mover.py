@@ -80,16 +80,23 @@ class Mover:
 
     # NVMe to memory
 
-    def read(self, extent: Extent, buffer: Buffer, priority: Priority) -> Ticket:
+    def read(self, extent: Extent, buffer: Buffer, priority: Priority, *, nbytes: int | None = None) -> Ticket:
         """Starts to read an extent into a buffer; after an error the buffer is returned.
+
+        Args:
+            extent: where from.
+            buffer: where to.
+            priority: of the request.
+            nbytes: as many as were written; None: all of the extent.
 
         Raises:
             StorageError: the store is closed.
         """
         try:
             store = self._require_store()
-            self.counters.moved(Link.NVME_READ, extent.allocated_nbytes)
-            return store.read(extent, buffer.buffer[: extent.allocated_nbytes], priority=priority)
+            nbytes = extent.allocated_nbytes if nbytes is None else nbytes
+            self.counters.moved(Link.NVME_READ, nbytes)
+            return store.read(extent, buffer.buffer[:nbytes], priority=priority)
         except BaseException:
             buffer.release()
             raise
@@ -136,20 +143,22 @@ class Mover:
         """Where the write that is about to replace all of an extent goes; see :meth:`ExtentStore.relocate`."""
         return self._require_store().relocate(extent)
 
-    def write(self, extent: Extent, memory: torch.Tensor) -> Ticket:
+    def write(self, extent: Extent, memory: torch.Tensor, *, nbytes: int | None = None) -> Ticket:
         """Starts to write an extent.
 
         Args:
             extent: where.
             memory: the bytes, from the first; untouched until the request has ended.
+            nbytes: how many of them, in whole pages; None: as many as the extent has.
         """
-        self.counters.moved(Link.NVME_WRITE, extent.allocated_nbytes)
-        return self._require_store().write(extent, memory[: extent.allocated_nbytes], priority=Priority.BACKGROUND)
+        nbytes = extent.allocated_nbytes if nbytes is None else nbytes
+        self.counters.moved(Link.NVME_WRITE, nbytes)
+        return self._require_store().write(extent, memory[:nbytes], priority=Priority.BACKGROUND)
 
-    def write_back(self, extent: Extent, buffer: Buffer) -> Ticket:
+    def write_back(self, extent: Extent, buffer: Buffer, *, nbytes: int | None = None) -> Ticket:
         """Starts to write an extent and returns the buffer once that has ended; at once after an error."""
         try:
-            ticket = self.write(extent, buffer.buffer)
+            ticket = self.write(extent, buffer.buffer, nbytes=nbytes)
         except BaseException:
             buffer.release()
             raise

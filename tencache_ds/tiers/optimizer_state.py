@@ -178,7 +178,7 @@ class OptimizerStateTier:
         """Ends the use of a chunk; a changed one goes to NVMe without waiting."""
         lease = used.end(changed=changed)
         if lease is not None:
-            self._stored.put(used.chunk, lease, changed=changed, digest=used.digest)
+            self._stored.put(used.chunk, lease, changed=changed, digest=used.digest, fresh=used.fresh)
 
     def drop(self, used: ChunkInUse) -> None:
         """Ends the use of a chunk after an error: its copy on NVMe, or in device memory, stays unchanged."""
@@ -334,8 +334,9 @@ class OptimizerStateTier:
 
         Args:
             chunk: which one.
-            fresh: not written yet. In host memory it is then zero, and its pages are first touched by their writers:
-                the threads of the first update, in parallel.
+            fresh: not written yet, and only its master weights will be. In host memory it is then zero, and its pages
+                are first touched by their writers: the threads of the first update, in parallel. On NVMe nothing else
+                is written.
         """
         group = self._groups[chunk.sub_group]
         if chunk.index not in group.extents:
@@ -346,7 +347,11 @@ class OptimizerStateTier:
                 view.zero_()
             return used
         lease = self._stored.blank(chunk)
-        return ChunkInUse(chunk, group.views_of(chunk, lease.buffer), _lease=lease)
+        return ChunkInUse(chunk, group.views_of(chunk, lease.buffer), fresh=fresh, _lease=lease)
+
+    def start_split(self, chunk: Chunk) -> bool:
+        """Instead of :meth:`overwrite` with the values of the model's weights: see :meth:`StoredChunks.start_split`."""
+        return self._stored.start_split(chunk)
 
     # Places
 

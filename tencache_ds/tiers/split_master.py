@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from tencache_ds.errors import TenCacheError
@@ -27,6 +28,9 @@ from tencache_ds.planning.chunks import Chunk, Piece
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
 
 REMAINDER_DTYPE = torch.int16
+_NAN_WEIGHT = 0xFFFF
+"""Bits of a weight whose remainder holds the bits of a NaN."""
+
 SPLIT_TIMEOUT_S = 600.0
 """A chunk takes milliseconds; where it takes this long, nothing else gets on either."""
 
@@ -106,6 +110,10 @@ class SplitMasters:
             return None
         return self._weights.rounded(chunk)
 
+    def remainders_are_zero(self, weights: Pieces) -> bool:
+        """Whether master weights that equal the weights have remainders of zero: all do but one NaN."""
+        return all(int(_bits(weight).max()) != _NAN_WEIGHT for _, weight in weights)
+
     def in_place(self, chunk: Chunk) -> bool:
         """Whether the weights that an update writes to are those that the chunk is split over, as far as is known: it
         compares their bits."""
@@ -165,6 +173,11 @@ def _views(chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         )
         for piece in chunk.pieces
     }
+
+
+def _bits(weight: torch.Tensor) -> np.ndarray:
+    bits: np.ndarray = weight.view(torch.int16).numpy().view(np.uint16)
+    return bits
 
 
 def _wait(job: SplitJob, chunk: Chunk) -> None:

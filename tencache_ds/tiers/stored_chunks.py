@@ -2,6 +2,10 @@
 """Chunks of optimizer state on NVMe, streamed through staging buffers in the order of a pass.
 
 Their master weights may be split there (:mod:`tencache_ds.tiers.split_master`); only who asks for it sees them so.
+
+[Note: fresh chunks] Before the first update all state but the master weights is zero, and these are the model's
+weights, so that remainders are zero too. Of a fresh chunk only its first piece, the master weights, is written, and
+where these are split nothing. Its extent is as large as it will need to be; the first write after an update fills it.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import ExtentStore, Priority, Ticket
+from tencache_ds.layout import round_up
 from tencache_ds.memory.pool import BufferPool, Lease
 from tencache_ds.observability.counters import Stall
 from tencache_ds.planning.chunks import Chunk
@@ -27,7 +32,18 @@ from tencache_ds.tiers.sub_group import SubGroup
 class _Ahead:
     chunk: Chunk
     lease: Lease
-    ticket: Ticket
+    ticket: Ticket | None  # None: there is nothing to read
+
+    @property
+    def done(self) -> bool:
+        return self.ticket is None or self.ticket.done
+
+    def end(self) -> None:
+        """Gives the buffer back, once nothing is read into it any more."""
+        if self.ticket is None:
+            self.lease.release()
+        else:
+            self.lease.release_with(self.ticket)
 
 
 class StoredChunks:
@@ -114,7 +130,8 @@ class StoredChunks:
         else:
             self._skip_to(chunk)
             entry = self._start_read(chunk, self._lease(chunk), Priority.URGENT)
-        self._mover.wait(entry.ticket, Stall.OPTIMIZER_READ, entry.lease)
+        if entry.ticket is not None:
+            self._mover.wait(entry.ticket, Stall.OPTIMIZER_READ, entry.lease)
         try:
             digest = self._ready(chunk, entry.lease.buffer, split=split)
         except BaseException:
@@ -125,7 +142,7 @@ class StoredChunks:
 
     def ready(self, chunk: Chunk) -> bool:
         """Whether its bytes were read ahead and are there."""
-        return bool(self._ahead) and self._ahead[0].chunk is chunk and self._ahead[0].ticket.done
+        return bool(self._ahead) and self._ahead[0].chunk is chunk and self._ahead[0].done
 
     def blank(self, chunk: Chunk) -> Lease:
         """A zeroed buffer for a chunk whose bytes are of no interest."""
@@ -136,7 +153,16 @@ class StoredChunks:
         lease.buffer[: chunk.nbytes].zero_()
         return lease
 
-    def put(self, chunk: Chunk, lease: Lease, *, changed: bool, digest: bytes = b"", keep_whole: bool = False) -> None:
+    def put(
+        self,
+        chunk: Chunk,
+        lease: Lease,
+        *,
+        changed: bool,
+        digest: bytes = b"",
+        keep_whole: bool = False,
+        fresh: bool = False,
+    ) -> None:
         """Ends the use of a buffer; a changed chunk is written without waiting.
 
         Args:
@@ -145,12 +171,30 @@ class StoredChunks:
             changed: whether its bytes are others than those stored.
             digest: of the weights that its master weights are split over in the buffer; empty: they are whole.
             keep_whole: they are not to be.
+            fresh: nothing but its master weights differs from zero, and they are whole.
         """
         if changed:
-            self._write_back(chunk, lease, digest, keep_whole=keep_whole)
+            self._write_back(chunk, lease, digest, keep_whole=keep_whole, fresh=fresh)
         else:
             lease.release()
         self.read_ahead()
+
+    def start_split(self, chunk: Chunk) -> bool:
+        """Gives a chunk its state before the first update, with split master weights that equal the model's weights;
+        without a transfer. False, and nothing is changed, where they cannot be split.
+        """
+        group = self._groups[chunk.sub_group]
+        extent = group.extents.get(chunk.index)
+        if self._masters is None or extent is None or extent.nbytes != split_layout(chunk).nbytes:
+            return False
+        weights = self._masters.weights_of(chunk, dict(group.spec.kinds))
+        if weights is None or not self._masters.remainders_are_zero(weights):
+            return False
+        if self._ahead:
+            self.abandon()
+        group.split[chunk.index] = self._masters.digest(weights)
+        group.written[chunk.index] = 0
+        return True
 
     def is_split(self, chunk: Chunk) -> bool:
         """Whether a chunk's master weights are stored split."""
@@ -164,10 +208,14 @@ class StoredChunks:
             StorageError: the read failed.
             TenCacheError: the master weights were split over weights that were changed since.
         """
-        extent = self._groups[chunk.sub_group].extents[chunk.index]
-        with self._mover.reading(extent, self._lease(chunk)) as buffer:
-            self._ready(chunk, buffer, split=False)
-            yield buffer[: chunk.nbytes]
+        entry = self._start_read(chunk, self._lease(chunk), Priority.URGENT)
+        try:
+            if entry.ticket is not None:
+                entry.ticket.wait(self._mover.timeout_s)
+            self._ready(chunk, entry.lease.buffer, split=False)
+            yield entry.lease.buffer[: chunk.nbytes]
+        finally:
+            entry.end()
 
     # Places
 
@@ -207,6 +255,7 @@ class StoredChunks:
         """Gives up a chunk's place here, if it has one."""
         extent = group.extents.pop(chunk.index, None)
         group.split.pop(chunk.index, None)
+        group.written.pop(chunk.index, None)
         if extent is not None:
             self._require_store(chunk).free(extent)
 
@@ -231,15 +280,17 @@ class StoredChunks:
 
     def _abandon_ahead(self) -> None:
         while self._ahead:
-            entry = self._ahead.popleft()
-            entry.lease.release_with(entry.ticket)
+            self._ahead.popleft().end()
 
     def _lease(self, chunk: Chunk) -> Lease:
         return self._mover.lease(self._pool(), chunk.nbytes, _owner(chunk), "update")
 
     def _start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> _Ahead:
-        extent = self._groups[chunk.sub_group].extents[chunk.index]
-        return _Ahead(chunk, lease, self._mover.read(extent, lease, priority))
+        group = self._groups[chunk.sub_group]
+        nbytes = group.written.get(chunk.index)
+        if nbytes == 0:
+            return _Ahead(chunk, lease, None)
+        return _Ahead(chunk, lease, self._mover.read(group.extents[chunk.index], lease, priority, nbytes=nbytes))
 
     def _allocate(self, group: SubGroup, chunk: Chunk, nbytes: int) -> None:
         name = f"optimizer chunk {chunk.sub_group}.{chunk.index}"
@@ -248,7 +299,11 @@ class StoredChunks:
     def _ready(self, chunk: Chunk, buffer: torch.Tensor, *, split: bool) -> bytes:
         """Makes of a chunk that was read what its user expects; the digest of what its master weights are split over
         then."""
-        digest = self._groups[chunk.sub_group].split.get(chunk.index)
+        group = self._groups[chunk.sub_group]
+        digest = group.split.get(chunk.index)
+        if chunk.index in group.written:
+            n_stored = (split_layout(chunk) if digest is not None else chunk).nbytes
+            buffer[group.written[chunk.index] : n_stored].zero_()
         if digest is None or self._masters is None:
             return b""
         if split and self._masters.in_place(chunk):
@@ -256,16 +311,19 @@ class StoredChunks:
         self._masters.join(chunk, buffer, self._masters.check(chunk, digest))
         return b""
 
-    def _write_back(self, chunk: Chunk, lease: Lease, digest: bytes, *, keep_whole: bool) -> Ticket:
+    def _write_back(
+        self, chunk: Chunk, lease: Lease, digest: bytes, *, keep_whole: bool, fresh: bool = False
+    ) -> Ticket:
         group = self._groups[chunk.sub_group]
         try:
-            digest = digest or self._split(chunk, lease.buffer, keep_whole=keep_whole)
-            nbytes = split_layout(chunk).nbytes if digest else chunk.nbytes
+            digest = digest or self._split(chunk, lease.buffer, keep_whole=keep_whole or fresh)
+            layout = split_layout(chunk) if digest else chunk
+            nbytes = round_up(chunk.pieces[0].nbytes) if fresh else layout.nbytes
             old = group.extents[chunk.index]
-            if old.nbytes == nbytes:
+            if old.nbytes == layout.nbytes:
                 group.extents[chunk.index] = self._mover.relocate(old)
             else:
-                self._allocate(group, chunk, nbytes)
+                self._allocate(group, chunk, layout.nbytes)
                 self._require_store(chunk).free(old)
         except BaseException:
             lease.release()
@@ -274,7 +332,11 @@ class StoredChunks:
             group.split[chunk.index] = digest
         else:
             group.split.pop(chunk.index, None)
-        return self._mover.write_back(group.extents[chunk.index], lease)
+        if nbytes == layout.nbytes:
+            group.written.pop(chunk.index, None)
+        else:
+            group.written[chunk.index] = nbytes
+        return self._mover.write_back(group.extents[chunk.index], lease, nbytes=nbytes)
 
     def _split(self, chunk: Chunk, buffer: torch.Tensor, *, keep_whole: bool) -> bytes:
         """Splits the master weights of a whole chunk in a buffer, if it can; the digest of the weights, or nothing."""

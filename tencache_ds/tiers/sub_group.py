@@ -50,6 +50,8 @@ class SubGroup:
         chunks: in ascending order.
         extents: where chunks that live on NVMe are, by their index.
         split: of those whose master weights are split, the hash of the weights that they are split over.
+        written: of those that have never been updated, how many bytes were written, from the first; the others are
+            zero.
         resident: bytes of chunks that live in host memory, by their index, laid out as in an extent; none of a whole
             sub-group.
         device: the same of chunks that live in device memory.
@@ -61,6 +63,7 @@ class SubGroup:
     chunks: tuple[Chunk, ...]
     extents: dict[int, Extent] = field(default_factory=dict)
     split: dict[int, bytes] = field(default_factory=dict)
+    written: dict[int, int] = field(default_factory=dict)
     resident: dict[int, torch.Tensor] = field(default_factory=dict)
     device: dict[int, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -119,11 +122,13 @@ class ChunkInUse:
         views: 1-D tensor per kind of state, ``chunk.numel`` elements each.
         digest: where the remainders of its master weights are there instead of these, the hash of the weights that they
             are remainders of, not yet compared; whoever changes the chunk replaces it. Empty: whole master weights.
+        fresh: whether it is the first state of a chunk, all zero but for the master weights.
     """
 
     chunk: Chunk
     views: dict[str, torch.Tensor]
     digest: bytes = b""
+    fresh: bool = False
     _lease: Lease | None = None
     _write_back: Callable[[], None] | None = None  # of a copy of device memory
 

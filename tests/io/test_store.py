@@ -149,14 +149,35 @@ def test_wrong_use_is_refused(store, memory_backend):
         store.allocate(0, "nothing")
     with pytest.raises(ValueError, match="t at offset 0 .* was never written"):
         store.read(extent, aligned(2 * PAGE))
-    with pytest.raises(ValueError, match="needs a buffer of 8192 bytes, not 4096"):
-        store.write(extent, aligned(PAGE))
+    with pytest.raises(ValueError, match="needs a buffer of at most 8192 bytes, not 12288"):
+        store.write(extent, aligned(3 * PAGE))
+    with pytest.raises(ValueError, match="positive multiple of 4096 bytes, not 4608"):
+        store.write(extent, aligned(PAGE + 512))
     with pytest.raises(ValueError, match="float32"):
         store.write(extent, torch.empty(2048))
     store.free(extent)
     for use in (store.free, lambda e: store.write(e, aligned(2 * PAGE)), lambda e: store.read(e, aligned(2 * PAGE))):
         with pytest.raises(ValueError, match="freed"):
             use(extent)
+
+
+def test_a_part_is_read_as_it_was_written(store, memory_backend):
+    """However much was written before it, and whether that write has ended."""
+    extent = store.allocate(2 * PAGE, "t")
+    memory_backend.gate.clear()
+    parts = [aligned(2 * PAGE, 1), aligned(PAGE, 2)]
+    back = [aligned(2 * PAGE), aligned(PAGE)]
+    tickets = []
+    for written, read in zip(parts, back, strict=True):
+        tickets += [store.write(extent, written), store.read(extent, read)]
+        assert [ticket.nbytes for ticket in tickets[-2:]] == [written.nbytes] * 2
+    with pytest.raises(ValueError, match="t at offset 0 .* was written with 4096 bytes, 8192 were to be read"):
+        store.read(extent, aligned(2 * PAGE))
+    memory_backend.gate.set()
+    for ticket in tickets:
+        ticket.wait(20)
+    for written, read in zip(parts, back, strict=True):
+        assert torch.equal(written, read)
 
 
 def test_a_read_sees_the_write_before_it(store, memory_backend):

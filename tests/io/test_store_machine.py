@@ -100,6 +100,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.backend = self.make_backend(self._folder.name)
         self.store = ExtentStore(self.path, self.backend, growth_nbytes=8 * PAGE, n_files=2, timeout_s=20)
         self.model: dict[Extent, int | None] = {}  # byte that fills the extent, or what is wrong with it
+        self.written: dict[Extent, int] = {}  # bytes of the last write
         self.pending: list[tuple[Ticket, torch.Tensor, int | None]] = []
         self.failing: set[str] = set()
         self.backend.fail = lambda operation, offset, tag: operation is Operation.WRITE and tag in self.failing
@@ -119,21 +120,22 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.free(extent)
         del self.model[extent]
 
-    @rule(extent=extents)
-    def write(self, extent):
+    @rule(extent=extents, share=st.sampled_from([0.0, 0.5, 1.0, 1.0]))
+    def write(self, extent, share):
         if extent.tag in self.failing:
             expected = POISONED
         else:
             self.value = self.value % 250 + 1
             expected = self.value
-        buffer = aligned(extent.allocated_nbytes, expected if expected > 0 else 255)
+        self.written[extent] = nbytes = max(int(extent.allocated_nbytes // PAGE * share), 1) * PAGE
+        buffer = aligned(nbytes, expected if expected > 0 else 255)
         self.pending.append((self.store.write(extent, buffer), buffer, expected if expected < 0 else None))
         self.model[extent] = expected
 
     @rule(extent=extents)
     def read(self, extent):
         expected = self.model[extent]
-        buffer = aligned(extent.allocated_nbytes)
+        buffer = aligned(self.written.get(extent, extent.allocated_nbytes))
         if expected is None:
             with pytest.raises(ValueError, match="never written"):
                 self.store.read(extent, buffer)

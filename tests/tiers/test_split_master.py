@@ -63,9 +63,9 @@ class Weights:
 class Bench:
     """A tier that holds Adam's state of weights, not yet updated."""
 
-    def __init__(self, folder: Path, adam: FusedAdam, *, split: bool) -> None:
+    def __init__(self, folder: Path, adam: FusedAdam, *, split: bool, weights: Weights | None = None) -> None:
         folder.mkdir(exist_ok=True)
-        self.adam, self.weights, self.n_steps = adam, Weights(), 0
+        self.adam, self.weights, self.n_steps = adam, weights or Weights(), 0
         self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES, 3),))
         self.tier = OptimizerStateTier(
             [SubGroupSpec(NUMEL, KINDS, ON_NVME)],
@@ -77,6 +77,8 @@ class Bench:
             masters=SplitMasters(adam, self.weights) if split else None,
         )
         for chunk in self.tier.chunks(0):
+            if self.tier.start_split(chunk):
+                continue
             used = self.tier.overwrite(chunk, fresh=True)
             for first, weight in self.weights.of(chunk):
                 used.views[MASTER][first : first + weight.numel()] = weight
@@ -200,12 +202,61 @@ def test_nothing_that_is_done_with_it_sees_a_difference(adam: FusedAdam, operati
 
 def test_an_update_moves_ten_bytes_for_each_parameter(split: Bench) -> None:
     assert split.n_split == N_CHUNKS
+    split.update()  # of fresh chunks
     for _ in range(3):
         before = dict(split.storage.counters.total().nbytes)
         split.update()
         moved = {link: split.storage.counters.total().nbytes[link] - before.get(link, 0) for link in before}
         whole = 2 * 10 * 4096 + 3 * 4096  # the last chunk has a page of each kind
         assert moved[Link.NVME_READ] == moved[Link.NVME_WRITE] == whole
+
+
+@pytest.mark.parametrize(("is_split", "n_written"), [(True, 0), (False, 4)])
+def test_of_fresh_chunks_nothing_but_whole_master_weights_is_written_and_read(
+    adam: FusedAdam, tmp_path: Path, is_split: bool, n_written: int
+) -> None:
+    bench = Bench(tmp_path, adam, split=is_split)
+    try:
+        fresh = n_written * (2 * 4096 + 1024)  # the last chunk has a page for 100 elements
+        assert bench.storage.counters.total().nbytes[Link.NVME_WRITE] == fresh
+        assert [bench.tier.read(0, kind).any().item() for kind in (MASTER, EXP_AVG, EXP_AVG_SQ)] == [True, False, False]
+        before = dict(bench.storage.counters.total().nbytes)
+        bench.update()
+        moved = {link: bench.storage.counters.total().nbytes[link] - before[link] for link in before}
+        state = (10 if is_split else 12) * 2 * 4096 + 3 * 4096
+        assert (moved[Link.NVME_READ], moved[Link.NVME_WRITE]) == (fresh, state)
+    finally:
+        bench.close()
+
+
+def test_master_weights_that_equal_the_weights_have_remainders_of_zero(adam: FusedAdam) -> None:
+    """Whatever their bits are, except for one NaN, whose remainder holds its upper half."""
+    bits = torch.arange(2**16 - 1, dtype=torch.int32)
+    weights = [(0, bits.to(torch.int16).view(torch.bfloat16))]
+    master, remainder, squares = (
+        torch.empty(bits.numel()),
+        torch.zeros_like(bits, dtype=torch.int16),
+        torch.zeros(bits.numel()),
+    )
+    assert adam.join(master, remainder, squares, weights).wait(TIMEOUT_S)
+    assert torch.equal(master.view(torch.int32), bits << 16)
+    assert not squares.view(torch.int32).any()
+    masters = SplitMasters(adam, Weights())
+    assert masters.remainders_are_zero(weights)
+    weights.append((bits.numel(), torch.tensor([-1], dtype=torch.int16).view(torch.bfloat16)))
+    assert not masters.remainders_are_zero(weights)
+
+
+def test_a_fresh_chunk_with_another_remainder_is_written(adam: FusedAdam, tmp_path: Path) -> None:
+    weights = Weights()
+    weights.parts[1].view(torch.int16)[0] = -1
+    bench = Bench(tmp_path, adam, split=True, weights=weights)
+    try:
+        assert bench.n_split == N_CHUNKS - 1
+        expected = torch.cat([part.view(torch.int16) for part in weights.parts]).int() << 16
+        assert torch.equal(bench.tier.read(0, MASTER).view(torch.int32), expected)
+    finally:
+        bench.close()
 
 
 def test_what_was_joined_is_split_by_the_next_update(split: Bench) -> None:

@@ -117,6 +117,53 @@ def test_a_changed_chunk_is_written_and_a_blank_one_is_not_read(bench):
     bench.storage.assert_idle()
 
 
+def test_of_a_fresh_chunk_the_end_is_not_stored_but_read_as_zero(tmp_path):
+    """In whatever order: read ahead, on demand, given up, copied, and written whole at last."""
+    kinds = (("master", torch.float32), ("exp_avg", torch.float32))
+    storage = Storage(tmp_path, (SizeClass(2 * NBYTES, SLOTS),))
+    chunks = cut_sub_group(0, 4096 * 4, [(kind, 4) for kind, _ in kinds], 2 * NBYTES)
+    group = SubGroup(SubGroupSpec(4096 * 4, kinds, None), chunks)
+    stored = StoredChunks([group], Mover(storage.store, storage.counters, TIMEOUT_S), lambda: storage.pool)
+    for chunk in chunks:
+        stored.allocate(group, chunk)
+        lease = stored.blank(chunk)
+        lease.buffer[:NBYTES] = 1 + chunk.index
+        stored.put(chunk, lease, changed=True, fresh=True)
+    storage.assert_idle()
+    assert storage.counters.total().nbytes[Link.NVME_WRITE] == len(chunks) * NBYTES
+
+    def check(chunk, buffer):
+        assert bool((buffer[:NBYTES] == 1 + chunk.index).all())
+        assert not buffer[NBYTES : chunk.nbytes].any()
+
+    for _ in range(2):
+        dirty = [storage.pool.lease(2 * NBYTES, "test", "test", timeout_s=TIMEOUT_S) for _ in range(SLOTS)]
+        for lease in dirty:
+            lease.buffer.fill_(99)
+            lease.release()
+        stored.begin(chunks)
+        for chunk in chunks:
+            lease, _ = stored.take(chunk)
+            check(chunk, lease.buffer)
+            stored.put(chunk, lease, changed=False)
+            if chunk.index == 1:
+                stored.abandon()
+        for chunk in chunks:
+            with stored.reading(chunk) as buffer:
+                check(chunk, buffer)
+        storage.assert_idle()
+    lease = stored.blank(chunks[0])
+    lease.buffer.fill_(7)
+    stored.put(chunks[0], lease, changed=True)
+    with stored.reading(chunks[0]) as buffer:
+        assert bool((buffer == 7).all())
+    stored.forget(group, chunks[2])
+    stored.store(group, chunks[2], torch.full((2 * NBYTES,), 5, dtype=torch.uint8))
+    with stored.reading(chunks[2]) as buffer:
+        assert bool((buffer == 5).all())
+    storage.close()
+
+
 def test_what_cannot_be_written_has_no_place(bench):
     bench.storage.backend.fails = lambda operation, tag: operation is Operation.WRITE
     with pytest.raises(StorageError, match="injected"):

@@ -56,7 +56,7 @@ def verify_read(witnesses: Witnesses, witness: Witness, extent: Extent, fd: int,
         "read",
         extent.file,
         extent.offset,
-        extent.allocated_nbytes,
+        buffer.nbytes,
         f"the bytes are not those of write {witness.generation + 1}: it was lost or torn, or something else "
         "has changed the file since; check the device (smartctl, dmesg) and that no other job uses this folder",
         tag=extent.tag,
