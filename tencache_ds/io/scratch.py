@@ -4,13 +4,13 @@
 A file is created under an unguessable name and unlinked at once; from then on only its descriptor refers to it. So
 there is nothing to clean up, and nothing to be mistaken for another user's files:
 
-- **However a process ends*, normally, by SIGTERM, SIGHUP, SIGKILL, out of memory or in an abort, the kernel closes its
+- *However a process ends*, normally, by SIGTERM, SIGHUP, SIGKILL, out of memory or in an abort, the kernel closes its
   descriptors and thereby frees the space. Signal handlers would do that for some signals only, not while the main
   thread waits in a collective, and would have to be shared with the user's; a process that watches this one and cleans
   up after it dies with it when a control group is killed. Here the signals stay as the user and Python have set them.
 - *No other user*, not even the folder's owner, can replace, rename or open a file that has no name; a planted link can
   redirect nothing; no cleaner of old files finds one.
-- **Nothing is removed at startup*: there are no leftovers, so nodes on one shared file system need no coordination, and
+- *Nothing is removed at startup*: there are no leftovers, so nodes on one shared file system need no coordination, and
   a user's own folders cannot be mistaken for ours.
 
 The drawback: ``df`` counts the space and ``du`` does not; ``lsof +L1 <folder>`` shows the process that holds it, with
