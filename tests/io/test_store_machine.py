@@ -177,6 +177,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         self.settle()
         self.backend.lose_writes = True
+        self.written[extent] = extent.allocated_nbytes
         self.store.write(extent, aligned(extent.allocated_nbytes, 251)).wait()
         self.backend.lose_writes = False
         self.model[extent] = LOST

@@ -244,6 +244,7 @@ class StripedStoreMachine(StoreMachine):
             del self.model[extent]
         self.value = self.value % 250 + 1
         failing = extent.tag in self.failing
+        self.written[moved] = moved.allocated_nbytes
         buffer = aligned(moved.allocated_nbytes, 255 if failing else self.value)
         self.pending.append((self.store.write(moved, buffer), buffer, POISONED if failing else None))
         self.model[moved] = POISONED if failing else self.value
