@@ -2,14 +2,17 @@
 """DeepSpeed's CPU Adam op, compiled and loaded only if it gets elements to update.
 
 ``DeepSpeedCPUAdam`` loads it in its constructor. Where TenCache updates every chunk in one pass, that is a wasted
-minute or more of compilation at the first start.
+minute or more of compilation at the first start. The constructor also has py-cpuinfo, which takes a second in a process
+of its own, find out everything about the processor, and uses the name of the vendor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +79,51 @@ class LazyCpuAdam:
         self._betas = betas
 
 
+class ProcessorInfo(dict[str, Any]):
+    """py-cpuinfo's answer: the vendor at once, the rest when something else is asked for.
+
+    Args:
+        vendor: as Linux has it.
+        find_all: py-cpuinfo's ``get_cpu_info``.
+    """
+
+    def __init__(self, vendor: str, find_all: Callable[[], dict[str, Any]]) -> None:
+        super().__init__(vendor_id_raw=vendor)
+        self._find_all: Callable[[], dict[str, Any]] | None = find_all
+
+    def __missing__(self, key: str) -> Any:
+        find_all, self._find_all = self._find_all, None
+        if find_all is None:
+            raise KeyError(key)
+        self.update(find_all())
+        return self[key]
+
+
+def processor_vendor(cpuinfo: str) -> str | None:
+    """The vendor that the text of ``/proc/cpuinfo`` names; None where it has none, as on Arm."""
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "vendor_id" and value.strip():
+            return value.strip()
+    return None
+
+
+@contextlib.contextmanager
+def _vendor_at_once() -> Iterator[None]:
+    import cpuinfo
+
+    find_all = cpuinfo.get_cpu_info
+    vendor = None
+    with contextlib.suppress(OSError):
+        vendor = processor_vendor(Path("/proc/cpuinfo").read_text(errors="replace"))
+    if vendor is not None:
+        cpuinfo.get_cpu_info = functools.partial(ProcessorInfo, vendor, find_all)
+    try:
+        yield
+    finally:
+        cpuinfo.get_cpu_info = find_all
+
+
 @contextlib.contextmanager
 def loaded_when_needed() -> Iterator[None]:
     """While ``DeepSpeedCPUAdam`` objects are created that TenCache will update in one pass, where it can."""
@@ -99,6 +147,7 @@ def loaded_when_needed() -> Iterator[None]:
 
     cpu_adam.CPUAdamBuilder = Builder
     try:
-        yield
+        with _vendor_at_once():
+            yield
     finally:
         cpu_adam.CPUAdamBuilder = stock
