@@ -19,6 +19,7 @@ import pandas as pd
 from ..record import Benchmark, Outcome
 from . import text
 from .figures import HOST_USED, PEAK_RSS, Figures, Tier, all_figures, group_by_losses
+from .more_ram import predictions
 from .plots import write_plots
 
 REPEATABLE = 0.05
@@ -104,6 +105,7 @@ class Page:
         self.in_turns = any(step.turn for run in benchmark.runs for step in run.steps)
         self.n_loss_steps, self.loss_groups = group_by_losses(self.figures.values())
         self.counted = [f for f in self.figures.values() if f.stats]
+        self.more_ram = predictions(self.figures.values())
         energy = [f.per_run[["gpu_energy_j", "cpu_energy_j"]] for f in self.figures.values()]
         self.energy_known = any(frame.notna().any(axis=None) for frame in energy)
         self.repeated = self._repeated(repeat) if repeat is not None else pd.DataFrame()

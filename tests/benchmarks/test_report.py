@@ -508,3 +508,34 @@ def test_places_and_predictions():
     ]  # fmt: skip
     without = run("tencache", [10.0], tencache_stats=None)
     assert "No run recorded" in section(render(benchmark([tencache()], [without])), "TenCache: places")
+
+
+def test_what_more_ram_was_to_give():
+    """A step of 10 s, of which the update waits 8 for 8 GB on NVMe: with half of it, and with none."""
+
+    def counted(in_ram: int, stored: int):
+        last = {
+            "step": 7, "seconds": 10.0, "update_seconds": 8.0, "background_seconds": 0.0,
+            "stall_seconds": {"optimizer_read": 8.0}, "background_stall_seconds": {},
+            "nbytes": {"nvme_read": stored, "nvme_write": stored},
+        }  # fmt: skip
+        held = [{"contents": [{"kind": "optimizer", "nbytes": stored}]}] if stored else []
+        return counters() | {
+            "last_step": last, "paths": held, "stored_nbytes": stored, "state_nbytes": 8 * GIB, "gpu_state_nbytes": 0,
+            "resident_state_nbytes": in_ram, "resident_weight_nbytes": 0, "predicted_seconds": None,
+        }  # fmt: skip
+
+    cases = {"a": (0, 10.0, 0), "b": (4 * GIB, 6.5, 0), "c": (8 * GIB, 2.0, 0), "other": (8 * GIB, 1.0, 5)}
+    configurations, runs = [], []
+    for name, (in_ram, seconds, gpu_memory) in cases.items():
+        section_of = {"host_memory": in_ram + 1, "gpu_memory": gpu_memory}
+        config = {"zero_optimization": {"stage": 3}, "tencache": section_of}
+        configurations.append(tencache(name, f"TenCache {name}"))
+        runs.append(run(name, [seconds], tencache_stats=counted(in_ram, 8 * GIB - in_ram), deepspeed_config=config))
+    page = section(render(benchmark(configurations, runs)), "TenCache: places")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| TenCache ")][len(cases) :]
+    assert [[cell.strip("| ") for cell in row] for row in rows] == [
+        ["TenCache a", "TenCache b", "4.0", "6.00", "6.50", "1.08"],
+        ["TenCache a", "TenCache c", "8.0", "2.00", "2.00", "1.00"],
+        ["TenCache b", "TenCache c", "4.0", "2.00", "2.00", "1.00"],
+    ]
