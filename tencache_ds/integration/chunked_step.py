@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from deepspeed.runtime.compiler import lazy_disable
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.model_weights import ModelWeights
@@ -33,6 +34,7 @@ logger = logging.getLogger("DeepSpeed.tencache")
 _GATE_ATTRIBUTE = "tencache_update_gate"
 
 
+@lazy_disable  # type: ignore[untyped-decorator]
 def wait_for_updates(params: Iterable[Any]) -> None:
     """Returns when parameters that are about to be gathered have their new values.
 

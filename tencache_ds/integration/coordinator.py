@@ -158,7 +158,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         """DeepSpeed's release of a module's weights, without its profiler ranges and log messages."""
         recomputed = submodule.__dict__["ds_recompute_parameters"]
         in_backward = self._PartitionedParameterCoordinator__active_backward_submodules
-        if is_leaf(submodule) or not (forward or in_backward) or recomputed:
+        if torch.compiler.is_compiling() or is_leaf(submodule) or not (forward or in_backward) or recomputed:
             super().release_sub_module(submodule, forward)
             return
         key, params, releasable = submodule.ds_id, params_of(submodule), None

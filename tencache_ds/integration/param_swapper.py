@@ -43,6 +43,7 @@ import torch
 import xxhash
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.compiler import lazy_disable
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
 
@@ -148,6 +149,7 @@ class ParamSwapper:
 
     # Reading
 
+    @lazy_disable  # type: ignore[untyped-decorator]
     def swap_in(self, params: Sequence[Any], async_op: bool = False, swap_in_buffers: Any = None) -> None:
         """DeepSpeed gathers weights that no module's fetch has committed (``GatheredParameters``): reads them."""
         for swapper, mine in _by_swapper(params):
@@ -194,6 +196,7 @@ class ParamSwapper:
     def synchronize_reads(self) -> None:
         """Nothing is ever left in flight in DeepSpeed's eyes: :meth:`swap_in` waits."""
 
+    @lazy_disable  # type: ignore[untyped-decorator]
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
         """The gathered weights leave the device; a shard still in a staging buffer returns it."""
         for swapper, mine in _by_swapper(params):

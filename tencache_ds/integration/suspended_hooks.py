@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from deepspeed.runtime.compiler import lazy_disable
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
 
 from tencache_ds.integration.module_hooks import Hooks, unchanged
@@ -221,6 +222,7 @@ class SuspendedHooks:
         if new:
             self._offload.get_param_coordinator().forget_releases()
 
+    @lazy_disable  # type: ignore[untyped-decorator]
     def _release(self, param: Any) -> None:
         """It is about to be released."""
         if not self._in_pass:
