@@ -336,7 +336,7 @@ class OptimizerStateTier:
             chunk: which one.
             fresh: not written yet, and only its master weights will be. In host memory it is then zero, and its pages
                 are first touched by their writers: the threads of the first update, in parallel. On NVMe nothing else
-                is written.
+                is written, and there are no other views.
         """
         group = self._groups[chunk.sub_group]
         if chunk.index not in group.extents:
@@ -346,8 +346,9 @@ class OptimizerStateTier:
             for view in used.views.values():
                 view.zero_()
             return used
-        lease = self._stored.blank(chunk)
-        return ChunkInUse(chunk, group.views_of(chunk, lease.buffer), fresh=fresh, _lease=lease)
+        lease = self._stored.blank(chunk, fresh=fresh)
+        views = group.views_of(replace(chunk, pieces=chunk.pieces[:1]) if fresh else chunk, lease.buffer)
+        return ChunkInUse(chunk, views, fresh=fresh, _lease=lease)
 
     def start_split(self, chunk: Chunk) -> bool:
         """Instead of :meth:`overwrite` with the values of the model's weights: see :meth:`StoredChunks.start_split`."""

@@ -144,13 +144,13 @@ class StoredChunks:
         """Whether its bytes were read ahead and are there."""
         return bool(self._ahead) and self._ahead[0].chunk is chunk and self._ahead[0].done
 
-    def blank(self, chunk: Chunk) -> Lease:
-        """A zeroed buffer for a chunk whose bytes are of no interest."""
+    def blank(self, chunk: Chunk, *, fresh: bool = False) -> Lease:
+        """A zeroed buffer for a chunk whose bytes are of no interest; of a ``fresh`` one only the first piece is."""
         # Read-ahead of a pass may be this chunk's old state, or hold the buffers this would wait for.
         if self._ahead:
             self.abandon()
         lease = self._lease(chunk)
-        lease.buffer[: chunk.nbytes].zero_()
+        lease.buffer[: chunk.pieces[0].nbytes if fresh else chunk.nbytes].zero_()
         return lease
 
     def put(
@@ -171,7 +171,7 @@ class StoredChunks:
             changed: whether its bytes are others than those stored.
             digest: of the weights that its master weights are split over in the buffer; empty: they are whole.
             keep_whole: they are not to be.
-            fresh: nothing but its master weights differs from zero, and they are whole.
+            fresh: only its first piece is in the buffer, whole master weights; the others are zero.
         """
         if changed:
             self._write_back(chunk, lease, digest, keep_whole=keep_whole, fresh=fresh)

@@ -119,10 +119,10 @@ class ChunkInUse:
 
     Attributes:
         chunk: which one.
-        views: 1-D tensor per kind of state, ``chunk.numel`` elements each.
+        views: 1-D tensor per kind of state, ``chunk.numel`` elements each; of a fresh chunk, maybe only the first kind.
         digest: where the remainders of its master weights are there instead of these, the hash of the weights that they
             are remainders of, not yet compared; whoever changes the chunk replaces it. Empty: whole master weights.
-        fresh: whether it is the first state of a chunk, all zero but for the master weights.
+        fresh: whether the kinds of state that are not in ``views`` are zero.
     """
 
     chunk: Chunk

@@ -126,7 +126,8 @@ def test_of_a_fresh_chunk_the_end_is_not_stored_but_read_as_zero(tmp_path):
     stored = StoredChunks([group], Mover(storage.store, storage.counters, TIMEOUT_S), lambda: storage.pool)
     for chunk in chunks:
         stored.allocate(group, chunk)
-        lease = stored.blank(chunk)
+        lease = stored.blank(chunk, fresh=True)
+        lease.buffer.fill_(99)
         lease.buffer[:NBYTES] = 1 + chunk.index
         stored.put(chunk, lease, changed=True, fresh=True)
     storage.assert_idle()
