@@ -207,15 +207,21 @@ def unchanged(value: Any) -> Any:
         value: the positional inputs, or the output.
 
     Returns:
-        The same, for a hook to return; None where gradients are off, and for the compiler, which orders sums itself.
+        The same, for a hook to return; None where gradients are off.
     """
-    if not torch.is_grad_enabled() or _is_compiling():
+    if not torch.is_grad_enabled():
         return None
-    return _with_node(value) if _is_plain_tensor(value) else apply_to_tensors_only(_with_node, value)
+    node = _with_view if _is_compiling() else _with_node
+    return node(value) if _is_plain_tensor(value) else apply_to_tensors_only(node, value)
 
 
 def _with_node(value: torch.Tensor) -> torch.Tensor:
     return _in_backward(_nothing, value) if value.requires_grad else value
+
+
+def _with_view(value: torch.Tensor) -> torch.Tensor:
+    """A node that the compiler can trace."""
+    return value.view_as(value) if value.requires_grad else value
 
 
 def _nothing() -> None:

@@ -81,6 +81,9 @@ class Inference:
         generator = torch.Generator().manual_seed(len(self.seen))
         return torch.randint(0, self.model.vocabulary, (2, tokens), generator=generator).to(self.engine.device)
 
+    def compile_the_model(self) -> None:
+        self.engine.compile(backend="eager")
+
     def generate(self) -> None:
         self._generate(4)
 

@@ -25,6 +25,7 @@ TRAINING: dict[str, dict[str, Any]] = {
 } | {
     "lora": {"model": "llama", "lora": True, "weights": True, "steps": 8},
     "ram": {"model": "post_norm", "weights": True, "steps": 8} | RAM,
+    "compiled": {"model": "post_norm", "compiled": True, "weights": True, "steps": 8},
     "weights_on_device": {"model": "llama", "offload_param": "none", "steps": 6},
     "optimizer_in_ram": {"model": "llama", "offload_optimizer": "cpu", "steps": 6},
     "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1, "steps": 8},
