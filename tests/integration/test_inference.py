@@ -23,6 +23,7 @@ UNUSUAL = ["generate", "run_the_inner_model", "empty_cache", "run_the_inner_mode
 BESIDE = ["generate", "train_beside", "generate", "train_no_longer", "generate", "generate"]
 INTERRUPTED = ["generate", "interrupt", "generate", "copy_the_model", "search_beams", "interrupt", "generate",
                "generate", "save"]  # fmt: skip
+COMPILED = ["compile_the_model", "generate", "need_memory", "generate", "need_no_memory", "generate"]
 RAM = {"offload_param": "cpu"}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -51,6 +52,8 @@ CASES: dict[str, dict[str, Any]] = {
     "after_training_began": {"actions": ["train_beside", "generate", "train_no_longer", "generate", "generate"]},
     "gathered_first": {"actions": ["generate_with_gathered_weights", "generate", "generate"]},
     "gathered_later": {"actions": ["generate", "generate_with_gathered_weights", "generate", "save"]} | RAM,
+    "compiled": {"actions": COMPILED},
+    "compiled_nothing": {"actions": COMPILED, "device_memory": 0},
     "destroyed": {"actions": ["generate", "destroy", "read", "initialize", "generate", "change_weights", "save"]},
     "destroyed_ram": {"actions": ["generate", "destroy", "read", "initialize", "generate"]} | RAM,
 }
