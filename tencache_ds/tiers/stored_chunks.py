@@ -193,7 +193,7 @@ class StoredChunks:
         if self._ahead:
             self.abandon()
         group.split[chunk.index] = self._masters.digest(weights)
-        group.written[chunk.index] = 0
+        group.fresh.add(chunk.index)
         return True
 
     def is_split(self, chunk: Chunk) -> bool:
@@ -255,7 +255,7 @@ class StoredChunks:
         """Gives up a chunk's place here, if it has one."""
         extent = group.extents.pop(chunk.index, None)
         group.split.pop(chunk.index, None)
-        group.written.pop(chunk.index, None)
+        group.fresh.discard(chunk.index)
         if extent is not None:
             self._require_store(chunk).free(extent)
 
@@ -286,11 +286,17 @@ class StoredChunks:
         return self._mover.lease(self._pool(), chunk.nbytes, _owner(chunk), "update")
 
     def _start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> _Ahead:
-        group = self._groups[chunk.sub_group]
-        nbytes = group.written.get(chunk.index)
+        group, nbytes = self._groups[chunk.sub_group], self._written_nbytes(chunk)
         if nbytes == 0:
             return _Ahead(chunk, lease, None)
         return _Ahead(chunk, lease, self._mover.read(group.extents[chunk.index], lease, priority, nbytes=nbytes))
+
+    def _written_nbytes(self, chunk: Chunk) -> int:
+        """How many bytes of a chunk are stored, from its first: see [Note: fresh chunks]."""
+        group = self._groups[chunk.sub_group]
+        if chunk.index not in group.fresh:
+            return group.extents[chunk.index].allocated_nbytes
+        return 0 if chunk.index in group.split else round_up(chunk.pieces[0].nbytes)
 
     def _allocate(self, group: SubGroup, chunk: Chunk, nbytes: int) -> None:
         name = f"optimizer chunk {chunk.sub_group}.{chunk.index}"
@@ -301,9 +307,7 @@ class StoredChunks:
         then."""
         group = self._groups[chunk.sub_group]
         digest = group.split.get(chunk.index)
-        if chunk.index in group.written:
-            n_stored = (split_layout(chunk) if digest is not None else chunk).nbytes
-            buffer[group.written[chunk.index] : n_stored].zero_()
+        buffer[self._written_nbytes(chunk) : group.extents[chunk.index].allocated_nbytes].zero_()
         if digest is None or self._masters is None:
             return b""
         if split and self._masters.in_place(chunk):
@@ -317,13 +321,12 @@ class StoredChunks:
         group = self._groups[chunk.sub_group]
         try:
             digest = digest or self._split(chunk, lease.buffer, keep_whole=keep_whole or fresh)
-            layout = split_layout(chunk) if digest else chunk
-            nbytes = round_up(chunk.pieces[0].nbytes) if fresh else layout.nbytes
+            nbytes = split_layout(chunk).nbytes if digest else chunk.nbytes
             old = group.extents[chunk.index]
-            if old.nbytes == layout.nbytes:
+            if old.nbytes == nbytes:
                 group.extents[chunk.index] = self._mover.relocate(old)
             else:
-                self._allocate(group, chunk, layout.nbytes)
+                self._allocate(group, chunk, nbytes)
                 self._require_store(chunk).free(old)
         except BaseException:
             lease.release()
@@ -332,11 +335,11 @@ class StoredChunks:
             group.split[chunk.index] = digest
         else:
             group.split.pop(chunk.index, None)
-        if nbytes == layout.nbytes:
-            group.written.pop(chunk.index, None)
+        if fresh:
+            group.fresh.add(chunk.index)
         else:
-            group.written[chunk.index] = nbytes
-        return self._mover.write_back(group.extents[chunk.index], lease, nbytes=nbytes)
+            group.fresh.discard(chunk.index)
+        return self._mover.write_back(group.extents[chunk.index], lease, nbytes=self._written_nbytes(chunk))
 
     def _split(self, chunk: Chunk, buffer: torch.Tensor, *, keep_whole: bool) -> bytes:
         """Splits the master weights of a whole chunk in a buffer, if it can; the digest of the weights, or nothing."""

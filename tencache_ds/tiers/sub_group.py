@@ -50,8 +50,7 @@ class SubGroup:
         chunks: in ascending order.
         extents: where chunks that live on NVMe are, by their index.
         split: of those whose master weights are split, the hash of the weights that they are split over.
-        written: of those that have never been updated, how many bytes were written, from the first; the others are
-            zero.
+        fresh: those of which only the master weights were written, and nothing where these are split; the rest is zero.
         resident: bytes of chunks that live in host memory, by their index, laid out as in an extent; none of a whole
             sub-group.
         device: the same of chunks that live in device memory.
@@ -63,7 +62,7 @@ class SubGroup:
     chunks: tuple[Chunk, ...]
     extents: dict[int, Extent] = field(default_factory=dict)
     split: dict[int, bytes] = field(default_factory=dict)
-    written: dict[int, int] = field(default_factory=dict)
+    fresh: set[int] = field(default_factory=set)
     resident: dict[int, torch.Tensor] = field(default_factory=dict)
     device: dict[int, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
