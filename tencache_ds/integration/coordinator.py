@@ -77,7 +77,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         self.update_may_continue = False
         """Whether an optimizer step may continue behind the next forward pass; the same on every rank."""
         self._tencache_behind_update = False  # this pass
-        self._tencache_n_used = 0  # of DeepSpeed's order of parameters, by this pass
+        # Of DeepSpeed's order of parameters, in this pass: used, gathered, and elements of those gathered but not used.
+        self._tencache_n_used = self._tencache_n_gathered = self._tencache_numel_ahead = 0
         self.fetch_recorder: FetchRecorder | None = None
         """Called for each fetch in a recorded step."""
         self._tencache_gathers: OrderedGathers | None = None
@@ -206,9 +207,13 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         order = self._PartitionedParameterCoordinator__param_order
         n_gathered = len(order) - len(self._PartitionedParameterCoordinator__param_queue)
         step_id = self._PartitionedParameterCoordinator__step_id
+        for entry in order[self._tencache_n_gathered : n_gathered]:
+            self._tencache_numel_ahead += int(entry.param.ds_numel)
+        self._tencache_n_gathered = n_gathered
         while self._tencache_n_used < n_gathered and order[self._tencache_n_used].step_id_last_used_at <= step_id:
+            self._tencache_numel_ahead -= int(order[self._tencache_n_used].param.ds_numel)
             self._tencache_n_used += 1
-        return sum(int(entry.param.ds_numel) for entry in order[self._tencache_n_used : n_gathered])
+        return self._tencache_numel_ahead
 
     @lazy_disable  # type: ignore[untyped-decorator]
     def reset_step(self) -> None:
@@ -225,7 +230,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             getattr(entry.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) for entry in in_order
         )
         self.update_may_continue = False
-        self._tencache_n_used = 0
+        self._tencache_n_used = self._tencache_n_gathered = self._tencache_numel_ahead = 0
         self._tencache_forward = True
         self.before_pass()
         with self._tencache_lock:
