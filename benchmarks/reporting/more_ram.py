@@ -13,8 +13,6 @@ from tencache_ds.planning.outlook import outlook
 
 from .figures import Figures
 
-BUDGETS = ("host_memory", "host_memory_share")
-
 
 class Prediction(NamedTuple):
     """A step with more RAM."""
@@ -40,7 +38,7 @@ def predictions(figures: Iterable[Figures]) -> list[Prediction]:
 
 def _other_settings(f: Figures) -> str:
     config = f.started[-1].deepspeed_config
-    section = {key: value for key, value in config.get("tencache", {}).items() if key not in BUDGETS}
+    section = {key: value for key, value in config.get("tencache", {}).items() if key != "host_memory"}
     return json.dumps([f.configuration.peer, config | {"tencache": section}], sort_keys=True)
 
 
