@@ -12,12 +12,12 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tencache_ds.errors import TenCacheError
+from tencache_ds.profiling.processor import processor_field
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -99,23 +99,11 @@ class ProcessorInfo(dict[str, Any]):
         return self[key]
 
 
-def processor_vendor(cpuinfo: str) -> str | None:
-    """The vendor that the text of ``/proc/cpuinfo`` names; None where it has none, as on Arm."""
-    for line in cpuinfo.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "vendor_id" and value.strip():
-            return value.strip()
-    return None
-
-
 @contextlib.contextmanager
 def _vendor_at_once() -> Iterator[None]:
     import cpuinfo
 
-    find_all = cpuinfo.get_cpu_info
-    vendor = None
-    with contextlib.suppress(OSError):
-        vendor = processor_vendor(Path("/proc/cpuinfo").read_text(errors="replace"))
+    find_all, vendor = cpuinfo.get_cpu_info, processor_field("vendor_id")
     if vendor is not None:
         cpuinfo.get_cpu_info = functools.partial(ProcessorInfo, vendor, find_all)
     try:

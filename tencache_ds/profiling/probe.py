@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from tencache_ds.errors import ConfigError
 from tencache_ds.profiling.hardware import Hardware
 from tencache_ds.profiling.host_memory import memory_nbytes
 from tencache_ds.profiling.probe_storage import area_nbytes_for, measure_storage
+from tencache_ds.profiling.processor import processor_name
 
 REQUEST_NBYTES = 8 << 20
 
@@ -116,14 +116,3 @@ def probe(
         probe_s=time.perf_counter() - start,
         **figures,
     )
-
-
-def processor_name(cpuinfo: str | None = None) -> str:
-    """Model of the processor, of the text of ``/proc/cpuinfo`` (this machine's when omitted); else its architecture."""
-    if cpuinfo is None:
-        cpuinfo = Path("/proc/cpuinfo").read_text(errors="replace")
-    for line in cpuinfo.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("model name", "Model", "cpu model") and value.strip():
-            return value.strip()
-    return platform.machine()

@@ -13,7 +13,8 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tencache_ds.integration.cpu_adam_op import LazyCpuAdam, ProcessorInfo, loaded_when_needed, processor_vendor
+from tencache_ds.integration.cpu_adam_op import LazyCpuAdam, ProcessorInfo, loaded_when_needed
+from tencache_ds.profiling.processor import processor_field
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -117,4 +118,4 @@ def test_all_else_about_the_processor_is_found_once() -> None:
     ],
 )
 def test_the_vendor_that_linux_names(text: str, vendor: str | None) -> None:
-    assert processor_vendor(text) == vendor
+    assert processor_field("vendor_id", cpuinfo=text) == vendor

@@ -18,8 +18,9 @@ from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.profiling import probe_compute, probe_storage
 from tencache_ds.profiling.filesystem import file_system_of
 from tencache_ds.profiling.hardware import Hardware
-from tencache_ds.profiling.probe import probe, processor_name
+from tencache_ds.profiling.probe import probe
 from tencache_ds.profiling.probe_storage import LANES, area_nbytes_for, measure_storage
+from tencache_ds.profiling.processor import processor_name
 
 MIB = 1 << 20
 RATES = ("memory_copy_bytes_per_s", "cpu_adam_params_per_s", "matmul_flops_per_s")
