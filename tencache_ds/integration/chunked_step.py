@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from deepspeed.runtime.compiler import lazy_disable
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.model_weights import ModelWeights
+from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.integration.watched_states import WatchedStates
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.session import Session
@@ -34,7 +34,7 @@ logger = logging.getLogger("DeepSpeed.tencache")
 _GATE_ATTRIBUTE = "tencache_update_gate"
 
 
-@lazy_disable  # type: ignore[untyped-decorator]
+@uncompiled
 def wait_for_updates(params: Iterable[Any]) -> None:
     """Returns when parameters that are about to be gathered have their new values.
 

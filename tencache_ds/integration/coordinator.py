@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.compiler import lazy_disable
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import (
     DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR,
@@ -32,6 +31,7 @@ from tencache_ds.integration.module_weights import has_weights, is_leaf, params_
 from tencache_ds.integration.ordered_gathers import OrderedGathers
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.integration.suspended_hooks import before_release
+from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.observability import spans
 from tencache_ds.observability.counters import Event
 from tencache_ds.observability.spans import Category, span
@@ -215,7 +215,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             self._tencache_n_used += 1
         return self._tencache_numel_ahead
 
-    @lazy_disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def reset_step(self) -> None:
         """The start of a forward pass."""
         spans.phase("forward")

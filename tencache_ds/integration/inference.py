@@ -33,6 +33,7 @@ from tencache_ds.integration.outside_needs import outside_needs
 from tencache_ds.integration.param_swapper import engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.suspended_hooks import SuspendedHooks, is_free
+from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.session import Session
 from tencache_ds.weight_moves import WeightMoves
@@ -210,8 +211,8 @@ def _follow_passes(
             suspended.suspend()
 
     return [
-        module.register_forward_pre_hook(torch.compiler.disable(begin), with_kwargs=True, prepend=True),
-        module.register_forward_hook(torch.compiler.disable(end)),
+        module.register_forward_pre_hook(uncompiled(begin), with_kwargs=True, prepend=True),
+        module.register_forward_hook(uncompiled(end)),
     ]
 
 

@@ -19,11 +19,6 @@ follows from the graph, and 16-bit sums depend on it. DeepSpeed's hooks add a no
 a module. The uses of an input within a module are summed at its node first, and then added to the others, such as that
 of a residual connection. So wherever gradients are computed, these nodes stay, also on modules that have nothing to
 gather or release.
-
-[Note: the compiler] In a compiled model dynamo traces hooks too, unless they are disabled for it, and whatever they
-call: buffers, stores and the coordinator's tables, which other threads change between its guards and its code.
-DeepSpeed disables some of its hooks and some methods of its coordinator. Here all of DeepSpeed's hooks are disabled,
-and they are what is called while a model is compiled; so is every other hook of TenCache's.
 """
 
 from __future__ import annotations
@@ -39,6 +34,7 @@ from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 
 from tencache_ds.integration.module_weights import is_leaf
+from tencache_ds.integration.uncompiled import uncompiled
 
 Hook = Callable[..., Any]
 Hooks = MutableMapping[int, Hook]
@@ -106,7 +102,7 @@ def _replace(offload: Any) -> None:
             if module is None:
                 continue
             original = hooks[handle.id]
-            hook = build(module, torch.compiler.disable(original), offload.get_param_coordinator())
+            hook = build(module, uncompiled(original), offload.get_param_coordinator())
             setattr(hook, _ORIGINAL, original)
             hooks[handle.id] = hook
 

@@ -27,6 +27,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle, NoGatherHandle, ZeroParamStatus
 
+from tencache_ds.integration.uncompiled import uncompiled
+
 FETCHES_AHEAD = 2
 """Gathers that modules have waited for and that are not over when the host waits for the first one of them."""
 
@@ -183,4 +185,4 @@ def finish_after_forward(module: torch.nn.Module, finish: Callable[[], None]) ->
     Returns:
         the hook's handle.
     """
-    return module.register_forward_hook(torch.compiler.disable(lambda *_: finish()), always_call=True)
+    return module.register_forward_hook(uncompiled(lambda *_: finish()), always_call=True)

@@ -43,13 +43,13 @@ import torch
 import xxhash
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.compiler import lazy_disable
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
 
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.integration.config_checks import options_of
 from tencache_ds.integration.engine_building import build_engine
+from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.io.backends.shutdown import run_before_exit
 from tencache_ds.observability.counters import Access, Link
 
@@ -149,7 +149,7 @@ class ParamSwapper:
 
     # Reading
 
-    @lazy_disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def swap_in(self, params: Sequence[Any], async_op: bool = False, swap_in_buffers: Any = None) -> None:
         """DeepSpeed gathers weights that no module's fetch has committed (``GatheredParameters``): reads them."""
         for swapper, mine in _by_swapper(params):
@@ -196,7 +196,7 @@ class ParamSwapper:
     def synchronize_reads(self) -> None:
         """Nothing is ever left in flight in DeepSpeed's eyes: :meth:`swap_in` waits."""
 
-    @lazy_disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
         """The gathered weights leave the device; a shard still in a staging buffer returns it."""
         for swapper, mine in _by_swapper(params):

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from deepspeed.runtime.compiler import lazy_disable
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
 
 from tencache_ds.integration.module_hooks import Hooks, unchanged
 from tencache_ds.integration.module_weights import params_of
+from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.planning.patience import Patience
 
 FIRST_PATIENCE, LONGEST_PATIENCE = 1, 32
@@ -81,8 +81,6 @@ class SuspendedHooks:
         self._n_incomplete = 0  # steps in which it could have been suspended
         self.n_changes = 0
         """Of :attr:`modules`, so far."""
-        # [Note: the compiler] in .module_hooks
-        uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
         self._hooks = [
             block.register_forward_pre_hook(uncompiled(lambda *_: relieve()))
             for blocks in offload.module.modules()
@@ -222,7 +220,7 @@ class SuspendedHooks:
         if new:
             self._offload.get_param_coordinator().forget_releases()
 
-    @lazy_disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _release(self, param: Any) -> None:
         """It is about to be released."""
         if not self._in_pass:
