@@ -100,6 +100,15 @@ class Trainee(ABC):
         return None
 
 
+def use_deterministic_kernels() -> None:
+    """From now on in this process, kernels that give other bits from run to run are not chosen, and an operation that
+    has no others is an error. Before the first work on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # With ``warn_only`` cuDNN's attention keeps a backward pass whose sums change from run to run.
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which shows mistakes, and takes time
+
+
 Make = Callable[[torch.nn.Module, Task, torch.device], Trainee]
 Building = Callable[[Task, torch.device, "MeasuredRun"], AbstractContextManager[object]]
 
@@ -114,9 +123,7 @@ def run_task(building: Building, make: Make) -> tuple[MeasuredRun, Trainee]:
     """
     task, accelerator = Task.of_command_line(), get_accelerator()
     if task.workload.deterministic:
-        # Before the first work on a GPU.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        use_deterministic_kernels()
     deepspeed.init_distributed()
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device(accelerator.current_device_name())

@@ -11,7 +11,7 @@ import collections
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
+from tencache_ds.integration import rank_gathers
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.module_weights import has_weights, is_leaf, params_of
 from tencache_ds.integration.ordered_gathers import OrderedGathers
@@ -81,6 +82,9 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         self._tencache_n_used = self._tencache_n_gathered = self._tencache_numel_ahead = 0
         self.fetch_recorder: FetchRecorder | None = None
         """Called for each fetch in a recorded step."""
+        self.gathers_as_usual = False
+        """Whether the config leaves the way of gathering to DeepSpeed: see :func:`.rank_gathers.gathers_as_usual`."""
+        self._tencache_ongoing_fetches = self._PartitionedParameterCoordinator__max_ongoing_fetch_events
         self._tencache_gathers: OrderedGathers | None = None
         if not get_accelerator().is_synchronized_device():
             self._tencache_gathers = OrderedGathers(self._PartitionedParameterCoordinator__allgather_stream)
@@ -238,14 +242,43 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             self._tencache_trace.begin_cycle(torch.is_grad_enabled())
             self.read_ahead()
 
-    def _PartitionedParameterCoordinator__all_gather_params_(self, params: Any, forward: bool, **options: Any) -> None:
-        """DeepSpeed's start of gathers. On one rank the device's streams wait for them, instead of the host."""
-        super()._PartitionedParameterCoordinator__all_gather_params_(params, forward, **options)
-        in_flight = self._PartitionedParameterCoordinator__inflight_param_registry
-        gathers = self._tencache_gathers
-        if gathers is not None and gathers.take(in_flight, params) and dist.get_world_size() == 1:
-            # They have a limit too. On several ranks weights of some groups may be copies, the others need DeepSpeed's.
-            self._PartitionedParameterCoordinator__max_ongoing_fetch_events = sys.maxsize
+    def _PartitionedParameterCoordinator__all_gather_params_(
+        self, params: Any, forward: bool, quantize: bool = False
+    ) -> None:
+        """DeepSpeed's start of gathers. The device's streams wait for them, instead of the host."""
+        if self.gathers_as_usual and not quantize and self._gather_from_ranks(params):
+            ordered = True
+        else:
+            super()._PartitionedParameterCoordinator__all_gather_params_(params, forward, quantize=quantize)
+            in_flight = self._PartitionedParameterCoordinator__inflight_param_registry
+            gathers = self._tencache_gathers
+            # On several ranks weights of some groups may be copies, and the others collectives of DeepSpeed's.
+            ordered = gathers is not None and gathers.take(in_flight, params) and dist.get_world_size() == 1
+        if self._tencache_gathers is not None:
+            # Those here have a limit of their own to how far the host runs ahead.
+            limit = sys.maxsize if ordered else self._tencache_ongoing_fetches
+            self._PartitionedParameterCoordinator__max_ongoing_fetch_events = limit
+
+    def _gather_from_ranks(self, params: Iterable[Any]) -> bool:
+        """Starts to gather shards of several ranks, if that is possible here: see :mod:`.rank_gathers`."""
+        partitioned = [param for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        if not partitioned or not rank_gathers.gathered_here(partitioned):
+            return False
+        in_flight, ordered = self._PartitionedParameterCoordinator__inflight_param_registry, self._tencache_gathers
+        with get_accelerator().stream(self._PartitionedParameterCoordinator__allgather_stream):
+            for gather in rank_gathers.gather(partitioned):
+                handle = gather if ordered is None else ordered.follow(gather)
+                for param in gather.params:
+                    in_flight[param] = handle
+        self._PartitionedParameterCoordinator__n_available_params += sum(param.ds_numel for param in partitioned)
+        kept = [
+            param
+            for param in partitioned
+            if param.ds_persist and param.ds_tensor.final_location == OffloadDeviceEnum.nvme
+        ]
+        if kept:  # they are never partitioned again
+            kept[0].nvme_swapper.remove_partition_and_release_buffers(kept)
+        return True
 
     def _leave_out_modules_without_weights(self) -> None:
         """Of the order that was recorded in the last pass. Not while it is recorded: DeepSpeed notices within a pass

@@ -32,6 +32,7 @@ from tencache_ds.integration.ordered_gathers import finish_after_forward
 from tencache_ds.integration.outside_needs import outside_needs
 from tencache_ds.integration.param_swapper import engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
+from tencache_ds.integration.rank_gathers import gathers_as_usual
 from tencache_ds.integration.suspended_hooks import SuspendedHooks, is_free
 from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.memory.device_memory import DeviceMemory
@@ -128,6 +129,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
         offload.destroy()
         raise
     offload.tencache = session
+    coordinator.gathers_as_usual = gathers_as_usual(engine._config.zero_config)
     ask_for_streams_quickly()
     lighten_hooks(offload, trains=False)
     end_skipping = skip_autograd_without_gradients()

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers on one rank, in the order of the device's streams.
+"""Gathers in the order of the device's streams.
 
-On one rank a gather is a copy of the shard to the device. DeepSpeed has the host wait until all copies issued so far
-have ended, whenever a module needs one of them, and has the stream of arithmetic wait for the same: also for copies
-that were issued far ahead for later modules. Meanwhile nothing more is issued, neither copies nor arithmetic, and both
-stand still in turn. Here each gather has an event behind it, and a module waits for its own weights only.
+On one rank a gather is a copy of the shard to the device, on several a collective follows. DeepSpeed has the host wait
+until all copies issued so far have ended, whenever a module needs one of them, and has the stream of arithmetic wait
+for the same: also for copies that were issued far ahead for later modules. Meanwhile nothing more is issued, neither
+copies nor arithmetic, and both stand still in turn. Here each gather has an event behind it, and a module waits for its
+own weights only.
+
+[Note: two streams] Shards are copied on DeepSpeed's stream of gathers. On several ranks a stream of its own waits for
+the collectives and takes the weights out of them, so that later copies do not wait for that. All events are recorded on
+the one stream or on the other: then they end in the order of their numbers.
 
 [Note: shards that are being copied] What the host's wait also did: after it, the host could write the shard. Now a copy
 may still be to come when DeepSpeed calls its weight gathered. The host writes shards between passes only, and waits for
@@ -27,6 +32,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle, NoGatherHandle, ZeroParamStatus
 
+from tencache_ds.integration.rank_gathers import RankGather
 from tencache_ds.integration.uncompiled import uncompiled
 
 FETCHES_AHEAD = 2
@@ -78,9 +84,10 @@ class OrderedGathers:
         self._fetching = threading.local()
         self._copying = False
         self._nothing = get_accelerator().Event()  # never recorded
+        self._unpacking: Any = None  # a stream, from the first collective on: see [Note: two streams]
 
     def take(self, in_flight: UserDict[Any, Any], params: Iterable[Any]) -> bool:
-        """Replaces the handles of copies that were just issued; whether there were any.
+        """Replaces the handles of copies without a collective that were just issued; whether there were any.
 
         Args:
             in_flight: DeepSpeed's handles by parameter.
@@ -95,14 +102,35 @@ class OrderedGathers:
             return False
         copied = get_accelerator().Event()
         copied.record(self.stream)
+        if self._unpacking is not None:
+            self._unpacking.wait_event(copied)
+            copied = get_accelerator().Event()
+            copied.record(self._unpacking)
         self._n_gathers += 1
         for group in issued.values():
-            gather = OrderedGather(group, copied, self._throttle)
+            gather = self._follow(group, copied)
             for param in group:
                 in_flight.data[param] = gather  # item assignment refuses to replace one
-                self._copied[param.ds_id] = self._n_gathers, copied
-        self._copying = True
         return True
+
+    def follow(self, gather: RankGather) -> OrderedGather:
+        """The handle of a collective that was just issued."""
+        if self._unpacking is None:
+            self._unpacking = get_accelerator().Stream()
+        if gather.collected.device.type != "cpu":
+            gather.collected.record_stream(self._unpacking)
+        with get_accelerator().stream(self._unpacking):
+            gather.finish()
+        gathered = get_accelerator().Event()
+        gathered.record(self._unpacking)
+        self._n_gathers += 1
+        return self._follow(gather.params, gathered)
+
+    def _follow(self, params: Iterable[Any], gathered: Any) -> OrderedGather:
+        for param in params:
+            self._copied[param.ds_id] = self._n_gathers, gathered
+        self._copying = True
+        return OrderedGather(params, gathered, self._throttle)
 
     def fetch_begins(self, params: Iterable[Any]) -> None:
         """This thread fetches a module with these parameters, until :meth:`fetch_ended`."""

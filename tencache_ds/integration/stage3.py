@@ -31,6 +31,7 @@ from tencache_ds.integration.monitoring import StepMonitor
 from tencache_ds.integration.optimizers import step_is_watched, updates_by_chunks
 from tencache_ds.integration.ordered_gathers import finish_after_forward
 from tencache_ds.integration.passes import PassesMixin
+from tencache_ds.integration.rank_gathers import gathers_as_usual
 from tencache_ds.integration.stage3_building import BuildingMixin
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.observability import spans
@@ -80,6 +81,7 @@ class TenCacheZeroOptimizer_Stage3(
         lighten_hooks(self.parameter_offload)
         coordinator = self._get_param_coordinator()
         coordinator.weights_stay = self._weights_stay
+        coordinator.gathers_as_usual = gathers_as_usual(self._deepspeed_engine()._config.zero_config)
         self._finishing = finish_after_forward(self.parameter_offload.module, coordinator.finish_gathers)
         if self.activation_hooks is not None:
             coordinator.fetched_for_forward = self.activation_hooks.note_weights

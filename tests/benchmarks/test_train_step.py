@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.comparison.suites import workload_of
 from benchmarks.record import Measurement, Task
-from benchmarks.training.measured_run import MeasuredRun, nvme_paths
+from benchmarks.training.measured_run import MeasuredRun, nvme_paths, use_deterministic_kernels
 from benchmarks.training.storage_meter import StorageMeter
 from benchmarks.training.train_fsdp import loss_scaler
 from benchmarks.training.train_step import DeepSpeedTrainee, meter_storage
@@ -105,6 +105,19 @@ def train(folder: Path, config: dict[str, Any], program: str = "train_step", **f
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return Measurement.model_validate_json(result.read_text()), done.stdout
+
+
+def test_deterministic_kernels_are_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    mode = torch.get_deterministic_debug_mode()
+    try:
+        use_deterministic_kernels()
+        assert torch.get_deterministic_debug_mode() == 2, "an error and not a warning: cuDNN's attention looks at that"
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "a user's own choice stays"
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 @pytest.fixture(scope="module")

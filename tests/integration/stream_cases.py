@@ -16,6 +16,8 @@ import torch
 import training
 from deepspeed.runtime.zero import partition_parameters
 
+from tencache_ds.integration.rank_gathers import RankGather
+
 CYCLES = 4_000_000
 """About two milliseconds."""
 
@@ -31,6 +33,14 @@ def late_gathers() -> Iterator[None]:
                 issue(self, params)
 
             stack.enter_context(mock.patch.object(handle, "__init__", late))
+        for name in ("__init__", "finish"):
+            original = getattr(RankGather, name)
+
+            def late_too(self: Any, *args: Any, original: Any = original) -> None:
+                torch.cuda._sleep(CYCLES)
+                original(self, *args)
+
+            stack.enter_context(mock.patch.object(RankGather, name, late_too))
         yield
 
 

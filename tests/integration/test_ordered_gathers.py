@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers on one rank that streams wait for, and not the host."""
+"""Gathers that streams wait for, and not the host."""
 
 from __future__ import annotations
 
@@ -219,14 +219,26 @@ def outcome(harness: Any) -> Any:
     return harness.run(cases, program="stream_cases.py", timeout_s=300)
 
 
-@pytest.mark.gpu
+@pytest.fixture(scope="module")
+def two_ranks(harness: Any) -> Any:
+    cases = [(name, case, engine) for name, case in CASES.items() for engine in ("stock", "tencache")]
+    return harness.run(cases, ranks=2, program="stream_cases.py", timeout_s=380)
+
+
+RANKS = [pytest.param("outcome", marks=pytest.mark.gpu), pytest.param("two_ranks", marks=pytest.mark.multigpu)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "unordered"])
-def test_streams_far_apart(outcome: Any, name: str) -> None:
-    ours = outcome.result(name, "tencache")
-    assert ours["losses"] == outcome.result(name, "stock")["losses"]
-    assert len(set(ours["evaluated"])) == 1
+def test_streams_far_apart(request: pytest.FixtureRequest, ranks: str, name: str) -> None:
+    outcome = request.getfixturevalue(ranks)
+    for rank in outcome.ranks:
+        ours = outcome.result(name, "tencache", rank)
+        assert ours["losses"] == outcome.result(name, "stock", rank)["losses"]
+        assert len(set(ours["evaluated"])) == 1
 
 
-@pytest.mark.gpu
-def test_streams_without_order_are_noticed(outcome: Any) -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_streams_without_order_are_noticed(request: pytest.FixtureRequest, ranks: str) -> None:
+    outcome = request.getfixturevalue(ranks)
     assert outcome.result("unordered", "tencache")["losses"] != outcome.result("unordered", "stock")["losses"]
