@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import (
     ZeroParamStatus,
     free_param,
 )
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
 
 from tencache_ds.integration import rank_gathers
 from tencache_ds.integration.agreement import agreed
@@ -299,9 +299,22 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         if self._tencache_gathers is not None:
             self._tencache_gathers.finish()
 
+    @uncompiled
     def release_and_reset_all(self, module: Any) -> None:
-        """DeepSpeed's: releases all weights, before an update or a checkpoint."""
-        super().release_and_reset_all(module)
+        """DeepSpeed's release of all weights, before an update or a checkpoint, without its profiler ranges and log
+        messages for each."""
+        in_flight = self._PartitionedParameterCoordinator__inflight_param_registry
+        params = list(iter_params(module, recurse=True))
+        for param in params:
+            if in_flight and param in in_flight:
+                in_flight.pop(param).wait()
+            param.ds_active_sub_modules.clear()
+            if param.ds_status is ZeroParamStatus.AVAILABLE:
+                _release(param)
+                self._PartitionedParameterCoordinator__n_available_params -= param.ds_numel
+        for param in params:
+            if param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
+                raise RuntimeError(f"{param.ds_summary()} expected to be released")
         self.finish_gathers()
 
     def read_ahead(self, *, updated: bool = False) -> None:

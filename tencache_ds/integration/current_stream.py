@@ -9,6 +9,7 @@ a fifth of the processor time of such a pass. Here the device is asked for its n
 from __future__ import annotations
 
 import contextlib
+import functools
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -36,8 +37,13 @@ def current_stream(device_index: int | None = None) -> torch.cuda.Stream:
     """``torch.cuda.current_stream(device_index)``. Any thread."""
     if device_index is not None or torch.compiler.is_compiling() or not torch.cuda.is_initialized():
         return torch.cuda.current_stream(device_index)
-    number, index, kind = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
-    return torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
+    return _stream(*torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice()))
+
+
+@functools.cache
+def _stream(number: int, device_index: int, kind: int) -> torch.cuda.Stream:
+    """torch has a few dozen streams for each device, and an object of one is a handle."""
+    return torch.cuda.Stream(stream_id=number, device_index=device_index, device_type=kind)
 
 
 def stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

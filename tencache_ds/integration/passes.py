@@ -10,6 +10,7 @@ from typing import Any
 
 from tencache_ds.gpu_homes import GpuHomes
 from tencache_ds.integration.gathered_weights import GatheredWeights
+from tencache_ds.integration.rank_gathers import gather_at_once
 from tencache_ds.integration.suspended_hooks import SuspendedHooks
 from tencache_ds.observability import spans
 
@@ -87,6 +88,12 @@ class PassesMixin:
         """After each step: once it is decided which weights live in GPU memory, their modules need no hooks."""
         if self._suspended is not None and self._gpu_homes.settled:
             self._suspended.step_done()
+
+    def _post_step(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's, which gathers the weights that always are: here with one collective for all of them."""
+        if self._get_param_coordinator().gathers_as_usual:
+            gather_at_once(self.persistent_parameters)
+        super()._post_step(*args, **kwargs)
 
     # Checkpoints
 

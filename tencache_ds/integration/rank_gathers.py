@@ -30,9 +30,9 @@ def gathers_as_usual(zero_config: Any) -> bool:
     return not (zero_config.use_all_reduce_for_fetch_params or zero_config.allgather_sequential)
 
 
-def gathered_here(params: Iterable[Any]) -> bool:
-    """Whether these weights are plain shards on several ranks: not quantized, without a second partition within a node,
-    and gathered in their own dtype. The same on every rank."""
+def gathered_here(params: Iterable[Any], *, least_ranks: int = 2) -> bool:
+    """Whether these weights are plain shards: not quantized, without a second partition within a node, gathered in
+    their own dtype, and each from ``least_ranks`` ranks or more. The same on every rank."""
     groups = {}
     for param in params:
         shard = param.ds_tensor
@@ -44,7 +44,7 @@ def gathered_here(params: Iterable[Any]) -> bool:
         ):
             return False
         groups[id(param.ds_process_group)] = param.ds_process_group
-    return all(dist.get_world_size(group) > 1 for group in groups.values())
+    return all(dist.get_world_size(group) >= least_ranks for group in groups.values())
 
 
 def gather(params: Iterable[Any]) -> list[RankGather]:
@@ -69,6 +69,26 @@ def gather(params: Iterable[Any]) -> list[RankGather]:
     return [RankGather(each) for each in alike.values()]
 
 
+def gather_at_once(params: Iterable[Any]) -> None:
+    """Gathers weights, where DeepSpeed has a collective for each of them, if that is possible here. When it returns,
+    the host may write their shards, and the current stream waits for the collectives.
+
+    Args:
+        params: partitioned or not.
+
+    Raises:
+        TenCacheError: a shard cannot be read, or its update failed.
+    """
+    partitioned = [param for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+    if not partitioned or not gathered_here(partitioned, least_ranks=1):
+        return
+    gathers = gather(partitioned)
+    if not get_accelerator().is_synchronized_device():
+        get_accelerator().current_stream().synchronize()  # it has copied shards, and not waited for other ranks
+    for each in gathers:
+        each.wait()
+
+
 class RankGather:
     """A DeepSpeed handle of one collective. The constructor issues it, on the current stream.
 
@@ -91,12 +111,15 @@ class RankGather:
         mine = self.collected.narrow(0, dist.get_rank(group) * numel, numel)
         for part, shard in zip(mine.split(self._numels), shards, strict=True):
             part.copy_(shard, non_blocking=True)
-        self._work = dist.allgather_fn(self.collected, mine, group=group, async_op=True)
+        self._work = None
+        if self._n_ranks > 1:
+            self._work = dist.allgather_fn(self.collected, mine, group=group, async_op=True)
 
     def finish(self) -> None:
         """The current stream waits for the collective, then the weights get their values; without streams the host
         waits. They keep their status. Once."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         collected, n_ranks = self.collected, self._n_ranks
         if len(self.params) == 1:
             whole = [collected]
@@ -110,7 +133,7 @@ class RankGather:
 
     def wait(self, **_: Any) -> None:
         """What DeepSpeed calls, for each of the weights: the first call finishes the gather."""
-        if not hasattr(self, "_work"):
+        if not hasattr(self, "collected"):
             return
         self.finish()
         for param in self.params:

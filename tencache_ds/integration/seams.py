@@ -271,6 +271,9 @@ SEAMS: tuple[Seam, ...] = (
         ("_PartitionedParameterCoordinator__step_id_module_fetched_for",),
     ),
     Seam(_PARAMETERS, "free_param", ("param",), "releases a module's weights"),
+    Seam(_PARAMETERS, "get_allgather_dtype", ("param", "param_ds_tensor"), "gathers the shards of several ranks"),
+    Seam(_COORDINATOR, "iter_params", ("module", "recurse"), "releases all weights"),
+    Seam(f"{_RUNTIME}.compiler", "compile", (), "leaves the compiler alone until Muon needs it"),
     Seam(
         _COORDINATOR,
         "PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params_",
@@ -334,6 +337,7 @@ SEAMS: tuple[Seam, ...] = (
             ("backward_epilogue", (), "marks its end"),
             ("reduce_ready_partitions_and_remove_grads", ("param",), "looks at memory in a backward pass"),
             ("_partition_all_parameters", (), "keeps weights in GPU memory gathered"),
+            ("_post_step", ("timer_names",), "gathers persistent weights at once"),
             ("_get_fp32_grad_state_partition", ("param", "release_swap_buffers"), "reads gradients"),
             ("set_fp32_grad_for_param", ("value", "param"), "replaces gradients"),
             ("set_local_grad_for_param", ("value", "param"), "replaces gradients"),

@@ -13,7 +13,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.integration import rank_gathers
-from tencache_ds.integration.rank_gathers import gather, gathered_here, gathers_as_usual
+from tencache_ds.integration.rank_gathers import gather, gather_at_once, gathered_here, gathers_as_usual
 
 pytestmark = pytest.mark.timeout(120)
 N_RANKS = 3
@@ -133,6 +133,32 @@ def test_a_finished_gather_leaves_the_status(group: Group) -> None:
     assert param.ds_status is ZeroParamStatus.INFLIGHT
     handle.wait()
     assert param.ds_status is ZeroParamStatus.INFLIGHT, "whoever finished it has the handle"
+
+
+@pytest.mark.parametrize("n_ranks", [1, N_RANKS])
+def test_weights_are_gathered_at_once(group: Group, n_ranks: int) -> None:
+    group.rank, group.n_ranks = n_ranks - 1, n_ranks
+    params = {key: make_param(key, shape, group) for key, shape in SHAPES.items()}
+    there = params[1]
+    there.data, there.ds_status = torch.zeros(7), ZeroParamStatus.AVAILABLE
+    gather_at_once(params.values())
+    assert len(group.issued) == (n_ranks > 1)
+    torch.testing.assert_close(there.data, torch.zeros(7), rtol=0, atol=0)
+    for key in params.keys() - {1}:
+        assert params[key].ds_status is ZeroParamStatus.AVAILABLE
+        expected = value_of(key, SHAPES[key], n_ranks).float()
+        torch.testing.assert_close(params[key].data, expected, rtol=0, atol=0)
+        assert params[key].untyped_storage().nbytes() < 4 * (expected.numel() + n_ranks), "memory of its own"
+    gather_at_once(params.values())
+    assert len(group.issued) == (n_ranks > 1)
+
+
+def test_what_cannot_be_gathered_here_is_left_alone(group: Group) -> None:
+    param = make_param(1, (6,), group)
+    param.ds_secondary_tensor = torch.ones(2)
+    gather_at_once([param])
+    assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    assert not group.issued
 
 
 def test_shards_on_nvme_are_read_first(group: Group) -> None:
