@@ -48,6 +48,7 @@ def activate() -> None:
     from tencache_ds.integration.checkpoint_saving import hook_saving
     from tencache_ds.integration.chunked_step import wait_for_updates
     from tencache_ds.integration.cpu_adam_op import loaded_when_needed
+    from tencache_ds.integration.muon_kernels import compile_when_called
     from tencache_ds.integration.observing import observatory
     from tencache_ds.integration.param_swapper import ParamSwapper, begin_changes, end_changes, swapper_factory
     from tencache_ds.integration.rank_checks import agree_on_options
@@ -57,6 +58,7 @@ def activate() -> None:
 
     verify_seams()
     warn_of_version(deepspeed.__version__, dist.get_rank() if dist.is_initialized() else 0)
+    compile_when_called()
     hook_saving(engine_module.DeepSpeedEngine)
     hook_loading(engine_module.DeepSpeedEngine)
     hook_passes(engine_module.DeepSpeedEngine, checkpointing)
