@@ -306,22 +306,29 @@ class GpuHomes:
         reason = budget.reason if least_nbytes == budget.nbytes else "what the rank with the least has free"
         predicted = None
         if self._recorder is not None:
-            more = costs.plan(chunks, least_nbytes + MORE_NBYTES, sum(there)).seconds
+            more = costs.plan(chunks, least_nbytes + MORE_NBYTES, sum(there))
             now = sum(costs.seconds) + costs.rates.seconds(*self._outside(chunks, there))
-            predicted = max(record.seconds - now + plan.seconds - self._hidden_seconds(plan, costs), 0.0)
-            reason += (
-                f"; a step should take {predicted:.2f} s instead of {record.seconds:.2f} s, with {gib(MORE_NBYTES)} "
-                f"more {max(predicted - plan.seconds + more, 0.0):.2f} s"
-            )
+            predicted = self._predicted_seconds(record.seconds - now, plan, costs)
+            with_more = self._predicted_seconds(record.seconds - now, more, costs)
+            reason += f"; a step should take {predicted:.2f} s instead of {record.seconds:.2f} s, "
+            reason += f"with {gib(MORE_NBYTES)} more {with_more:.2f} s"
         self._recorder = None
         self._report(reason, predicted, time.perf_counter() - t_start_s)
 
-    def _hidden_seconds(self, plan: GpuPlan, costs: _Costs) -> float:
-        """Of the update, what the next forward pass hides from then on: the recorded step was over when it returned."""
+    def _predicted_seconds(self, rest_seconds: float, plan: GpuPlan, costs: _Costs) -> float:
+        """Length of the next steps. The recorded one was over when it returned: from then on the next forward pass
+        hides a part of the update. No step is shorter than its update, which is over before the next one begins.
+
+        Args:
+            rest_seconds: of the recorded step, what no plan changes.
+            plan: what moves.
+            costs: from the recorded step.
+        """
         there = (*plan.weights, *plan.activations)
         waits = sum(seconds for seconds, is_there in zip(costs.seconds, there, strict=True) if not is_there)
         update = max(plan.seconds - waits, 0.0)
-        return min(self._hidden_share() * update, self._forward_seconds or 0.0)
+        hidden = min(self._hidden_share() * update, self._forward_seconds or 0.0)
+        return max(rest_seconds + plan.seconds - hidden, update)
 
     def _budget(self, usage: GpuUsage) -> tuple[GpuBudget, int]:
         """This rank's budget, and the smallest of all ranks; both include the current contents."""

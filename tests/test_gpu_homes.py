@@ -377,11 +377,11 @@ def test_activations_leave_where_state_saves_more_time(life):
 
 def test_activations_that_backward_waits_for_stay_before_state(life):
     training = life(12, saved=Saved(0.5, 0.5, 0.0, 0.5))
-    training.update_seconds = 1.0
+    training.seconds, training.update_seconds = 3.0, 1.0
     assert begin(training) == 4, "not all six"
     assert training.saved.stay == {0, 1, 3}
     # The waits of one and a half seconds are gone, and more than half of the update's one.
-    assert training.predicted == [pytest.approx(2.0 - 1.5 - 2 / 3, abs=0.2)]
+    assert training.predicted == [pytest.approx(3.0 - 1.5 - 2 / 3, abs=0.2)]
     for _ in range(5):
         training.memory.record()
         assert training.step(1) == [4] * 6
@@ -432,6 +432,14 @@ def test_a_short_forward_pass_hides_no_more_than_itself(life):
     training.update_seconds, training.hidden_share, training.forward_seconds = 1.2, 0.5, 0.03
     begin(training)
     assert training.predicted == [pytest.approx(2.0 - 1.2 + 0.2 - 0.03, abs=0.05)]
+
+
+def test_a_step_takes_as_long_as_its_update(life):
+    training = life(18)
+    training.seconds, training.update_seconds = 1.25, 1.2
+    training.hidden_share, training.forward_seconds = 1.0, 10.0
+    assert begin(training) == 5
+    assert training.predicted == [pytest.approx(0.2, abs=0.05)]
 
 
 @pytest.mark.parametrize("without_fetches", [True, False])
