@@ -2,7 +2,7 @@
 """DeepSpeed's Muon kernels, compiled when they are first called.
 
 DeepSpeed asks of every optimizer whether it is Muon, and for that imports a module that has torch compile kernels. This
-loads the whole of torch's compiler, 1 to 3 s of ``deepspeed.initialize`` for optimizers that never call them.
+loads the whole of torch's compiler, about a second of ``deepspeed.initialize`` for optimizers that never call them.
 """
 
 from __future__ import annotations
