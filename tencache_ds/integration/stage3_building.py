@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -151,12 +152,19 @@ class BuildingMixin:
             self._shared_weights.state = self._state
         engine.build_staging(chunk_nbytes)
         self.subgroup_to_device = dict.fromkeys(range(len(specs)), "cpu")
-        for index, ids in enumerate(self.fp16_partitioned_groups_flat_id):
-            placeholder = torch.empty(0, dtype=dtype)
-            placeholder.ds_id = f"{ids[0]}_{ids[-1]}"
-            placeholder.requires_grad = True
-            self.fp32_partitioned_groups_flat.append(placeholder)
-            self._copy_weights_to_master(index, fresh=True)
+        accelerator: Any = get_accelerator()
+        with ThreadPoolExecutor(
+            1, "tencache-gradients", accelerator.set_device, (accelerator.current_device(),)
+        ) as beside:
+            # Their memory is zeroed and registered while the disk writes.
+            gradients = beside.submit(self._build_gradients, engine)
+            for index, ids in enumerate(self.fp16_partitioned_groups_flat_id):
+                placeholder = torch.empty(0, dtype=dtype)
+                placeholder.ds_id = f"{ids[0]}_{ids[-1]}"
+                placeholder.requires_grad = True
+                self.fp32_partitioned_groups_flat.append(placeholder)
+                self._copy_weights_to_master(index, fresh=True)
+        self._gradients = gradients.result()
         for param_group in self.optimizer.param_groups:
             param_group["params"] = []
         self._optimizer_states = OptimizerStates(
@@ -183,7 +191,6 @@ class BuildingMixin:
             for dtype, bucket in self.ipg_buckets.items():
                 device = get_accelerator().current_device_name()
                 bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
-        self._gradients = self._build_gradients(engine)
         self._updater = SubGroupUpdater(
             self.optimizer,
             self._state,
