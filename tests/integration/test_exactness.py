@@ -76,6 +76,9 @@ TRAINING: dict[str, dict[str, Any]] = {
     "weights_in_ram": {"model": "post_norm", "offload_param": "cpu", "steps": 8},
     "weights_on_device": {"model": "llama", "offload_param": "none", "steps": 8},
     "optimizer_in_ram": {"model": "llama", "offload_optimizer": "cpu", "steps": 8},
+    # On several ranks gathered by DeepSpeed.
+    "gathers_one_by_one": {"model": "gpt2", "steps": 4, "zero": {"stage3_allgather_sequential": True}},
+    "gathers_by_all_reduce": {"model": "mlp", "steps": 4, "zero": {"stage3_use_all_reduce_for_fetch_params": True}},
 }
 TWO_RANK_TRAINING = (
     "accumulation_clipping",
@@ -84,6 +87,8 @@ TWO_RANK_TRAINING = (
     "lion",
     "fp32_gradients",
     "state_in_two_places",
+    "gathers_one_by_one",
+    "gathers_by_all_reduce",
 )
 
 FP16: dict[str, dict[str, Any]] = {
