@@ -117,8 +117,7 @@ class OrderedGathers:
         """The handle of a collective that was just issued."""
         if self._unpacking is None:
             self._unpacking = get_accelerator().Stream()
-        if gather.collected.device.type != "cpu":
-            gather.collected.record_stream(self._unpacking)
+        gather.collected.record_stream(self._unpacking)
         with get_accelerator().stream(self._unpacking):
             gather.finish()
         gathered = get_accelerator().Event()

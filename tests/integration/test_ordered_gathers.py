@@ -133,6 +133,40 @@ def test_a_module_waits_for_its_own_weights(arithmetic: Stream) -> None:
     assert gathers._awaited() is None  # outside a fetch: all of them
 
 
+def test_a_collective_is_taken_apart_on_a_stream_of_its_own(
+    arithmetic: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    within: list[Stream] = []
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        within.append(stream)
+        yield
+        within.pop()
+
+    device = SimpleNamespace(current_stream=lambda: arithmetic, Event=Event, Stream=Stream, stream=on)
+    monkeypatch.setattr(ordered_gathers, "get_accelerator", lambda: device)
+    gathers, param, used_by, taken_apart_on = OrderedGathers(Stream()), make_param(1), [], []
+    collective: Any = SimpleNamespace(
+        params=(param,),
+        collected=SimpleNamespace(record_stream=used_by.append),
+        finish=lambda: taken_apart_on.extend(within),
+    )
+    handle = gathers.follow(collective)
+    assert used_by == taken_apart_on == [handle._copied.recorded_on]
+    assert used_by != [gathers.stream]
+    assert param.ds_status is ZeroParamStatus.INFLIGHT
+    with fetching(gathers, param):
+        assert gathers._awaited() is handle._copied
+    handle.wait()
+    assert param.ds_status is ZeroParamStatus.AVAILABLE
+    assert arithmetic.waited_for == [handle._copied]
+    # A later copy without a collective is over no earlier than the collective.
+    copy = gather(gathers, make_param(2))
+    assert [copy._copied.recorded_on] == used_by
+    assert [event.recorded_on for event in used_by[0].waited_for] == [gathers.stream]
+
+
 def test_gathers_of_other_kinds_are_waited_for(arithmetic: Stream) -> None:
     gathers = OrderedGathers(Stream())
     one = make_param(1)
