@@ -40,6 +40,9 @@ LEGEND: dict[str, Any] = {
 }  # fmt: skip
 """Above the axes."""
 
+_GPU = "gpu_memory"
+"""TenCache's limit of GPU memory: on the frontier, points of one limit make a line."""
+
 MAX_BINS = 300
 """Points of a storage curve: more than that cannot be told apart."""
 
@@ -111,13 +114,21 @@ def frontier(benchmark: Benchmark) -> Figure | None:
     peaks = {f: memory for f, memory in peaks.items() if memory}
     if not peaks:
         return None
-    rows = [(memory, f.median_s, f.bound_s, f.is_ours) for f, memory in peaks.items()]
-    points = pd.DataFrame(rows, columns=["memory", "seconds", "bound", "ours"])
-    line = points[points.ours].sort_values("memory")
-    bounded = line.dropna()
+    rows = [
+        (memory, f.median_s, f.bound_s, f.stats.get("predicted_seconds"), f.is_ours, f.configuration.knobs.get(_GPU))
+        for f, memory in peaks.items()
+    ]
+    points = pd.DataFrame(rows, columns=["memory", "seconds", "bound", "predicted", "ours", "gpu"])
+    points["predicted"] = points.predicted.astype(float)
+    ours = points[points.ours].sort_values("memory")
+    bounded, predicted = ours.dropna(subset="bound"), ours.dropna(subset="predicted")
     figure, axes = _figure(4.6, "Step time against host memory")
-    if len(line) > 1:
-        axes.plot(line.memory, line.seconds, color=OURS[0], linewidth=1.6, label="TenCache")
+    lines = [(limit, line) for limit, line in ours.groupby("gpu", dropna=False) if len(line) > 1]
+    for colour, (limit, line) in zip(itertools.cycle(OURS), lines, strict=False):
+        text = "TenCache" if ours.gpu.nunique(dropna=False) == 1 else f"TenCache, {_gpu_limit(limit)}"
+        axes.plot(line.memory, line.seconds, color=colour, linewidth=1.6, label=text)
+    if not predicted.empty:
+        axes.plot(predicted.memory, predicted.predicted, "x", color=INK, markersize=5, zorder=4, label="predicted")
     if not bounded.empty:
         axes.plot(bounded.memory, bounded.bound, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), marker="_",
                   markersize=9, markeredgewidth=1.6, label="bound of each TenCache point")  # fmt: skip
@@ -127,7 +138,7 @@ def frontier(benchmark: Benchmark) -> Figure | None:
             memory, f.median_s, linestyle="none", marker="o" if f.is_ours else "s", markersize=7, color=colour,
             markerfacecolor="white" if f.configuration.semantics else colour, markeredgewidth=1.5, zorder=3,
         )  # fmt: skip
-    times = pd.concat([points.seconds, bounded.bound])
+    times = pd.concat([points.seconds, bounded.bound, predicted.predicted])
     if times.max() > 10 * times.min() > 0:
         axes.set(yscale="log", ylim=(times.min() / 1.6, times.max() * 1.6))
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -138,7 +149,7 @@ def frontier(benchmark: Benchmark) -> Figure | None:
     axes.set(
         xlim=(0, 1.12 * points.memory.max()), xlabel="peak host memory while training, GiB", ylabel="seconds per step"
     )
-    if len(line) > 1 or not bounded.empty:
+    if axes.get_legend_handles_labels()[0]:
         axes.legend(**LEGEND)
     names = [
         axes.text(memory, f.median_s, textwrap.fill(f.configuration.label, LABEL_CHARACTERS))
@@ -150,6 +161,12 @@ def frontier(benchmark: Benchmark) -> Figure | None:
         ensure_inside_axes=True, arrowprops={"arrowstyle": "-", "color": FAINT, "lw": 0.6},
     )  # fmt: skip
     return figure
+
+
+def _gpu_limit(limit: Any) -> str:
+    if pd.isna(limit):
+        return f"{_GPU} automatic"
+    return f"{_GPU} {limit}" if isinstance(limit, str) else f"{_GPU} {limit / GB:.3g} GB"
 
 
 def storage_bandwidth(benchmark: Benchmark) -> Figure | None:

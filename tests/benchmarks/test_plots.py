@@ -83,6 +83,25 @@ def test_frontier_takes_the_larger_memory_and_sorts_tencache_by_it():
     assert axes.get_yscale() == "linear"
 
 
+def test_points_of_one_limit_of_gpu_memory_make_a_line():
+    limits = {"a": 0, "b": 0, "c": 2 * 10**9, "d": 2 * 10**9, "e": None}
+    configurations = [
+        tencache(name, name, knobs={} if limit is None else {"gpu_memory": limit}) for name, limit in limits.items()
+    ]
+    runs = [
+        run(name, [10.0 - index], memory=memory(peak_rss_steady_nbytes=(20 + index) * GIB))
+        for index, name in enumerate(limits)
+    ]
+    runs[2] = runs[2].model_copy(update={"tencache_stats": counters() | {"predicted_seconds": 7.5}})
+    axes = plots.frontier(benchmark(configurations, runs)).axes[0]
+    named = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+    assert list(named) == ["TenCache, gpu_memory 0 GB", "TenCache, gpu_memory 2 GB", "predicted"]
+    first, second, predicted = ([list(line.get_xdata()), list(line.get_ydata())] for line in named.values())
+    assert first == [[20.0, 21.0], [10.0, 9.0]]
+    assert second == [[22.0, 23.0], [8.0, 7.0]]
+    assert predicted == [[22.0], [7.5]]
+
+
 def test_frontier_is_logarithmic_over_more_than_a_factor_of_ten():
     assert plots.frontier(pair([11.0], [1.0])).axes[0].get_yscale() == "log"
 

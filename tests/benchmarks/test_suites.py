@@ -88,6 +88,9 @@ def test_entries() -> None:
     assert (entry.peer, entry.fixed) == ("nvme-nvme", {"aio_threads": 8, "pipeline": False})
     assert entry.label == "stock NVMe + NVMe, aio_threads 8, pipeline False"
     assert parse_entry("tencache:host_memory_share=0.25").label == "TenCache, RAM for 25%"
+    assert parse_entry("tencache:gpu_memory=0+host_memory=1590000000").label == (
+        "TenCache, gpu_memory 0, host_memory 1.59 GB"
+    )
     assert parse_entry("tencache:io_backend=posix").fixed == {"io_backend": "posix"}
     assert [e.name for e in parse_entries(["tencache", "pair"])] == ["tencache", "nvme-nvme"]
     for names in [*SETS.values(), ALL, PAPER]:
