@@ -83,7 +83,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         self.fetch_recorder: FetchRecorder | None = None
         """Called for each fetch in a recorded step."""
         self.gathers_as_usual = False
-        """Whether the config leaves the way of gathering to DeepSpeed: see :func:`.rank_gathers.gathers_as_usual`."""
+        """Whether the config prescribes no particular way of gathering: see :func:`.rank_gathers.gathers_as_usual`."""
         self._tencache_ongoing_fetches = self._PartitionedParameterCoordinator__max_ongoing_fetch_events
         self._tencache_gathers: OrderedGathers | None = None
         if not get_accelerator().is_synchronized_device():
@@ -182,8 +182,12 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
                 and not param.is_external_param
                 and (releasable is None or param.ds_id in releasable)
             ):
-                _release(param)
-                self._PartitionedParameterCoordinator__n_available_params -= param.ds_numel
+                self._release(param)
+
+    def _release(self, param: Any) -> None:
+        """Releases the gathered value of a parameter."""
+        _partition(param)
+        self._PartitionedParameterCoordinator__n_available_params -= param.ds_numel
 
     @contextmanager
     def _bounded_prefetch(self, forward: bool) -> Iterator[None]:
@@ -310,8 +314,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
                 in_flight.pop(param).wait()
             param.ds_active_sub_modules.clear()
             if param.ds_status is ZeroParamStatus.AVAILABLE:
-                _release(param)
-                self._PartitionedParameterCoordinator__n_available_params -= param.ds_numel
+                self._release(param)
         for param in params:
             if param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"{param.ds_summary()} expected to be released")
@@ -449,8 +452,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         return list(self._tencache_swappers.values())
 
 
-def _release(param: Any) -> None:
-    """Releases the gathered value of a parameter: DeepSpeed's ``partition``, which formats four log messages."""
+def _partition(param: Any) -> None:
+    """DeepSpeed's ``partition`` of a parameter, which formats four log messages, without these."""
     if param.ds_tensor is None or param.ds_zero_param_process_group is not None:
         param.partition()
         return

@@ -40,11 +40,11 @@ FETCHES_AHEAD = 2
 
 
 class OrderedGather:
-    """A DeepSpeed handle of copies that have been issued. See [Note: shards that are being copied].
+    """A DeepSpeed handle of a gather that has been issued. See [Note: shards that are being copied].
 
     Args:
-        params: whose gathered values these are.
-        copied: an event behind the copies.
+        params: that it gathers.
+        copied: an event behind it.
         throttle: called once with the event, when a module needs one of the weights.
     """
 
@@ -55,7 +55,7 @@ class OrderedGather:
         self._waited = False
 
     def wait(self, **_: Any) -> None:
-        """The current stream waits for the copies, and the weights are gathered in DeepSpeed's eyes. Further calls, for
+        """The current stream waits for the gather, and the weights are gathered in DeepSpeed's eyes. Further calls, for
         the other weights, do nothing. DeepSpeed's fetch calls it on the stream of the copies, for which the stream of
         arithmetic then waits."""
         if self._waited:
@@ -133,7 +133,7 @@ class OrderedGathers:
 
     def fetch_begins(self, params: Iterable[Any]) -> None:
         """This thread fetches a module with these parameters, until :meth:`fetch_ended`."""
-        if self._copied:  # else no gather was a copy: DeepSpeed's wait for all of them stays
+        if self._copied:  # else no gather has an event: DeepSpeed's wait for all of them stays
             params = tuple(params)
             missing = [param.ds_id for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
             self._fetching.now = params, missing

@@ -22,7 +22,7 @@ from tencache_ds.integration.chunked_step import wait_for_updates
 
 
 def gathers_as_usual(zero_config: Any) -> bool:
-    """Whether a config leaves the way of gathering weights to DeepSpeed.
+    """Whether a config prescribes no particular way of gathering weights, which only DeepSpeed has.
 
     Args:
         zero_config: its parsed ``zero_optimization`` section.
@@ -97,7 +97,7 @@ class RankGather:
 
     Attributes:
         params: these.
-        collected: 1-D, the shards of the first rank, then those of the next one, on the device.
+        collected: 1-D, the shards of the first rank, then those of the next one, on the device; until it is finished.
     """
 
     def __init__(self, params: Sequence[Any]) -> None:
@@ -114,6 +114,7 @@ class RankGather:
         self._work = None
         if self._n_ranks > 1:
             self._work = dist.allgather_fn(self.collected, mine, group=group, async_op=True)
+        self._finished = False
 
     def finish(self) -> None:
         """The current stream waits for the collective, then the weights get their values; without streams the host
@@ -129,11 +130,12 @@ class RankGather:
             torch.split_with_sizes_copy(collected.view(n_ranks, -1), self._numels, dim=1, out=by_rank)
         for param, values in zip(self.params, whole, strict=True):
             param.data = values.narrow(0, 0, param.ds_numel).view(param.ds_shape)
-        del self.collected, self._work
+        self._finished = True
+        del self.collected, self._work  # DeepSpeed may keep the handle until the last of the weights is needed
 
     def wait(self, **_: Any) -> None:
         """What DeepSpeed calls, for each of the weights: the first call finishes the gather."""
-        if not hasattr(self, "collected"):
+        if self._finished:
             return
         self.finish()
         for param in self.params:
