@@ -130,7 +130,8 @@ def frontier(benchmark: Benchmark) -> Figure | None:
     if not predicted.empty:
         axes.plot(predicted.memory, predicted.predicted, "x", color=INK, markersize=5, zorder=4, label="predicted")
     if not bounded.empty:
-        axes.plot(bounded.memory, bounded.bound, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), marker="_",
+        style: Any = (0, (4, 3)) if len(lines) < 2 else "none"
+        axes.plot(bounded.memory, bounded.bound, color=FAINT, linewidth=1.2, linestyle=style, marker="_",
                   markersize=9, markeredgewidth=1.6, label="bound of each TenCache point")  # fmt: skip
     for f, memory in peaks.items():
         colour = colours(figures)[f.name]
@@ -150,9 +151,10 @@ def frontier(benchmark: Benchmark) -> Figure | None:
         xlim=(0, 1.12 * points.memory.max()), xlabel="peak host memory while training, GiB", ylabel="seconds per step"
     )
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(**LEGEND)
+        axes.legend(**LEGEND | {"ncols": 3})
+    common = [] if len(lines) < 2 else [f"TenCache, {_gpu_limit(limit)}, " for limit, _ in lines]
     names = [
-        axes.text(memory, f.median_s, textwrap.fill(f.configuration.label, LABEL_CHARACTERS))
+        axes.text(memory, f.median_s, textwrap.fill(_without(common, f.configuration.label), LABEL_CHARACTERS))
         for f, memory in peaks.items()
     ]
     figure.draw_without_rendering()  # the layout moves the axes: before it pixels mean nothing
@@ -166,7 +168,16 @@ def frontier(benchmark: Benchmark) -> Figure | None:
 def _gpu_limit(limit: Any) -> str:
     if pd.isna(limit):
         return f"{_GPU} automatic"
-    return f"{_GPU} {limit}" if isinstance(limit, str) else f"{_GPU} {limit / GB:.3g} GB"
+    if isinstance(limit, str):
+        return f"{_GPU} {limit}"
+    return f"{_GPU} {limit / GB:.3g} GB" if limit else f"{_GPU} 0"
+
+
+def _without(beginnings: list[str], label: str) -> str:
+    """A label without what the legend says of its line."""
+    for beginning in beginnings:
+        label = label.removeprefix(beginning)
+    return label
 
 
 def storage_bandwidth(benchmark: Benchmark) -> Figure | None:

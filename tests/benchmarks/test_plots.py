@@ -95,11 +95,29 @@ def test_points_of_one_limit_of_gpu_memory_make_a_line():
     runs[2] = runs[2].model_copy(update={"tencache_stats": counters() | {"predicted_seconds": 7.5}})
     axes = plots.frontier(benchmark(configurations, runs)).axes[0]
     named = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
-    assert list(named) == ["TenCache, gpu_memory 0 GB", "TenCache, gpu_memory 2 GB", "predicted"]
+    assert list(named) == ["TenCache, gpu_memory 0", "TenCache, gpu_memory 2 GB", "predicted"]
     first, second, predicted = ([list(line.get_xdata()), list(line.get_ydata())] for line in named.values())
     assert first == [[20.0, 21.0], [10.0, 9.0]]
     assert second == [[22.0, 23.0], [8.0, 7.0]]
     assert predicted == [[22.0], [7.5]]
+
+
+def test_points_of_a_line_are_named_by_what_the_legend_does_not_say():
+    configurations = [
+        tencache(
+            f"{gpu}{host}", f"TenCache, gpu_memory {gpu} GB, host_memory {host} GB", knobs={"gpu_memory": gpu * 10**9}
+        )
+        for gpu in (1, 2)
+        for host in (3, 4)
+    ]
+    runs = [
+        run(each.name, [9.0 - index], memory=memory(peak_rss_steady_nbytes=(20 + index) * GIB))
+        for index, each in enumerate(configurations)
+    ]
+    figure = plots.frontier(benchmark(configurations, runs))
+    assert texts(figure.axes[0]) == [f"host_memory {host} GB" for host in (3, 4, 3, 4)]
+    figure.draw_without_rendering()
+    assert figure.axes[0].get_position().width > 0.5, "the legend leaves room for the plot"
 
 
 def test_frontier_is_logarithmic_over_more_than_a_factor_of_ten():
