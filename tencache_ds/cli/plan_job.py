@@ -125,6 +125,7 @@ def observed(records: Sequence[Mapping[str, Any]], stats: Mapping[str, Any]) -> 
         stored_weight_nbytes=weights,
         stored_state_nbytes=state,
         state_in_memory_nbytes=max(whole, 0) if state else 0,
+        staging_nbytes=stats["staging_nbytes"],
     )
 
 

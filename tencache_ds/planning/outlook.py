@@ -4,7 +4,8 @@
 A step is taken apart into forward and backward passes, which more host memory leaves alone; waits of these passes for
 weights from NVMe, in proportion to the weights there; and the part of the optimizer step that nothing hides. An update
 takes as long as the slower of two things that run side by side, the processor's arithmetic and the transfers of state;
-at most as much of it as now is hidden behind the next forward pass.
+at most as much of it as now is hidden behind the next forward pass. As much as the staging buffers take is moved beside
+the passes (:mod:`tencache_ds.planning.step_prediction`).
 
 More host memory takes weights from NVMe first, and then state, as :mod:`tencache_ds.planning.placement` does. Imports
 neither torch nor DeepSpeed.
@@ -13,6 +14,8 @@ neither torch nor DeepSpeed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from tencache_ds.planning.step_prediction import nvme_bytes_per_s
 
 NVME_BOUND_SHARE = 0.1
 """An update that waits for NVMe for a smaller share of its time is limited by its arithmetic, and shows no rate."""
@@ -33,6 +36,7 @@ class ObservedStep:
         stored_weight_nbytes: bytes of weights on NVMe.
         stored_state_nbytes: bytes of optimizer state on NVMe, as stored.
         state_in_memory_nbytes: host memory that this state would take; more where its master weights are split.
+        staging_nbytes: buffers for it on its way from and to NVMe.
     """
 
     seconds: float
@@ -45,6 +49,7 @@ class ObservedStep:
     stored_weight_nbytes: int = 0
     stored_state_nbytes: int = 0
     state_in_memory_nbytes: int = 0
+    staging_nbytes: int = 0
 
     @property
     def stored_nbytes(self) -> int:
@@ -55,6 +60,12 @@ class ObservedStep:
     def hidden_seconds(self) -> float:
         """Of the update, what the next forward pass hides."""
         return max(self.behind_seconds - self.behind_wait_seconds, 0.0)
+
+    @property
+    def passes_seconds(self) -> float:
+        """Of forward and backward passes, without waits for weights."""
+        exposed = max(self.update_seconds - self.hidden_seconds, 0.0)
+        return max(self.seconds - self.weight_wait_seconds - exposed, 0.0)
 
     @property
     def arithmetic_seconds(self) -> float:
@@ -102,16 +113,28 @@ def outlook(step: ObservedStep, more_nbytes: int) -> Outlook:
     read_nbytes = max(step.nvme_nbytes - update_nbytes, 0.0)
 
     if step.update_wait_seconds > NVME_BOUND_SHARE * step.update_seconds:
-        update = max(step.arithmetic_seconds, update_share * step.update_seconds)
+        update = max(step.arithmetic_seconds, _transfer_seconds(step, update_share))
     else:
         update = step.arithmetic_seconds + update_share * (step.update_seconds - step.arithmetic_seconds)
     hidden = min(step.hidden_seconds, _share(step.behind_seconds, step.update_seconds) * update)
     arithmetic = min(max(step.arithmetic_seconds - hidden, 0.0), update - hidden)
     waits = weights_share * step.weight_wait_seconds + update - hidden - arithmetic
-    exposed = max(step.update_seconds - step.hidden_seconds, 0.0)
-    passes = max(step.seconds - step.weight_wait_seconds - exposed, 0.0)
+    passes = step.passes_seconds
     nvme_nbytes = weights_share * read_nbytes + update_share * min(update_nbytes, step.nvme_nbytes)
     return Outlook(more_nbytes, passes + waits + arithmetic, passes, waits, arithmetic, nvme_nbytes)
+
+
+def _transfer_seconds(step: ObservedStep, share: float) -> float:
+    """What the update takes for a share of the bytes that it moves now, when these limit it. Beside passes in which no
+    update goes on, as many move as the buffers take."""
+    passes = max(step.passes_seconds - step.hidden_seconds, 0.0)
+    stored = step.stored_state_nbytes
+    rate = nvme_bytes_per_s(stored, step.update_seconds, passes, step.staging_nbytes)
+    if rate is None:
+        return share * step.update_seconds
+    beside = min(2 * min(step.staging_nbytes, stored) / rate, passes)
+    whole = step.update_seconds + beside
+    return max(share * whole - min(2 * step.staging_nbytes / rate, passes), 0.0)
 
 
 def _share(part: float, whole: float, *, nothing: float = 0.0) -> float:

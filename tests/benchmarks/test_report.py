@@ -523,6 +523,7 @@ def test_what_more_ram_was_to_give():
         return counters() | {
             "last_step": last, "paths": held, "stored_nbytes": stored, "state_nbytes": 8 * GIB, "gpu_state_nbytes": 0,
             "resident_state_nbytes": in_ram, "resident_weight_nbytes": 0, "predicted_seconds": None,
+            "staging_nbytes": 0,
         }  # fmt: skip
 
     cases = {"a": (0, 10.0, 0), "b": (4 * GIB, 6.5, 0), "c": (8 * GIB, 2.0, 0), "other": (8 * GIB, 1.0, 5)}
