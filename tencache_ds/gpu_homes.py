@@ -18,7 +18,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -32,9 +31,10 @@ from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.observability.counters import Stall, StepRecord
 from tencache_ds.planning.gpu_budget import GpuBudget, gpu_budget
-from tencache_ds.planning.gpu_policy import GpuPlan, SavedItem, StateChunk, UpdateRates, Weight, plan_gpu
+from tencache_ds.planning.gpu_policy import GpuPlan, SavedItem, StateChunk, StepCosts, UpdateRates, Weight
 from tencache_ds.planning.look import pause_s
 from tencache_ds.planning.memory_watch import MemoryWatch
+from tencache_ds.planning.step_prediction import RecordedStep, nvme_bytes_per_s, predicted_seconds
 from tencache_ds.profiling.fetch_waits import CudaStreamClock, FetchRecorder, HostClock, StreamClock
 from tencache_ds.profiling.move_waits import MoveCost
 from tencache_ds.tiers.device_adam import DeviceAdam, TritonAdam
@@ -115,29 +115,6 @@ class MovableActivations(Protocol):
 
     def follow(self, leaving: Iterable[int]) -> None:
         """From now on these move, and others only where they do not fit."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Costs:
-    """The seconds that weights, updates and moved activations add to a step."""
-
-    weights: list[Weight]
-    rates: UpdateRates
-    activations: dict[int, SavedItem]
-
-    def plan(self, chunks: Sequence[Sequence[StateChunk]], budget_nbytes: int, least: int = 0) -> GpuPlan:
-        """With what is in GPU memory a step is shortest."""
-        activations = list(self.activations.values())
-        return plan_gpu(self.weights, chunks, budget_nbytes, self.rates, least=least, activations=activations)
-
-    def leaving(self, plan: GpuPlan) -> list[int]:
-        """Positions of the activations that are to move."""
-        return [position for position, stays in zip(self.activations, plan.activations, strict=True) if not stays]
-
-    @property
-    def seconds(self) -> list[float]:
-        """Of each weight and then of each activation."""
-        return [weight.seconds for weight in self.weights] + [each.seconds for each in self.activations.values()]
 
 
 class GpuHomes:
@@ -272,7 +249,7 @@ class GpuHomes:
         there = self._moves.counts()
         moved = {} if self._activations is None else dict(self._activations.measured())
         free = {position: SavedItem(cost.nbytes, 0.0) for position, cost in moved.items()}
-        costs = _Costs([Weight(shard.nbytes, 0.0) for shard in shards], UpdateRates(1.0), free)
+        costs = StepCosts([Weight(shard.nbytes, 0.0) for shard in shards], UpdateRates(1.0), free)
         plan = costs.plan(chunks, least_nbytes)
         everything = all(plan.weights) and list(plan.chunks) == [len(group) for group in chunks]
         everything = everything and all(plan.activations) and (bool(moved) or not self._moves_activations)
@@ -307,28 +284,35 @@ class GpuHomes:
         predicted = None
         if self._recorder is not None:
             more = costs.plan(chunks, least_nbytes + MORE_NBYTES, sum(there))
-            now = sum(costs.seconds) + costs.rates.seconds(*self._outside(chunks, there))
-            predicted = self._predicted_seconds(record.seconds - now, plan, costs)
-            with_more = self._predicted_seconds(record.seconds - now, more, costs)
+            step = RecordedStep(
+                max(record.seconds - update_seconds - sum(costs.seconds), 0.0),
+                self._forward_seconds or 0.0,
+                self._hidden_share(),
+                self._staging_nbytes(),
+            )
+            predicted = self._predicted_seconds(step, plan, chunks, costs)
+            with_more = self._predicted_seconds(step, more, chunks, costs)
             reason += f"; a step should take {predicted:.2f} s instead of {record.seconds:.2f} s, "
             reason += f"with {gib(MORE_NBYTES)} more {with_more:.2f} s"
         self._recorder = None
         self._report(reason, predicted, time.perf_counter() - t_start_s)
 
-    def _predicted_seconds(self, rest_seconds: float, plan: GpuPlan, costs: _Costs) -> float:
-        """Length of the next steps. The recorded one was over when it returned: from then on the next forward pass
-        hides a part of the update. No step is shorter than its update, which is over before the next one begins.
-
-        Args:
-            rest_seconds: of the recorded step, what no plan changes.
-            plan: what moves.
-            costs: from the recorded step.
-        """
+    def _predicted_seconds(
+        self, step: RecordedStep, plan: GpuPlan, chunks: Sequence[Sequence[StateChunk]], costs: StepCosts
+    ) -> float:
         there = (*plan.weights, *plan.activations)
         waits = sum(seconds for seconds, is_there in zip(costs.seconds, there, strict=True) if not is_there)
-        update = max(plan.seconds - waits, 0.0)
-        hidden = min(self._hidden_share() * update, self._forward_seconds or 0.0)
-        return max(rest_seconds + plan.seconds - hidden, update)
+        return predicted_seconds(
+            step,
+            waits_seconds=waits,
+            arithmetic_seconds=self._numel_outside(chunks, plan.chunks) / costs.rates.params_per_s,
+            update_seconds=max(plan.seconds - waits, 0.0),
+            nvme_bytes_per_s=costs.rates.nvme_bytes_per_s,
+        )
+
+    def _staging_nbytes(self) -> int:
+        """Of the buffers for chunks; 0 where no state is on NVMe."""
+        return self._tier.n_buffers * max(self._tier.chunk_nbytes, default=0)
 
     def _budget(self, usage: GpuUsage) -> tuple[GpuBudget, int]:
         """This rank's budget, and the smallest of all ranks; both include the current contents."""
@@ -344,12 +328,13 @@ class GpuHomes:
             dtypes = {self._tier.dtype(index, kind) for kind in kinds}
             there = set(kinds) == {MASTER, EXP_AVG, EXP_AVG_SQ} and dtypes == {torch.float32}
             groups.append([])
-            for chunk, keys in zip(self._tier.chunks(index), self._moves.needed(index), strict=True):
+            needed, freed = self._moves.needed(index), self._moves.freed_gradient_nbytes(index)
+            for chunk, keys, freed_nbytes in zip(self._tier.chunks(index), needed, freed, strict=True):
                 if not there or not index_of.keys() >= set(keys):
                     break
                 weights = tuple(index_of[key] for key in keys)
                 gradient_nbytes = chunk.numel * self._gradient_itemsize
-                groups[-1].append(StateChunk(chunk.nbytes, gradient_nbytes, chunk.numel, weights))
+                groups[-1].append(StateChunk(chunk.nbytes, gradient_nbytes, chunk.numel, weights, freed_nbytes))
         return groups
 
     def _costs(
@@ -360,7 +345,7 @@ class GpuHomes:
         update_seconds: float,
         recorder: FetchRecorder,
         moved: Mapping[int, MoveCost],
-    ) -> _Costs:
+    ) -> StepCosts:
         """From the recorded step. A weight's wait is at most its own copies' time, with that of the host where it no
         longer fetches what is there: the rest was for earlier ones."""
         waits, rate = recorder.waits(), self._memory.copy_rate()
@@ -377,7 +362,7 @@ class GpuHomes:
             copies = 2 * cost.moved_nbytes / rate
             seconds = max(min(cost.seconds, copies) if cost.in_host else cost.seconds, HIDDEN_SHARE * copies)
             activations[position] = SavedItem(cost.nbytes, seconds, cost.nbytes if cost.in_host else 0)
-        numel, _ = self._outside(chunks, self._moves.counts())
+        numel = self._numel_outside(chunks, self._moves.counts())
         waiting = record.stall_seconds[Stall.OPTIMIZER_READ] + record.stall_seconds[Stall.BUFFER]
         arithmetic = max(update_seconds - waiting, 1e-6)
         stored = sum(
@@ -388,21 +373,20 @@ class GpuHomes:
         )
         rates = UpdateRates(
             max(numel, 1) / arithmetic,
-            2 * stored / max(update_seconds, 1e-6) if stored else None,
+            nvme_bytes_per_s(stored, update_seconds, record.seconds - update_seconds, self._staging_nbytes()),
             self._tier.resident_nbytes + max(self._host_left_nbytes(), 0),
         )
-        return _Costs(weights, rates, activations)
+        return StepCosts(weights, rates, activations)
 
     @staticmethod
-    def _outside(chunks: Sequence[Sequence[StateChunk]], there: Sequence[int]) -> tuple[int, int]:
-        """Parameters and bytes of the state that is not there."""
-        left = [chunk for group, count in zip(chunks, there, strict=True) for chunk in group[count:]]
-        return sum(chunk.numel for chunk in left), sum(chunk.nbytes for chunk in left)
+    def _numel_outside(chunks: Sequence[Sequence[StateChunk]], there: Sequence[int]) -> int:
+        """Parameters of the state that is not there."""
+        return sum(chunk.numel for group, count in zip(chunks, there, strict=True) for chunk in group[count:])
 
     def _carry_out(
         self,
         plan: GpuPlan,
-        costs: _Costs,
+        costs: StepCosts,
         shards: Sequence[Shard],
         chunks: Sequence[Sequence[StateChunk]],
         budget_nbytes: int,

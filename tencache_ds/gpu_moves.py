@@ -105,6 +105,17 @@ class GpuMoves:
             runs.append(tuple(keys[first : last + 1]))
         return runs
 
+    def freed_gradient_nbytes(self, sub_group: int) -> list[int]:
+        """Of each chunk of a sub-group the host memory of gradients that becomes free with it, when it and all before
+        it are in GPU memory."""
+        first = sum(self._tier.numel(index) for index in range(sub_group))
+        ends = {first + chunk.start + chunk.numel: chunk.index for chunk in self._tier.chunks(sub_group)}
+        result = [0] * len(ends)
+        for end, nbytes in self._gradients.buffers:
+            if end in ends:
+                result[ends[end]] = nbytes
+        return result
+
     # Into GPU memory, between two steps
 
     def bring_weights(self, shards: Sequence[Shard], agree: Agree) -> bool:

@@ -87,6 +87,7 @@ class StateBuilder:
         by_chunks: bool,
         gpu_nbytes: int = 0,
         visible: Sequence[Sequence[tuple[int, int]]] | None = None,
+        cuts: Sequence[Sequence[int]] | None = None,
     ) -> tuple[list[SubGroupSpec], list[int]]:
         """Decides the first places: the rest of ``host_memory`` after weights and gradients, then NVMe; GPU memory for
         state that fits into neither.
@@ -99,6 +100,7 @@ class StateBuilder:
             gpu_nbytes: GPU memory that may be used before anything is known about what training needs.
             visible: of each sub-group the ascending ``(first element, end)`` of weights that have their new values when
                 a step returns.
+            cuts: of each sub-group the elements where another buffer of gradients begins.
 
         Returns:
             The sub-groups, and the bytes of each chunk that goes to NVMe.
@@ -108,10 +110,11 @@ class StateBuilder:
         apart: Sequence[Sequence[tuple[int, int]]] = [()] * len(numels)
         if visible is not None and by_chunks and not self._paths:
             apart = visible
-        nbytes = [
-            [chunk.nbytes for chunk in cut_sub_group(index, numel, itemsizes, self._chunk_nbytes, apart[index])]
-            for index, numel in enumerate(numels)
-        ]
+        cuts = cuts or [()] * len(numels)
+        nbytes = []
+        for index, numel in enumerate(numels):
+            chunks = cut_sub_group(index, numel, itemsizes, self._chunk_nbytes, apart[index], cuts[index])
+            nbytes.append([chunk.nbytes for chunk in chunks])
         homes = plan_state(nbytes, self._capacity(gradient_nbytes, gpu_nbytes), by_chunks=by_chunks)
         by_place: dict[Place, list[int]] = {place: [] for place in Place}
         for group, places in zip(nbytes, homes, strict=True):
@@ -121,8 +124,8 @@ class StateBuilder:
         if by_place[Place.GPU]:
             logger.info("%s of optimizer state fit nowhere but in GPU memory", gib(sum(by_place[Place.GPU])))
         specs = [
-            SubGroupSpec(numel, kinds, places, tuple(ranges))
-            for numel, places, ranges in zip(numels, homes, apart, strict=True)
+            SubGroupSpec(numel, kinds, places, tuple(ranges), tuple(starts))
+            for numel, places, ranges, starts in zip(numels, homes, apart, cuts, strict=True)
         ]
         return specs, by_place[Place.NVME]
 

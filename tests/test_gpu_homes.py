@@ -520,6 +520,18 @@ def test_host_memory_is_freed_when_state_is_on_nvme_and_needed_again_when_weight
     training.step(1)
 
 
+def test_each_buffer_of_gradients_becomes_free_with_its_last_chunk(life):
+    training = life(18)
+    for index, numel in enumerate(NUMELS):
+        freed = training.moves.freed_gradient_nbytes(index)
+        assert freed == [0] * (len(training.bench.tier.chunks(index)) - 1) + [2 * numel]
+    others = [0] * (len(training.bench.tier.chunks(0)) - 2)
+    segments = [[GradientSegment(0, 0, 4096)], [GradientSegment(1, 4096, NUMELS[0] - 4096)]]
+    memory = HostTensors(HostArena(None, Locking.NONE), "gradients", training.accounts.count_host)
+    training.moves._gradients = GradientTier(segments, torch.bfloat16, memory, training.bench.storage.counters)
+    assert training.moves.freed_gradient_nbytes(0) == [2 * 4096, *others, 2 * (NUMELS[0] - 4096)]
+
+
 def test_without_host_memory_weights_stay_and_training_goes_on(life, caplog):
     training = life(18)
     begin(training)

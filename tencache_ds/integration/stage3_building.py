@@ -32,6 +32,7 @@ from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.shared_weights import SharedWeights
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.pinned_cache import empty_pinned_cache
+from tencache_ds.planning.chunks import GRADIENT_BUFFER_NUMEL, gradient_cuts
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.session import Session
 from tencache_ds.state_moves import StateMoves
@@ -139,6 +140,7 @@ class BuildingMixin:
             by_chunks=by_chunks,
             gpu_nbytes=gpu_nbytes,
             visible=self._model_weights.persistent() if self._tencache_options.overlap_step else None,
+            cuts=self._gradient_cuts(),
         )
         engine.state.check_space(sum(chunk_nbytes))
         dist.barrier()  # no rank takes space before every rank has looked
@@ -254,17 +256,30 @@ class BuildingMixin:
             )
         )
 
+    def _gradient_cuts(self) -> list[list[int]]:
+        """Of each sub-group the elements where another buffer of gradients begins: where gradients may move to GPU
+        memory, theirs in host memory becomes free buffer by buffer."""
+        if self._device is None or not updates_by_chunks(self.optimizer):
+            return [[] for _ in self.fp16_groups]
+        return [
+            gradient_cuts([param.partition_numel() for param in group], GRADIENT_BUFFER_NUMEL)
+            for group in self.fp16_groups
+        ]
+
     def _build_gradients(self, engine: Session) -> GradientTier:
-        groups: list[list[GradientSegment]] = []
+        buffers: list[list[GradientSegment]] = []
         start = 0
-        for group in self.fp16_groups:
-            groups.append([])
+        for group, cuts in zip(self.fp16_groups, self._gradient_cuts(), strict=True):
+            starts = {start, *(start + cut for cut in cuts)}
             for param in group:
-                groups[-1].append(GradientSegment(param.ds_id, start, param.partition_numel()))
+                if start in starts:
+                    buffers.append([])
+                    starts.remove(start)  # a weight without elements here begins where the next one does
+                buffers[-1].append(GradientSegment(param.ds_id, start, param.partition_numel()))
                 start += param.partition_numel()
         dtype = self.gradient_accumulation_dtype
-        gradients = GradientTier(groups, dtype, engine.gradient_memory, engine.counters)
-        keys = [segment.key for segment in itertools.chain.from_iterable(groups)]
+        gradients = GradientTier(buffers, dtype, engine.gradient_memory, engine.counters)
+        keys = [segment.key for segment in itertools.chain.from_iterable(buffers)]
         setattr(self, GRADIENT_PARTITIONS, {key: gradients.segment(key) for key in keys})
         self.grad_partitions_flat_buffer = torch.empty(0, dtype=dtype)  # DeepSpeed asks where it is
         return gradients

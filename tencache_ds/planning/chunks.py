@@ -26,6 +26,10 @@ RESIDENT_CHUNK_NBYTES = 128 * 2**20
 GAP_SHARE = 1 / 8
 """Of a chunk: elements apart with less between them are not worth chunks of their own."""
 
+GRADIENT_BUFFER_NUMEL = 32 * 2**20
+"""The gradients of at least so many elements share a buffer, which is freed as a whole: a dozen chunks, so that a cut
+adds few."""
+
 LEAST_SLOT_NBYTES = 8 * 4 * GRANULE_NUMEL
 """A buffer for chunks has room for a granule of eight fp32 kinds at least: kinds that an optimizer makes at its first
 step find room in the pool there is, however small the sub-groups are."""
@@ -89,6 +93,7 @@ def cut_sub_group(
     kinds: Sequence[tuple[str, int]],
     chunk_nbytes: int,
     apart: Iterable[tuple[int, int]] = (),
+    cuts: Sequence[int] = (),
 ) -> tuple[Chunk, ...]:
     """Chunks of a sub-group.
 
@@ -99,6 +104,7 @@ def cut_sub_group(
         chunk_nbytes: wanted bytes of a full chunk; rounded down to whole granules, at least one.
         apart: ascending ``(first element, end)`` of elements that get chunks of their own, so that updating them early
             updates few others. Those with less than :data:`GAP_SHARE` of a chunk between them are together.
+        cuts: ascending elements where another chunk begins, of :func:`gradient_cuts`.
 
     Returns:
         Chunks in ascending order that cover ``[0, numel)`` exactly once.
@@ -106,7 +112,7 @@ def cut_sub_group(
     per_element = sum(itemsize for _, itemsize in kinds)
     step = max(chunk_nbytes // max(per_element, 1) // GRANULE_NUMEL, 1) * GRANULE_NUMEL
     chunks: list[Chunk] = []
-    for first, end in _regions(numel, apart, int(GAP_SHARE * step)):
+    for first, end in _cut(_regions(numel, apart, int(GAP_SHARE * step)), cuts):
         for start in range(first, end, step):
             length = min(step, end - start)
             pieces, offset = [], 0
@@ -137,6 +143,34 @@ def _regions(numel: int, apart: Iterable[tuple[int, int]], gap_numel: int) -> It
         position = high
     if position < numel:
         yield position, numel
+
+
+def _cut(regions: Iterable[tuple[int, int]], cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    for first, end in regions:
+        within = [cut for cut in cuts if first < cut < end]
+        yield from zip([first, *within], [*within, end], strict=True)
+
+
+def gradient_cuts(numels: Sequence[int], least_numel: int) -> list[int]:
+    """The elements of a sub-group where another buffer of gradients begins.
+
+    Every buffer has whole weights, so that a gradient is one tensor, and a chunk has the gradients of one buffer.
+
+    Args:
+        numels: elements of each weight's shard, in the order of the sub-group.
+        least_numel: elements of a buffer at least.
+
+    Returns:
+        First elements of weights, ascending, that are multiples of :data:`GRANULE_NUMEL`.
+    """
+    cuts, position, last, total = [], 0, 0, sum(numels)
+    for numel in numels:
+        long_enough = position - last >= least_numel and total - position >= least_numel
+        if long_enough and position % GRANULE_NUMEL == 0:
+            cuts.append(position)
+            last = position
+        position += numel
+    return cuts
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,12 +67,15 @@ class StateChunk:
         gradient_nbytes: of its gradients.
         numel: parameters.
         weights: indices of the weights that they belong to.
+        host_nbytes: host memory of gradients that optimizer state can take when this chunk and all before it in its
+            sub-group are in GPU memory.
     """
 
     nbytes: int
     gradient_nbytes: int
     numel: int
     weights: tuple[int, ...] = ()
+    host_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +170,11 @@ def plan_gpu(
     np.add.at(sizes, needed_by[needed_by <= len(chunks)], knapsack.sizes[needed_by <= len(chunks)])
     used = np.cumsum(sizes)
     numel, nbytes = _running([each.numel for each in chunks]), _running([each.nbytes for each in chunks])
-    gradient_nbytes = _running([each.gradient_nbytes for each in chunks])
+    gradients = _running([each.host_nbytes for each in chunks])
 
     def seconds_of_update(n: int, freed_nbytes: int | Array) -> Any:
         left_numel, left_nbytes = int(numel[-1] - numel[n]), int(nbytes[-1] - nbytes[n])
-        return rates.seconds(left_numel, left_nbytes, gradient_nbytes[n] + freed_nbytes)
+        return rates.seconds(left_numel, left_nbytes, gradients[n] + freed_nbytes)
 
     def forced(n: int) -> Array:
         return needed_by <= n if used[n] <= budget_nbytes else np.zeros(len(items), bool)
@@ -207,6 +210,35 @@ def plan_gpu(
                 )
             )
     return min(plans, key=lambda plan: plan.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """The seconds that weights, updates and moved activations add to a step.
+
+    Attributes:
+        weights: all of them.
+        rates: of updates outside GPU memory.
+        activations: those that may be moved, by their position in a pass.
+    """
+
+    weights: list[Weight]
+    rates: UpdateRates
+    activations: dict[int, SavedItem]
+
+    def plan(self, chunks: Sequence[Sequence[StateChunk]], budget_nbytes: int, least: int = 0) -> GpuPlan:
+        """With what is in GPU memory a step is shortest."""
+        activations = list(self.activations.values())
+        return plan_gpu(self.weights, chunks, budget_nbytes, self.rates, least=least, activations=activations)
+
+    def leaving(self, plan: GpuPlan) -> list[int]:
+        """Positions of the activations that are to move."""
+        return [position for position, stays in zip(self.activations, plan.activations, strict=True) if not stays]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each weight and then of each activation."""
+        return [weight.seconds for weight in self.weights] + [each.seconds for each in self.activations.values()]
 
 
 class _Knapsack:

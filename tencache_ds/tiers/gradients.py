@@ -89,14 +89,14 @@ class GradientTier:
 
     def __init__(
         self,
-        groups: Sequence[Sequence[GradientSegment]],
+        buffers: Sequence[Sequence[GradientSegment]],
         dtype: torch.dtype,
         memory: GradientMemory,
         counters: Counters,
     ) -> None:
         """
         Args:
-            groups: of each sub-group the segments, one per weight; ascending and without gaps. Each has a buffer.
+            buffers: of each buffer the segments, one per weight; ascending and without gaps, of one sub-group each.
             dtype: in which gradients are accumulated.
             memory: of the host.
             counters: where bytes from the device are counted.
@@ -107,11 +107,13 @@ class GradientTier:
         self.dtype = dtype
         """In which gradients are accumulated."""
         self._memory = memory
-        self._ordered = tuple(segment for group in groups for segment in group)
+        self._ordered = tuple(segment for buffer in buffers for segment in buffer)
         self._segments = {segment.key: segment for segment in self._ordered}
         self._starts = [segment.start for segment in self._ordered]
         self._buffers = [
-            _Buffer(group, memory.take(sum(segment.numel for segment in group), dtype)) for group in groups if group
+            _Buffer(buffer, memory.take(sum(segment.numel for segment in buffer), dtype))
+            for buffer in buffers
+            if buffer
         ]
         self._buffer_starts = [buffer.start for buffer in self._buffers]
         self._buffer_of = {key: buffer for buffer in self._buffers for key in buffer.keys}
@@ -184,8 +186,14 @@ class GradientTier:
         buffers = {id(buffer): buffer for buffer in map(self._buffer_of.__getitem__, keys) if buffer.tensor is None}
         return sum((buffer.end - buffer.start) * self.dtype.itemsize for buffer in buffers.values())
 
+    @property
+    def buffers(self) -> list[tuple[int, int]]:
+        """``(end, bytes)`` of each buffer of host memory, there or not; the end is an element among those of all
+        gradients."""
+        return [(buffer.end, (buffer.end - buffer.start) * self.dtype.itemsize) for buffer in self._buffers]
+
     def free_unused(self) -> None:
-        """Frees the host memory of sub-groups all of whose gradients are in device memory. No copy from it may be
+        """Frees the buffers of host memory all of whose gradients are in device memory. No copy from them may be
         under way."""
         for buffer in self._unused():
             assert buffer.tensor is not None
@@ -320,7 +328,7 @@ class GradientTier:
 
     def view(self, start: int, numel: int) -> torch.Tensor | None:
         """``numel`` elements from ``start`` in host memory, as they were accumulated; None where a gradient among them
-        was replaced at a higher precision or is in device memory, or where they belong to several sub-groups, so that
+        was replaced at a higher precision or is in device memory, or where they belong to several buffers, so that
         :meth:`fill` has to be asked."""
         if self._replaced or self._on_device:
             for segment, _, _ in self._between(start, start + numel):

@@ -438,7 +438,7 @@ class OptimizerStateTier:
     def _cut(self, index: int, spec: SubGroupSpec, largest_nbytes: int | None = None) -> tuple[Chunk, ...]:
         kinds = [(kind, dtype.itemsize) for kind, dtype in spec.kinds]
         chunk_nbytes = self._chunk_nbytes if largest_nbytes is None else min(self._chunk_nbytes, largest_nbytes)
-        return cut_sub_group(index, spec.numel, kinds, chunk_nbytes, spec.apart)
+        return cut_sub_group(index, spec.numel, kinds, chunk_nbytes, spec.apart, spec.cuts)
 
     def _relocate(self, sub_group: int, spec: SubGroupSpec) -> None:
         """Gives a sub-group chunks for other kinds of state, to be written next; the old ones are given up.

@@ -28,12 +28,14 @@ class SubGroupSpec:
         kinds: of the states the optimizer keeps, ``master`` first.
         places: of each chunk; None for one whole tensor per kind in host memory.
         apart: ``(first element, end)`` of elements that get chunks of their own, ascending.
+        cuts: elements where another chunk begins, ascending.
     """
 
     numel: int
     kinds: Kinds
     places: tuple[Place, ...] | None
     apart: tuple[tuple[int, int], ...] = ()
+    cuts: tuple[int, ...] = ()
 
     @property
     def whole(self) -> bool:

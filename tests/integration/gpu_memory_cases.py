@@ -276,6 +276,8 @@ class Shrinking:
 if __name__ == "__main__":
     training.config_for = config_for
     torch.manual_seed(0)
+    # Small models have several buffers of gradients too.
+    stage3_building.GRADIENT_BUFFER_NUMEL = 2**14
     # At the same step in every run, however fast the machine's steps are.
     gpu_homes.LAST_RECORDED_STEP = gpu_homes.WARM_UP_STEPS + 1
     if get_accelerator().is_synchronized_device():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tencache_ds.layout import PAGE_NBYTES, round_up
-from tencache_ds.planning.chunks import GRANULE_NUMEL, Chunk, Overlap, cut_sub_group, overlaps
+from tencache_ds.planning.chunks import GRANULE_NUMEL, Chunk, Overlap, cut_sub_group, gradient_cuts, overlaps
 
 KINDS = st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4).map(
     lambda sizes: [(f"kind{index}", size) for index, size in enumerate(sizes)]
@@ -86,6 +86,34 @@ def test_elements_apart_share_no_chunk_with_others_that_are_far_from_them(numel,
     # With none, or with all of them, nothing changes.
     assert cut_sub_group(3, numel, kinds, chunk_nbytes, [(5, 5)]) == cut_sub_group(3, numel, kinds, chunk_nbytes)
     assert cut_sub_group(3, numel, kinds, chunk_nbytes, [(0, numel)]) == cut_sub_group(3, numel, kinds, chunk_nbytes)
+
+
+@given(NUMEL, KINDS, CHUNK_NBYTES, APART, st.lists(st.integers(0, 30), max_size=4, unique=True))
+def test_a_chunk_begins_at_every_cut(numel, kinds, chunk_nbytes, apart, granules):
+    apart = [(min(first, numel), min(end, numel)) for first, end in apart]
+    cuts = sorted(granule * GRANULE_NUMEL for granule in granules if granule * GRANULE_NUMEL < numel)
+    chunks = cut_sub_group(3, numel, kinds, chunk_nbytes, apart, cuts)
+    assert {chunk.start for chunk in chunks} >= set(cuts)
+    ends = [chunk.start + chunk.numel for chunk in chunks]
+    assert [chunk.start for chunk in chunks] == [0, *ends[:-1]][: len(chunks)]
+    assert ends[-1:] == ([numel] if numel else [])
+    assert all(chunk.nbytes > 0 for chunk in chunks)
+    without = cut_sub_group(3, numel, kinds, chunk_nbytes, apart)
+    assert max((chunk.numel for chunk in chunks), default=0) <= max((chunk.numel for chunk in without), default=0)
+
+
+@given(st.lists(st.integers(0, 9).map(lambda n: n * GRANULE_NUMEL // 2), max_size=30), st.integers(1, 20))
+def test_buffers_of_gradients_begin_with_a_weight_and_a_granule(numels, least_granules):
+    least = least_granules * GRANULE_NUMEL
+    cuts = gradient_cuts(numels, least)
+    starts = [sum(numels[:index]) for index in range(len(numels))]
+    assert set(cuts) <= set(starts)
+    assert all(cut % GRANULE_NUMEL == 0 for cut in cuts)
+    edges = [0, *cuts, sum(numels)]
+    assert not cuts or all(end - start >= least for start, end in zip(edges, edges[1:], strict=False))
+    for start, end in zip(edges, edges[1:], strict=False):
+        between = [each for each in starts if each - start >= least and end - each >= least]
+        assert not any(each % GRANULE_NUMEL == 0 for each in between), "it could have been cut there"
 
 
 def test_small_weights_between_large_ones_get_small_chunks():

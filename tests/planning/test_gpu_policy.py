@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 
@@ -34,6 +35,7 @@ CHUNKS = st.lists(
         st.integers(1, 4 * UNIT),
         st.integers(1, 1024),
         st.frozensets(st.integers(0, 8), max_size=2).map(lambda some: tuple(sorted(some))),
+        st.sampled_from([0, 0, 4 * UNIT]),
     )
 )
 GROUPS = st.lists(st.builds(lambda chunks: chunks[:4], CHUNKS), max_size=3)
@@ -52,7 +54,7 @@ def rounded(nbytes: int) -> int:
 def seconds_of(weights, groups, rates, there, count):
     chunks = [chunk for group in groups for chunk in group]
     outside = chunks[count:]
-    freed = sum(chunk.gradient_nbytes for chunk in chunks[:count])
+    freed = sum(chunk.host_nbytes for chunk in chunks[:count])
     freed += sum(weight.host_nbytes for weight, on_gpu in zip(weights, there, strict=True) if on_gpu)
     update = rates.seconds(sum(chunk.numel for chunk in outside), sum(chunk.nbytes for chunk in outside), freed)
     return update + sum(weight.seconds for weight, on_gpu in zip(weights, there, strict=True) if not on_gpu)
@@ -61,12 +63,7 @@ def seconds_of(weights, groups, rates, there, count):
 def within(weights, groups):
     """Chunks that need only weights that there are."""
     return [
-        [
-            StateChunk(
-                chunk.nbytes, chunk.gradient_nbytes, chunk.numel, tuple(i for i in chunk.weights if i < len(weights))
-            )
-            for chunk in group
-        ]
+        [dataclasses.replace(chunk, weights=tuple(i for i in chunk.weights if i < len(weights))) for chunk in group]
         for group in groups
     ]
 
