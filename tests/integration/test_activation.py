@@ -75,7 +75,14 @@ for path in arguments.configs:
 report["after"] = facts()
 report["loaded"] = sorted(name for name in sys.modules if name.startswith("tencache_ds"))
 rank = os.environ.get("RANK", "0")
-json.dump(report, open(f"report_{rank}.json", "w"))
+with open(f"report_{rank}.json", "w") as file:
+    json.dump(report, file)
+if not any(engine["optimizer"].startswith("tencache_ds") for engine in report["engines"]):
+    # With stock engines on NVMe alone, the end of the interpreter aborts once in some dozens of runs on a busy machine:
+    # "terminate called without an active exception".
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 """
 
 
@@ -146,6 +153,7 @@ def test_without_the_key_nothing_is_replaced(script: Script) -> None:
     finished, report = script.config("cpu").config("nvme").config("nvme", offload_engine=None).python()
     assert report["before"] == report["after"]
     assert report["stock_classes"]
+    assert report["errors"] == []
     assert [ours(report, index) for index in range(3)] == [False] * 3
     assert ACTIVATION_LINE not in finished.log
     # What is loaded is what watches the config: no engine, no tiers, and (in the config) no torch or pydantic model.
