@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tencache_ds.planning.step_prediction import nvme_bytes_per_s
+from tencache_ds.planning.step_prediction import nvme_bytes_per_s, transfer_seconds_beside
 
 NVME_BOUND_SHARE = 0.1
 """An update that waits for NVMe for a smaller share of its time is limited by its arithmetic, and shows no rate."""
@@ -128,13 +128,11 @@ def _transfer_seconds(step: ObservedStep, share: float) -> float:
     """What the update takes for a share of the bytes that it moves now, when these limit it. Beside passes in which no
     update goes on, as many move as the buffers take."""
     passes = max(step.passes_seconds - step.hidden_seconds, 0.0)
-    stored = step.stored_state_nbytes
-    rate = nvme_bytes_per_s(stored, step.update_seconds, passes, step.staging_nbytes)
+    rate = nvme_bytes_per_s(step.stored_state_nbytes, step.update_seconds, passes, step.staging_nbytes)
     if rate is None:
         return share * step.update_seconds
-    beside = min(2 * min(step.staging_nbytes, stored) / rate, passes)
-    whole = step.update_seconds + beside
-    return max(share * whole - min(2 * step.staging_nbytes / rate, passes), 0.0)
+    beside = transfer_seconds_beside(passes, step.staging_nbytes, rate)
+    return max(share * (step.update_seconds + beside) - beside, 0.0)
 
 
 def _share(part: float, whole: float, *, nothing: float = 0.0) -> float:

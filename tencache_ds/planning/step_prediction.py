@@ -51,6 +51,17 @@ def nvme_bytes_per_s(
     return max((nbytes - ahead_nbytes) / max(update_seconds, 1e-6), all_the_time)
 
 
+def transfer_seconds_beside(passes_seconds: float, staging_nbytes: int, nvme_bytes_per_s: float) -> float:
+    """How long an update's transfers go on beside passes, at most.
+
+    Args:
+        passes_seconds: in which no update goes on.
+        staging_nbytes: buffers for optimizer state.
+        nvme_bytes_per_s: of reads and writes together.
+    """
+    return min(2 * staging_nbytes / nvme_bytes_per_s, passes_seconds)
+
+
 def predicted_seconds(
     step: RecordedStep,
     *,
@@ -70,7 +81,7 @@ def predicted_seconds(
     """
     exposed = update_seconds
     if nvme_bytes_per_s is not None and update_seconds > arithmetic_seconds:
-        ahead = min(2 * step.staging_nbytes / nvme_bytes_per_s, step.passes_seconds)
-        exposed = max(update_seconds - ahead, arithmetic_seconds)
+        beside = transfer_seconds_beside(step.passes_seconds, step.staging_nbytes, nvme_bytes_per_s)
+        exposed = max(update_seconds - beside, arithmetic_seconds)
     hidden = min(step.hidden_share * exposed, step.forward_seconds)
     return max(step.passes_seconds + waits_seconds + exposed - hidden, update_seconds)
