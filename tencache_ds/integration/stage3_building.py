@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -133,6 +134,7 @@ class BuildingMixin:
         gpu_nbytes = 0
         if self._device is not None:
             gpu_nbytes = initial_gpu_nbytes(self._device[0].usage(), self._tencache_options.gpu_memory)
+        cuts = self._gradient_cuts()
         specs, chunk_nbytes = engine.state.plan(
             numels,
             kinds,
@@ -140,7 +142,7 @@ class BuildingMixin:
             by_chunks=by_chunks,
             gpu_nbytes=gpu_nbytes,
             visible=self._model_weights.persistent() if self._tencache_options.overlap_step else None,
-            cuts=self._gradient_cuts(),
+            cuts=cuts,
         )
         engine.state.check_space(sum(chunk_nbytes))
         dist.barrier()  # no rank takes space before every rank has looked
@@ -159,7 +161,7 @@ class BuildingMixin:
             1, "tencache-gradients", accelerator.set_device, (accelerator.current_device(),)
         ) as beside:
             # Their memory is zeroed and registered while the disk writes.
-            gradients = beside.submit(self._build_gradients, engine)
+            gradients = beside.submit(self._build_gradients, engine, cuts)
             for index, ids in enumerate(self.fp16_partitioned_groups_flat_id):
                 placeholder = torch.empty(0, dtype=dtype)
                 placeholder.ds_id = f"{ids[0]}_{ids[-1]}"
@@ -266,11 +268,11 @@ class BuildingMixin:
             for group in self.fp16_groups
         ]
 
-    def _build_gradients(self, engine: Session) -> GradientTier:
+    def _build_gradients(self, engine: Session, cuts: Sequence[Sequence[int]]) -> GradientTier:
         buffers: list[list[GradientSegment]] = []
         start = 0
-        for group, cuts in zip(self.fp16_groups, self._gradient_cuts(), strict=True):
-            starts = {start, *(start + cut for cut in cuts)}
+        for group, cuts_here in zip(self.fp16_groups, cuts, strict=True):
+            starts = {start, *(start + cut for cut in cuts_here)}
             for param in group:
                 if start in starts:
                     buffers.append([])
