@@ -164,6 +164,19 @@ class Run(Measurement):
         return statistics.median(step.seconds for step in self.measured) if ended_well else math.inf
 
 
+SMALLEST_SIZE_NBYTES = 10**7
+"""Of a setting that is written in GB."""
+
+
+def setting_label(knob: str, value: Any) -> str:
+    """A setting in labels of configurations."""
+    if knob == "host_memory_share":
+        return f"RAM for {value:.0%}"
+    if knob.endswith("_memory") and isinstance(value, int) and value >= SMALLEST_SIZE_NBYTES:
+        return f"{knob} {value / 1e9:.3g} GB"
+    return f"{knob} {value}"
+
+
 class Configuration(Record):
     """One of the things compared."""
 

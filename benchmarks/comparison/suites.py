@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..record import Workload
+from ..record import Workload, setting_label
 from ..workloads import SPECS
 from .peers import PEERS
 
@@ -22,9 +22,6 @@ ALL = (*STOCK_TIERS, "twin-flow", "superoffload", "zenflow", "fsdp2", "tencache"
 PAPER = ("nvme-nvme", "ram-nvme", "ram-ram", "tencache", *FRONTIER)
 
 PAPER_MODELS = tuple(name for name, spec in SPECS.items() if spec.paper)
-
-SMALLEST_SIZE_NBYTES = 10**7
-"""Of a setting that is written in GB."""
 
 SETS: dict[str, tuple[str, ...]] = {"pair": PAIR, "frontier": (*PAIR, *FRONTIER), "all": ALL}
 """Names of sets of configurations on the command line."""
@@ -41,15 +38,7 @@ class Entry:
     @property
     def label(self) -> str:
         """For tables and legends."""
-        return ", ".join([PEERS[self.peer].label, *(_setting(knob, value) for knob, value in self.fixed.items())])
-
-
-def _setting(knob: str, value: Any) -> str:
-    if knob == "host_memory_share":
-        return f"RAM for {value:.0%}"
-    if knob.endswith("_memory") and isinstance(value, int) and value >= SMALLEST_SIZE_NBYTES:
-        return f"{knob} {value / 1e9:.3g} GB"
-    return f"{knob} {value}"
+        return ", ".join([PEERS[self.peer].label, *(setting_label(knob, value) for knob, value in self.fixed.items())])
 
 
 @dataclass(frozen=True, slots=True)

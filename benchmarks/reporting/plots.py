@@ -20,7 +20,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from tencache_ds.plotting import BLUE, DPI, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, VERMILION, new_figure
 
-from ..record import Benchmark, Run
+from ..record import Benchmark, Run, setting_label
 from .figures import Figures, all_figures
 from .text import GB, GIB, number
 
@@ -124,8 +124,9 @@ def frontier(benchmark: Benchmark) -> Figure | None:
     bounded, predicted = ours.dropna(subset="bound"), ours.dropna(subset="predicted")
     figure, axes = _figure(4.6, "Step time against host memory")
     lines = [(limit, line) for limit, line in ours.groupby("gpu", dropna=False) if len(line) > 1]
-    for colour, (limit, line) in zip(itertools.cycle(OURS), lines, strict=False):
-        text = "TenCache" if ours.gpu.nunique(dropna=False) == 1 else f"TenCache, {_gpu_limit(limit)}"
+    one_limit = ours.gpu.nunique(dropna=False) == 1
+    texts = ["TenCache" if one_limit else f"TenCache, {_gpu_limit(limit)}" for limit, _ in lines]
+    for colour, text, (_, line) in zip(itertools.cycle(OURS), texts, lines, strict=False):
         axes.plot(line.memory, line.seconds, color=colour, linewidth=1.6, label=text)
     if not predicted.empty:
         axes.plot(predicted.memory, predicted.predicted, "x", color=INK, markersize=5, zorder=4, label="predicted")
@@ -152,7 +153,7 @@ def frontier(benchmark: Benchmark) -> Figure | None:
     )
     if axes.get_legend_handles_labels()[0]:
         axes.legend(**LEGEND | {"ncols": 3})
-    common = [] if len(lines) < 2 else [f"TenCache, {_gpu_limit(limit)}, " for limit, _ in lines]
+    common = [f"{text}, " for text in texts] if len(texts) > 1 else []
     names = [
         axes.text(memory, f.median_s, textwrap.fill(_without(common, f.configuration.label), LABEL_CHARACTERS))
         for f, memory in peaks.items()
@@ -168,9 +169,7 @@ def frontier(benchmark: Benchmark) -> Figure | None:
 def _gpu_limit(limit: Any) -> str:
     if pd.isna(limit):
         return f"{_GPU} automatic"
-    if isinstance(limit, str):
-        return f"{_GPU} {limit}"
-    return f"{_GPU} {limit / GB:.3g} GB" if limit else f"{_GPU} 0"
+    return setting_label(_GPU, limit if isinstance(limit, str) else int(limit))
 
 
 def _without(beginnings: list[str], label: str) -> str:
