@@ -174,6 +174,7 @@ class GpuHomes:
         self._recorder: FetchRecorder | None = None
         self._n_steps = 0
         self._last_seconds = 0.0
+        self._passes_seconds = 0.0  # of the last step, without its update
         self._t_forward_s = 0.0
         self._forward_seconds: float | None = None  # of the first pass of this step
         self._planned = False
@@ -242,6 +243,8 @@ class GpuHomes:
         """After the first step, where everything fits; else after one that is like those that follow, by its costs."""
         self._memory.synchronize()
         self._n_steps += 1
+        last_passes_seconds, passes_seconds = self._passes_seconds, max(record.seconds - update_seconds, 0.0)
+        self._passes_seconds = passes_seconds
         usage = self._memory.usage()
         budget, least_nbytes = self._budget(usage)
         shards = self._shards()
@@ -284,11 +287,14 @@ class GpuHomes:
         predicted = None
         if self._recorder is not None:
             more = costs.plan(chunks, least_nbytes + MORE_NBYTES, sum(there))
+            # To be recorded takes time. The step before has not moved the activations that this one may have.
+            before = 1.0 if moved else last_passes_seconds / max(passes_seconds, 1e-6)
             step = RecordedStep(
-                max(record.seconds - update_seconds - sum(costs.seconds), 0.0),
+                max(passes_seconds - sum(costs.seconds), 0.0),
                 self._forward_seconds or 0.0,
                 self._hidden_share(),
                 self._staging_nbytes(),
+                min(before, 1.0),
             )
             predicted = self._predicted_seconds(step, plan, chunks, costs)
             with_more = self._predicted_seconds(step, more, chunks, costs)
@@ -346,8 +352,9 @@ class GpuHomes:
         recorder: FetchRecorder,
         moved: Mapping[int, MoveCost],
     ) -> StepCosts:
-        """From the recorded step. A weight's wait is at most its own copies' time, with that of the host where it no
-        longer fetches what is there: the rest was for earlier ones."""
+        """From the recorded step. A weight's wait is at most its own copies' time, with that of the host where modules
+        whose weights are there run without a fetch: the rest was for earlier ones. The host's time with a weight on
+        NVMe is the time of its reads."""
         waits, rate = recorder.waits(), self._memory.copy_rate()
         weights = []
         for shard in shards:
@@ -355,7 +362,8 @@ class GpuHomes:
             if wait is not None:
                 copies = wait.fetches * shard.nbytes / rate
                 longest = wait.seconds if shard.stored else copies + self._without_fetches * wait.host_seconds
-                seconds = max(min(wait.seconds, longest), HIDDEN_SHARE * copies)
+                overhead = wait.overhead_seconds if shard.stored or self._without_fetches else 0.0
+                seconds = max(min(wait.seconds, longest) + overhead, HIDDEN_SHARE * copies)
             weights.append(Weight(shard.nbytes, seconds, shard.nbytes if shard.frees_host else 0))
         activations = {}
         for position, cost in moved.items():
@@ -436,7 +444,7 @@ class GpuHomes:
         watch = self._watch
         place = watch.next_place()
         if watch.recording:
-            watch.record(self._memory.usage())
+            watch.record(self._memory.allocated_nbytes())
         if not self._planned:
             return
         now_s = time.monotonic()

@@ -59,6 +59,9 @@ class Memory(OrdinaryDevice):
         allocated = self.here + self.training
         return GpuUsage(max(self.capacity - allocated, 0), 0, allocated, max(self.peak, allocated), self.n_flushes)
 
+    def allocated_nbytes(self) -> int:
+        return self.here + self.training
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         if self.refuses:
             raise MemoryLimitError("not now")
@@ -140,6 +143,7 @@ class Life:
     forward_seconds = 0.0
     without_fetches = False
     fetch_seconds = 0.0
+    release_seconds = 0.0
 
     def __init__(self, folder: Path, units: float, saved: Saved | None = None, **options: object) -> None:
         self.memory, self.saved = Memory(units), saved
@@ -202,9 +206,13 @@ class Life:
         for layer in range(5):
             self.memory.use(self.taken(layer) * tokens)
             if self.recorder is not None and layer < len(WEIGHTS):
-                self.recorder.before_fetch()
+                weights = {layer: WEIGHTS[layer]}
+                self.recorder.before_fetch(waits=True)
                 time.sleep(self.fetch_seconds)
-                self.recorder.after_fetch({layer: WEIGHTS[layer]})
+                self.recorder.after_fetch(weights, weights)
+                self.recorder.before_release()
+                time.sleep(self.release_seconds)
+                self.recorder.after_release(weights)
             self.look()
             seen.append(self.chunks())
         self.memory.use((self.taken(4) + 2) * tokens)
@@ -341,9 +349,10 @@ def test_a_skipped_step_is_not_what_a_plan_is_made_from(life):
     [
         ([9.0, 5.0, 2.0, 1.5, 1.4], 1.4),
         ([9.0, 5.0, 4.0, 3.0, 2.0, 1.4], 1.4),
-        ([9.0, 5.0, 9.0], 9.0),
+        ([9.0, 5.0, 5.0], 5.0),
+        ([9.0, 5.0, 6.0], 5.0),
     ],
-    ids=["settles", "faster_all_the_time", "settled"],
+    ids=["settles", "faster_all_the_time", "settled", "slower_because_it_is_recorded"],
 )
 def test_a_step_of_the_warm_up_is_not_what_a_plan_is_made_from(life, steps, predicted):
     training = life(18)
@@ -443,13 +452,13 @@ def test_a_step_takes_as_long_as_its_update(life):
 
 
 @pytest.mark.parametrize("without_fetches", [True, False])
-def test_the_time_of_fetches_that_are_no_longer_made_is_predicted(life, monkeypatch, without_fetches):
+def test_the_time_of_hooks_that_are_no_longer_called_is_predicted(life, monkeypatch, without_fetches):
     monkeypatch.setattr(Life, "without_fetches", without_fetches)
     training = life(18)
-    training.fetch_seconds, training.update_seconds = 0.1, 0.6
+    training.fetch_seconds, training.release_seconds, training.update_seconds = 0.1, 0.05, 0.6
     assert begin(training) == 5
     assert set(training.weights.there) == {0, 1, 2}
-    saved = 0.6 * 5 / 6 + 0.3 * without_fetches
+    saved = 0.6 * 5 / 6 + 0.45 * without_fetches
     assert training.predicted == [pytest.approx(2.0 - saved, abs=0.1)]
 
 

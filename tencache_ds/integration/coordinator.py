@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 
 from tencache_ds.integration import rank_gathers
 from tencache_ds.integration.agreement import agreed
-from tencache_ds.integration.module_weights import has_weights, is_leaf, params_of
+from tencache_ds.integration.module_weights import awaited_of, has_weights, is_leaf, params_of, shard_nbytes
 from tencache_ds.integration.ordered_gathers import OrderedGathers
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.integration.suspended_hooks import before_release
@@ -116,9 +116,9 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             self.before_backward()
         params = params_of(current_submodule)
         recorder = self.fetch_recorder if current_submodule.training else None
-        awaited = {} if recorder is None else _awaited(params)
+        awaited = () if recorder is None else awaited_of(params)
         if recorder is not None:
-            recorder.before_fetch()
+            recorder.before_fetch(waits=bool(awaited))
         stored = _stored(params)
         if stored or self._tencache_swappers:
             with self._tencache_lock:
@@ -137,7 +137,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         if forward and self.fetched_for_forward is not None:
             self.fetched_for_forward(current_submodule)
         if recorder is not None:
-            recorder.after_fetch(awaited)
+            recorder.after_fetch(shard_nbytes(params.values()), awaited)
         if self._tencache_swappers:
             needed = {param.ds_id for param in stored}
             with self._tencache_lock:
@@ -173,6 +173,9 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
             )
         if not forward:
             in_backward.pop(key, None)
+        recorder = self.fetch_recorder if submodule.training else None
+        if recorder is not None:
+            recorder.before_release()
         for param in params.values():
             users = param.ds_active_sub_modules
             users.discard(key)
@@ -183,6 +186,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
                 and (releasable is None or param.ds_id in releasable)
             ):
                 self._release(param)
+        if recorder is not None:
+            recorder.after_release(shard_nbytes(params.values()))
 
     def _release(self, param: Any) -> None:
         """Releases the gathered value of a parameter."""
@@ -250,6 +255,16 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         self, params: Any, forward: bool, quantize: bool = False
     ) -> None:
         """DeepSpeed's start of gathers. The device's streams wait for them, instead of the host."""
+        recorder = self.fetch_recorder
+        if recorder is None:
+            self._start_gathers(params, forward, quantize)
+            return
+        issued = [param for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        recorder.before_gather()
+        self._start_gathers(params, forward, quantize)
+        recorder.after_gather(shard_nbytes(issued))
+
+    def _start_gathers(self, params: Any, forward: bool, quantize: bool) -> None:
         if self.gathers_as_usual and not quantize and self._gather_from_ranks(params):
             ordered = True
         else:
@@ -472,15 +487,6 @@ def _stored(params: dict[int, Any]) -> list[Any]:
         if isinstance(param.nvme_swapper, ParamSwapper) and param.nvme_swapper.stored(param)
     ]
     return sorted(stored, key=lambda param: param.ds_id) if len(stored) > 1 else stored
-
-
-def _awaited(params: dict[int, Any]) -> dict[int, int]:
-    """Of those that are not there, the bytes of this rank's shards."""
-    return {
-        key: int(param.ds_tensor.ds_numel) * param.ds_tensor.element_size()
-        for key, param in params.items()
-        if param.ds_status is not ZeroParamStatus.AVAILABLE
-    }
 
 
 def _without_cache(coordinator: type[PartitionedParameterCoordinator]) -> Callable[..., Any]:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 
 
@@ -32,3 +34,13 @@ def has_weights(module: Any) -> bool:
         if param is not None:
             return True
     return False
+
+
+def awaited_of(params: dict[int, Any]) -> list[int]:
+    """The ids of those that are not gathered."""
+    return [key for key, param in params.items() if param.ds_status is not ZeroParamStatus.AVAILABLE]
+
+
+def shard_nbytes(params: Iterable[Any]) -> dict[int, int]:
+    """By id, the bytes of this rank's shards."""
+    return {param.ds_id: int(param.ds_tensor.ds_numel) * param.ds_tensor.element_size() for param in params}

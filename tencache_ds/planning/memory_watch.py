@@ -67,9 +67,9 @@ class MemoryWatch:
         """Whether every place is to be recorded: in the first steps."""
         return self._to_record > 0
 
-    def record(self, usage: GpuUsage) -> None:
-        """The bytes that the pass has taken at the next place."""
-        self._curve.record(usage.allocated_nbytes - self._base_nbytes)
+    def record(self, allocated_nbytes: int) -> None:
+        """The bytes that there are at the next place of a pass."""
+        self._curve.record(allocated_nbytes - self._base_nbytes)
 
     def short_nbytes(self, usage: GpuUsage, place: int | None) -> int:
         """Bytes that have to become free: what is missing to the headroom, if half of that is gone, or what the rest

@@ -20,12 +20,14 @@ class RecordedStep:
         forward_seconds: of its first forward pass.
         hidden_share: of an update outside GPU memory, what goes on beside the next forward pass from now on.
         staging_nbytes: buffers for optimizer state on its way from and to NVMe.
+        unrecorded_share: of the time of its passes, what they take in steps that are not recorded.
     """
 
     passes_seconds: float
     forward_seconds: float
     hidden_share: float
     staging_nbytes: int
+    unrecorded_share: float = 1.0
 
 
 def nvme_bytes_per_s(
@@ -74,14 +76,14 @@ def predicted_seconds(
 
     Args:
         step: the recorded one.
-        waits_seconds: for weights and activations that are not in GPU memory.
+        waits_seconds: for weights and activations that are not in GPU memory, as recorded.
         arithmetic_seconds: of the update of state outside GPU memory.
         update_seconds: of that update, which takes as long as the slower one of arithmetic and transfers.
         nvme_bytes_per_s: of reads and writes together; None where no state is on NVMe.
     """
-    exposed = update_seconds
+    share, exposed = step.unrecorded_share, update_seconds
     if nvme_bytes_per_s is not None and update_seconds > arithmetic_seconds:
-        beside = transfer_seconds_beside(step.passes_seconds, step.staging_nbytes, nvme_bytes_per_s)
+        beside = transfer_seconds_beside(step.passes_seconds * share, step.staging_nbytes, nvme_bytes_per_s)
         exposed = max(update_seconds - beside, arithmetic_seconds)
-    hidden = min(step.hidden_share * exposed, step.forward_seconds)
-    return max(step.passes_seconds + waits_seconds + exposed - hidden, update_seconds)
+    hidden = min(step.hidden_share * exposed, step.forward_seconds * share)
+    return max((step.passes_seconds + waits_seconds) * share + exposed - hidden, update_seconds)

@@ -15,7 +15,7 @@ import json
 import random
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import checkpoint_cases
@@ -30,6 +30,7 @@ from tencache_ds.errors import MemoryLimitError
 from tencache_ds.integration import gpu_building, stage3_building
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.planning.adam_scalars import AdamScalars
+from tencache_ds.profiling.fetch_waits import FetchRecorder, FetchWait
 from tencache_ds.tiers.device_adam import Launch, Run
 from tencache_ds.tiers.fused_adam import TYPES, FusedAdam
 from tests.tiers.ordinary_device import OrdinaryDevice
@@ -83,6 +84,9 @@ class OrdinaryMemory(OrdinaryDevice):
     def given_nbytes(self) -> int:
         """Bytes that are in use. Any thread."""
         return sum(storage.nbytes() for reference in self._given if (storage := reference()) is not None)
+
+    def allocated_nbytes(self) -> int:
+        return 2**20
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > self._free_nbytes():
@@ -176,6 +180,7 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
     if engine == "tencache" and "host_runs_out_at" in case:
         hook = FullHost(case["host_runs_out_at"])
     followed = Followed(hook)
+    RememberedRecorder.waits_of_last = []
     CAPACITY["nbytes"] = case.get("capacity", AMPLE_NBYTES)
     peak = HostPeak(given_nbytes)
     with little_room(case), peak if "peak" in case else contextlib.nullcontext():
@@ -183,6 +188,7 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
     if engine == "tencache":
         result["modules_without_hooks"] = followed.modules_without_hooks
         result["measured"] = followed.measured
+        result["waits"] = [dataclasses.asdict(wait) for wait in RememberedRecorder.waits_of_last]
     if "peak" in case:
         result["host_peak_nbytes"], result["device_peak_nbytes"] = peak.nbytes, peak.device_peak_nbytes
     if isinstance(hook, Gathered):
@@ -194,6 +200,17 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
     if isinstance(hook, Shrinking):
         result["device_nbytes"] = hook.device_nbytes
     return result
+
+
+class RememberedRecorder(FetchRecorder):
+    """Of which the last one tells what it has recorded."""
+
+    waits_of_last: ClassVar[list[FetchWait]] = []
+
+    def waits(self) -> dict[int, FetchWait]:
+        waits = super().waits()
+        type(self).waits_of_last = list(waits.values())
+        return waits
 
 
 class Followed:
@@ -280,6 +297,7 @@ if __name__ == "__main__":
     stage3_building.GRADIENT_BUFFER_NUMEL = 2**14
     # At the same step in every run, however fast the machine's steps are.
     gpu_homes.LAST_RECORDED_STEP = gpu_homes.WARM_UP_STEPS + 1
+    gpu_homes.FetchRecorder = RememberedRecorder
     if get_accelerator().is_synchronized_device():
         use_ordinary_memory()
     training.main(run)

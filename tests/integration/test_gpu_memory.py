@@ -296,6 +296,15 @@ def test_modules_with_weights_elsewhere_keep_their_hooks(one_rank: Any, name: st
     assert bool(result["modules_without_hooks"][-1]) == bool(result["stats"]["gpu_weight_nbytes"])
 
 
+@pytest.mark.parametrize("name", ["some_state", "some_state_ram"])
+def test_every_weight_has_its_part_of_the_recorded_time(one_rank: Any, name: str) -> None:
+    waits = one_rank.result(name, "tencache")["waits"]
+    gathered = [wait for wait in waits if wait["fetches"]]
+    assert len(gathered) >= 14, "all but persistent weights of two blocks"
+    assert {wait["fetches"] for wait in gathered} <= {1, 2}, "in the forward and the backward pass"
+    assert all(wait["overhead_seconds"] > 0 for wait in waits)
+
+
 def test_activations_compete_with_weights_and_state(one_rank: Any) -> None:
     stats = one_rank.result("activations", "tencache")["stats"]
     places = [stats[f"{place}_activation_nbytes"] for place in ("gpu", "host", "nvme")]

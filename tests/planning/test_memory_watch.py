@@ -31,7 +31,7 @@ def one_pass(watch: MemoryWatch, there: int, growth: float = 1.0) -> int:
     for taken in LAYERS:
         place = watch.next_place()
         if watch.recording:
-            watch.record(usage(there, growth * taken))
+            watch.record(usage(there, growth * taken).allocated_nbytes)
         most = max(most, watch.short_nbytes(usage(there, growth * taken), place))
     return most
 

@@ -47,6 +47,9 @@ class Device(OrdinaryDevice):
     def usage(self) -> GpuUsage:
         return GpuUsage(self.left_nbytes, 0, 0, 0)
 
+    def allocated_nbytes(self) -> int:
+        return 0
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > self.left_nbytes:
             raise MemoryLimitError(f"{nbytes} bytes are not there")
