@@ -11,8 +11,7 @@ import collections
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 
 from tencache_ds.integration import rank_gathers
 from tencache_ds.integration.agreement import agreed
+from tencache_ds.integration.fetches import FetchingCoordinator
 from tencache_ds.integration.module_weights import awaited_of, has_weights, is_leaf, params_of, shard_nbytes
 from tencache_ds.integration.ordered_gathers import OrderedGathers
 from tencache_ds.integration.param_swapper import ParamSwapper
@@ -44,7 +44,7 @@ _ORDER = ("submodule_order", "param_order", "trace_mode", "params_to_release")
 """Private attributes of DeepSpeed's coordinator that make up its order of modules and what it has derived from that."""
 
 
-class TenCacheCoordinator(PartitionedParameterCoordinator):
+class TenCacheCoordinator(FetchingCoordinator):
     """DeepSpeed's coordinator with TenCache's read-ahead around each fetch."""
 
     def __init__(self, *args: Any, prefetch_nvme: bool = False, **kwargs: Any) -> None:
@@ -77,15 +77,11 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         """Called after each fetch, on the thread that computes."""
         self.update_may_continue = False
         """Whether an optimizer step may continue behind the next forward pass; the same on every rank."""
-        self._tencache_behind_update = False  # this pass
-        # Of DeepSpeed's order of parameters, in this pass: used, gathered, and elements of those gathered but not used.
-        self._tencache_n_used = self._tencache_n_gathered = self._tencache_numel_ahead = 0
         self.fetch_recorder: FetchRecorder | None = None
         """Called for each fetch in a recorded step."""
         self.gathers_as_usual = False
         """Whether the config prescribes no particular way of gathering: see :func:`.rank_gathers.gathers_as_usual`."""
         self._tencache_ongoing_fetches = self._PartitionedParameterCoordinator__max_ongoing_fetch_events
-        self._tencache_gathers: OrderedGathers | None = None
         if not get_accelerator().is_synchronized_device():
             self._tencache_gathers = OrderedGathers(self._PartitionedParameterCoordinator__allgather_stream)
             self._PartitionedParameterCoordinator__allgather_stream = self._tencache_gathers.stream
@@ -113,6 +109,7 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
     def _fetch(self, current_submodule: Any, forward: bool) -> None:
         if self._tencache_forward and not forward:
             self._tencache_forward = False
+            self.bounds_prefetch = False
             self.before_backward()
         params = params_of(current_submodule)
         recorder = self.fetch_recorder if current_submodule.training else None
@@ -125,15 +122,8 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
                 for param in stored:
                     self._access(param)
                 self._commit(stored)
-        gathers = self._tencache_gathers
-        if gathers is not None:
-            gathers.fetch_begins(params.values())
-        try:
-            with self._bounded_prefetch(forward):
-                self._gather(current_submodule, forward)
-        finally:
-            if gathers is not None:
-                gathers.fetch_ended()
+        if not self.is_there(current_submodule, params, forward):
+            self._gather(current_submodule, params, forward)
         if forward and self.fetched_for_forward is not None:
             self.fetched_for_forward(current_submodule)
         if recorder is not None:
@@ -149,15 +139,23 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
                 self.read_ahead()
         self.between_modules()
 
-    def _gather(self, module: Any, forward: bool) -> None:
+    def _gather(self, module: Any, params: dict[int, Any], forward: bool) -> None:
         """DeepSpeed's fetch. Modules other than leaves are fetched by one thread at a time: without its lock for them,
         and without its profiler range."""
-        if is_leaf(module):
-            super().fetch_sub_module(module, forward)
-            return
-        if not forward:
-            self._PartitionedParameterCoordinator__active_backward_submodules[module.ds_id] = module
-        self._fetch_sub_module_impl(module, forward, False)
+        gathers = self._tencache_gathers
+        if gathers is not None:
+            gathers.fetch_begins(params.values())
+        try:
+            with self.bounded_prefetch(forward):
+                if is_leaf(module):
+                    super().fetch_sub_module(module, forward)
+                    return
+                if not forward:
+                    self._PartitionedParameterCoordinator__active_backward_submodules[module.ds_id] = module
+                self._fetch_sub_module_impl(module, forward, False)
+        finally:
+            if gathers is not None:
+                gathers.fetch_ended()
 
     def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
         """DeepSpeed's release of a module's weights, without its profiler ranges and log messages."""
@@ -194,40 +192,6 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         _partition(param)
         self._PartitionedParameterCoordinator__n_available_params -= param.ds_numel
 
-    @contextmanager
-    def _bounded_prefetch(self, forward: bool) -> Iterator[None]:
-        """DeepSpeed prefetches another bucket at every module, until ``stage3_max_live_parameters`` are gathered.
-        Gathering a weight waits for its update: behind an update, the first modules would wait for nearly all of it.
-        So a forward pass behind one is never more than one and a half buckets ahead: it prefetches a bucket when less
-        than half of one is left. Smaller parts, to stay exactly one ahead, are a gather for each module, and on several
-        ranks each has its latency. By DeepSpeed's order alone, not by the state of the update: all ranks have to gather
-        the same weights together. A pass within a user's ``GatheredParameters`` releases what the context has gathered
-        as soon as DeepSpeed's prefetch comes to it, so that stays as it is.
-        """
-        bucket_numel = self._PartitionedParameterCoordinator__prefetch_bucket_sz
-        if not (forward and self._tencache_forward and self._tencache_behind_update and self.is_complete_trace()):
-            yield
-            return
-        if 2 * self._numel_ahead() >= bucket_numel:
-            self._PartitionedParameterCoordinator__prefetch_bucket_sz = 0
-        try:
-            yield
-        finally:
-            self._PartitionedParameterCoordinator__prefetch_bucket_sz = bucket_numel
-
-    def _numel_ahead(self) -> int:
-        """Elements of the weights that this pass has gathered for modules after the one at hand."""
-        order = self._PartitionedParameterCoordinator__param_order
-        n_gathered = len(order) - len(self._PartitionedParameterCoordinator__param_queue)
-        step_id = self._PartitionedParameterCoordinator__step_id
-        for entry in order[self._tencache_n_gathered : n_gathered]:
-            self._tencache_numel_ahead += int(entry.param.ds_numel)
-        self._tencache_n_gathered = n_gathered
-        while self._tencache_n_used < n_gathered and order[self._tencache_n_used].step_id_last_used_at <= step_id:
-            self._tencache_numel_ahead -= int(order[self._tencache_n_used].param.ds_numel)
-            self._tencache_n_used += 1
-        return self._tencache_numel_ahead
-
     @uncompiled
     def reset_step(self) -> None:
         """The start of a forward pass."""
@@ -239,11 +203,11 @@ class TenCacheCoordinator(PartitionedParameterCoordinator):
         super().reset_step()
         self._tencache_passes_over = may_pass_over and self.is_complete_trace()
         in_order = self._PartitionedParameterCoordinator__param_order
-        self._tencache_behind_update = self.update_may_continue and not any(
+        behind_update = self.update_may_continue and not any(
             getattr(entry.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) for entry in in_order
         )
         self.update_may_continue = False
-        self._tencache_n_used = self._tencache_n_gathered = self._tencache_numel_ahead = 0
+        self.begin_fetches(behind_update=behind_update)
         self._tencache_forward = True
         self.before_pass()
         with self._tencache_lock:

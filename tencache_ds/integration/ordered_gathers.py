@@ -54,6 +54,11 @@ class OrderedGather:
         self._throttle = throttle
         self._waited = False
 
+    @property
+    def is_over(self) -> bool:
+        """Whether a module has needed one of the weights, so that further calls of :meth:`wait` do nothing."""
+        return self._waited
+
     def wait(self, **_: Any) -> None:
         """The current stream waits for the gather, and the weights are gathered in DeepSpeed's eyes. Further calls, for
         the other weights, do nothing. DeepSpeed's fetch calls it on the stream of the copies, for which the stream of
@@ -84,6 +89,7 @@ class OrderedGathers:
         self._fetching = threading.local()
         self._copying = False
         self._nothing = get_accelerator().Event()  # never recorded
+        self._followed: dict[Any, int] = {}  # by stream: the number of the last gather that it has waited for
         self._unpacking: Any = None  # a stream, from the first collective on: see [Note: two streams]
 
     def take(self, in_flight: UserDict[Any, Any], params: Iterable[Any]) -> bool:
@@ -141,6 +147,22 @@ class OrderedGathers:
     def fetch_ended(self) -> None:
         """It has fetched them."""
         self._fetching.now = None
+
+    def follow_gathers(self, params: Iterable[Any]) -> bool:
+        """The current stream waits for the last gathers of weights that are gathered in DeepSpeed's eyes, unless it has
+        done so: gathers end in the order of their numbers. False if no gather so far has an event."""
+        if not self._copied:
+            return False
+        number, event = 0, self._nothing
+        for param in params:
+            gather = self._copied.get(param.ds_id)
+            if gather is not None and gather[0] > number:
+                number, event = gather
+        stream = get_accelerator().current_stream()
+        if self._followed.get(stream, 0) < number:
+            stream.wait_event(event)
+            self._followed[stream] = number
+        return True
 
     def finish(self) -> None:
         """The host waits for all copies: at the end of a pass, after which it may write shards."""

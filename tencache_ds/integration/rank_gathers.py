@@ -116,6 +116,11 @@ class RankGather:
             self._work = dist.allgather_fn(self.collected, mine, group=group, async_op=True)
         self._finished = False
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the weights have their values, so that :meth:`wait` does nothing."""
+        return self._finished
+
     def finish(self) -> None:
         """The current stream waits for the collective, then the weights get their values; without streams the host
         waits. They keep their status. Once."""

@@ -248,6 +248,13 @@ SEAMS: tuple[Seam, ...] = (
         "PartitionedParameterCoordinator._fetch_sub_module_impl",
         ("self", "current_submodule", "forward", "is_leaf"),
         "gathers a module's weights",
+        (
+            "_PartitionedParameterCoordinator__active_backward_submodules",
+            "_PartitionedParameterCoordinator__inflight_param_registry",
+            "_PartitionedParameterCoordinator__most_recent_step_id_param_fetched_for",
+            "_PartitionedParameterCoordinator__param_queue",
+            "_PartitionedParameterCoordinator__step_id",
+        ),
     ),
     Seam(
         _COORDINATOR,

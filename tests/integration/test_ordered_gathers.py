@@ -167,6 +167,35 @@ def test_a_collective_is_taken_apart_on_a_stream_of_its_own(
     assert [event.recorded_on for event in used_by[0].waited_for] == [gathers.stream]
 
 
+def test_a_stream_follows_each_gather_once(arithmetic: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathers = OrderedGathers(Stream())
+    one, two, kept = (make_param(key) for key in range(3))
+    assert not gathers.follow_gathers([one]), "DeepSpeed waits for everything"
+    handles = [gather(gathers, param) for param in (one, two)]
+    copied = [handle._copied for handle in handles]
+    assert not handles[0].is_over
+    handles[0].wait()
+    assert handles[0].is_over
+    arithmetic.waited_for.clear()
+    assert gathers.follow_gathers([kept])  # not gathered by this class: DeepSpeed has waited for it
+    assert arithmetic.waited_for == []
+    assert gathers.follow_gathers([one, kept])
+    assert gathers.follow_gathers([one])
+    assert arithmetic.waited_for == copied[:1]
+    assert gathers.follow_gathers([two, one])
+    assert gathers.follow_gathers([one])  # which was over before the other
+    assert arithmetic.waited_for == copied
+    another = Stream()
+    device = SimpleNamespace(current_stream=lambda: another, Event=Event)
+    monkeypatch.setattr(ordered_gathers, "get_accelerator", lambda: device)
+    assert gathers.follow_gathers([one])
+    assert another.waited_for == copied[:1]
+    one.ds_status = ZeroParamStatus.INFLIGHT  # released, and gathered again
+    again = gather(gathers, one)
+    assert gathers.follow_gathers([one])
+    assert another.waited_for == [copied[0], again._copied]
+
+
 def test_gathers_of_other_kinds_are_waited_for(arithmetic: Stream) -> None:
     gathers = OrderedGathers(Stream())
     one = make_param(1)

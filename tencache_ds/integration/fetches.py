@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's fetch of a module's weights, where it has little to do, and how far it prefetches behind an update.
+
+[Note: a fetch of what is there] Weights are gathered in buckets, ahead of their modules, and DeepSpeed keeps some from
+the forward to the backward pass. So at most modules a fetch only counts: it marks the weights as used by the module.
+DeepSpeed's code takes about 60 microseconds for that (sets of parameters, messages that are not printed, an event that
+the device waits for once more), several hundred times a step, and twice as long while an update uses the machine's
+memory beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+from tencache_ds.integration.module_weights import is_leaf
+from tencache_ds.integration.ordered_gathers import OrderedGathers
+
+
+class FetchingCoordinator(PartitionedParameterCoordinator):
+    """DeepSpeed's coordinator with its own course of fetches. Used by the thread that computes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tencache_gathers: OrderedGathers | None = None
+        self.bounds_prefetch = False
+        """Whether this is a forward pass behind an update."""
+        # Of DeepSpeed's order of parameters, in this pass: used, gathered, and elements of those gathered but not used.
+        self._tencache_n_used = self._tencache_n_gathered = self._tencache_numel_ahead = 0
+
+    def begin_fetches(self, *, behind_update: bool) -> None:
+        """A forward pass begins.
+
+        Args:
+            behind_update: an update may continue beside it; the same on every rank.
+        """
+        self.bounds_prefetch = behind_update
+        self._tencache_n_used = self._tencache_n_gathered = self._tencache_numel_ahead = 0
+
+    def is_there(self, module: Any, params: Mapping[int, Any], forward: bool) -> bool:
+        """Fetches a module where nothing is to be gathered, waited for or prefetched: see [Note: a fetch of what is
+        there]. Otherwise nothing has happened, and DeepSpeed's fetch is called for.
+
+        Args:
+            module: that is about to be computed.
+            params: its weights, by id.
+            forward: whether in a forward pass, or in a recomputation.
+        """
+        if not self.is_complete_trace() or is_leaf(module):
+            return False
+        if forward and torch._C._current_graph_task_id() != -1:
+            return False  # a recomputed module, for whose frozen weights DeepSpeed keeps account
+        in_flight = self._PartitionedParameterCoordinator__inflight_param_registry.data
+        fetched_for = self._PartitionedParameterCoordinator__most_recent_step_id_param_fetched_for
+        step_id = self._PartitionedParameterCoordinator__step_id
+        for param in params.values():
+            # One that was not fetched ahead is the next in DeepSpeed's queue, which it has to leave.
+            if param.ds_status is not ZeroParamStatus.AVAILABLE or fetched_for[param] < step_id:
+                return False
+            handle = in_flight.get(param)
+            if handle is not None and not getattr(handle, "is_over", False):
+                return False
+        if self._PartitionedParameterCoordinator__param_queue and self._prefetch_numel(forward) > 0:
+            return False
+        if self._tencache_gathers is not None and not self._tencache_gathers.follow_gathers(params.values()):
+            return False
+        key = module.ds_id
+        if not forward:
+            self._PartitionedParameterCoordinator__active_backward_submodules[key] = module
+        for param in params.values():
+            in_flight.pop(param, None)
+            param.ds_active_sub_modules.add(key)
+        self._PartitionedParameterCoordinator__step_id += 1
+        return True
+
+    def _prefetch_numel(self, forward: bool) -> int:
+        """Elements that DeepSpeed may prefetch at this module."""
+        numel = int(self._PartitionedParameterCoordinator__prefetch_bucket_sz)
+        available = self._PartitionedParameterCoordinator__n_available_params
+        left = int(self._PartitionedParameterCoordinator__max_n_available_params) - available
+        if forward and self.bounds_prefetch and self.is_complete_trace() and 2 * self._numel_ahead() >= numel:
+            return 0
+        return min(numel, left)
+
+    @contextmanager
+    def bounded_prefetch(self, forward: bool) -> Iterator[None]:
+        """DeepSpeed prefetches another bucket at every module, until ``stage3_max_live_parameters`` are gathered.
+        Gathering a weight waits for its update: behind an update, the first modules would wait for nearly all of it.
+        So a forward pass behind one is never more than one and a half buckets ahead: it prefetches a bucket when less
+        than half of one is left. Smaller parts, to stay exactly one ahead, are a gather for each module, and on several
+        ranks each has its latency. By DeepSpeed's order alone, not by the state of the update: all ranks have to gather
+        the same weights together. A pass within a user's ``GatheredParameters`` releases what the context has gathered
+        as soon as DeepSpeed's prefetch comes to it, so that stays as it is.
+        """
+        if self._prefetch_numel(forward) > 0:
+            yield
+            return
+        bucket_numel = self._PartitionedParameterCoordinator__prefetch_bucket_sz
+        self._PartitionedParameterCoordinator__prefetch_bucket_sz = 0
+        try:
+            yield
+        finally:
+            self._PartitionedParameterCoordinator__prefetch_bucket_sz = bucket_numel
+
+    def _numel_ahead(self) -> int:
+        """Elements of the weights that this pass has gathered for modules after the one at hand."""
+        order = self._PartitionedParameterCoordinator__param_order
+        n_gathered = len(order) - len(self._PartitionedParameterCoordinator__param_queue)
+        step_id = self._PartitionedParameterCoordinator__step_id
+        for entry in order[self._tencache_n_gathered : n_gathered]:
+            self._tencache_numel_ahead += int(entry.param.ds_numel)
+        self._tencache_n_gathered = n_gathered
+        while self._tencache_n_used < n_gathered and order[self._tencache_n_used].step_id_last_used_at <= step_id:
+            self._tencache_numel_ahead -= int(order[self._tencache_n_used].param.ds_numel)
+            self._tencache_n_used += 1
+        return self._tencache_numel_ahead
