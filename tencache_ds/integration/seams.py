@@ -313,6 +313,19 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket",
+        ("self", "param"),
+        "copies several gradients into their bucket at once",
+    ),
+    Seam(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
+        ("self", "communication_data_type"),
+        "copies several gradients into their bucket at once",
+        ("_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",),
+    ),
+    Seam(
+        _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3._offload_grad_partition_at_boundary",
         ("self", "param", "grad_buffer", "offload_fp32_gradients", "offload_fp32_offsets"),
         "keeps only the norm of a finished gradient",

@@ -23,6 +23,7 @@ from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.current_stream import ask_for_streams_quickly
+from tencache_ds.integration.gradient_buckets import GradientBucketsMixin
 from tencache_ds.integration.gradient_norms import GradientNormsMixin
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.model_weights import in_tier
@@ -44,7 +45,13 @@ OVERFLOW_CHECK_NUMEL = 16 * 2**20
 
 
 class TenCacheZeroOptimizer_Stage3(
-    BuildingMixin, PassesMixin, CheckpointMixin, StateAccessMixin, GradientNormsMixin, DeepSpeedZeroOptimizer_Stage3
+    BuildingMixin,
+    PassesMixin,
+    CheckpointMixin,
+    StateAccessMixin,
+    GradientBucketsMixin,
+    GradientNormsMixin,
+    DeepSpeedZeroOptimizer_Stage3,
 ):
     """``DeepSpeedZeroOptimizer_Stage3`` with weights, gradients and optimizer state in TenCache's tiers."""
 
@@ -58,6 +65,7 @@ class TenCacheZeroOptimizer_Stage3(
         self._by_chunks = False
         self._update_seconds = 0.0
         self._simple_norms = {}
+        self._collected = []
         self._monitor = StepMonitor()
         self._warned_of_watched_step = False
         offload = kwargs.get("offload_optimizer_config")
