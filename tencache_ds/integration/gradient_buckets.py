@@ -18,7 +18,10 @@ from deepspeed.accelerator import get_accelerator
 from tencache_ds.integration.uncompiled import uncompiled
 
 COLLECTED_NUMEL = 32 * 2**20
-"""Elements of the gradients that are collected: so much more device memory may be in use for a moment."""
+"""Elements of the gradients that are collected, at most. So much more device memory may be in use for a moment."""
+
+COLLECTED_SHARE = 1 / 16
+"""At most, too, of DeepSpeed's ``reduce_bucket_size``: who makes that small has no memory to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class GradientBucketsMixin:
         bucket.params.append(param)
         bucket.process_group = self._get_param_partition_group(param)
         bucket.elements += numel
-        if self._collected_numel >= COLLECTED_NUMEL:
+        if self._collected_numel >= min(COLLECTED_NUMEL, COLLECTED_SHARE * self.reduce_bucket_size):
             self._copy_collected()
 
     @uncompiled

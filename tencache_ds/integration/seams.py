@@ -311,6 +311,12 @@ SEAMS: tuple[Seam, ...] = (
         "accumulates gradients in host memory",
         ("_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",),
     ),
+    *(
+        Seam(
+            _STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{name}", ("self", "param"), "accumulates gradients in host memory"
+        )
+        for name in ("_get_param_partition_group", "_get_param_partition_rank", "get_param_comm_dtype")
+    ),
     Seam(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket",

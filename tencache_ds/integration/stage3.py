@@ -105,19 +105,25 @@ class TenCacheZeroOptimizer_Stage3(
         if self._gradients is None:
             return super().partition_grads(params_to_release, grad_partitions)
         self._chunked_step.wait_for_gradients(params_to_release)
-        buffers = []
+        accelerator, last = get_accelerator(), self.is_gradient_accumulation_boundary()
+        stream = None if accelerator.is_synchronized_device() else accelerator.current_stream()
+        buffers: list[torch.Tensor] = []
+        ranks: dict[int, int] = {}
         for param, partition in zip(params_to_release, grad_partitions, strict=False):
-            real = param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel
-            if real:
+            group = self._get_param_partition_group(param)
+            rank = ranks.get(id(group))
+            if rank is None:
+                rank = ranks[id(group)] = self._get_param_partition_rank(param)  # 10 microseconds
+            if param.partition_numel() * rank < param.ds_numel:
                 self._offload_boundary_param_ids.add(param.ds_id)
                 accumulated = self._gradients.accumulate(param.ds_id, partition, first=self.micro_step_id == 0)
                 buffers.append(self._gradients.segment(param.ds_id)[: partition.numel()])
-                if self.is_gradient_accumulation_boundary():
+                if last:
                     self._offload_grad_partition_at_boundary(param, accumulated, {}, {})
-                if param.grad is not None and not get_accelerator().is_synchronized_device():
-                    param.grad.record_stream(get_accelerator().current_stream())
+                if param.grad is not None and stream is not None:
+                    param.grad.record_stream(stream)
                     if partition.device == param.grad.device:
-                        partition.record_stream(get_accelerator().current_stream())
+                        partition.record_stream(stream)
             param.grad = None
         return buffers
 

@@ -4,8 +4,9 @@
 The same order as when it runs, here in bytes instead of weights and chunks. At the start weights, gradients in any
 case, then optimizer state go to host memory (:mod:`tencache_ds.planning.placement`), the rest to NVMe. After the
 recorded step GPU memory takes the items that save most (:mod:`tencache_ds.planning.gpu_policy`): here all weights
-first, those on NVMe first, or state first, whichever gives the shortest step. Weights and gradients keep their host
-memory, in case they have to go back; host memory that state leaves takes state from NVMe.
+first, those on NVMe first, or state first, whichever gives the shortest step. Host memory that state leaves takes state
+from NVMe. That of weights and gradients would too where state is on NVMe; here they keep it, so that the step is rather
+shorter than forecast.
 """
 
 from __future__ import annotations

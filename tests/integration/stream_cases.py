@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``training.py`` on a GPU whose streams are far apart: what one does not wait for has not happened yet.
 
-Before each gather (``"late": "gathers"``) or each module's arithmetic (``"late": "arithmetic"``) the device sleeps.
-With ``"unordered"`` the stream of arithmetic does not wait for the one of gathers, to show that this is noticed.
+Before each gather (``"late": "gathers"``), each module's arithmetic (``"late": "arithmetic"``) or each copy of
+gradients into their bucket (``"late": "reductions"``) the device sleeps. With ``"unordered"`` the stream of arithmetic
+does not wait for the one of gathers, to show that this is noticed.
 """
 
 from __future__ import annotations
@@ -41,6 +42,18 @@ def late_gathers() -> Iterator[None]:
                 original(self, *args)
 
             stack.enter_context(mock.patch.object(RankGather, name, late_too))
+        yield
+
+
+@contextmanager
+def late_reductions() -> Iterator[None]:
+    copy = torch._foreach_copy_
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        torch.cuda._sleep(CYCLES)
+        copy(*args, **kwargs)
+
+    with mock.patch.object(torch, "_foreach_copy_", late):
         yield
 
 
@@ -84,6 +97,8 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     with ExitStack() as stack:
         if case["late"] == "gathers":
             stack.enter_context(late_gathers())
+        elif case["late"] == "reductions":
+            stack.enter_context(late_reductions())
         else:
             late_arithmetic(engine)
         if case.get("unordered"):

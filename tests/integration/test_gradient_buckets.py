@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,15 @@ from tencache_ds.integration import gradient_buckets
 from tencache_ds.integration.gradient_buckets import GradientBucketsMixin
 
 pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole_bucket() -> Iterator[None]:
+    """As much may be collected as there is room for in the small bucket of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_buckets, "COLLECTED_SHARE", 1.0)
+        yield
+
 
 _PRIVATE = "_DeepSpeedZeroOptimizer_Stage3__"
 BUCKET_NUMEL = 64
@@ -127,8 +137,10 @@ def test_gradients_are_copied_together() -> None:
     assert not optimizer.bucket.buffer[:24].isnan().any()
 
 
-def test_no_more_than_a_bound_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_buckets, "COLLECTED_NUMEL", 12)
+@pytest.mark.parametrize(("most", "share"), [(12, 1.0), (10**6, 12 / BUCKET_NUMEL)])
+def test_no_more_than_a_bound_is_collected(monkeypatch: pytest.MonkeyPatch, most: int, share: float) -> None:
+    monkeypatch.setattr(gradient_buckets, "COLLECTED_NUMEL", most)
+    monkeypatch.setattr(gradient_buckets, "COLLECTED_SHARE", share)
     optimizer = Collecting(torch.bfloat16)
     params = make_params([(2, 3)] * 4, torch.bfloat16, optimizer.device)
     optimizer.backward(params[:3], [torch.ones_like(param) for param in params[:3]])

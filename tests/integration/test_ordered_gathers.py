@@ -270,7 +270,7 @@ IN_RAM = {"offload_param": "cpu", "offload_optimizer": "cpu", "tencache": {"gpu_
 ON_NVME = {"tencache": {"gpu_memory": 0, "host_memory": 0}}
 CASES: dict[str, dict[str, Any]] = {
     f"{late}_{where}": {"model": model, "steps": 5, "late": late} | places
-    for late in ("gathers", "arithmetic")
+    for late in ("gathers", "arithmetic", "reductions")
     for where, model, places in (("ram", "mlp", IN_RAM), ("nvme", "mlp", ON_NVME), ("llama", "llama", IN_RAM))
 }
 CASES["unordered"] = CASES["gathers_ram"] | {"unordered": True}
