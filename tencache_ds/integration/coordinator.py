@@ -122,7 +122,7 @@ class TenCacheCoordinator(FetchingCoordinator):
                 for param in stored:
                     self._access(param)
                 self._commit(stored)
-        if not self.is_there(current_submodule, params, forward):
+        if not self.fetch_what_is_there(current_submodule, params, forward):
             self._gather(current_submodule, params, forward)
         if forward and self.fetched_for_forward is not None:
             self.fetched_for_forward(current_submodule)

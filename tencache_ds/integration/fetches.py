@@ -42,14 +42,17 @@ class FetchingCoordinator(PartitionedParameterCoordinator):
         self.bounds_prefetch = behind_update
         self._tencache_n_used = self._tencache_n_gathered = self._tencache_numel_ahead = 0
 
-    def is_there(self, module: Any, params: Mapping[int, Any], forward: bool) -> bool:
+    def fetch_what_is_there(self, module: Any, params: Mapping[int, Any], forward: bool) -> bool:
         """Fetches a module where nothing is to be gathered, waited for or prefetched: see [Note: a fetch of what is
-        there]. Otherwise nothing has happened, and DeepSpeed's fetch is called for.
+        there].
 
         Args:
             module: that is about to be computed.
             params: its weights, by id.
             forward: whether in a forward pass, or in a recomputation.
+
+        Returns:
+            Whether that is so. Otherwise nothing has happened, and it is for DeepSpeed's fetch.
         """
         if not self.is_complete_trace() or is_leaf(module):
             return False

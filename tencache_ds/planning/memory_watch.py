@@ -68,7 +68,7 @@ class MemoryWatch:
         return self._to_record > 0
 
     def record(self, allocated_nbytes: int) -> None:
-        """The bytes that there are at the next place of a pass."""
+        """The bytes of this process's tensors at the next place of a pass."""
         self._curve.record(allocated_nbytes - self._base_nbytes)
 
     def short_nbytes(self, usage: GpuUsage, place: int | None) -> int:

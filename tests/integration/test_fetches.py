@@ -89,7 +89,7 @@ class Model:
         if coordinator.is_record_trace():
             coordinator.record_module(module)
         if isinstance(coordinator, FetchingCoordinator):
-            if coordinator.is_there(module, params_of(module), forward):
+            if coordinator.fetch_what_is_there(module, params_of(module), forward):
                 self.n_quick += 1
                 return
             with coordinator.bounded_prefetch(forward):
@@ -194,5 +194,5 @@ def test_a_recomputed_module_is_left_to_deepspeed() -> None:
         model.fetch(model.modules[place], forward=True)
     module = model.modules[0]
     with mock.patch.object(torch._C, "_current_graph_task_id", return_value=7):
-        assert not model.coordinator.is_there(module, params_of(module), True)
-        assert model.coordinator.is_there(module, params_of(module), False)
+        assert not model.coordinator.fetch_what_is_there(module, params_of(module), True)
+        assert model.coordinator.fetch_what_is_there(module, params_of(module), False)
