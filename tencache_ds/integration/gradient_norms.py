@@ -39,6 +39,12 @@ class GradientNormsMixin:
         self._simple_norms[key] = grad_buffer.view(-1).to(get_norm_dtype()).norm(2)
         self.norm_for_param_grads.pop(key, None)
 
+    def _get_norm_groups(self) -> Any:
+        """DeepSpeed's norm of each sub-group. Some scripts ask for it between a backward pass and the step."""
+        if self._gradients is not None:
+            self._complete_norms()
+        return super()._get_norm_groups()
+
     def _complete_norms(self) -> None:
         """The norms of all gradients, in host memory, where DeepSpeed adds them one by one; also of those that came in
         an earlier micro-step only, which DeepSpeed would forget."""

@@ -338,6 +338,12 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3._get_norm_groups",
+        ("self",),
+        "computes the norms of all gradients together",
+    ),
+    Seam(
+        _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2",
         ("self", "input", "buffer_size"),
         "computes the norms of all gradients together",

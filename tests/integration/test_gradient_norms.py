@@ -50,6 +50,17 @@ def test_the_norms_are_deepspeeds_and_in_host_memory(part_numel: int) -> None:
     assert not made._simple_norms
 
 
+def test_norms_are_complete_before_the_step_too() -> None:
+    made = optimizer(3, live=[0, 1, 2])
+    made.offload_optimizer = True
+    made.complete_grad_norm_calculation_for_cpu_offload = lambda params: [
+        made.norm_for_param_grads[param.ds_id] for param in params
+    ]
+    for key in (1, 2):
+        made._offload_grad_partition_at_boundary(made.fp16_groups[0][key], gradient(key), {}, {})
+    assert made._get_norm_groups() == [[expected(made, key) for key in range(3)]]
+
+
 def test_a_norm_that_was_set_since_stays() -> None:
     made = optimizer(1, live=[0])
     made._offload_grad_partition_at_boundary(made.fp16_groups[0][0], gradient(0), {}, {})
