@@ -149,10 +149,10 @@ class TenCacheCoordinator(FetchingCoordinator):
             with self.bounded_prefetch(forward):
                 if is_leaf(module):
                     super().fetch_sub_module(module, forward)
-                    return
-                if not forward:
-                    self._PartitionedParameterCoordinator__active_backward_submodules[module.ds_id] = module
-                self._fetch_sub_module_impl(module, forward, False)
+                else:
+                    if not forward:
+                        self._PartitionedParameterCoordinator__active_backward_submodules[module.ds_id] = module
+                    self._fetch_sub_module_impl(module, forward, False)
         finally:
             if gathers is not None:
                 gathers.fetch_ended()

@@ -81,6 +81,8 @@ class GradientBucketsMixin:
         last = {id(each.param): each for each in self._collected}
         collected = [each for key, each in last.items() if key in there and each.param.grad is not None]
         self._collected, self._collected_numel = [], 0
+        if not collected:
+            return
         accelerator = get_accelerator()
         if not accelerator.resolves_data_dependency():
             for stream in {each.stream for each in collected}:
@@ -91,8 +93,7 @@ class GradientBucketsMixin:
                 each.bucket.buffer.narrow(0, each.start, grad.numel()).view_as(grad)
                 for each, grad in zip(collected, grads, strict=True)
             ]
-            if grads:
-                torch._foreach_copy_(places, grads, non_blocking=True)
+            torch._foreach_copy_(places, grads, non_blocking=True)
             for grad, place in zip(grads, places, strict=True):
                 if not accelerator.is_synchronized_device():
                     grad.record_stream(self.reduce_and_partition_stream)

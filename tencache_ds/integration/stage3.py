@@ -107,13 +107,9 @@ class TenCacheZeroOptimizer_Stage3(
         self._chunked_step.wait_for_gradients(params_to_release)
         accelerator, last = get_accelerator(), self.is_gradient_accumulation_boundary()
         stream = None if accelerator.is_synchronized_device() else accelerator.current_stream()
-        buffers: list[torch.Tensor] = []
-        ranks: dict[int, int] = {}
+        rank = self._get_param_partition_rank(params_to_release[0])  # a bucket has one process group
+        buffers = []
         for param, partition in zip(params_to_release, grad_partitions, strict=False):
-            group = self._get_param_partition_group(param)
-            rank = ranks.get(id(group))
-            if rank is None:
-                rank = ranks[id(group)] = self._get_param_partition_rank(param)  # 10 microseconds
             if param.partition_numel() * rank < param.ds_numel:
                 self._offload_boundary_param_ids.add(param.ds_id)
                 accumulated = self._gradients.accumulate(param.ds_id, partition, first=self.micro_step_id == 0)

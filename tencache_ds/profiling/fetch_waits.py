@@ -143,8 +143,9 @@ class FetchRecorder:
             weights: of each that was gathered, its bytes.
         """
         if self._fetch is not None and weights:
-            self._fetch.gathers.append((self._host_seconds(), dict(weights)))
-            self._bucket_of |= dict.fromkeys(weights, dict(weights))
+            seconds, bucket = self._host_seconds(), dict(weights)
+            self._fetch.gathers.append((seconds, bucket))
+            self._bucket_of |= dict.fromkeys(bucket, bucket)
 
     def after_fetch(self, weights: Mapping[int, int], awaited: Iterable[int]) -> None:
         """The following work needs them.
