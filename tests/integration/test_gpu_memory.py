@@ -309,7 +309,10 @@ def test_activations_compete_with_weights_and_state(one_rank: Any) -> None:
     stats = one_rank.result("activations", "tencache")["stats"]
     places = [stats[f"{place}_activation_nbytes"] for place in ("gpu", "host", "nvme")]
     assert sum(places) > 0
-    assert 0 < stats["gpu_state_nbytes"] <= 15 * MIB - stats["gpu_weight_nbytes"] - stats["gpu_gradient_nbytes"]
+    assert stats["gpu_state_nbytes"] > 0
+    if not torch.cuda.is_available():  # where memory that stands in for a device's has the capacity of the case
+        on_device = stats["gpu_weight_nbytes"] + stats["gpu_gradient_nbytes"] + stats["gpu_state_nbytes"]
+        assert on_device <= 15 * MIB
     assert stats["predicted_seconds"] is not None
     assert places[2] == 0, "state has left RAM for them"
     if places[1]:
@@ -408,7 +411,8 @@ def test_memory_stays_below_the_planned_peaks_and_close_to_them(one_rank: Any, n
         assert planned <= 1.25 * measured + OVERHEAD_NBYTES
     assert stats["pinned_peak_nbytes"] <= stats["planned_pinned_peak_nbytes"] <= planned
     on_device = stats["gpu_weight_nbytes"] + stats["gpu_gradient_nbytes"] + stats["gpu_state_nbytes"]
-    most_on_device = max(on_device, result["device_peak_nbytes"])
+    after_steps = (sum(nbytes) for nbytes in result.get("device_nbytes", ()))
+    most_on_device = max(on_device, result["device_peak_nbytes"], *after_steps)
     assert most_on_device <= stats["planned_gpu_peak_nbytes"]
-    if on_device:
-        assert stats["planned_gpu_peak_nbytes"] <= 1.25 * on_device
+    if most_on_device:
+        assert stats["planned_gpu_peak_nbytes"] <= 1.25 * most_on_device
