@@ -239,7 +239,7 @@ def _nothing_left_after_failure(engine: Any) -> Iterator[None]:
 def _refuse_our_weights(module: Any) -> None:
     """Stock DeepSpeed can do nothing with weights in TenCache's tiers."""
     from tencache_ds.errors import ConfigError
-    from tencache_ds.integration.param_swapper import swappers_of
+    from tencache_ds.integration.model_engines import swappers_of
 
     if swappers_of(module):
         raise ConfigError(

@@ -26,11 +26,11 @@ from tencache_ds.integration.current_stream import ask_for_streams_quickly
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.linear_layers import skip_autograd_without_gradients
+from tencache_ds.integration.model_engines import engines_for
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.module_hooks import lighten_hooks
 from tencache_ds.integration.ordered_gathers import finish_after_forward
 from tencache_ds.integration.outside_needs import outside_needs
-from tencache_ds.integration.param_swapper import engines_for
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.rank_gathers import gathers_as_usual
 from tencache_ds.integration.suspended_hooks import SuspendedHooks, is_free

@@ -33,10 +33,11 @@ DeepSpeed keeps two states per parameter: ``param.ds_status`` (is the gathered w
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -95,6 +96,8 @@ class ParamSwapper:
         self._changeable: set[int] = set()  # gathered by a user who may change them
         self._read: dict[int, bytes] = {}  # of these, digests of the shards as they were read
         self._stand_ins: dict[int, torch.Tensor] = {}
+        self._params: dict[int, weakref.ref[Any]] = {}
+        self._n_frozen = gc.get_freeze_count()
         self._copied: dict[int, Any] = {}  # their ds_tensor is a copy in GPU memory, until the gather is over
         self._bypassed_host: set[int] = set()  # gathered weights that never were in host memory
         self._lock = threading.RLock()
@@ -117,6 +120,7 @@ class ParamSwapper:
         resident = param.ds_persist or param.ds_numel <= self._persistence_threshold
         # Where a model asks for another one, as with torch.FloatTensor(...), DeepSpeed's shards have the model's dtype.
         dtype = self._dtype if param.is_floating_point() else param.dtype
+        self._params[param.ds_id] = weakref.ref(param)
         return self._weights.register(param.ds_id, name, numel, dtype, always_resident=resident)
 
     def swap_out_and_release(
@@ -397,8 +401,28 @@ class ParamSwapper:
             part = ParamSwapper(self.engine.split(keys), self._dtype, self._persistence_threshold)
             for param in params:
                 part._bypassed_host.update(self._bypassed_host & {param.ds_id})
+                if param.ds_id in self._params:
+                    part._params[param.ds_id] = self._params.pop(param.ds_id)
                 param.nvme_swapper = part
         return part
+
+    def drop_unused(self, candidates: Set[int]) -> None:
+        """Releases the weights among the candidates whose parameters are gone: a model that ties two of its weights
+        has created both. Parameters refer to themselves, so that most are there until garbage is collected."""
+        if gc.get_freeze_count() != self._n_frozen:  # what was frozen meanwhile cannot be looked at
+            return
+        gc.collect()
+        with self._lock:
+            gone = {key for key in candidates if (param := self._params.get(key)) is not None and param() is None}
+            if gone:  # copies of a parameter, as in a copy of the model, have its identifier
+                params = (each for each in gc.get_objects() if isinstance(each, torch.nn.Parameter))
+                gone -= {getattr(param, "ds_id", None) for param in params}
+            for key in gone:
+                for known in (self._exposed, self._copied_on, self._copied, self._stand_ins, self._read, self._params):
+                    known.pop(key, None)
+                self._bypassed_host.discard(key)
+                self._weights.give_back(key)
+            self._weights.drop(gone)
 
     def _stand_in(self, param: Any) -> torch.Tensor:
         """The placeholder in ``ds_tensor`` while the shard is not in memory: its shape in the memory of one element."""
@@ -412,30 +436,6 @@ class ParamSwapper:
     def _hide(self, param: Any) -> None:
         param.ds_tensor.data = self._stand_in(param)
         param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
-
-
-def swappers_of(module: torch.nn.Module) -> dict[ParamSwapper, list[Any]]:
-    """The swappers of a model's weights, each with its parameters: one per ``zero.Init`` context in which a part of the
-    model was made.
-    """
-    by_swapper: dict[ParamSwapper, list[Any]] = {}
-    for param in module.parameters():
-        swapper = getattr(param, "nvme_swapper", None)
-        if isinstance(swapper, ParamSwapper) and swapper.manages(param):
-            by_swapper.setdefault(swapper, []).append(param)
-    return by_swapper
-
-
-def engines_for(module: torch.nn.Module) -> list[TenCacheEngine]:
-    """The engines that hold a model's weights, ready to be claimed: where an unclaimed one also holds weights of other
-    models (actor and critic created in one ``zero.Init`` context), this model's weights get their own engine.
-    """
-    engines = []
-    for swapper, params in swappers_of(module).items():
-        alone = swapper.engine.weights.homes.keys == {param.ds_id for param in params}
-        part = swapper if alone or swapper.engine.claimant is not None else swapper.split(params)
-        engines.append(part.engine)
-    return engines
 
 
 def _close_from_any_thread(engine: TenCacheEngine) -> None:

@@ -24,11 +24,12 @@ from tencache_ds.integration.chunked_step import ChunkedStep
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
+from tencache_ds.integration.model_engines import engines_for
 from tencache_ds.integration.model_weights import ModelWeights
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import known_kinds, needed_states, updates_by_chunks
 from tencache_ds.integration.outside_needs import outside_needs, update_needs
-from tencache_ds.integration.param_swapper import ParamSwapper, engines_for
+from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.integration.rank_checks import agree_on_homes
 from tencache_ds.integration.shared_weights import SharedWeights
 from tencache_ds.memory.device_memory import DeviceMemory

@@ -91,6 +91,13 @@ class Home:
         self._source.give_back(memory)
         return memory.nbytes
 
+    def end(self) -> None:
+        """The weight is gone, and nothing refers to its shard any more: its host memory goes back."""
+        if self._source is not None and self.in_host_memory is not None:
+            self._source.give_back(self.in_host_memory)
+        self.free_unused()
+        self.memory = None
+
     # Relocation
 
     def to_device(self, memory: torch.Tensor, read: Callable[[], torch.Tensor] | None = None) -> None:

@@ -45,9 +45,18 @@ class WeightHomes:
             self._left_nbytes = self._budget()
         weight = Weight(key, name, numel, dtype, Home(None), CopyState.INITIAL)
         if always_resident or weight.nbytes <= self._left_nbytes:
-            self._left_nbytes -= 0 if always_resident else weight.nbytes
+            weight.counted = not always_resident
+            self._left_nbytes -= weight.nbytes if weight.counted else 0
             weight.home = Home(self._memory.take(weight.nbytes).view(dtype), self._memory)
             weight.copy = CopyState.NONE
+        return weight
+
+    def drop(self, key: int) -> Weight:
+        """Removes a weight and gives its memory back, which another one may have."""
+        weight = self.weights.pop(key)
+        if self._left_nbytes is not None and weight.counted:
+            self._left_nbytes += weight.nbytes
+        weight.home.end()
         return weight
 
     def holds(self, key: int) -> bool:

@@ -112,6 +112,7 @@ class Weight:
         prefetched: whether it was in memory, or being read, before it was requested.
         kept: whether it is staged still, from an earlier exposure.
         reader: of a staged weight that was exposed before: what still copies from its buffer.
+        counted: whether it has a part of the budget of resident weights.
     """
 
     key: int
@@ -127,6 +128,7 @@ class Weight:
     prefetched: bool = False
     kept: bool = False
     reader: CopyEvent | None = None
+    counted: bool = False
 
     @property
     def nbytes(self) -> int:

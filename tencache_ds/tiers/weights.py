@@ -144,6 +144,24 @@ class WeightTier:
             for weight in moved:
                 other._weights[weight.key] = self._weights.pop(weight.key)
 
+    def drop(self, keys: Iterable[int]) -> None:
+        """Removes weights whose parameters are gone; their memory and places on NVMe are given back.
+
+        Raises:
+            TenCacheError: a weight is in use.
+        """
+        with self._lock:
+            self._ordinary.settle(0)
+            for key in keys:
+                weight = self._weights[key]
+                if weight.unused:
+                    self._transfers.discard(weight)
+                if weight.copy is not CopyState.NONE:
+                    raise TenCacheError(f"weight {weight.name} cannot be dropped: it is {weight.copy.value}")
+                self.homes.drop(key)
+                if self._mover.store is not None and weight.extent is not None:
+                    self._mover.store.free(weight.extent)
+
     def begin_service(self, counters: Counters) -> None:
         """Starts a training: events are counted for it from now on. :meth:`use_pool` follows."""
         with self._lock:

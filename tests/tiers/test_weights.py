@@ -11,6 +11,7 @@ import torch
 
 from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.io import Operation
+from tencache_ds.layout import round_up
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall
 from tencache_ds.planning.size_classes import SizeClass
@@ -674,6 +675,30 @@ def test_weights_that_go_to_another_tier_keep_their_place(staged):
     other.close()
     assert staged.storage.store.nbytes_allocated == staged.tier.homes.allocated_nbytes
     staged.check_and_give_back(2)
+
+
+def test_dropped_weights_give_their_places_back(tmp_path):
+    bench = Bench(tmp_path, budget_nbytes=4 * LARGE)
+    bench.add(LARGE, LARGE, SMALL, SMALL)  # the first one is resident
+    bench.add(50_000, always_resident=True)
+    bench.use_pool()
+    bench.tier.read_ahead([1, 2])
+    resident, stored = bench.tier.homes.resident_nbytes, bench.tier.homes.allocated_nbytes
+    bench.check(3)
+    with pytest.raises(TenCacheError, match="w3 cannot be dropped: it is exposed"):
+        bench.tier.drop([3])
+    bench.tier.give_back(3)
+    bench.tier.drop([0, 1, 4])
+    assert bench.tier.homes.keys == {2, 3}
+    assert bench.tier.homes.resident_nbytes == resident - 4 * (LARGE + 50_000) == 0
+    assert bench.tier.homes.allocated_nbytes == stored - round_up(4 * LARGE)
+    assert bench.storage.store.nbytes_allocated == bench.tier.homes.allocated_nbytes
+    for key in (0, 1, 4):
+        del bench.values[key]
+    bench.check_and_give_back()
+    assert bench.tier.register(9, "w9", LARGE, torch.float32, always_resident=False).numel() == LARGE
+    assert bench.tier.homes.is_resident(9), "there is room for one again"
+    bench.close()
 
 
 def test_a_copy_takes_no_staging_buffer_and_changes_nothing(staged):

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines hold the weights of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tencache_ds.engine import TenCacheEngine
+from tencache_ds.integration.param_swapper import ParamSwapper
+
+
+def swappers_of(module: torch.nn.Module) -> dict[ParamSwapper, list[Any]]:
+    """The swappers of a model's weights, each with its parameters: one per ``zero.Init`` context in which a part of the
+    model was made.
+    """
+    by_swapper: dict[ParamSwapper, list[Any]] = {}
+    for param in module.parameters():
+        swapper = getattr(param, "nvme_swapper", None)
+        if isinstance(swapper, ParamSwapper) and swapper.manages(param):
+            by_swapper.setdefault(swapper, []).append(param)
+    return by_swapper
+
+
+def engines_for(module: torch.nn.Module) -> list[TenCacheEngine]:
+    """The engines that hold a model's weights, ready to be claimed: where an unclaimed one also holds weights of other
+    models (actor and critic created in one ``zero.Init`` context), this model's weights get their own engine. Weights
+    whose parameters no longer exist are released.
+    """
+    engines = []
+    for swapper, params in swappers_of(module).items():
+        homes, mine = swapper.engine.weights.homes, {param.ds_id for param in params}
+        if homes.keys != mine and swapper.engine.claimant is None:
+            swapper.drop_unused(homes.keys - mine)
+        alone = homes.keys == mine
+        part = swapper if alone or swapper.engine.claimant is not None else swapper.split(params)
+        engines.append(part.engine)
+    return engines
