@@ -86,7 +86,8 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to this file")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE",
-        help="also draw it, as PNG, SVG or PDF: bytes by place, and the step over RAM for several GPU memory sizes",
+        help="also draw it, as PNG, SVG or PDF: bytes by place, and the step over RAM for several GPU memory sizes; "
+        "of a running job what each layer keeps where",
     )  # fmt: skip
     parser.set_defaults(run=run, unset=vars(parser.parse_args([])))
 
@@ -123,7 +124,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     check_plot_file(arguments.plot)
     if arguments.job is not None:
         check_job_alone(arguments)
-        plan_job(arguments.job, arguments.seconds, arguments.json, console)
+        plan_job(arguments.job, arguments.seconds, arguments.json, arguments.plot, console)
         return 0
     numel = numel_of(arguments)
     from tencache_ds.io import free_nbytes
@@ -195,7 +196,7 @@ def check_job_alone(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: names them.
     """
-    meant_for_jobs = {"job", "seconds", "json"}
+    meant_for_jobs = {"job", "seconds", "json", "plot"}
     given = [
         f"--{name.replace('_', '-')}"
         for name, value in arguments.unset.items()

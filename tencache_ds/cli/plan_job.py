@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import time
@@ -18,6 +19,7 @@ from tencache_ds.cli.finding import format_nbytes
 from tencache_ds.cli.job_figures import latest_engine, stored_nbytes
 from tencache_ds.cli.jobs import as_it_is_now, find_job, ranks_here
 from tencache_ds.cli.plan_tables import MORE_NBYTES, format_step, places_table
+from tencache_ds.cli.residency_plot import by_layer, write_residency_plot
 from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.binding import NVME_STALLS
 from tencache_ds.observability.channel_client import Job
@@ -26,6 +28,9 @@ from tencache_ds.profiling.host_memory import available_nbytes
 
 POLL_S = 0.2
 """Between two looks at the job; of shorter steps some are missed."""
+
+ANSWER_S = 30.0
+"""Longest wait for where everything is."""
 
 WARM_UP_STEPS = 8
 """Until then places and step time still change."""
@@ -43,13 +48,14 @@ class _Rank:
     records: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-def plan_job(wanted: str, seconds: float, file: Path | None, console: Console) -> None:
+def plan_job(wanted: str, seconds: float, file: Path | None, plot: Path | None, console: Console) -> None:
     """Observes a job and prints the figures.
 
     Args:
         wanted: a pid or a run id; "" if only one job is running.
         seconds: how long to observe; a step that is longer counts when it was the last one before.
         file: also gets the figures, as JSON; None for no file.
+        plot: also gets a drawing of what is where, layer by layer; None for no drawing.
         console: for the output.
 
     Raises:
@@ -67,6 +73,21 @@ def plan_job(wanted: str, seconds: float, file: Path | None, console: Console) -
             "rows": [[asdict(each) for each in row] for row in rows],
         }
         file.write_text(json.dumps(content, indent=2) + "\n")
+    if plot is not None:
+        _draw(job, plot, console)
+
+
+def _draw(job: Job, plot: Path, console: Console) -> None:
+    ranks = []
+    for process in job.processes:
+        request = {"command": "residency", "engine": latest_engine(process)["number"]}
+        with contextlib.closing(process.endpoint.ask(request, ANSWER_S)) as answer:
+            line = answer.next()
+        if line is None:
+            raise TenCacheError(f"rank {process.rank} of job {job.run_id} has ended")
+        ranks.append(line["weights"])
+    write_residency_plot(plot, f"Run {job.run_id}, {ranks_here(job)}: where everything lives", by_layer(ranks))
+    console.print(f"layers drawn in {plot}", highlight=False, soft_wrap=True)
 
 
 def _observe(job: Job, seconds: float) -> list[_Rank]:

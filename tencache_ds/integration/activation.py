@@ -161,7 +161,7 @@ def activate() -> None:
             if not hasattr(configured, "tencache"):
                 inference.complete(configured, self, options)
         if hasattr(configured, "tencache"):
-            observatory.add(configured.tencache, self.module)
+            observatory.add(configured.tencache, self.module, configured)
             _announce(configured.tencache, self._config, time.perf_counter() - t_start_s)
         else:
             _announce_nothing_to_do(options)

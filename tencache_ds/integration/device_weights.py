@@ -38,7 +38,7 @@ class DeviceWeights:
         shards = []
         for key, param in self._params.items():
             stored = in_tier(param) and param.nvme_swapper.stored(param)
-            shards.append(Shard(key, _nbytes(param), stored, in_tier(param) and not stored))
+            shards.append(Shard(key, shard_nbytes(param), stored, in_tier(param) and not stored))
         return shards
 
     def to_device(self, key: int, memory: torch.Tensor) -> None:
@@ -93,6 +93,19 @@ def lies_on_device(param: Any) -> bool:
     return _has_plain_shard(param) and not in_tier(param) and _on_device(param.ds_tensor)
 
 
+def place_of(param: Any) -> Place:
+    """Where the shard of a weight lives between two uses."""
+    if in_tier(param):
+        home: Home = param.nvme_swapper.engine.weights.homes.of(param.ds_id)
+        return home.place
+    return Place.GPU if _on_device(param.ds_tensor) else Place.HOST
+
+
+def shard_nbytes(param: Any) -> int:
+    """Bytes of this rank's shard of a weight."""
+    return int(param.ds_tensor.ds_numel) * param.ds_tensor.element_size()
+
+
 def _is_movable(param: Any) -> bool:
     """Whether DeepSpeed keeps a plain shard of it off the device, and no second one or quantized values."""
     return _has_plain_shard(param) and (in_tier(param) or not _on_device(param.ds_tensor))
@@ -108,7 +121,3 @@ def _has_plain_shard(param: Any) -> bool:
 def _on_device(shard: torch.Tensor) -> bool:
     """Without a device, host memory is none."""
     return not get_accelerator().is_synchronized_device() and bool(get_accelerator().on_accelerator(shard))
-
-
-def _nbytes(param: Any) -> int:
-    return int(param.ds_tensor.ds_numel) * param.ds_tensor.element_size()

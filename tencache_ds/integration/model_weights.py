@@ -146,6 +146,11 @@ class ModelWeights:
         params = self._groups[chunk.sub_group]
         return [params[overlap.segment].ds_id for overlap in self._overlaps(chunk)]
 
+    def elements_of(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """``(weight, number of elements)`` of the weights that a chunk has elements of."""
+        params = self._groups[chunk.sub_group]
+        return [(params[overlap.segment].ds_id, overlap.numel) for overlap in self._overlaps(chunk)]
+
     def in_use(self) -> frozenset[int]:
         """The weights whose new values are visible without a gather, or that are not in host memory: persistent ones,
         and those that are gathered now."""

@@ -16,15 +16,17 @@ import socket
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.agreement import agreed
+from tencache_ds.integration.residency import residency
 from tencache_ds.observability import tracing
 from tencache_ds.observability.channel import Channel, Client
 from tencache_ds.observability.recording import RankRecording
@@ -39,11 +41,14 @@ POLL_S = 0.25
 
 _ATTEMPTS = 3
 
+_Seen = TypeVar("_Seen")
+
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
     session: weakref.ref[Session]
     module: weakref.ref[Any]
+    optimizer: weakref.ref[Any]
 
 
 class Observatory:
@@ -61,8 +66,13 @@ class Observatory:
         self.run_id = ""
         """The same for all ranks of the job, and for no other job; "" before the first engine."""
 
-    def add(self, session: Session, module: Any) -> None:
+    def add(self, session: Session, module: Any, optimizer: Any) -> None:
         """Makes an engine visible. Every rank of the job calls it, on the training thread.
+
+        Args:
+            session: of the engine.
+            module: its model.
+            optimizer: what DeepSpeed calls so; without an optimizer, its offload object.
 
         Raises:
             AgreementError: not all of them do.
@@ -73,7 +83,7 @@ class Observatory:
             self.run_id = agreed("the identifier of the run", _new_run_id(), lambda ids: ids[0])
         with self._lock:
             number = next(self._numbers)
-            self._engines[number] = _Observed(weakref.ref(session), weakref.ref(module))
+            self._engines[number] = _Observed(weakref.ref(session), weakref.ref(module), weakref.ref(optimizer))
             session.after_close = functools.partial(self._remove, number)
             if self._channel is None:
                 try:
@@ -105,6 +115,8 @@ class Observatory:
             client.send(self.snapshot())
         elif command == "trace":
             self._trace(request, client)
+        elif command == "residency":
+            client.send({"weights": self._residency(int(request["engine"]))})
         else:
             raise TenCacheError(f"there is no command {command!r} in this version of tencache_ds")
 
@@ -123,11 +135,20 @@ class Observatory:
                     "number": number,
                     "steps": session.counters.n_steps,
                     "seconds_in_step": session.counters.seconds_in_step,
-                    "stats": asdict(_figures(session)),
+                    "stats": asdict(_retried(session.look)),
                 }
                 for number, (session, _) in self._open().items()
             ],
         }
+
+    def _residency(self, number: int) -> dict[str, Any]:
+        """See :func:`tencache_ds.integration.residency.residency`."""
+        with self._lock:
+            observed = self._engines.get(number)
+        module, optimizer = (None, None) if observed is None else (observed.module(), observed.optimizer())
+        if module is None or optimizer is None:
+            raise TenCacheError(f"engine {number} was destroyed")
+        return _retried(lambda: residency(module, optimizer))
 
     def _trace(self, request: dict[str, Any], client: Client) -> None:
         session, module = self._open().get(int(request["engine"]), (None, None))
@@ -201,11 +222,12 @@ def trace_to_file(session: Session, path: str | os.PathLike[str], steps: int) ->
     return trace
 
 
-def _figures(session: Session) -> Any:
+def _retried(look: Callable[[], _Seen]) -> _Seen:
+    """What a look gives that fails where weights or chunks come or go meanwhile."""
     for _ in range(_ATTEMPTS):
-        with contextlib.suppress(RuntimeError):  # weights or chunks came or went meanwhile
-            return session.look()
-    return session.look()
+        with contextlib.suppress(RuntimeError):
+            return look()
+    return look()
 
 
 def _named(module: Any, names: str) -> dict[str, str]:

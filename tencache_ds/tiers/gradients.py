@@ -167,6 +167,14 @@ class GradientTier:
         """Whether a weight's gradient is accumulated in device memory."""
         return key in self._on_device
 
+    def accumulates(self, key: int) -> bool:
+        """Whether a weight has a gradient here."""
+        return key in self._segments
+
+    def nbytes_of(self, key: int) -> int:
+        """Bytes of a weight's accumulated gradient."""
+        return self._segments[key].numel * self.dtype.itemsize
+
     def segment(self, key: int) -> torch.Tensor:
         """A weight's accumulated gradient, where it is accumulated."""
         if key in self._on_device:

@@ -120,6 +120,11 @@ class OptimizerStateTier:
         group = self._groups[sub_group]
         return tuple(group.place(chunk) for chunk in group.chunks)
 
+    def nbytes_of(self, chunk: Chunk) -> int:
+        """Bytes that a chunk takes where it lives: fewer than it has, where its master weights are split."""
+        extent = self._groups[chunk.sub_group].extents.get(chunk.index)
+        return chunk.nbytes if extent is None else extent.nbytes
+
     def on_device(self, chunk: Chunk) -> bool:
         """Whether a chunk lives in device memory."""
         return chunk.index in self._groups[chunk.sub_group].device

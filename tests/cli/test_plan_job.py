@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tencache_ds.cli import main, plan_job
+from tencache_ds.cli import main, plan_job, residency_plot
+from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.channel import Channel
 from tencache_ds.observability.counters import Stats, StepRecord
 from tencache_ds.observability.paths import Contents, PathStats
@@ -129,6 +130,46 @@ def test_the_slowest_rank_counts_and_bytes_add_up(capsys: pytest.CaptureFixture[
     assert "+ 8.0 GiB 28.6 6.03 s" in printed  # nothing of the first is left on NVMe
 
 
+def test_what_each_layer_keeps_where_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def places(*nbytes: int) -> dict[str, list[int]]:
+        return {"weights": list(nbytes), "gradients": [nbytes[0], 0, 0], "optimizer state": [0, 0, 6 * sum(nbytes)]}
+
+    weights = {
+        "model.embed_tokens.weight": places(GIB, 0, 0),
+        **{f"model.layers.{layer}.mlp.{name}.weight": places(0, GIB, 0) for layer in range(12) for name in "ud"},
+        "lm_head.weight": places(0, 0, GIB),
+        "scale": places(0, 4, 0),
+    }
+
+    def answer(request: dict[str, Any], client: Any) -> None:
+        looks_at_places = request["command"] == "residency" and request["engine"] == 0
+        client.send({"weights": weights} if looks_at_places else snapshot(record(20, 10.8, 20 * GIB)))
+
+    file = tmp_path / "places.svg"
+    with closing(Channel(answer)):
+        assert main(["plan", "--job", "--seconds", "0.1", "--plot", str(file)]) == 0
+    assert f"layers drawn in {file}" in printed_of(capsys)
+    drawn = file.read_text()
+    for expected in ("model.layers.11", "lm_head", "GPU memory", "RAM", "NVMe", "26.00 GiB", "156.00 GiB"):
+        assert f"<!-- {expected}" in drawn or f", {expected} -->" in drawn, expected
+    layers = residency_plot.by_layer([weights, weights])
+    assert list(layers) == ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(12)), "lm_head", "scale"]
+    assert layers["model.layers.3"]["weights"] == [0, 4 * GIB, 0]
+
+
+def test_a_job_of_an_earlier_version_cannot_say_what_is_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(request: dict[str, Any], client: Any) -> None:
+        if request["command"] == "residency":
+            raise TenCacheError("there is no command 'residency' in this version of tencache_ds")
+        client.send(snapshot(record(20, 10.8, 20 * GIB)))
+
+    with closing(Channel(answer)):
+        assert main(["plan", "--job", "--seconds", "0.1", "--plot", str(tmp_path / "places.png")]) == 1
+    assert "there is no command 'residency'" in capsys.readouterr().err
+
+
 def test_nothing_on_nvme(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(lambda: snapshot(record(5, 1.3, 0), stored_nbytes=0, steps=5)):
         assert main(["plan", "--job", "--seconds", "0.1"]) == 0
@@ -159,7 +200,7 @@ def test_the_job_ends_while_it_is_observed(capsys: pytest.CaptureFixture[str]) -
 def test_a_job_is_not_described_by_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "--job", "--params", "7B", "--micro-batch", "4", "--plot", str(tmp_path / "plan.png")]
     assert main(argv) == 1
-    assert "leave --params, --micro-batch, --plot out" in capsys.readouterr().err
+    assert "leave --params, --micro-batch out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("gib", "amounts"), [(0, [0]), (4, [0, 2, 4]), (12, [0, 8, 12]), (40, [0, 8, 16, 40])])

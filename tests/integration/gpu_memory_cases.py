@@ -28,6 +28,7 @@ from peak_sampling import HostPeak
 from tencache_ds import gpu_homes, session, state_building
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.integration import gpu_building, stage3_building
+from tencache_ds.integration.residency import residency
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.profiling.fetch_waits import FetchRecorder, FetchWait
@@ -188,6 +189,7 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
     if engine == "tencache":
         result["modules_without_hooks"] = followed.modules_without_hooks
         result["measured"] = followed.measured
+        result["residency"] = followed.residency
         result["waits"] = [dataclasses.asdict(wait) for wait in RememberedRecorder.waits_of_last]
     if "peak" in case:
         result["host_peak_nbytes"], result["device_peak_nbytes"] = peak.nbytes, peak.device_peak_nbytes
@@ -220,6 +222,8 @@ class Followed:
         self._hook = hook
         self.measured = False
         """Whether activations were moved in order to measure what that costs."""
+        self.residency: dict[str, list[int]] = {}
+        """After the last step: the bytes of each kind by place, summed over the weights."""
         self.modules_without_hooks: list[int] = []
         """After each step: how many run without DeepSpeed's hooks."""
 
@@ -228,6 +232,9 @@ class Followed:
             self._hook(engine, step)
         competing = engine.optimizer.tencache.competing_activations
         self.measured = self.measured or (competing is not None and competing.auto.waits is not None)
+        by_weight = residency(engine.module, engine.optimizer).values()
+        for kind in ("weights", "gradients", "optimizer state"):
+            self.residency[kind] = [sum(places) for places in zip(*(each[kind] for each in by_weight), strict=True)]
         suspended = getattr(engine.optimizer, "_suspended", None)
         self.modules_without_hooks.append(0 if suspended is None else len(suspended.modules))
 

@@ -375,6 +375,30 @@ def test_chunks_have_moved(one_rank: Any, name: str) -> None:
     assert one_rank.result(name, "tencache")["moved"] > 50
 
 
+@pytest.mark.parametrize("name", [*MOVES, *PARTS])
+def test_the_places_of_weights_add_up_to_the_figures(one_rank: Any, name: str) -> None:
+    result = one_rank.result(name, "tencache")
+    stats, residency = result["stats"], result["residency"]
+    stored = {content["kind"]: content["nbytes"] for path in stats["paths"] for content in path["contents"]}
+    on_gpu, _, on_nvme = residency["weights"]
+    if torch.cuda.is_available():
+        assert on_gpu == stats["gpu_weight_nbytes"]
+    elif "offload_param" not in case_of(name):  # DeepSpeed's own shards are in ordinary memory wherever they are
+        assert stats["gpu_weight_nbytes"] - 2**18 <= on_gpu <= stats["gpu_weight_nbytes"]
+    # Those in GPU memory keep the extents that they return to.
+    assert on_nvme <= stored.get("weights", 0) <= on_nvme + on_gpu
+    assert residency["gradients"][0] == stats["gpu_gradient_nbytes"]
+    assert residency["optimizer state"] == [
+        stats["gpu_state_nbytes"],
+        pytest.approx(stats["resident_state_nbytes"], abs=2**14),  # whole sub-groups are not padded
+        stored.get("optimizer", 0),
+    ]
+
+
+def case_of(name: str) -> dict[str, Any]:
+    return (MOVES | PARTS)[name]
+
+
 @pytest.mark.parametrize("name", SHRINKS)
 def test_memory_that_training_needs_is_given_back(one_rank: Any, name: str) -> None:
     actual = one_rank.result(name, "tencache")["device_nbytes"]

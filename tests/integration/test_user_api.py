@@ -279,6 +279,7 @@ def test_a_running_job_is_traced_watched_and_planned(ranks: str, request: pytest
     assert title in seen["plan printed"]
     assert "a step takes" in seen["plan printed"]
     assert "RAM per rank beyond what the job has now" in seen["plan printed"]
+    assert "optimizer state, 0.0" in Path(seen["plan drawn"]).read_text(), "of a model this small"
     contents = json.loads(Path(seen["trace"]).read_text())
     for track in check_format(contents).values():
         assert_nested(track)

@@ -1095,7 +1095,8 @@ def observed(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         pid, steps = str(os.getpid()), str(TRACED_STEPS)
         watching = subprocess.Popen([*command, "watch", "--once", pid], env=environment, **pipes)
-        plan = ["plan", "--job", pid, "--seconds", "0.5"]
+        s.seen["plan drawn"] = os.path.join(folder, f"plan_{world_size}.svg")
+        plan = ["plan", "--job", pid, "--seconds", "0.5", "--plot", s.seen["plan drawn"]]
         planning = subprocess.Popen([*command, *plan], env=environment, **pipes)
         tracing = subprocess.Popen(
             [*command, "trace", pid, "--steps", steps, "--output", trace_file], env=environment, **pipes
