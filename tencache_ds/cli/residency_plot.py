@@ -59,7 +59,7 @@ def write_residency_plot(path: Path, title: str, layers: Residency) -> None:
             axes.barh(rows, widths, left=left, color=colour, label=name, height=0.8)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.set_title(f"{kind}, {sum(left):.2f} GiB", fontsize=8.5, color=INK, loc="left")
-        axes.set_xlim(0, 1.05 * max(*left, 1e-9))
+        axes.set_xlim(0, 1.05 * max([*left, 1e-9]))
         axes.set_xlabel("GiB per layer")
         axes.set_yticks(rows, layers)
         axes.set_ylim(len(layers) - 0.4, -0.6)

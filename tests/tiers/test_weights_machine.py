@@ -52,10 +52,8 @@ class WeightMachine(RuleBasedStateMachine):
         self.updating: dict[int, torch.Tensor] = {}
         self.overwriting: dict[int, torch.Tensor] = {}
         self.events: list[ManualEvent] = []
-        for key, (numel, dtype) in enumerate(SHAPES):
-            self.values[key] = self.new_value(key)
-            self.tier.register(key, f"w{key}", numel, dtype, always_resident=False).copy_(self.values[key])
-            self.tier.store_initial(key)
+        for key in range(len(SHAPES)):
+            self.create(key)
         self.tier.use_pool(self.storage.pool)
         self.tier.set_trainable(range(0, len(SHAPES), 2))
 
@@ -73,6 +71,12 @@ class WeightMachine(RuleBasedStateMachine):
         self.seed += 1
         numel, dtype = SHAPES[key]
         return numbers(numel, dtype, self.seed)
+
+    def create(self, key: int) -> None:
+        numel, dtype = SHAPES[key]
+        self.values[key] = self.new_value(key)
+        self.tier.register(key, f"w{key}", numel, dtype, always_resident=False).copy_(self.values[key])
+        self.tier.store_initial(key)
 
     @rule(keys=KEYS)
     def read_ahead(self, keys: list[int]) -> None:
@@ -184,6 +188,7 @@ class WeightMachine(RuleBasedStateMachine):
         for event in self.events:
             event.done = True
         self.storage.assert_idle()
+        assert self.storage.store.nbytes_allocated == self.tier.homes.allocated_nbytes
         for key, value in self.values.items():
             assert torch.equal(self.tier.expose([key])[0], value)
             self.tier.give_back(key)
@@ -201,6 +206,24 @@ class WeightMachine(RuleBasedStateMachine):
             other.give_back(key)
         assert other.homes.keys == set(keys)
         other.hand_over(keys, self.tier)
+
+    @rule(key=KEY)
+    def be_replaced(self, key: int) -> None:
+        """A weight is dropped and another one is made, which has as much of the budget."""
+        weight = self.tier._weights[key]
+        if weight.buffer is not None and not weight.unused:
+            with pytest.raises(TenCacheError, match=f"w{key} cannot be dropped"):
+                self.tier.drop([key])
+            return
+        self.exposed.pop(key, None)  # of a resident one
+        was_resident, allocated = self.tier.homes.is_resident(key), self.tier.homes.allocated_nbytes
+        self.tier.drop([key])
+        assert not self.tier.homes.holds(key)
+        assert self.tier.homes.allocated_nbytes <= allocated
+        self.create(key)
+        assert self.tier.homes.is_resident(key) == was_resident
+        assert self.tier.homes.allocated_nbytes == allocated
+        self.tier.set_trainable(range(0, len(SHAPES), 2))
 
     @rule(key=KEY)
     def read(self, key: int) -> None:
