@@ -156,7 +156,9 @@ class WeightTier:
                 weight = self._weights[key]
                 if weight.unused:
                     self._transfers.discard(weight)
-                if weight.copy is not CopyState.NONE:
+                elif weight.copy is CopyState.INITIAL:  # an error came before its first value
+                    self._transfers.end_buffer(weight)
+                elif weight.copy is not CopyState.NONE:
                     raise TenCacheError(f"weight {weight.name} cannot be dropped: it is {weight.copy.value}")
                 self.homes.drop(key)
                 if self._mover.store is not None and weight.extent is not None:

@@ -696,6 +696,11 @@ def test_dropped_weights_give_their_places_back(tmp_path):
     for key in (0, 1, 4):
         del bench.values[key]
     bench.check_and_give_back()
+    in_use = bench.transient.nbytes_in_use
+    bench.tier.register(8, "w8", 2 * LARGE, torch.float32, always_resident=False)
+    assert bench.transient.nbytes_in_use > in_use
+    bench.tier.drop([8])  # without its first value
+    assert bench.transient.nbytes_in_use == in_use
     assert bench.tier.register(9, "w9", LARGE, torch.float32, always_resident=False).numel() == LARGE
     assert bench.tier.homes.is_resident(9), "there is room for one again"
     bench.close()
