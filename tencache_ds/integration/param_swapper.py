@@ -415,8 +415,9 @@ class ParamSwapper:
         with self._lock:
             gone = {key for key in candidates if (param := self._params.get(key)) is not None and param() is None}
             if gone:  # copies of a parameter, as in a copy of the model, have its identifier
-                params = (each for each in gc.get_objects() if isinstance(each, torch.nn.Parameter))
-                gone -= {getattr(param, "ds_id", None) for param in params}
+                # By their types: isinstance() asks the objects themselves, and some of them warn or import something.
+                tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+                gone -= {getattr(tensor, "ds_id", None) for tensor in tensors}
             for key in gone:
                 for known in (self._exposed, self._copied_on, self._copied, self._stand_ins, self._read, self._params):
                     known.pop(key, None)
