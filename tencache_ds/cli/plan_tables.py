@@ -12,6 +12,9 @@ from tencache_ds.cli.finding import format_nbytes
 MORE_NBYTES = 8 * 2**30
 """The step of memory whose worth is shown."""
 
+PLACES = ("GPU memory", "RAM", "NVMe")
+"""In the order of :class:`tencache_ds.items.Place`."""
+
 
 def places_table(where: str, rows: Iterable[tuple[str, tuple[int, int, int]]]) -> Table:
     """Bytes by kind and place.
@@ -22,7 +25,7 @@ def places_table(where: str, rows: Iterable[tuple[str, tuple[int, int, int]]]) -
     """
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column(where)
-    for name in ("GPU memory", "RAM", "NVMe"):
+    for name in PLACES:
         table.add_column(name, justify="right")
     for name, sizes in rows:
         table.add_row(name, *map(format_nbytes, sizes))

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from tencache_ds.cli.plan_tables import PLACES
 from tencache_ds.plotting import BLUE, DPI, INK, ORANGE, VERMILION, bare, new_figure
 
 GIB = 2**30
-PLACES = {"GPU memory": BLUE, "RAM": ORANGE, "NVMe": VERMILION}
-"""In the order of :class:`tencache_ds.items.Place`."""
+COLOURS = (BLUE, ORANGE, VERMILION)
+"""Of :data:`PLACES`."""
 
 KINDS = ("weights", "gradients", "optimizer state")
 
@@ -54,7 +55,7 @@ def write_residency_plot(path: Path, title: str, layers: Residency) -> None:
     rows = range(len(layers))
     for axes, kind in zip(figure.subplots(1, len(KINDS), sharey=True), KINDS, strict=True):
         left = [0.0] * len(layers)
-        for place, (name, colour) in enumerate(PLACES.items()):
+        for place, (name, colour) in enumerate(zip(PLACES, COLOURS, strict=True)):
             widths = [kinds[kind][place] / GIB for kinds in layers.values()]
             axes.barh(rows, widths, left=left, color=colour, label=name, height=0.8)
             left = [start + width for start, width in zip(left, widths, strict=True)]

@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from tencache_ds.integration import rank_gathers
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.fetches import FetchingCoordinator
-from tencache_ds.integration.module_weights import awaited_of, has_weights, is_leaf, params_of, shard_nbytes
+from tencache_ds.integration.module_weights import awaited_of, has_weights, is_leaf, nbytes_by_id, params_of
 from tencache_ds.integration.ordered_gathers import OrderedGathers
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.integration.suspended_hooks import before_release
@@ -127,7 +127,7 @@ class TenCacheCoordinator(FetchingCoordinator):
         if forward and self.fetched_for_forward is not None:
             self.fetched_for_forward(current_submodule)
         if recorder is not None:
-            recorder.after_fetch(shard_nbytes(params.values()), awaited)
+            recorder.after_fetch(nbytes_by_id(params.values()), awaited)
         if self._tencache_swappers:
             needed = {param.ds_id for param in stored}
             with self._tencache_lock:
@@ -185,7 +185,7 @@ class TenCacheCoordinator(FetchingCoordinator):
             ):
                 self._release(param)
         if recorder is not None:
-            recorder.after_release(shard_nbytes(params.values()))
+            recorder.after_release(nbytes_by_id(params.values()))
 
     def _release(self, param: Any) -> None:
         """Releases the gathered value of a parameter."""
@@ -226,7 +226,7 @@ class TenCacheCoordinator(FetchingCoordinator):
         issued = [param for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
         recorder.before_gather()
         self._start_gathers(params, forward, quantize)
-        recorder.after_gather(shard_nbytes(issued))
+        recorder.after_gather(nbytes_by_id(issued))
 
     def _start_gathers(self, params: Any, forward: bool, quantize: bool) -> None:
         if self.gathers_as_usual and not quantize and self._gather_from_ranks(params):

@@ -14,7 +14,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
-from tencache_ds.integration.model_weights import ModelWeights, in_tier
+from tencache_ds.integration.model_weights import ModelWeights, home_in_tier, in_tier
+from tencache_ds.integration.module_weights import shard_nbytes
 from tencache_ds.items import Place
 from tencache_ds.tiers.weight_home import Home
 from tencache_ds.weight_moves import Shard
@@ -85,7 +86,7 @@ class DeviceWeights:
     def _home_of(self, key: int) -> Home | None:
         """The home of a weight; None of one of DeepSpeed's own that is where DeepSpeed has put it."""
         param = self._params[key]
-        return param.nvme_swapper.engine.weights.homes.of(key) if in_tier(param) else self._own.get(key)
+        return home_in_tier(param) if in_tier(param) else self._own.get(key)
 
 
 def lies_on_device(param: Any) -> bool:
@@ -96,14 +97,8 @@ def lies_on_device(param: Any) -> bool:
 def place_of(param: Any) -> Place:
     """Where the shard of a weight lives between two uses."""
     if in_tier(param):
-        home: Home = param.nvme_swapper.engine.weights.homes.of(param.ds_id)
-        return home.place
+        return home_in_tier(param).place
     return Place.GPU if _on_device(param.ds_tensor) else Place.HOST
-
-
-def shard_nbytes(param: Any) -> int:
-    """Bytes of this rank's shard of a weight."""
-    return int(param.ds_tensor.ds_numel) * param.ds_tensor.element_size()
 
 
 def _is_movable(param: Any) -> bool:

@@ -31,9 +31,10 @@ def engines_for(module: torch.nn.Module) -> list[TenCacheEngine]:
     engines = []
     for swapper, params in swappers_of(module).items():
         homes, mine = swapper.engine.weights.homes, {param.ds_id for param in params}
+        part = swapper
         if homes.keys != mine and swapper.engine.claimant is None:
             swapper.drop_unused(homes.keys - mine)
-        alone = homes.keys == mine
-        part = swapper if alone or swapper.engine.claimant is not None else swapper.split(params)
+            if homes.keys != mine:
+                part = swapper.split(params)
         engines.append(part.engine)
     return engines

@@ -24,6 +24,12 @@ def in_tier(param: Any) -> bool:
     return isinstance(param.nvme_swapper, ParamSwapper) and param.nvme_swapper.manages(param)
 
 
+def home_in_tier(param: Any) -> Home:
+    """The home of a weight whose shard is :func:`in_tier`."""
+    home: Home = param.nvme_swapper.engine.weights.homes.of(param.ds_id)
+    return home
+
+
 class ModelWeights:
     """Shards of this rank by sub-group; a :class:`~tencache_ds.tiers.weight_writer.WeightWriter`. Used by the training
     thread.
@@ -80,8 +86,7 @@ class ModelWeights:
         if param.ds_id not in self._sub_group_of:
             return None
         if in_tier(param):
-            home: Home = param.nvme_swapper.engine.weights.homes.of(param.ds_id)
-            return home.in_host_memory
+            return home_in_tier(param).in_host_memory
         return param.ds_tensor.data if param.ds_tensor.device.type == "cpu" else None
 
     def sub_group_of(self, key: int) -> int | None:

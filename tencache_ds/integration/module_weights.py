@@ -41,6 +41,11 @@ def awaited_of(params: dict[int, Any]) -> list[int]:
     return [key for key, param in params.items() if param.ds_status is not ZeroParamStatus.AVAILABLE]
 
 
-def shard_nbytes(params: Iterable[Any]) -> dict[int, int]:
-    """By id, the bytes of this rank's shards."""
-    return {param.ds_id: int(param.ds_tensor.ds_numel) * param.ds_tensor.element_size() for param in params}
+def shard_nbytes(param: Any) -> int:
+    """Bytes of this rank's shard of a weight."""
+    return int(param.ds_tensor.ds_numel) * param.ds_tensor.element_size()
+
+
+def nbytes_by_id(params: Iterable[Any]) -> dict[int, int]:
+    """:func:`shard_nbytes` of each."""
+    return {param.ds_id: shard_nbytes(param) for param in params}

@@ -101,11 +101,22 @@ class Observatory:
         if channel is not None:
             channel.close()
 
-    def _open(self) -> dict[int, tuple[Session, Any]]:
-        """The engines that have not been destroyed, by number."""
+    def _open(self) -> dict[int, tuple[Session, Any, Any]]:
+        """Session, module and optimizer of the engines that have not been destroyed, by number."""
         with self._lock:
-            alive = {number: (each.session(), each.module()) for number, each in self._engines.items()}
-        return {number: (s, module) for number, (s, module) in alive.items() if s is not None and not s.closed}
+            alive = {n: (each.session(), each.module(), each.optimizer()) for n, each in self._engines.items()}
+        return {n: engine for n, engine in alive.items() if engine[0] is not None and not engine[0].closed}
+
+    def _engine(self, number: int) -> tuple[Session, Any, Any]:
+        """One of them.
+
+        Raises:
+            TenCacheError: it was destroyed.
+        """
+        engine = self._open().get(number)
+        if engine is None:
+            raise TenCacheError(f"engine {number} was destroyed")
+        return engine
 
     # Answers
 
@@ -137,23 +148,19 @@ class Observatory:
                     "seconds_in_step": session.counters.seconds_in_step,
                     "stats": asdict(_retried(session.look)),
                 }
-                for number, (session, _) in self._open().items()
+                for number, (session, *_) in self._open().items()
             ],
         }
 
     def _residency(self, number: int) -> dict[str, Any]:
         """See :func:`tencache_ds.integration.residency.residency`."""
-        with self._lock:
-            observed = self._engines.get(number)
-        module, optimizer = (None, None) if observed is None else (observed.module(), observed.optimizer())
+        _, module, optimizer = self._engine(number)
         if module is None or optimizer is None:
-            raise TenCacheError(f"engine {number} was destroyed")
+            raise TenCacheError(f"the model of engine {number} is gone")
         return _retried(lambda: residency(module, optimizer))
 
     def _trace(self, request: dict[str, Any], client: Client) -> None:
-        session, module = self._open().get(int(request["engine"]), (None, None))
-        if session is None:
-            raise TenCacheError(f"engine {request['engine']} was destroyed")
+        session, module, _ = self._engine(int(request["engine"]))
         after_step, n_steps = int(request["after_step"]), int(request["steps"])
         if session.counters.n_steps >= after_step:
             client.send({"late": session.counters.n_steps})
@@ -191,7 +198,7 @@ class Observatory:
 
     def module_of(self, session: Session) -> Any:
         """The model of an engine; None if it is gone."""
-        return next((module for other, module in self._open().values() if other is session), None)
+        return next((module for other, module, _ in self._open().values() if other is session), None)
 
 
 observatory = Observatory()

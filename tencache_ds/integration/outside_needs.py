@@ -13,6 +13,7 @@ import torch
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.gpu_limit import limit_nbytes
 from tencache_ds.integration.model_weights import in_tier
+from tencache_ds.integration.module_weights import shard_nbytes
 from tencache_ds.integration.optimizers import known_kinds, updates_by_chunks
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.peak_memory import OutsideNeeds, OwnShard
@@ -48,7 +49,7 @@ def outside_needs(
     """
     updated = {param.ds_id for param in itertools.chain.from_iterable(groups)}
     shards = [
-        OwnShard(int(param.ds_tensor.ds_numel) * param.ds_tensor.element_size(), param.ds_id in updated)
+        OwnShard(shard_nbytes(param), param.ds_id in updated)
         for param in module.parameters()
         if not in_tier(param) and param.ds_tensor.device.type == "cpu"
     ]

@@ -418,11 +418,11 @@ class ParamSwapper:
                 # By their types: isinstance() asks the objects themselves, and some of them warn or import something.
                 tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
                 gone -= {getattr(tensor, "ds_id", None) for tensor in tensors}
-            for key in gone:
-                for known in (self._exposed, self._copied_on, self._copied, self._stand_ins, self._read, self._params):
-                    known.pop(key, None)
-                self._bypassed_host.discard(key)
-                self._weights.give_back(key)
+            for key in gone:  # what is in use has its parameter
+                del self._params[key]
+                self._stand_ins.pop(key, None)
+                self._copied_on.pop(key, None)
+            self._bypassed_host -= gone
             self._weights.drop(gone)
 
     def _stand_in(self, param: Any) -> torch.Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from tencache_ds.integration.device_weights import place_of, shard_nbytes
+from tencache_ds.integration.device_weights import place_of
+from tencache_ds.integration.module_weights import shard_nbytes
 from tencache_ds.items import Place
 
 
@@ -38,11 +39,11 @@ def residency(module: Any, optimizer: Any) -> dict[str, dict[str, list[int]]]:
         if gradients is not None and gradients.accumulates(param.ds_id):
             place = Place.GPU if gradients.on_device(param.ds_id) else Place.HOST
             gradient[place] = gradients.nbytes_of(param.ds_id)
-        result[name] = {"weights": weight, "gradients": gradient, "optimizer state": state[param.ds_id]}
+        result[name] = {"weights": weight, "gradients": gradient, "optimizer state": [*map(round, state[param.ds_id])]}
     return result
 
 
-def _state(optimizer: Any) -> defaultdict[int, list[int]]:
+def _state(optimizer: Any) -> defaultdict[int, list[float]]:
     """Bytes of optimizer state by place for each weight; a chunk's are divided by its elements."""
     by_key: defaultdict[int, list[float]] = defaultdict(lambda: [0.0] * len(Place))
     tier, weights = getattr(optimizer, "_state", None), getattr(optimizer, "_model_weights", None)
@@ -52,6 +53,4 @@ def _state(optimizer: Any) -> defaultdict[int, list[int]]:
                 per_element = tier.nbytes_of(chunk) / chunk.numel
                 for key, numel in weights.elements_of(chunk):
                     by_key[key][place] += numel * per_element
-    rounded: defaultdict[int, list[int]] = defaultdict(lambda: [0] * len(Place))
-    rounded.update((key, [round(nbytes) for nbytes in places]) for key, places in by_key.items())
-    return rounded
+    return by_key

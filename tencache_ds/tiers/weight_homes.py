@@ -51,13 +51,12 @@ class WeightHomes:
             weight.copy = CopyState.NONE
         return weight
 
-    def drop(self, key: int) -> Weight:
+    def drop(self, key: int) -> None:
         """Removes a weight and gives its memory back, which another one may have."""
         weight = self.weights.pop(key)
         if self._left_nbytes is not None and weight.counted:
             self._left_nbytes += weight.nbytes
         weight.home.end()
-        return weight
 
     def holds(self, key: int) -> bool:
         """Whether there is such a weight."""

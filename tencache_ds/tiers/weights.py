@@ -24,7 +24,7 @@ from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.ordinary_memory import OrdinaryMemory
 from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weight_homes import WeightHomes
-from tencache_ds.tiers.weight_record import CopyEvent, CopyState
+from tencache_ds.tiers.weight_record import CopyEvent, CopyState, Weight
 from tencache_ds.tiers.weight_staging import UseOrder, WeightStaging
 from tencache_ds.tiers.weight_transfers import WeightTransfers
 
@@ -161,8 +161,7 @@ class WeightTier:
                 elif weight.copy is not CopyState.NONE:
                     raise TenCacheError(f"weight {weight.name} cannot be dropped: it is {weight.copy.value}")
                 self.homes.drop(key)
-                if self._mover.store is not None and weight.extent is not None:
-                    self._mover.store.free(weight.extent)
+                self._free_extent(weight)
 
     def begin_service(self, counters: Counters) -> None:
         """Starts a training: events are counted for it from now on. :meth:`use_pool` follows."""
@@ -473,9 +472,12 @@ class WeightTier:
                 self._transfers.end_buffer(weight)
             self._ordinary.close()
             for weight in self._weights.values():
-                if self._mover.store is not None and weight.extent is not None:
-                    self._mover.store.free(weight.extent)
+                self._free_extent(weight)
             self._weights.clear()
+
+    def _free_extent(self, weight: Weight) -> None:
+        if self._mover.store is not None and weight.extent is not None:
+            self._mover.store.free(weight.extent)
 
     def _gone(self, key: int) -> None:
         for order in self._staging.orders:

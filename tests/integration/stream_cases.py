@@ -94,16 +94,8 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     generator = torch.Generator().manual_seed(1000 + rank)
     stock = engine_name == "stock"
     with ExitStack() as stack:
-        if stock:
-            pass
-        elif case["late"] == "gathers":
-            stack.enter_context(late_gathers())
-        elif case["late"] == "reductions":
-            stack.enter_context(late_reductions())
-        else:
-            late_arithmetic(engine)
-        if not stock and case.get("unordered"):
-            stack.enter_context(unordered(engine))
+        if not stock:
+            pull_apart(engine, case, stack)
         result: dict[str, Any] = {"losses": training.train(engine, case["steps"], generator, oracle=stock)}
         batch = [tensor.to(engine.device) for tensor in engine.module.batch(generator)]
         with torch.no_grad():
@@ -112,6 +104,18 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
             result["evaluated"] = [float(output).hex() for output in outputs]
     engine.destroy()
     return result
+
+
+def pull_apart(engine: Any, case: dict[str, Any], stack: ExitStack) -> None:
+    """Until the stack ends."""
+    if case["late"] == "gathers":
+        stack.enter_context(late_gathers())
+    elif case["late"] == "reductions":
+        stack.enter_context(late_reductions())
+    else:
+        late_arithmetic(engine)
+    if case.get("unordered"):
+        stack.enter_context(unordered(engine))
 
 
 def evaluate_while_overwriting(engine: Any, batch: list[torch.Tensor]) -> list[torch.Tensor]:

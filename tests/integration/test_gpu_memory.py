@@ -383,7 +383,8 @@ def test_the_places_of_weights_add_up_to_the_figures(one_rank: Any, name: str) -
     on_gpu, _, on_nvme = residency["weights"]
     if torch.cuda.is_available():
         assert on_gpu == stats["gpu_weight_nbytes"]
-    elif "offload_param" not in case_of(name):  # DeepSpeed's own shards are in ordinary memory wherever they are
+    elif "offload_param" not in (MOVES | PARTS)[name]:
+        # DeepSpeed's own shards are in ordinary memory wherever they are.
         assert stats["gpu_weight_nbytes"] - 2**18 <= on_gpu <= stats["gpu_weight_nbytes"]
     # Those in GPU memory keep the extents that they return to.
     assert on_nvme <= stored.get("weights", 0) <= on_nvme + on_gpu
@@ -393,10 +394,6 @@ def test_the_places_of_weights_add_up_to_the_figures(one_rank: Any, name: str) -
         pytest.approx(stats["resident_state_nbytes"], abs=2**14),  # whole sub-groups are not padded
         stored.get("optimizer", 0),
     ]
-
-
-def case_of(name: str) -> dict[str, Any]:
-    return (MOVES | PARTS)[name]
 
 
 @pytest.mark.parametrize("name", SHRINKS)
