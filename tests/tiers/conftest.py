@@ -19,10 +19,14 @@ TIMEOUT_S = 20.0
 
 
 class ControlledBackend(PosixBackend):
-    """Files on the disk; a test closes the gate of a direction, or says which transfers fail."""
+    """Files on the disk; a test closes the gate of a direction, or says which transfers fail.
+
+    ``at_gate`` of a direction is set when a lane takes up a transfer; a test clears it.
+    """
 
     def __init__(self) -> None:
         self.gates = {operation: threading.Event() for operation in Operation}
+        self.at_gate = {operation: threading.Event() for operation in Operation}
         self.open_gates()
         self.fails: Callable[[Operation, str], bool] = lambda operation, tag: False
         super().__init__(n_lanes=3, request_nbytes=32 << 10)
@@ -36,6 +40,7 @@ class ControlledBackend(PosixBackend):
         super().close()
 
     def _transfer(self, lane: int, operation: Operation, path: str, offset: int, piece: torch.Tensor, tag: str) -> None:
+        self.at_gate[operation].set()
         self.gates[operation].wait()
         if self.fails(operation, tag):
             raise StorageError(operation.value, path, offset, piece.numel(), "injected", errno=5, tag=tag)

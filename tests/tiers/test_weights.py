@@ -682,13 +682,20 @@ def test_dropped_weights_give_their_places_back(tmp_path):
     bench.add(LARGE, LARGE, SMALL, SMALL)  # the first one is resident
     bench.add(50_000, always_resident=True)
     bench.use_pool()
-    bench.tier.read_ahead([1, 2])
     resident, stored = bench.tier.homes.resident_nbytes, bench.tier.homes.allocated_nbytes
     bench.check(3)
     with pytest.raises(TenCacheError, match="w3 cannot be dropped: it is exposed"):
         bench.tier.drop([3])
     bench.tier.give_back(3)
+    backend = bench.storage.backend
+    backend.at_gate[Operation.READ].clear()
+    backend.gates[Operation.READ].clear()
+    bench.tier.read_ahead([1])
+    assert backend.at_gate[Operation.READ].wait(TIMEOUT_S)
     bench.tier.drop([0, 1, 4])
+    assert bench.storage.store.nbytes_allocated == stored, "w1 is being read"
+    backend.open_gates()
+    bench.storage.assert_idle()
     assert bench.tier.homes.keys == {2, 3}
     assert bench.tier.homes.resident_nbytes == resident - 4 * (LARGE + 50_000) == 0
     assert bench.tier.homes.allocated_nbytes == stored - round_up(4 * LARGE)
