@@ -291,7 +291,6 @@ class ExtentStore:
             self._given_up = True
             for path, backend in self._backends.items():
                 backend.forget(path)
-            self._witnesses.close()
             self._space.close()
 
     def _check_open(self, operation: str, path: str, offset: int, nbytes: int, tag: str) -> None:
@@ -361,7 +360,7 @@ class ExtentStore:
         while work:
             request = work.popleft()
             is_read = request.operation is Operation.READ
-            finish = partial(self._verify_read, state.extent, request) if is_read and self._witnesses.active else None
+            finish = partial(self._witness, state.extent, request) if self._witnesses.active else None
             error = state.poison if is_read else None
             if error is None and self._given_up:
                 error = refusal(request.ticket, "the store was closed before it could start")
@@ -380,8 +379,6 @@ class ExtentStore:
                     error = raised
                 else:
                     request.inner = inner
-                    if not is_read and request.witness is not None:
-                        self._witnesses.take(request.witness, request.buffer)
                     inner.add_done_callback(partial(self._on_done, state, request))
                     continue
             work.extend(self._end(state, request, error))
@@ -390,16 +387,7 @@ class ExtentStore:
         recorder = spans.recorder()
         if recorder is not None:
             _record(recorder, request, inner)
-        if request.operation is Operation.WRITE and request.witness is not None:
-            request.witness.when_taken(partial(self._on_taken, state, request, inner.error))
-        else:
-            self._run(state, self._end(state, request, inner.error))
-
-    def _on_taken(
-        self, state: ExtentQueue, request: Request, error: BaseException | None, hashing_error: BaseException | None
-    ) -> None:
-        """After both the transfer and its fingerprint: only then may the buffer's owner have it back."""
-        self._run(state, self._end(state, request, hashing_error if error is None else error))
+        self._run(state, self._end(state, request, inner.error))
 
     def _end(self, state: ExtentQueue, request: Request, error: BaseException | None) -> list[Request]:
         """Ends a request; returns those that may start now."""
@@ -452,9 +440,13 @@ class ExtentStore:
         self._run(state, self._end(state, request, cancelled(request.ticket)))
         return True
 
-    def _verify_read(self, extent: Extent, request: Request) -> None:
-        """In a lane thread, after the last byte: raises if the buffer differs from the last write."""
-        if request.witness is None:
+    def _witness(self, extent: Extent, request: Request) -> None:
+        """In a lane thread, after the last byte and before the buffer's owner has it back: keeps the fingerprint of a
+        write; raises if a read differs from it."""
+        if request.witness is None:  # a read of what was never written
+            return
+        if request.operation is Operation.WRITE:
+            self._witnesses.take(request.witness, request.buffer)
             return
         fd = self._space.descriptor(extent.file)
         if not verify_read(self._witnesses, request.witness, extent, fd, request.buffer):

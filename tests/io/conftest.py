@@ -44,6 +44,7 @@ class MemoryBackend:
         self.lose_writes = False
         self.gate = threading.Event()
         self.gate.set()
+        self.at_gate = threading.Event()  # a lane has taken up a transfer; a test clears it
         self.order: list[tuple[Operation, str]] = []
         self.added: dict[str, int] = {}
         self.forgotten: list[str] = []
@@ -74,6 +75,7 @@ class MemoryBackend:
         self._pool.close()
 
     def _transfer(self, lane: int, operation: Operation, path: str, offset: int, piece: torch.Tensor, tag: str) -> None:
+        self.at_gate.set()
         self.gate.wait()
         self.order.append((operation, tag))
         if self.fail(operation, offset, tag):

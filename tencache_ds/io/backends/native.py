@@ -2,8 +2,8 @@
 """The backend on TenCache's own aio op: lanes in C++, a completion per request, every result checked.
 
 The lanes are independent of Python and never wait for the GIL. Two Python threads sleep in the op, without the GIL,
-until requests have completed; they turn results into errors, verify reads and end the tickets. Descriptors and the
-rules for files without O_DIRECT are those of :class:`tencache_ds.io.backends.posix.PosixFiles`.
+until requests have completed; they turn results into errors, fingerprint writes, verify reads and end the tickets.
+Descriptors and the rules for files without O_DIRECT are those of :class:`tencache_ds.io.backends.posix.PosixFiles`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ detects that too, and costs a pass over memory at each write and each read.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 
 import numpy as np
@@ -46,10 +45,7 @@ def sampled_fingerprint(buffer: torch.Tensor, generation: int) -> int:
         words = buffer.numpy().view(np.uint64).reshape(-1, _WORDS_PER_PAGE)[:, position]
     else:
         words = gathered_words(buffer, position)
-    digest = hashlib.blake2b(
-        np.ascontiguousarray(words).data, digest_size=8, salt=(generation % 2**64).to_bytes(8, "little")
-    )
-    return int.from_bytes(digest.digest(), "little")
+    return int(xxhash.xxh3_64_intdigest(np.ascontiguousarray(words).data, seed=generation % 2**64))
 
 
 def gathered_words(buffer: torch.Tensor, position: int) -> np.ndarray:

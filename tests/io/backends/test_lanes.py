@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -179,6 +180,18 @@ def test_a_callback_may_wait_for_its_own_ticket_and_add_another(device, one_lane
     device.gate.set()
     ticket.wait(10)
     assert seen == ["second"]
+
+
+def test_every_waiter_of_a_ticket_goes_on(device, one_lane):
+    ticket = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE))
+    with ThreadPoolExecutor(8) as threads:
+        waits = [threads.submit(ticket.wait, 10) for _ in range(8)]
+        with pytest.raises(StorageTimeoutError):
+            ticket.wait(0)
+        device.gate.set()
+        for wait in waits:
+            wait.result(10)
+    ticket.wait(0)
 
 
 def test_an_exception_in_a_callback_is_kept(device, one_lane):
