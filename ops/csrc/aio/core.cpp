@@ -228,7 +228,8 @@ void IoQueue::Core::end(Request* request)
     if (!request->given_up) {
         --n_live_;
         completions_.push_back(request->end);
-        changed_.notify_all();
+        ended_.notify_one();
+        if (closing_) { changed_.notify_all(); }
     }
     requests_.erase(request->transfer.id);
 }
@@ -270,7 +271,7 @@ bool IoQueue::Core::submit_failed(std::uint64_t id, int error)
     end.id = id;
     end.error = error;
     completions_.push_back(end);
-    changed_.notify_all();
+    ended_.notify_one();
     return true;
 }
 
@@ -302,7 +303,7 @@ bool IoQueue::Core::cancel(std::uint64_t id)
 std::vector<Completion> IoQueue::Core::collect(std::size_t max_n, double timeout_s)
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_until(lock, deadline_after(timeout_s), [this] { return !completions_.empty() || closed_; });
+    ended_.wait_until(lock, deadline_after(timeout_s), [this] { return !completions_.empty() || closed_; });
     const auto n = static_cast<std::ptrdiff_t>(std::min(max_n, completions_.size()));
     std::vector<Completion> result(completions_.begin(), completions_.begin() + n);
     completions_.erase(completions_.begin(), completions_.begin() + n);
@@ -361,6 +362,7 @@ int IoQueue::Core::close(double timeout_s, bool drop_waiting)
     lock.lock();
     closed_ = true;
     changed_.notify_all();
+    ended_.notify_all();
     return n_given_up_;
 }
 

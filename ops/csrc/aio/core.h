@@ -64,7 +64,8 @@ private:
 
     const QueueOptions options_;
     mutable std::mutex mutex_;
-    std::condition_variable changed_;  // a request or a lane has ended, or the queue was closed
+    std::condition_variable ended_;    // a request has ended, for one collector, or the queue was closed, for all
+    std::condition_variable changed_;  // a lane has ended, a request while the queue closes, or the queue was closed
     std::list<Request*> queues_[2];
     std::unordered_map<std::uint64_t, std::unique_ptr<Request>> requests_;
     std::deque<Completion> completions_;
