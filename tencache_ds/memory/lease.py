@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -53,18 +53,36 @@ class Completion(Protocol):
 
 
 class Slot:
-    """A fixed part of the pool's memory.
+    """A fixed part of the pool's memory. One thread at a time uses it, and what it keeps.
 
     Attributes:
         class_index: index of its size class, ascending by size.
         tensor: the memory, uint8 of shape ``[slot_nbytes]``.
     """
 
-    __slots__ = ("class_index", "tensor")
+    __slots__ = ("_part", "_views", "class_index", "tensor")
 
     def __init__(self, class_index: int, tensor: torch.Tensor) -> None:
         self.class_index = class_index
         self.tensor = tensor
+        self._part = tensor
+        self._views: dict[Hashable, Mapping[str, torch.Tensor]] = {}
+
+    def part(self, nbytes: int) -> torch.Tensor:
+        """The first bytes of the memory; kept, because most leases of a slot are as long as the one before."""
+        if self._part.numel() != nbytes:
+            self._part = self.tensor[:nbytes]
+            self._views.clear()
+        return self._part
+
+    def views(
+        self, layout: Hashable, make: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+    ) -> Mapping[str, torch.Tensor]:
+        """What ``make`` made of the part; kept by ``layout``, as long as the part stays as long as it is."""
+        views = self._views.get(layout)
+        if views is None:
+            views = self._views[layout] = make(self._part)
+        return views
 
 
 class Returns(Protocol):
@@ -153,6 +171,24 @@ class Lease:
                 f"{self._buffer.numel()}"
             )
         return self._buffer[:nbytes].view(dtype)
+
+    def views(
+        self, layout: Hashable, make: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+    ) -> Mapping[str, torch.Tensor]:
+        """Return ``make(self.buffer)``, or what it returned to an earlier lease of this slot with as many bytes.
+
+        Each operation of torch releases the GIL, and a thread that streams chunks beside a forward pass then waits for
+        it. Of chunks of one layout, a slot has the same views every time.
+
+        Args:
+            layout: what the views depend on, besides the buffer.
+            make: gives tensors in the buffer, by name.
+
+        Raises:
+            LeaseError: the lease was released.
+        """
+        self.require_held("views were requested")
+        return self.slot.views(layout, make)
 
     def release(self) -> None:
         """Give the slot back now: nothing reads or writes it any more.

@@ -139,8 +139,11 @@ class BufferPool:
         home = self._home_class(nbytes)
         with self._lock:
             self._require_open()
-            if self._free[home]:
-                return self._lend(self._free[home].pop(), nbytes, owner, purpose)
+            # Slots that are coming back may be of the fitting class: a larger one is lent when they are not.
+            slot = self._free[home].pop() if self._free[home] else None
+            if slot is not None or not self._pending:
+                slot = slot or self._take_free(home)
+                return None if slot is None else self._lend(slot, nbytes, owner, purpose)
         self._reap()
         with self._lock:
             slot = self._take_free(home)
@@ -320,7 +323,7 @@ class BufferPool:
 
     def _lend(self, slot: Slot, nbytes: int, owner: str, purpose: str) -> Lease:
         """Make a lease on an unowned slot; locked."""
-        lease = Lease(self, slot, slot.tensor[: round_up(nbytes)], nbytes, owner, purpose)
+        lease = Lease(self, slot, slot.part(round_up(nbytes)), nbytes, owner, purpose)
         self._live[lease] = None
         self._n_leases += 1
         self._nbytes_leased += slot.tensor.numel()

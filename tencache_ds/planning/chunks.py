@@ -70,6 +70,9 @@ class Chunk:
     pieces: tuple[Piece, ...]
     nbytes: int
 
+    def __hash__(self) -> int:
+        return hash((self.sub_group, self.index, self.numel))  # chunks are keys, and pieces take long to hash
+
     def piece(self, kind: str) -> Piece:
         """The piece of that kind; KeyError if the chunk has none."""
         for piece in self.pieces:
@@ -112,15 +115,24 @@ def cut_sub_group(
     per_element = sum(itemsize for _, itemsize in kinds)
     step = max(chunk_nbytes // max(per_element, 1) // GRANULE_NUMEL, 1) * GRANULE_NUMEL
     chunks: list[Chunk] = []
+    layouts: dict[int, tuple[tuple[Piece, ...], int]] = {}  # by length: most chunks share one
     for first, end in _cut(_regions(numel, apart, int(GAP_SHARE * step)), cuts):
         for start in range(first, end, step):
             length = min(step, end - start)
-            pieces, offset = [], 0
-            for kind, itemsize in kinds:
-                pieces.append(Piece(kind, offset, length * itemsize))
-                offset += round_up(length * itemsize)
-            chunks.append(Chunk(sub_group, len(chunks), start, length, tuple(pieces), offset))
+            if length not in layouts:
+                layouts[length] = _pieces(length, kinds)
+            pieces, nbytes = layouts[length]
+            chunks.append(Chunk(sub_group, len(chunks), start, length, pieces, nbytes))
     return tuple(chunks)
+
+
+def _pieces(numel: int, kinds: Sequence[tuple[str, int]]) -> tuple[tuple[Piece, ...], int]:
+    """The pieces of a chunk of so many elements, and the bytes of its extent."""
+    pieces, offset = [], 0
+    for kind, itemsize in kinds:
+        pieces.append(Piece(kind, offset, numel * itemsize))
+        offset += round_up(numel * itemsize)
+    return tuple(pieces), offset
 
 
 def _regions(numel: int, apart: Iterable[tuple[int, int]], gap_numel: int) -> Iterator[tuple[int, int]]:

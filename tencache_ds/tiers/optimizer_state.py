@@ -168,7 +168,7 @@ class OptimizerStateTier:
             return ChunkInUse(chunk, group.resident_views(chunk))
         lease, digest = self._stored.take(chunk, split=split)
         layout = split_layout(chunk) if digest else chunk
-        return ChunkInUse(chunk, group.views_of(layout, lease.buffer), digest, _lease=lease)
+        return ChunkInUse(chunk, group.views_in(layout, lease), digest, _lease=lease)
 
     def ready(self, chunk: Chunk) -> bool:
         """Whether :meth:`take` has nothing to wait for."""
@@ -352,7 +352,7 @@ class OptimizerStateTier:
                 view.zero_()
             return used
         lease = self._stored.blank(chunk, fresh=fresh)
-        views = group.views_of(replace(chunk, pieces=chunk.pieces[:1]) if fresh else chunk, lease.buffer)
+        views = group.views_in(replace(chunk, pieces=chunk.pieces[:1]) if fresh else chunk, lease)
         return ChunkInUse(chunk, views, fresh=fresh, _lease=lease)
 
     def start_split(self, chunk: Chunk) -> bool:

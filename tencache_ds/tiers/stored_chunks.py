@@ -307,7 +307,9 @@ class StoredChunks:
         then."""
         group = self._groups[chunk.sub_group]
         digest = group.split.get(chunk.index)
-        buffer[self._written_nbytes(chunk) : group.extents[chunk.index].allocated_nbytes].zero_()
+        written_nbytes, end = self._written_nbytes(chunk), group.extents[chunk.index].allocated_nbytes
+        if written_nbytes < end:
+            buffer[written_nbytes:end].zero_()
         if digest is None or self._masters is None:
             return b""
         if split and self._masters.in_place(chunk):

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -104,6 +105,10 @@ class SubGroup:
             return {kind: self.tensors[kind][chunk.start : end] for kind, _ in self.spec.kinds}
         return self.views_of(chunk, self.resident[chunk.index])
 
+    def views_in(self, chunk: Chunk, lease: Lease) -> Mapping[str, torch.Tensor]:
+        """:meth:`views_of` a staging buffer."""
+        return lease.views((chunk.pieces, self.spec.kinds), partial(self.views_of, chunk))
+
     def views_of(self, chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """A 1-D tensor per kind in a buffer (uint8) that holds a chunk as its pieces say."""
         return {
@@ -127,7 +132,7 @@ class ChunkInUse:
     """
 
     chunk: Chunk
-    views: dict[str, torch.Tensor]
+    views: Mapping[str, torch.Tensor]
     digest: bytes = b""
     fresh: bool = False
     _lease: Lease | None = None

@@ -151,6 +151,33 @@ def test_view_has_the_dtype_and_shares_the_memory(make: Make) -> None:
             lease.view(torch.float32, -1)
 
 
+def test_views_are_made_once_for_a_slot_and_a_layout(make: Make) -> None:
+    f = make((LARGE, 1))
+    made: list[int] = []
+
+    def halves(buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        made.append(buffer.numel())
+        return {"first": buffer[: P // 2], "second": buffer[P // 2 : P].view(torch.float32)}
+
+    with f.lease(P) as lease:
+        views = lease.views("halves", halves)
+        assert views["second"].data_ptr() == lease.buffer.data_ptr() + P // 2
+        assert lease.views("halves", halves) is views
+        assert lease.views("others", halves) is not views
+    with f.lease(P - 1) as lease:
+        assert lease.views("halves", halves) is views, "the same bytes of the same slot"
+    with f.lease(2 * P) as lease:
+        assert lease.views("halves", halves) is not views
+        assert lease.buffer.numel() == 2 * P
+    with f.lease(P) as lease:
+        again = lease.views("halves", halves)
+        assert lease.buffer.numel() == P
+        assert again["first"].data_ptr() == lease.buffer.data_ptr()
+    assert made == [P, P, 2 * P, P]
+    with pytest.raises(LeaseError, match="views were requested after the lease was released"):
+        lease.views("halves", halves)
+
+
 def test_slots_do_not_share_autograd_versions(make: Make) -> None:
     f = make((SMALL, 2))
     with f.lease(P) as one, f.lease(P) as other:

@@ -38,6 +38,16 @@ def test_chunks_are_as_large_as_wanted(numel, kinds, chunk_nbytes):
     assert all(0 < chunk.nbytes <= full for chunk in chunks)
 
 
+@given(NUMEL, KINDS, CHUNK_NBYTES, CHUNK_NBYTES)
+def test_chunks_are_keys(numel, kinds, chunk_nbytes, other_nbytes):
+    """Equal ones are found, however they were cut, and no others."""
+    chunks, again = (cut_sub_group(0, numel, kinds, chunk_nbytes) for _ in range(2))
+    found = {chunk: chunk.index for chunk in chunks}
+    assert [found[chunk] for chunk in again] == list(range(len(chunks)))
+    others = cut_sub_group(0, numel, [("kind", 2), *kinds], other_nbytes)
+    assert not any(chunk in found for chunk in (*others, *cut_sub_group(1, numel, kinds, chunk_nbytes)))
+
+
 @given(NUMEL, KINDS, CHUNK_NBYTES)
 def test_pieces_are_aligned_adjacent_and_whole_pages_but_for_the_last_chunk(numel, kinds, chunk_nbytes):
     chunks = cut_sub_group(0, numel, kinds, chunk_nbytes)
