@@ -171,8 +171,8 @@ class Verify(StrEnum):
     next read. A lost, torn or misdirected write is detected before its data is used."""
 
     full = "full"
-    """Hashes every byte instead (XXH3) and also detects a flipped bit. Costs a pass over memory at each write, in
-    separate threads while the device transfers the bytes, and at each read, before they are used."""
+    """Hashes every byte instead (XXH3) and also detects a flipped bit. Costs a pass over memory at each write, once
+    the device has the bytes, and at each read, before they are used."""
 
     off = "off"
     """No check."""
