@@ -57,7 +57,9 @@ class Endpoint:
         except OSError as error:
             if connection is not None:
                 connection.close()
-            raise TenCacheError(f"process {self.pid} cannot be queried: {error}") from error
+            if not isinstance(error, ConnectionError):
+                raise TenCacheError(f"process {self.pid} cannot be queried: {error}") from error
+            connection = None  # it has ended since it was connected to
         return Answer(self.pid, connection, timeout_s)
 
 
@@ -92,6 +94,8 @@ class Answer:
         try:
             text = self._stream.readline()
             line: dict[str, Any] | None = json.loads(text) if text else None
+        except ConnectionResetError:  # it ended before it had read the question
+            return None
         except TimeoutError as error:
             raise TenCacheError(f"process {self._pid} did not answer within {self._timeout_s:.0f} s") from error
         except (OSError, ValueError) as error:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -136,10 +137,14 @@ from tencache_ds.observability import channel
 folder = Path(sys.argv[1])
 channel.folders = lambda: [folder]
 served = channel.Channel(lambda request, client: client.send({"rank": int(sys.argv[2])}))
-if sys.argv[3] == "fork" and os.fork() == 0:  # a data loader's worker, which outlives its parent
-    served.close()  # changes nothing: it is the parent's
-    sys.stdin.read()
-    os._exit(0)
+if sys.argv[3] == "fork":
+    child_is_there, tell = os.pipe()
+    if os.fork() == 0:  # a data loader's worker, which outlives its parent
+        served.close()  # changes nothing: it is the parent's
+        os.write(tell, b"1")
+        sys.stdin.read()
+        os._exit(0)
+    os.read(child_is_there, 1)
 print("ready", flush=True)
 time.sleep(0 if sys.argv[3] == "end" else 60)
 """
@@ -179,6 +184,22 @@ def test_a_forked_child_does_not_serve(folder: Path):
     assert ask("any", endpoint) == [], "the child keeps the socket open"
     assert list(folder.iterdir()) == [], "the stale socket was not removed"
     parent.communicate("")  # ends the child
+
+
+@pytest.mark.parametrize("accepts", [False, True], ids=["in the queue", "with the question unread"])
+def test_a_process_that_ends_before_it_reads_the_question_has_ended(folder: Path, accepts: bool):
+    folder.mkdir(mode=0o700)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with channel_folder.opened(folder) as descriptor:
+        listener.bind(channel_folder.address(descriptor, "77-01234567.sock"))
+    listener.listen(1)
+    (endpoint,) = endpoints()
+    with contextlib.closing(endpoint.ask({"command": "any"}, 5.0)) as reply:
+        if accepts:
+            listener.accept()[0].close()
+        listener.close()
+        assert reply.next() is None
+    assert jobs([endpoint]) == ([], [])
 
 
 def test_without_a_folder_there_is_no_channel(folder: Path, monkeypatch: pytest.MonkeyPatch):
