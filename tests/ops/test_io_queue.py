@@ -251,6 +251,36 @@ def test_collect_waits_without_the_gil_and_wakes_on_close(make):
     assert results == [[], [], []]
 
 
+def test_collectors_share_what_has_ended_and_none_sleeps_meanwhile(make, file):
+    driver = make(n_lanes=3)
+    queue, target = driver.queue, aligned(64 * PAGE)
+    n_requests, ended, all_ended = 3000, [], threading.Event()
+
+    def collect() -> None:
+        while ends := queue.collect(2, -1.0):
+            ended.extend(end.id for end in ends)
+            if len(ended) >= n_requests:
+                all_ended.set()
+
+    collectors = [threading.Thread(target=collect) for _ in range(3)]
+    for collector in collectors:
+        collector.start()
+    for i in range(n_requests):  # some alone, for collectors that sleep, and some at a time
+        if i % 5 == 0:
+            time.sleep(0.0002)
+        if i % 7 == 0:
+            assert queue.submit_failed(i + 1, errno.EIO)
+        else:
+            address = target.data_ptr() + i % 64 * PAGE
+            assert queue.submit(i + 1, False, file, i % 64 * PAGE, address, PAGE, i % 2 == 0)
+    assert all_ended.wait(30), f"{len(ended)} of {n_requests} were collected before the queue was closed"
+    assert queue.close(5.0) == 0
+    for collector in collectors:
+        collector.join(10)
+        assert not collector.is_alive()
+    assert sorted(ended) == list(range(1, n_requests + 1))
+
+
 def test_close_waits_for_all_and_then_refuses(make, file):
     driver = make()
     for i in range(64):
