@@ -49,7 +49,7 @@ class Request:
     buffer: torch.Tensor
     priority: Priority
     ticket: Ticket
-    witness: Witness | None = None  # of this write, or of the one that is read
+    witness: Witness | None = None  # of this write, or of the one that is read; None: nothing is compared
     inner: Ticket | None = None
 
 

@@ -27,7 +27,7 @@ from tencache_ds.io.extent_queue import ExtentQueue, ExtentTicket, Request
 from tencache_ds.io.extents import Extent
 from tencache_ds.io.integrity.fingerprint import Fingerprint, sampled_fingerprint
 from tencache_ds.io.integrity.verification import verify_read
-from tencache_ds.io.integrity.witness import Witness, Witnesses
+from tencache_ds.io.integrity.witness import Witness
 from tencache_ds.io.scratch import openable
 from tencache_ds.io.space import SpaceFiles
 from tencache_ds.io.stripes import Placement, StripedSpace
@@ -80,7 +80,7 @@ class ExtentStore:
         self._backends = {name: b for names, b in zip(files, backends, strict=True) for name in names}
         self._alignment_nbytes = max(b.alignment_nbytes for b in backends)
         self._explain = explain
-        self._witnesses = Witnesses(fingerprint)
+        self._fingerprint = fingerprint
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._states: dict[tuple[str, int], ExtentQueue] = {}
@@ -212,7 +212,7 @@ class ExtentStore:
         self._check_buffer(extent, buffer)
         with self._lock:
             state = self._state(extent)
-            witness = Witness(state.n_writes)
+            witness = None if self._fingerprint is None else Witness(state.n_writes, self._fingerprint)
             state.n_writes += 1
         ticket = self._ticket(Operation.WRITE, extent, buffer)
         return self._enqueue(extent, Request(Operation.WRITE, buffer, priority, ticket, witness))
@@ -360,7 +360,7 @@ class ExtentStore:
         while work:
             request = work.popleft()
             is_read = request.operation is Operation.READ
-            finish = partial(self._witness, state.extent, request) if self._witnesses.active else None
+            finish = None if request.witness is None else partial(self._finish, state.extent, request, request.witness)
             error = state.poison if is_read else None
             if error is None and self._given_up:
                 error = refusal(request.ticket, "the store was closed before it could start")
@@ -440,16 +440,14 @@ class ExtentStore:
         self._run(state, self._end(state, request, cancelled(request.ticket)))
         return True
 
-    def _witness(self, extent: Extent, request: Request) -> None:
+    def _finish(self, extent: Extent, request: Request, witness: Witness) -> None:
         """In a lane thread, after the last byte and before the buffer's owner has it back: keeps the fingerprint of a
         write; raises if a read differs from it."""
-        if request.witness is None:  # a read of what was never written
-            return
         if request.operation is Operation.WRITE:
-            self._witnesses.take(request.witness, request.buffer)
+            witness.take(request.buffer)
             return
         fd = self._space.descriptor(extent.file)
-        if not verify_read(self._witnesses, request.witness, extent, fd, request.buffer):
+        if not verify_read(witness, extent, fd, request.buffer):
             with self._lock:
                 self.n_healed_reads += 1
 

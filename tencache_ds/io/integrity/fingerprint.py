@@ -29,7 +29,7 @@ Fingerprint = Callable[[torch.Tensor, int], int]
 
 def whole_fingerprint(buffer: torch.Tensor, generation: int) -> int:
     """64-bit XXH3 of every byte; arguments as for :func:`sampled_fingerprint`, but host memory only."""
-    return int(xxhash.xxh3_64_intdigest(buffer.numpy().data, seed=generation % 2**64))
+    return _hash(buffer.numpy(), generation)
 
 
 def sampled_fingerprint(buffer: torch.Tensor, generation: int) -> int:
@@ -45,7 +45,11 @@ def sampled_fingerprint(buffer: torch.Tensor, generation: int) -> int:
         words = buffer.numpy().view(np.uint64).reshape(-1, _WORDS_PER_PAGE)[:, position]
     else:
         words = gathered_words(buffer, position)
-    return int(xxhash.xxh3_64_intdigest(np.ascontiguousarray(words).data, seed=generation % 2**64))
+    return _hash(np.ascontiguousarray(words), generation)
+
+
+def _hash(array: np.ndarray, generation: int) -> int:
+    return int(xxhash.xxh3_64_intdigest(array.data, seed=generation % 2**64))
 
 
 def gathered_words(buffer: torch.Tensor, position: int) -> np.ndarray:

@@ -12,13 +12,13 @@ from tencache_ds.errors import CorruptionError
 from tencache_ds.io.backends.posix import PosixFiles
 from tencache_ds.io.backends.ticket import Operation
 from tencache_ds.io.extents import Extent
-from tencache_ds.io.integrity.witness import Witness, Witnesses
+from tencache_ds.io.integrity.witness import Witness
 from tencache_ds.memory.device_arena import wait_for_device
 
 _logger = logging.getLogger("DeepSpeed.tencache.io")
 
 
-def verify_read(witnesses: Witnesses, witness: Witness, extent: Extent, fd: int, buffer: torch.Tensor) -> bool:
+def verify_read(witness: Witness, extent: Extent, fd: int, buffer: torch.Tensor) -> bool:
     """Compares a buffer that was read with the last write of its extent; reads it once more, from the file of ``fd``,
     if they differ. Any thread.
 
@@ -29,7 +29,7 @@ def verify_read(witnesses: Witnesses, witness: Witness, extent: Extent, fd: int,
         CorruptionError: they still differ.
         StorageError: reading again failed.
     """
-    if not witnesses.differ(witness, buffer):
+    if not witness.differs(buffer):
         return True
     # The aio op cannot say what went wrong. Plain descriptors can: this raises the device's errno, if it has one.
     files = PosixFiles()
@@ -41,7 +41,7 @@ def verify_read(witnesses: Witnesses, witness: Witness, extent: Extent, fd: int,
         files.transfer(Operation.READ, extent.file, extent.offset, again, extent.tag)
     finally:
         files.close()
-    if not witnesses.differ(witness, again):
+    if not witness.differs(again):
         if again is not buffer:
             buffer.copy_(again)
             wait_for_device(buffer)

@@ -79,7 +79,7 @@ def test_a_write_without_a_fingerprint_is_no_write(store, monkeypatch):
     def fails(buffer, generation):
         raise MemoryError("no room to hash")
 
-    monkeypatch.setattr(store._witnesses, "_fingerprint", fails)
+    monkeypatch.setattr(store, "_fingerprint", fails)
     extent = store.allocate(PAGE, "t")
     with pytest.raises(MemoryError, match="no room"):
         store.write(extent, aligned(PAGE)).wait()
