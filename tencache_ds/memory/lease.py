@@ -58,31 +58,23 @@ class Slot:
     Attributes:
         class_index: index of its size class, ascending by size.
         tensor: the memory, uint8 of shape ``[slot_nbytes]``.
+        views: of the last :meth:`part`, by their layout; see :meth:`Lease.views`.
     """
 
-    __slots__ = ("_part", "_views", "class_index", "tensor")
+    __slots__ = ("_part", "class_index", "tensor", "views")
 
     def __init__(self, class_index: int, tensor: torch.Tensor) -> None:
         self.class_index = class_index
         self.tensor = tensor
         self._part = tensor
-        self._views: dict[Hashable, Mapping[str, torch.Tensor]] = {}
+        self.views: dict[Hashable, Mapping[str, torch.Tensor]] = {}
 
     def part(self, nbytes: int) -> torch.Tensor:
         """The first bytes of the memory; kept, because most leases of a slot are as long as the one before."""
         if self._part.numel() != nbytes:
             self._part = self.tensor[:nbytes]
-            self._views.clear()
+            self.views.clear()
         return self._part
-
-    def views(
-        self, layout: Hashable, make: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
-    ) -> Mapping[str, torch.Tensor]:
-        """What ``make`` made of the part; kept by ``layout``, as long as the part stays as long as it is."""
-        views = self._views.get(layout)
-        if views is None:
-            views = self._views[layout] = make(self._part)
-        return views
 
 
 class Returns(Protocol):
@@ -188,7 +180,10 @@ class Lease:
             LeaseError: the lease was released.
         """
         self.require_held("views were requested")
-        return self.slot.views(layout, make)
+        views = self.slot.views.get(layout)
+        if views is None:
+            views = self.slot.views[layout] = make(self._buffer)
+        return views
 
     def release(self) -> None:
         """Give the slot back now: nothing reads or writes it any more.

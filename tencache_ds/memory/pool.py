@@ -140,14 +140,11 @@ class BufferPool:
         with self._lock:
             self._require_open()
             # Slots that are coming back may be of the fitting class: a larger one is lent when they are not.
-            slot = self._free[home].pop() if self._free[home] else None
-            if slot is not None or not self._pending:
-                slot = slot or self._take_free(home)
-                return None if slot is None else self._lend(slot, nbytes, owner, purpose)
+            if self._free[home] or not self._pending:
+                return self._lend_free(home, nbytes, owner, purpose)
         self._reap()
         with self._lock:
-            slot = self._take_free(home)
-            return None if slot is None else self._lend(slot, nbytes, owner, purpose)
+            return self._lend_free(home, nbytes, owner, purpose)
 
     def lease(self, nbytes: int, owner: str, purpose: str, *, urgent: bool = False, timeout_s: float = 600.0) -> Lease:
         """Return a lease, waiting for a slot if there is none: back-pressure.
@@ -173,9 +170,9 @@ class BufferPool:
         with self._lock:
             self._require_open()
             self._n_waits += 1
-            slot = self._take_free(waiter.home)  # one may have come back since the try
-            if slot is not None:
-                return self._lend(slot, nbytes, owner, purpose)
+            lease = self._lend_free(waiter.home, nbytes, owner, purpose)  # one may have come back since the try
+            if lease is not None:
+                return lease
             self._waiters.append(waiter)
         try:
             return self._await_slot(waiter, timeout_s)
@@ -317,9 +314,10 @@ class BufferPool:
         if self._closing:
             raise LeaseError(f"pool {self.name!r} is closed")
 
-    def _take_free(self, home: int) -> Slot | None:
-        """Take a slot of the smallest class from ``home`` on that has one; locked."""
-        return next((free.pop() for free in self._free[home:] if free), None)
+    def _lend_free(self, home: int, nbytes: int, owner: str, purpose: str) -> Lease | None:
+        """Make a lease on a slot of the smallest class from ``home`` on that has one; locked."""
+        slot = next((free.pop() for free in self._free[home:] if free), None)
+        return None if slot is None else self._lend(slot, nbytes, owner, purpose)
 
     def _lend(self, slot: Slot, nbytes: int, owner: str, purpose: str) -> Lease:
         """Make a lease on an unowned slot; locked."""
