@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tencache_ds.layout import round_up
 
@@ -115,19 +116,17 @@ def cut_sub_group(
     per_element = sum(itemsize for _, itemsize in kinds)
     step = max(chunk_nbytes // max(per_element, 1) // GRANULE_NUMEL, 1) * GRANULE_NUMEL
     chunks: list[Chunk] = []
-    layouts: dict[int, tuple[tuple[Piece, ...], int]] = {}  # by length: most chunks share one
     for first, end in _cut(_regions(numel, apart, int(GAP_SHARE * step)), cuts):
         for start in range(first, end, step):
             length = min(step, end - start)
-            if length not in layouts:
-                layouts[length] = _pieces(length, kinds)
-            pieces, nbytes = layouts[length]
-            chunks.append(Chunk(sub_group, len(chunks), start, length, pieces, nbytes))
+            chunks.append(Chunk(sub_group, len(chunks), start, length, *pieces_of(length, tuple(kinds))))
     return tuple(chunks)
 
 
-def _pieces(numel: int, kinds: Sequence[tuple[str, int]]) -> tuple[tuple[Piece, ...], int]:
-    """The pieces of a chunk of so many elements, and the bytes of its extent."""
+@lru_cache(maxsize=1 << 12)
+def pieces_of(numel: int, kinds: tuple[tuple[str, int], ...]) -> tuple[tuple[Piece, ...], int]:
+    """The pieces of a chunk of so many elements with ``(kind, bytes per element)``, and the bytes of its extent. Chunks
+    of one layout share them."""
     pieces, offset = [], 0
     for kind, itemsize in kinds:
         pieces.append(Piece(kind, offset, numel * itemsize))

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.layout import round_up
-from tencache_ds.planning.chunks import Chunk, Piece
+from tencache_ds.planning.chunks import Chunk, pieces_of
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
 
 REMAINDER_DTYPE = torch.int16
@@ -84,12 +83,12 @@ class SplitArithmetic(Protocol):
 @lru_cache(maxsize=1 << 16)
 def split_layout(chunk: Chunk) -> Chunk:
     """The same chunk as its extent holds it while its master weights are split."""
-    pieces, offset = [], 0
-    for piece in chunk.pieces:
-        kind, nbytes = (REMAINDER, chunk.numel * 2) if piece.kind == MASTER else (piece.kind, piece.nbytes)
-        pieces.append(Piece(kind, offset, nbytes))
-        offset += round_up(nbytes)
-    return replace(chunk, pieces=tuple(pieces), nbytes=offset)
+    kinds = (
+        (REMAINDER, REMAINDER_DTYPE.itemsize) if piece.kind == MASTER else (piece.kind, piece.nbytes // chunk.numel)
+        for piece in chunk.pieces
+    )
+    pieces, nbytes = pieces_of(chunk.numel, tuple(kinds))
+    return replace(chunk, pieces=pieces, nbytes=nbytes)
 
 
 class SplitMasters:
