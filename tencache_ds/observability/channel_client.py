@@ -57,9 +57,9 @@ class Endpoint:
         except OSError as error:
             if connection is not None:
                 connection.close()
-            if not isinstance(error, ConnectionError):
-                raise TenCacheError(f"process {self.pid} cannot be queried: {error}") from error
-            connection = None  # it has ended since it was connected to
+            if isinstance(error, ConnectionError):  # it has ended since it was connected to
+                return Answer(self.pid, None, timeout_s)
+            raise TenCacheError(f"process {self.pid} cannot be queried: {error}") from error
         return Answer(self.pid, connection, timeout_s)
 
 

@@ -156,7 +156,7 @@ class Ticket:
                 raise self.failure(
                     "submitted by the parent process: its lanes do not exist in a forked child", StorageError
                 )
-            if self._running.acquire(timeout=-1 if limit_s is None else min(max(limit_s, 0.0), threading.TIMEOUT_MAX)):
+            if self._running.acquire(timeout=-1 if limit_s is None else max(limit_s, 0.0)):
                 self._running.release()  # for the next waiter
             elif not self._ended and limit_s is not None:  # else another waiter had the lock just now
                 raise self.overdue(limit_s)
