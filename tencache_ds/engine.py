@@ -35,8 +35,8 @@ from tencache_ds.keys import FAULTS_VARIABLE
 from tencache_ds.layout import gib
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
 from tencache_ds.observability.counters import Counters
-from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES
-from tencache_ds.planning.cores import lane_count
+from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES, automatic_chunk_slots
+from tencache_ds.planning.cores import block_nbytes, lane_count
 from tencache_ds.planning.striping import Striping
 from tencache_ds.profiling.filesystem import file_system_of
 from tencache_ds.surroundings import Surroundings
@@ -295,9 +295,18 @@ class TenCacheEngine:
         """I/O threads of each path."""
         if self.options.io_lanes is not None:
             return self.options.io_lanes
+        return lane_count(self.surroundings.cores_beside_training, in_memory=self._paths_in_memory)
+
+    @property
+    def chunk_slots(self) -> int:
+        """Staging buffers for optimizer chunks where the user gives no size."""
+        return automatic_chunk_slots(self.n_lanes, in_memory=self._paths_in_memory)
+
+    @functools.cached_property
+    def _paths_in_memory(self) -> bool:
+        """Whether a lane copies every byte of a transfer itself."""
         paths = (*self.surroundings.weights_paths, *self.surroundings.optimizer_paths)
-        in_memory = any(file_system_of(Path(path)).in_memory for path in paths)
-        return lane_count(self.surroundings.cores_beside_training, in_memory=in_memory)
+        return any(file_system_of(Path(path)).in_memory for path in paths)
 
     def open_plain_backend(self) -> tuple[StorageBackend, str]:
         """A backend for host memory, and the reason for the choice."""
@@ -311,7 +320,7 @@ class TenCacheEngine:
                 buffers_are_pinned=self.staging_locking(staging_nbytes) is not Locking.NONE,
                 n_lanes=self.n_lanes,
                 request_nbytes=self.options.io_request_size,
-                block_nbytes=aio.block_nbytes,
+                block_nbytes=aio.block_nbytes or block_nbytes(in_memory=self._paths_in_memory),
                 queue_depth=aio.queue_depth,
                 single_submit=aio.single_submit,
                 overlap_events=aio.overlap_events,

@@ -10,9 +10,13 @@ from tencache_ds.planning import cores
 
 @dataclass(frozen=True, slots=True)
 class AioSettings:
-    """The values of DeepSpeed's ``aio`` section."""
+    """The values of DeepSpeed's ``aio`` section.
 
-    block_nbytes: int
+    Attributes:
+        block_nbytes: None where the user gives none.
+    """
+
+    block_nbytes: int | None
     queue_depth: int
     single_submit: bool
     overlap_events: bool

@@ -21,6 +21,7 @@ from deepspeed.runtime.swap_tensor.constants import (
 from tencache_ds.errors import ConfigError
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.spelling import closest, did_you_mean
+from tencache_ds.surroundings import AioSettings
 
 LARGEST_BLOCK_NBYTES = 2**30
 DEEPEST_QUEUE = 2**16
@@ -38,7 +39,18 @@ def read_aio_section(config: Mapping[str, Any]) -> dict[str, bool | int]:
     return dict(get_aio_config(dict(config)))
 
 
-def is_true(value: object) -> bool:
+def aio_settings(config: Mapping[str, Any]) -> AioSettings:
+    """The settings of an engine from the section of a whole DeepSpeed config, which was checked."""
+    section = read_aio_section(config)
+    return AioSettings(
+        block_nbytes=int(section[AIO_BLOCK_SIZE]) if AIO_BLOCK_SIZE in (config.get(AIO) or {}) else None,
+        queue_depth=int(section[AIO_QUEUE_DEPTH]),
+        single_submit=_is_true(section[AIO_SINGLE_SUBMIT]),
+        overlap_events=_is_true(section[AIO_OVERLAP_EVENTS]),
+    )
+
+
+def _is_true(value: object) -> bool:
     """A flag of the section, where ``ds_nvme_tune`` writes the strings ``"true"`` and ``"false"``."""
     return value.strip().lower() == "true" if isinstance(value, str) else bool(value)
 

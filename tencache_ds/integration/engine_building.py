@@ -11,23 +11,17 @@ from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.swap_tensor.constants import (
-    AIO_BLOCK_SIZE,
-    AIO_OVERLAP_EVENTS,
-    AIO_QUEUE_DEPTH,
-    AIO_SINGLE_SUBMIT,
-)
 
 from tencache_ds.config import Share, TenCacheConfig
 from tencache_ds.engine import TenCacheEngine, logger
 from tencache_ds.integration.agreement import Agreement, Post
-from tencache_ds.integration.aio_section import is_true
+from tencache_ds.integration.aio_section import aio_settings
 from tencache_ds.io.scratch import device_of
 from tencache_ds.planning.budget import HostBudget, RankMemory, plan_host_memory
 from tencache_ds.profiling.host_cores import CoreQuota, core_quotas
 from tencache_ds.profiling.host_memory import MemoryDomain, memory_domains
 from tencache_ds.session import Session
-from tencache_ds.surroundings import AioSettings, Surroundings
+from tencache_ds.surroundings import Surroundings
 
 
 def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
@@ -37,7 +31,7 @@ def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
         AgreementError: not all of them do.
     """
     rank, budget = dist.get_rank(), agree_on_host_memory(options)
-    zero, aio = ds_config.zero_config, ds_config.aio_config
+    zero = ds_config.zero_config
     pins = [section.pin_memory for section in (zero.offload_param, zero.offload_optimizer) if section is not None]
     surroundings = Surroundings(
         rank=rank,
@@ -47,12 +41,7 @@ def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
         weights_paths=_nvme_paths(zero.offload_param, options),
         optimizer_paths=_nvme_paths(zero.offload_optimizer, options),
         pin_memory=all(pins),
-        aio=AioSettings(
-            block_nbytes=int(aio[AIO_BLOCK_SIZE]),
-            queue_depth=int(aio[AIO_QUEUE_DEPTH]),
-            single_submit=is_true(aio[AIO_SINGLE_SUBMIT]),
-            overlap_events=is_true(aio[AIO_OVERLAP_EVENTS]),
-        ),
+        aio=aio_settings(ds_config._param_dict),
         host_nbytes=budget.host_nbytes,
         host_reason=budget.reason,
     )

