@@ -246,8 +246,7 @@ class TenCacheConfig(BaseModel):
     """Pinned memory per rank that stages all transfers from and to NVMe. Allocated once, with exactly this size; it
     never grows. A value that is too small is refused, and the error gives the minimum.
 
-    Automatic: 12 chunks, plus weights up to 768 MiB (more if the largest weights need it). In memory (tmpfs), where a
-    chunk is written by one core, two more chunks for each of the ``io_lanes`` beyond 8, up to 24 chunks."""
+    Automatic: 12 chunks, plus weights up to 768 MiB (more if the largest weights need it)."""
 
     chunk_size: Size | None = Field(None, ge=2**16, le=2**30)
     """The unit in which optimizer state (master weight and moments together) is read, updated and written, independent

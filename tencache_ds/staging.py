@@ -18,7 +18,7 @@ from tencache_ds.io import ExtentStore
 from tencache_ds.layout import round_up
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.pool import BufferPool, PoolStats, PoolTimeout
-from tencache_ds.planning.budget import StagingPlan, plan_staging
+from tencache_ds.planning.budget import AUTO_CHUNK_SLOTS, StagingPlan, plan_staging
 from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
 from tencache_ds.surroundings import Surroundings
@@ -86,7 +86,6 @@ class Staging:
             shards,
             largest,
             len(chunk_nbytes),
-            chunk_slots=self._engine.chunk_slots,
             weights_read_by_gpu=self.gpu.pool is not None,
         )
         arena = self._allocate(plan)
@@ -139,8 +138,7 @@ class Staging:
 
     def _plan_late(self, chunk_nbytes: Sequence[int]) -> StagingPlan:
         largest = max((round_up(nbytes) for nbytes in chunk_nbytes), default=LEAST_SLOT_NBYTES)
-        slots = self._engine.chunk_slots
-        return plan_staging(self._options.staging_memory, [], largest, slots, chunk_slots=slots)
+        return plan_staging(self._options.staging_memory, [], largest, AUTO_CHUNK_SLOTS)
 
     def _allocate(self, plan: StagingPlan) -> HostArena:
         arena = HostArena(plan.nbytes, self._engine.staging_locking(plan.nbytes))

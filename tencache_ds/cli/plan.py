@@ -21,10 +21,8 @@ from tencache_ds.cli.plan_job import plan_job
 from tencache_ds.cli.plan_plot import write_plot
 from tencache_ds.cli.plan_tables import MORE_NBYTES, format_step, places_table
 from tencache_ds.errors import ConfigError, TenCacheError
-from tencache_ds.planning.budget import AUTO_HOST_SHARE, automatic_chunk_slots
-from tencache_ds.planning.cores import cores_beside_training, lane_count
+from tencache_ds.planning.budget import AUTO_HOST_SHARE
 from tencache_ds.plotting import check_plot_file
-from tencache_ds.profiling.filesystem import MEMORY_FILE_SYSTEMS
 from tencache_ds.profiling.host_memory import available_nbytes
 
 if TYPE_CHECKING:  # they need pydantic, which other commands do without
@@ -163,7 +161,6 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         host_budget=per_rank,
         gpu_limit=arguments.gpu_memory,
         chunk=automatic_chunk_nbytes(may_be_stored=arguments.nvme_path is not None),
-        chunk_slots=_chunk_slots(hardware, arguments.ranks),
         may_use_nvme=arguments.nvme_path is not None,
         pinned=hardware.gpu is not None,
     )
@@ -191,13 +188,6 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         limit = _resource_names("the GPU" if hardware.gpu else "arithmetic")[chosen.bound.limit]
         write_plot(arguments.plot, title, chosen, frontier, limit=limit, ranks=training.ranks)
     return 1 if problems else 0
-
-
-def _chunk_slots(hardware: Hardware, ranks: int) -> int:
-    """Staging buffers for optimizer chunks of one of the ranks that share this machine."""
-    in_memory = hardware.storage is not None and hardware.storage.filesystem in MEMORY_FILE_SYSTEMS
-    cores = cores_beside_training(max(hardware.cores // ranks, 1), on_gpu=hardware.gpu is not None)
-    return automatic_chunk_slots(lane_count(cores, in_memory=in_memory), in_memory=in_memory)
 
 
 def check_job_alone(arguments: argparse.Namespace) -> None:

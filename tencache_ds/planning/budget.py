@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tencache_ds.errors import ConfigError
 from tencache_ds.layout import gib
-from tencache_ds.planning.cores import LANES, core_budget
+from tencache_ds.planning.cores import core_budget
 from tencache_ds.planning.size_classes import plan_size_classes, smallest_budget_nbytes
 from tencache_ds.profiling.host_cores import CoreQuota
 from tencache_ds.profiling.host_memory import MemoryDomain
@@ -22,8 +22,6 @@ is left for staging, data loaders, the page cache and the program itself; where 
 
 AUTO_CHUNK_SLOTS = 12
 """Chunks in flight: enough for reads ahead and writes behind on every lane while one chunk is updated."""
-
-MOST_CHUNK_SLOTS_IN_MEMORY = 24
 
 MIN_CHUNK_SLOTS = 3
 """One chunk being read, one updated, one written: below that nothing overlaps."""
@@ -160,29 +158,12 @@ def _differing(ranks: Sequence[RankMemory], nbytes: int) -> str:
     )
 
 
-def automatic_chunk_slots(lanes: int, *, in_memory: bool) -> int:
-    """Staging buffers for optimizer chunks where the user gives no size.
-
-    A file system in memory takes one write to a file at a time, so that a chunk is written at the speed of one core and
-    holds its buffer for longer than it is read and updated. The other lanes need further chunks: with 24 buffers
-    instead of 12, a step with state on tmpfs took 10 % less on 14 lanes.
-
-    Args:
-        lanes: I/O threads of the path.
-        in_memory: whether it is on such a file system.
-    """
-    if not in_memory:
-        return AUTO_CHUNK_SLOTS
-    return min(AUTO_CHUNK_SLOTS + 2 * max(lanes - LANES, 0), MOST_CHUNK_SLOTS_IN_MEMORY)
-
-
 def plan_staging(
     staging_memory: int | None,
     weight_shard_nbytes: Sequence[int],
     largest_chunk_nbytes: int,
     chunks: int,
     *,
-    chunk_slots: int = AUTO_CHUNK_SLOTS,
     weights_read_by_gpu: bool = False,
 ) -> StagingPlan:
     """Divides the staging pool between optimizer chunks and weights.
@@ -192,7 +173,6 @@ def plan_staging(
         weight_shard_nbytes: bytes of each weight shard that lives on NVMe.
         largest_chunk_nbytes: bytes of the largest optimizer chunk, 0 if none is stored.
         chunks: number of stored optimizer chunks.
-        chunk_slots: of :func:`automatic_chunk_slots`.
         weights_read_by_gpu: weights are only written through this pool; reads go to that of
             :func:`plan_gpu_staging`.
 
@@ -201,7 +181,7 @@ def plan_staging(
     """
     # In slots, not in bytes of weights: a slot is as large as the largest weight of its class, and each class has two.
     most_weights = _whole_nbytes(weight_shard_nbytes)
-    most_slots = min(chunk_slots, chunks)
+    most_slots = min(AUTO_CHUNK_SLOTS, chunks)
     least_slots = min(MIN_CHUNK_SLOTS, chunks)
     least_weights = smallest_budget_nbytes(weight_shard_nbytes)
     needed = least_slots * largest_chunk_nbytes + least_weights

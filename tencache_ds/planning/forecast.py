@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES
 from tencache_ds.planning.bound import GRADIENT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES, Bound, Demand, bound
-from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES
+from tencache_ds.planning.budget import AUTO_CHUNK_SLOTS, AUTO_WEIGHT_STAGING_NBYTES
 from tencache_ds.planning.peak_memory import MemoryNeeds, PeakMemory, peak_memory
 from tencache_ds.profiling.hardware import Hardware
 
@@ -168,7 +168,6 @@ def peak_of_forecast(
     host_budget: int,
     gpu_limit: int,
     chunk: int,
-    chunk_slots: int,
     may_use_nvme: bool,
     pinned: bool,
 ) -> PeakMemory:
@@ -180,7 +179,6 @@ def peak_of_forecast(
         host_budget: ``host_memory`` of a rank.
         gpu_limit: ``gpu_memory`` of a rank; 0 for none.
         chunk: ``chunk_size``.
-        chunk_slots: staging buffers of that size.
         may_use_nvme: whether there is a drive. Without one weights are DeepSpeed's, and in RAM.
         pinned: whether the ranks train on GPUs.
     """
@@ -211,8 +209,8 @@ def peak_of_forecast(
             state_may_go_to_nvme=may_use_nvme,
             largest_chunk=chunk,
             host_budget=host_budget,
-            staging=staging + (chunk_slots * chunk if state_nvme else 0),
-            late_staging=0 if state_nvme else chunk_slots * chunk,
+            staging=staging + (AUTO_CHUNK_SLOTS * chunk if state_nvme else 0),
+            late_staging=0 if state_nvme else AUTO_CHUNK_SLOTS * chunk,
             bounces=N_BOUNCES * BOUNCE_NBYTES if pinned and gpu_limit else 0,
             gpu_weights=per_rank(training.numel * training.weight_nbytes),
             gpu_limit=gpu_limit or None,

@@ -16,7 +16,6 @@ from tencache_ds.planning.budget import (
     AUTO_WEIGHT_STAGING_NBYTES,
     MIN_CHUNK_SLOTS,
     RankMemory,
-    automatic_chunk_slots,
     plan_host_memory,
     plan_staging,
 )
@@ -154,14 +153,6 @@ def check(plan, shards, largest, chunks):
         assert all(c.count >= 1 for c in classes)
     else:
         assert plan.weight_nbytes == 0
-
-
-@pytest.mark.parametrize(("lanes", "slots"), [(1, 12), (8, 12), (9, 14), (14, 24), (32, 24)])
-def test_more_lanes_in_memory_get_more_chunks_in_flight(lanes, slots):
-    assert automatic_chunk_slots(lanes, in_memory=True) == slots
-    assert automatic_chunk_slots(lanes, in_memory=False) == AUTO_CHUNK_SLOTS
-    assert plan_staging(None, [], MIB, 100, chunk_slots=slots).chunk_slots == slots
-    assert plan_staging(None, [], MIB, 5, chunk_slots=slots).chunk_slots == 5
 
 
 @given(SHARDS, CHUNK, CHUNKS)

@@ -197,13 +197,7 @@ BILLIONS = Training(numel=8 * 10**9, ranks=2, tokens_per_step=4096)
 
 def of_forecast(budget: int, **changes: object) -> PeakMemory:
     at_start = forecast(BILLIONS, budget * BILLIONS.ranks, MACHINE)
-    arguments: dict[str, object] = {
-        "gpu_limit": 0,
-        "chunk": 32 * MIB,
-        "chunk_slots": 12,
-        "may_use_nvme": True,
-        "pinned": False,
-    }
+    arguments: dict[str, object] = {"gpu_limit": 0, "chunk": 32 * MIB, "may_use_nvme": True, "pinned": False}
     return peak_of_forecast(BILLIONS, at_start, host_budget=budget, **(arguments | changes))  # type: ignore[arg-type]
 
 
