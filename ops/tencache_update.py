@@ -21,7 +21,15 @@ class TenCacheUpdateBuilder(OwnOp, CPUOpBuilder):
     BUILD_VAR = "DS_BUILD_TENCACHE_UPDATE"
     NAME = "tencache_update"
     FOLDER = "update"
-    FILES = ("adam.cpp", "adam_avx512.cpp", "adam_avx2.cpp", "adam_neon.cpp", "team.cpp", "py_update.cpp")
+    FILES = (
+        "adam.cpp",
+        "adam_avx512.cpp",
+        "adam_avx2.cpp",
+        "adam_neon.cpp",
+        "state_file.cpp",
+        "team.cpp",
+        "py_update.cpp",
+    )
 
     def __init__(self) -> None:
         super().__init__(name=self.NAME)

@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <stdexcept>
@@ -16,8 +17,9 @@
 #include <utility>
 
 #include "adam.h"
+#include "blocks.h"
+#include "state_file.h"
 #include "team.h"
-#include "weights_digest.h"
 
 namespace py = pybind11;
 
@@ -27,13 +29,24 @@ using tencache::AdamRun;
 using tencache::AdamScalars;
 using tencache::AdamTypes;
 using tencache::AdamVariant;
+using tencache::BLOCK_NUMEL;
+using tencache::Digests;
 using tencache::ElementType;
 using tencache::Job;
 using tencache::MasterRun;
+using tencache::MasterTuple;
+using tencache::RunTuple;
+using tencache::StateBlock;
+using tencache::StateFile;
 using tencache::Team;
+using tencache::WeightRun;
+using tencache::by_block;
+using tencache::check_state;
+using tencache::cut_blocks;
+using tencache::digest_of;
+using tencache::digests_for;
+using tencache::part_numel;
 
-// 28 bytes an element: a block is about 1 MiB of traffic, 0.1 to 0.3 ms of one core.
-constexpr std::size_t BLOCK_NUMEL = 32768;
 constexpr std::size_t MEMORY_BLOCK_NBYTES = std::size_t{2} << 20;
 
 ElementType element_type(const std::string& name)
@@ -42,117 +55,6 @@ ElementType element_type(const std::string& name)
     if (name == "bfloat16") { return ElementType::bfloat16; }
     if (name == "float16") { return ElementType::float16; }
     throw py::value_error("element type '" + name + "' is not float32, bfloat16 or float16");
-}
-
-// Elements from a position in the chunk to the end of its block, or of the run, of which so many are left.
-std::size_t part_numel(std::size_t position, std::size_t left)
-{
-    return std::min(BLOCK_NUMEL - position % BLOCK_NUMEL, left);
-}
-
-// master or remainder, exp_avg, exp_avg_sq, gradient (0: zeros), weight (0: not wanted), numel
-using RunTuple =
-    std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::size_t>;
-
-std::vector<AdamRun> cut_blocks(const std::vector<RunTuple>& runs, const AdamTypes& types, std::size_t n_tail, bool split)
-{
-    if (split && types.weight != ElementType::bfloat16) {
-        throw py::value_error("split master weights are those of bfloat16 weights");
-    }
-    std::size_t numel = 0;
-    for (const RunTuple& run : runs) { numel += std::get<5>(run); }
-    if (n_tail > numel) { throw py::value_error("the tail is longer than all runs together"); }
-    const std::size_t body_end = numel - n_tail;
-    std::vector<AdamRun> blocks;
-    std::size_t position = 0;
-    for (const RunTuple& run : runs) {
-        const auto [master, exp_avg, exp_avg_sq, gradient, weight, run_numel] = run;
-        if (master == 0 || exp_avg == 0 || exp_avg_sq == 0) { throw py::value_error("a run has no address"); }
-        if (split && weight == 0) { throw py::value_error("a run of split master weights has no weights"); }
-        for (std::size_t start = 0, length; start < run_numel; start += length) {
-            length = part_numel(position + start, run_numel - start);
-            const std::size_t end = position + start + length;
-            const std::size_t tail = end > body_end ? std::min(length, end - body_end) : 0;
-            blocks.push_back(AdamRun{
-                split ? nullptr : reinterpret_cast<float*>(master) + start,
-                split ? reinterpret_cast<std::uint16_t*>(master) + start : nullptr,
-                reinterpret_cast<float*>(exp_avg) + start,
-                reinterpret_cast<float*>(exp_avg_sq) + start,
-                gradient == 0 ? nullptr
-                              : reinterpret_cast<const char*>(gradient) + start * element_nbytes(types.gradient),
-                weight == 0 ? nullptr : reinterpret_cast<char*>(weight) + start * element_nbytes(types.weight),
-                length,
-                tail,
-            });
-        }
-        position += run_numel;
-    }
-    return blocks;
-}
-
-// The parts of each block of the chunk, however its runs divide it: what its digests are of.
-template <class Part>
-std::vector<std::vector<Part>> by_block(const std::vector<Part>& parts)
-{
-    std::vector<std::vector<Part>> blocks;
-    std::size_t position = 0;
-    for (const Part& part : parts) {
-        if (position % BLOCK_NUMEL == 0) { blocks.emplace_back(); }
-        blocks.back().push_back(part);
-        position += part.numel;
-    }
-    return blocks;
-}
-
-template <class Part>
-std::uint64_t digest_of(const std::vector<Part>& parts)
-{
-    tencache::WeightsDigest digest;
-    for (const Part& part : parts) { digest.add(static_cast<const std::uint16_t*>(part.weight), part.numel); }
-    return digest.value();
-}
-
-// master, remainder, weight, exp_avg_sq, numel
-using MasterTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::size_t>;
-
-std::vector<MasterRun> cut_blocks(const std::vector<MasterTuple>& runs)
-{
-    std::vector<MasterRun> blocks;
-    for (const MasterTuple& run : runs) {
-        const auto [master, remainder, weight, exp_avg_sq, run_numel] = run;
-        if (master == 0 || remainder == 0 || weight == 0 || exp_avg_sq == 0) {
-            throw py::value_error("a run has no address");
-        }
-        for (std::size_t start = 0; start < run_numel; start += BLOCK_NUMEL) {
-            blocks.push_back(MasterRun{
-                reinterpret_cast<tencache::FloatBits*>(master) + start,
-                reinterpret_cast<std::uint16_t*>(remainder) + start,
-                reinterpret_cast<const std::uint16_t*>(weight) + start,
-                reinterpret_cast<tencache::FloatBits*>(exp_avg_sq) + start,
-                std::min(BLOCK_NUMEL, run_numel - start),
-            });
-        }
-    }
-    return blocks;
-}
-
-struct WeightRun {
-    const std::uint16_t* weight;
-    std::size_t numel;
-};
-
-// Of an update of split master weights, by block: digests of the weights that they are split over.
-struct Digests {
-    std::vector<std::uint64_t> before;  // expected; empty: not compared
-    std::vector<std::uint64_t> after;
-    std::atomic<bool> match{true};
-};
-
-std::vector<std::uint64_t> digests_of(const std::string& bytes)
-{
-    std::vector<std::uint64_t> result(bytes.size() / sizeof(std::uint64_t));
-    std::memcpy(result.data(), bytes.data(), result.size() * sizeof(std::uint64_t));
-    return result;
 }
 
 py::bytes bytes_of(const std::vector<std::uint64_t>& digests)
@@ -178,9 +80,10 @@ public:
 
     std::int64_t end_ns() const { return team_->end_ns(job_); }
 
-    // Both: once it has ended.
+    // All three: once it has ended.
     bool match() const { return digests_ == nullptr || digests_->match; }
     py::bytes digest() const { return digests_ == nullptr ? py::bytes() : bytes_of(digests_->after); }
+    int error() const { return digests_ == nullptr ? 0 : digests_->error; }
 
 private:
     std::shared_ptr<Team> team_;
@@ -214,6 +117,7 @@ public:
     {
         const AdamVariant variant = variant_of(variant_name);
         const AdamTypes types{element_type(gradient_type), element_type(weight_type)};
+        check_state(runs);
         std::vector<AdamRun> parts = cut_blocks(runs, types, n_tail, split);
         auto job = std::make_shared<Job>();
         if (!split) {
@@ -225,12 +129,7 @@ public:
             return submit(job);
         }
         auto blocks = std::make_shared<std::vector<std::vector<AdamRun>>>(by_block(parts));
-        auto digests = std::make_shared<Digests>();
-        digests->before = digests_of(expected);
-        digests->after.resize(blocks->size());
-        if (!expected.empty() && expected.size() != blocks->size() * sizeof(std::uint64_t)) {
-            throw py::value_error("the digest is of another number of weights");
-        }
+        auto digests = digests_for(expected, blocks->size());
         job->n_blocks = blocks->size();
         job->run = [blocks, scalars, types, digests, kernel = variant.split_kernel](std::size_t index) {
             const auto& block = (*blocks)[index];
@@ -241,6 +140,58 @@ public:
             }
             for (const AdamRun& part : block) { kernel(scalars, types, part); }
             digests->after[index] = digest_of(block);
+        };
+        return submit(job, digests);
+    }
+
+    // Files in memory take one writer at a time, so a chunk is one block of the team's; chunks in other files run beside
+    // it. The runs' addresses of state are of no meaning.
+    PyJob adam_in_file(const std::vector<RunTuple>& runs,
+                       const std::string& gradient_type,
+                       const std::string& weight_type,
+                       std::size_t n_tail,
+                       const AdamScalars& scalars,
+                       bool split,
+                       const std::string& expected,
+                       int fd,
+                       std::int64_t offset,
+                       const std::array<std::int64_t, 3>& pieces,
+                       std::uintptr_t words_read,
+                       std::size_t read_position,
+                       std::uintptr_t words_written,
+                       std::size_t written_position)
+    {
+        const AdamVariant variant = variant_of("");
+        const AdamTypes types{element_type(gradient_type), element_type(weight_type)};
+        const StateFile file{fd,
+                             offset,
+                             pieces,
+                             {split ? sizeof(std::uint16_t) : sizeof(float), sizeof(float), sizeof(float)},
+                             reinterpret_cast<std::uint64_t*>(words_read),
+                             read_position,
+                             reinterpret_cast<std::uint64_t*>(words_written),
+                             written_position};
+        auto blocks =
+            std::make_shared<std::vector<std::vector<AdamRun>>>(by_block(cut_blocks(runs, types, n_tail, split)));
+        auto digests = digests_for(expected, split ? blocks->size() : 0);
+        auto job = std::make_shared<Job>();
+        job->n_blocks = blocks->empty() ? 0 : 1;
+        const auto kernel = split ? variant.split_kernel : variant.kernel;
+        job->run = [blocks, digests, scalars, types, kernel, file, split](std::size_t) {
+            // Before anything is written.
+            for (std::size_t index = 0; index < digests->before.size(); ++index) {
+                if (digest_of((*blocks)[index]) != digests->before[index]) {
+                    digests->match = false;
+                    return;
+                }
+            }
+            std::size_t first = 0;
+            for (std::size_t index = 0; index < blocks->size() && digests->error == 0; ++index) {
+                const std::size_t numel = update_in_file(file, first, (*blocks)[index], scalars, types, kernel, split,
+                                                         digests->error);
+                if (split && digests->error == 0) { digests->after[index] = digest_of((*blocks)[index]); }
+                first += numel;
+            }
         };
         return submit(job, digests);
     }
@@ -321,6 +272,34 @@ public:
     }
 
 private:
+    // Elements of a block that was read, updated and written; `error` becomes the errno of a transfer that fails.
+    static std::size_t update_in_file(const StateFile& file,
+                                      std::size_t first,
+                                      const std::vector<AdamRun>& parts,
+                                      const AdamScalars& scalars,
+                                      const AdamTypes& types,
+                                      tencache::AdamKernel kernel,
+                                      bool split,
+                                      int& error)
+    {
+        std::size_t numel = 0;
+        for (const AdamRun& part : parts) { numel += part.numel; }
+        StateBlock block;
+        error = tencache::read_state(file, first, numel, block);
+        if (error != 0) { return numel; }
+        std::size_t position = 0;
+        for (AdamRun part : parts) {
+            part.master = split ? nullptr : reinterpret_cast<float*>(block.kinds[0]) + position;
+            part.remainder = split ? reinterpret_cast<std::uint16_t*>(block.kinds[0]) + position : nullptr;
+            part.exp_avg = reinterpret_cast<float*>(block.kinds[1]) + position;
+            part.exp_avg_sq = reinterpret_cast<float*>(block.kinds[2]) + position;
+            kernel(scalars, types, part);
+            position += part.numel;
+        }
+        error = tencache::write_state(file, first, numel, block);
+        return numel;
+    }
+
     static AdamVariant variant_of(const std::string& name)
     {
         const AdamVariant variant = name.empty() ? tencache::adam_variant() : tencache::adam_variant(name.c_str());
@@ -390,7 +369,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def_property_readonly("done", &PyJob::done)
         .def_property_readonly("end_ns", &PyJob::end_ns)
         .def_property_readonly("match", &PyJob::match)
-        .def_property_readonly("digest", &PyJob::digest);
+        .def_property_readonly("digest", &PyJob::digest)
+        .def_property_readonly("error", &PyJob::error);
     py::class_<PyTeam>(m, "Team")
         .def(py::init<int>(), py::arg("n_threads"))
         .def_property_readonly("n_threads", &PyTeam::n_threads)
@@ -404,6 +384,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("split") = false,
              py::arg("expected") = py::bytes(),
              py::arg("variant") = "")
+        .def("adam_in_file",
+             &PyTeam::adam_in_file,
+             py::arg("runs"),
+             py::arg("gradient_type"),
+             py::arg("weight_type"),
+             py::arg("n_tail"),
+             py::arg("scalars"),
+             py::arg("split"),
+             py::arg("expected"),
+             py::kw_only(),
+             py::arg("fd"),
+             py::arg("offset"),
+             py::arg("pieces"),
+             py::arg("words_read"),
+             py::arg("read_position"),
+             py::arg("words_written"),
+             py::arg("written_position"))
         .def("digest", &PyTeam::digest, py::arg("runs"))
         .def("split", &PyTeam::split, py::arg("runs"), py::arg("variant") = "")
         .def("join", &PyTeam::join, py::arg("runs"), py::arg("variant") = "")
