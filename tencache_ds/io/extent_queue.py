@@ -13,6 +13,7 @@ from tencache_ds.errors import StorageError
 from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
 from tencache_ds.io.extents import Extent
 from tencache_ds.io.integrity.witness import Witness
+from tencache_ds.observability import spans
 
 
 class ExtentTicket(Ticket):
@@ -88,3 +89,26 @@ class ExtentQueue:
             self.running.append(self.waiting.popleft())
             ready.append(request)
         return ready
+
+
+def record(recorder: spans.Recorder, request: Request, inner: Ticket) -> None:
+    """Adds a request to a trace, with the time for which it had to wait for others of its extent."""
+    operation = inner.operation.value
+    arguments = {
+        "path": inner.path,
+        "offset": inner.offset,
+        "priority": request.priority.name.lower(),
+        "waited_for_extent_us": (inner.t_submit_ns - request.ticket.t_submit_ns) // 1000,
+    }
+    if inner.error is not None:
+        arguments["error"] = str(inner.error)
+    recorder.add(
+        spans.Category.NVME,
+        f"tencache::nvme::{operation}",
+        f"NVMe {operation}",
+        inner.t_submit_ns,
+        inner.t_done_ns,
+        inner.tag,
+        inner.nbytes,
+        arguments,
+    )

@@ -108,13 +108,14 @@ class NvmePaths:
         n_files: int,
         fingerprint: Fingerprint | None,
         timeout_s: float,
+        editable: bool = False,
     ) -> ExtentStore:
         """A store over some paths; several paths share its extents in proportion to their bandwidth.
 
         Args:
             kind: ``"weights"``, ``"optimizer"`` or ``"activations"``, part of the files' names.
             roots: the folders, different ones.
-            preallocate_nbytes, growth_nbytes, n_files, fingerprint, timeout_s: see
+            preallocate_nbytes, growth_nbytes, n_files, fingerprint, timeout_s, editable: see
                 :class:`tencache_ds.io.store.ExtentStore`.
 
         Raises:
@@ -144,6 +145,7 @@ class NvmePaths:
             fingerprint=fingerprint,
             timeout_s=timeout_s,
             explain=self.explain,
+            editable=editable,
         )
         self._stores.append((store, paths))
         for index, path in enumerate(paths):

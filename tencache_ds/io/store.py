@@ -10,6 +10,7 @@ One lock guards the extents' queues and results. No request is submitted or comp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -23,7 +24,8 @@ from tencache_ds.errors import StorageError
 from tencache_ds.io.backends.protocol import StorageBackend
 from tencache_ds.io.backends.requests import cancelled, check_request, refusal
 from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
-from tencache_ds.io.extent_queue import ExtentQueue, ExtentTicket, Request
+from tencache_ds.io.edit import ExtentEdit
+from tencache_ds.io.extent_queue import ExtentQueue, ExtentTicket, Request, record
 from tencache_ds.io.extents import Extent
 from tencache_ds.io.integrity.fingerprint import Fingerprint, sampled_fingerprint
 from tencache_ds.io.integrity.verification import verify_read
@@ -33,6 +35,8 @@ from tencache_ds.io.space import SpaceFiles
 from tencache_ds.io.stripes import Placement, StripedSpace
 from tencache_ds.layout import round_up
 from tencache_ds.observability import spans
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class ExtentStore:
@@ -51,6 +55,7 @@ class ExtentStore:
         timeout_s: longest time in seconds that a ticket's ``wait()`` without a limit, :meth:`drain` and :meth:`close`
             wait for one request.
         explain: sees each error before the waiter of a ticket does, in the waiter's thread; may add a note.
+        editable: the files are in memory: :meth:`edit` is as good as requests.
 
     Raises:
         SpaceError: the devices cannot hold ``preallocate_nbytes``.
@@ -70,6 +75,7 @@ class ExtentStore:
         fingerprint: Fingerprint | None = sampled_fingerprint,
         timeout_s: float = 600.0,
         explain: Callable[[StorageError], None] | None = None,
+        editable: bool = False,
     ) -> None:
         files = [_file_names(name, n_files) for name in (path, *(name for name, _ in others))]
         backends = [backend, *(other for _, other in others)]
@@ -77,6 +83,8 @@ class ExtentStore:
         """The files."""
         self.n_healed_reads = 0
         """Reads that differed from the last write, and no longer did when read again."""
+        self.editable = editable and fingerprint in (None, sampled_fingerprint)
+        """Whether :meth:`edit` may give extents out: reads are compared by a word of every page at most."""
         self._backends = {name: b for names, b in zip(files, backends, strict=True) for name in names}
         self._alignment_nbytes = max(b.alignment_nbytes for b in backends)
         self._explain = explain
@@ -87,9 +95,7 @@ class ExtentStore:
         self._in_flight: set[Ticket] = set()
         self._failed_writes: list[Ticket] = []
         self._closed = False
-        self._given_up = (
-            False  # close() has stopped waiting: unstarted requests must not start any more, their file is being closed
-        )
+        self._given_up = False  # close() waits no more: what has not started must not, its file is being closed
         self._stripes: StripedSpace | None = None
         if placement is not None:
             self._stripes = StripedSpace(
@@ -231,6 +237,43 @@ class ExtentStore:
         self._check_buffer(extent, buffer)
         ticket = self._ticket(Operation.READ, extent, buffer)
         return self._enqueue(extent, Request(Operation.READ, buffer, priority, ticket))
+
+    def edit(self, extent: Extent) -> ExtentEdit | None:
+        """An extent whose caller reads and writes all of it in the file itself. To be ended before :meth:`close`.
+
+        Returns:
+            None of a store that is not :attr:`editable`, while a request of the extent is unfinished, and where its
+            last write failed or left a part of it undefined.
+
+        Raises:
+            ValueError: not an extent of this store.
+            StorageError: the store is closed.
+        """
+        if not self.editable:
+            return None
+        ticket = self._ticket(Operation.WRITE, extent, _NOTHING)
+        with self._lock:
+            self._check_open("edit", extent.file, extent.offset, extent.nbytes, extent.tag)
+            state = self._state(extent)
+            if not state.idle or state.poison is not None or state.written_nbytes != extent.allocated_nbytes:
+                return None
+            before = state.witness
+            after = None if self._fingerprint is None else Witness(state.n_writes, self._fingerprint)
+            state.n_writes += 1
+            request = Request(Operation.WRITE, _NOTHING, Priority.BACKGROUND, ticket, after)
+            state.running.append(request)
+            self._in_flight.add(ticket)
+        fd = self._space.descriptor(extent.file)
+        return ExtentEdit(extent, fd, before, after, partial(self._end_edit, state, request))
+
+    def _end_edit(self, state: ExtentQueue, request: Request, kept: bool, error: StorageError | None) -> None:
+        if kept:
+            state.witness = request.witness  # no other request of the extent runs
+            self._backends[state.extent.file].counters.edited(state.extent.allocated_nbytes)
+        self._run(state, self._end(state, request, error))
+        if error is not None:
+            with contextlib.suppress(StorageError):
+                request.ticket.wait()  # the caller raises it
 
     def drain(self) -> None:
         """Waits for all writes submitted so far.
@@ -386,7 +429,7 @@ class ExtentStore:
     def _on_done(self, state: ExtentQueue, request: Request, inner: Ticket) -> None:
         recorder = spans.recorder()
         if recorder is not None:
-            _record(recorder, request, inner)
+            record(recorder, request, inner)
         self._run(state, self._end(state, request, inner.error))
 
     def _end(self, state: ExtentQueue, request: Request, error: BaseException | None) -> list[Request]:
@@ -450,29 +493,6 @@ class ExtentStore:
         if not verify_read(witness, extent, fd, request.buffer):
             with self._lock:
                 self.n_healed_reads += 1
-
-
-def _record(recorder: spans.Recorder, request: Request, inner: Ticket) -> None:
-    """Adds a request to a trace, with the time for which it had to wait for others of its extent."""
-    operation = inner.operation.value
-    arguments = {
-        "path": inner.path,
-        "offset": inner.offset,
-        "priority": request.priority.name.lower(),
-        "waited_for_extent_us": (inner.t_submit_ns - request.ticket.t_submit_ns) // 1000,
-    }
-    if inner.error is not None:
-        arguments["error"] = str(inner.error)
-    recorder.add(
-        spans.Category.NVME,
-        f"tencache::nvme::{operation}",
-        f"NVMe {operation}",
-        inner.t_submit_ns,
-        inner.t_done_ns,
-        inner.tag,
-        inner.nbytes,
-        arguments,
-    )
 
 
 def _file_names(path: str, n_files: int) -> list[str]:

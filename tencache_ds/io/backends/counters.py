@@ -58,6 +58,13 @@ class IoCounters:
         with self._lock:
             self._n_requests[operation] += 1
 
+    def edited(self, nbytes: int) -> None:
+        """Notes that a caller has read and written so many bytes of a file itself."""
+        with self._lock:
+            for operation in Operation:
+                self._nbytes[operation] += nbytes
+                self._n_requests[operation] += 1
+
     def snapshot(self) -> IoTotals:
         """All totals at one moment."""
         with self._lock:

@@ -58,7 +58,7 @@ class _Request:
 
 
 class _Counters(IoCounters):
-    """Bytes and times are counted in the op, whole requests here."""
+    """Bytes and times of requests are counted in the op, whole requests and edits here."""
 
     def __init__(self, queue: Any) -> None:
         super().__init__()
@@ -66,11 +66,11 @@ class _Counters(IoCounters):
 
     def snapshot(self) -> IoTotals:
         """All totals at one moment."""
-        moved = self._queue.stats()
+        moved, counted = self._queue.stats(), super().snapshot()
         return dataclasses.replace(
-            super().snapshot(),
-            bytes_read=moved["bytes_read"],
-            bytes_written=moved["bytes_written"],
+            counted,
+            bytes_read=counted.bytes_read + moved["bytes_read"],
+            bytes_written=counted.bytes_written + moved["bytes_written"],
             read_ns=moved["read_ns"],
             write_ns=moved["write_ns"],
         )

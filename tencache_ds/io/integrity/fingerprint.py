@@ -40,12 +40,22 @@ def sampled_fingerprint(buffer: torch.Tensor, generation: int) -> int:
             result; its bytes are visible to every stream. Any thread; the GIL is released for most of the time.
         generation: number of the write; chooses the word in the page and salts the hash.
     """
-    position = generation * _STEP % _WORDS_PER_PAGE
+    position = sampled_position(generation)
     if buffer.device.type == "cpu":
         words = buffer.numpy().view(np.uint64).reshape(-1, _WORDS_PER_PAGE)[:, position]
     else:
         words = gathered_words(buffer, position)
-    return _hash(np.ascontiguousarray(words), generation)
+    return sampled_hash(np.ascontiguousarray(words), generation)
+
+
+def sampled_position(generation: int) -> int:
+    """Which word of every page :func:`sampled_fingerprint` takes."""
+    return generation * _STEP % _WORDS_PER_PAGE
+
+
+def sampled_hash(words: np.ndarray, generation: int) -> int:
+    """:func:`sampled_fingerprint` of a buffer with these words (contiguous uint64), one of every page."""
+    return _hash(words, generation)
 
 
 def _hash(array: np.ndarray, generation: int) -> int:

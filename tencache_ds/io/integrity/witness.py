@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from tencache_ds.io.integrity.fingerprint import Fingerprint
+from tencache_ds.io.integrity.fingerprint import Fingerprint, sampled_hash
 
 
 class Witness:
@@ -31,3 +32,13 @@ class Witness:
         """Whether the buffer differs from the written data, or nothing is known of these. Computed in the caller's
         thread."""
         return self._fingerprint(buffer, self.generation) != self._taken
+
+    # Of a sampled fingerprint, by the words that it samples
+
+    def take_words(self, words: np.ndarray) -> None:
+        """:meth:`take`, of a buffer with these words."""
+        self._taken = sampled_hash(words, self.generation)
+
+    def differs_in(self, words: np.ndarray) -> bool:
+        """:meth:`differs`, of a buffer with these words."""
+        return sampled_hash(words, self.generation) != self._taken

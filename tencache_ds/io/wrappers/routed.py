@@ -76,6 +76,10 @@ class _Sum(IoCounters):
         super().__init__()
         self.parts = [first]
 
+    def edited(self, nbytes: int) -> None:
+        """See :meth:`IoCounters.edited`."""
+        self.parts[0].edited(nbytes)
+
     def snapshot(self) -> IoTotals:
         """All totals, of each part at one moment."""
         totals = [part.snapshot() for part in self.parts]
