@@ -35,7 +35,7 @@ from tencache_ds.keys import FAULTS_VARIABLE
 from tencache_ds.layout import gib
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
 from tencache_ds.observability.counters import Counters
-from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES, automatic_chunk_slots
+from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES
 from tencache_ds.planning.cores import block_nbytes, lane_count
 from tencache_ds.planning.striping import Striping
 from tencache_ds.profiling.filesystem import file_system_of
@@ -275,6 +275,8 @@ class TenCacheEngine:
             n_files=self.n_lanes,
             fingerprint=FINGERPRINTS[Verify(self.options.verify)],
             timeout_s=self.options.io_timeout_s,
+            # Injected faults are those of requests.
+            editable=not self._injected_faults and all(file_system_of(Path(path)).in_memory for path in paths),
         )
 
     def _open_backend(self) -> tuple[StorageBackend, str]:
@@ -283,9 +285,8 @@ class TenCacheEngine:
         route = None
         if gpu_staging_possible(self.options, self.surroundings.on_cuda):
             backend = route = RoutedBackend(backend)
-        faults = os.environ.get(FAULTS_VARIABLE) if self.options.allow_faults else None
-        if faults:
-            backend, reason = self._with_faults(backend, reason, faults)
+        if self._injected_faults:
+            backend, reason = self._with_faults(backend, reason, self._injected_faults)
         if route is not None:
             self._shared.routes.append((backend, route))
         return backend, reason
@@ -296,11 +297,6 @@ class TenCacheEngine:
         if self.options.io_lanes is not None:
             return self.options.io_lanes
         return lane_count(self.surroundings.cores_beside_training, in_memory=self._paths_in_memory)
-
-    @property
-    def chunk_slots(self) -> int:
-        """Staging buffers for optimizer chunks where the user gives no size."""
-        return automatic_chunk_slots(self.n_lanes, in_memory=self._paths_in_memory)
 
     @functools.cached_property
     def _paths_in_memory(self) -> bool:
@@ -327,6 +323,10 @@ class TenCacheEngine:
                 close_timeout_s=self.options.io_timeout_s,
             ),
         )
+
+    @property
+    def _injected_faults(self) -> str:
+        return os.environ.get(FAULTS_VARIABLE, "") if self.options.allow_faults else ""
 
     def _with_faults(self, backend: StorageBackend, reason: str, faults: str) -> tuple[StorageBackend, str]:
         """For tests: storage that fails on purpose, and must not be mistaken for a real failure."""

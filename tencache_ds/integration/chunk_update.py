@@ -58,14 +58,15 @@ class SubGroupUpdater:
         self._powers: BetaPowers | None = None  # of Adam
         limit, scratch = ArithmeticCores(cores, tier.streamed), Scratch()
         kernels: list[UpdateKernel] = [UnfusedUpdate(self._op, limit, scratch)]
-        in_place = None
+        in_place = in_file = None
         self.one_pass = fused is not None
         """Whether chunks of fp32 state are updated on threads of the update's own, and nothing else of the process."""
         if fused is not None:
-            kernels.insert(0, FusedUpdate(fused))
+            in_file = FusedUpdate(fused)
+            kernels.insert(0, in_file)
             if device is not None:
                 in_place = DeviceUpdate(device, fused.width, tier, gradients, writer)
-        self.by_chunks = ChunkedUpdate(tier, gradients, writer, kernels, in_place)
+        self.by_chunks = ChunkedUpdate(tier, gradients, writer, kernels, in_place, in_file)
         """Adam on chunks, with the arithmetic of DeepSpeed's CPU Adam on the whole sub-group. Chunks begin at multiples
         of every vector width, so the result is the same bit for bit."""
         self._as_whole = WholeUpdate(tier, gradients, writer, limit, scratch)

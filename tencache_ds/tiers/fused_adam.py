@@ -18,6 +18,7 @@ from tencache_ds.errors import TenCacheError
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
 from tencache_ds.tiers.split_master import Pieces
+from tencache_ds.tiers.sub_group import ChunkEdit
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """Dtypes of gradients and weights that the op knows."""
@@ -32,6 +33,10 @@ class Job(Protocol):
     @property
     def end_ns(self) -> int:
         """When it ended, by ``time.perf_counter_ns()``; 0 until then."""
+
+    @property
+    def error(self) -> int:
+        """Once it has ended: the errno of the transfer that failed, of a chunk in a file. It may be changed in part."""
 
     @property
     def match(self) -> bool:
@@ -118,22 +123,48 @@ class FusedAdam:
         """
         split = REMAINDER in state
         arrays = (*(state[kind] for kind in (REMAINDER if split else MASTER, EXP_AVG, EXP_AVG_SQ)), gradient)
-        numel, position, runs = gradient.numel(), 0, []
-        for start, weight in weights:
-            if start > position:
-                runs.append(_run(arrays, position, start - position, None))
-            runs.append(_run(arrays, start, weight.numel(), weight))
-            position = start + weight.numel()
-        if position < numel:
-            runs.append(_run(arrays, position, numel - position, None))
+        job: Job = self._team.adam(
+            _runs(arrays, gradient.numel(), weights), *self._inputs(gradient, weights, scalars), split, expected
+        )
+        return job
+
+    def start_in_file(
+        self,
+        edit: ChunkEdit,
+        gradient: torch.Tensor,
+        weights: Sequence[tuple[int, torch.Tensor]],
+        scalars: AdamScalars,
+        expected: bytes = b"",
+    ) -> Job:
+        """Begins the update of a chunk in a file, on one thread; arguments as for :meth:`start`. With ``expected``, and
+        only then, master weights are split."""
+        runs = [(0, 0, 0, *run) for run in _runs((gradient,), gradient.numel(), weights)]
+        extent = edit.extent
+        job: Job = self._team.adam_in_file(
+            runs,
+            *self._inputs(gradient, weights, scalars),
+            bool(expected),
+            expected,
+            fd=extent.fd,
+            offset=extent.extent.offset,
+            pieces=edit.pieces,
+            words_read=extent.words_read.ctypes.data if extent.words_read.size else 0,
+            read_position=extent.read_position,
+            words_written=extent.words_written.ctypes.data if extent.words_written.size else 0,
+            written_position=extent.written_position,
+        )
+        return job
+
+    def _inputs(
+        self, gradient: torch.Tensor, weights: Sequence[tuple[int, torch.Tensor]], scalars: AdamScalars
+    ) -> tuple[str, str, int, Any]:
+        """Types of the gradient and the weights, elements of the scalar tail, and the op's scalars."""
         # Where a sub-group ends, DeepSpeed's vector loop leaves a remainder to a scalar one, which rounds differently.
         # All other chunks are multiples of every vector's width.
-        n_tail = numel % self._width
-        types = TYPES[gradient.dtype], TYPES[weights[0][1].dtype]
+        n_tail = gradient.numel() % self._width
         if self._scalars is None or self._scalars[0] is not scalars:  # the same for all chunks of a step
             self._scalars = scalars, self._op.AdamScalars(**dataclasses.asdict(scalars))
-        job: Job = self._team.adam(runs, *types, n_tail, self._scalars[1], split, expected)
-        return job
+        return TYPES[gradient.dtype], TYPES[weights[0][1].dtype], n_tail, self._scalars[1]
 
     # Split master weights: SplitArithmetic
 
@@ -165,6 +196,21 @@ class FusedAdam:
     def close(self) -> None:
         """Waits for running jobs and ends the threads. Idempotent."""
         self._team.close()
+
+
+def _runs(
+    arrays: Sequence[torch.Tensor], numel: int, weights: Sequence[tuple[int, torch.Tensor]]
+) -> list[tuple[int, ...]]:
+    """Addresses of all elements, in runs of one weight or none: of each array, of the weight, and their number."""
+    position, runs = 0, []
+    for start, weight in weights:
+        if start > position:
+            runs.append(_run(arrays, position, start - position, None))
+        runs.append(_run(arrays, start, weight.numel(), weight))
+        position = start + weight.numel()
+    if position < numel:
+        runs.append(_run(arrays, position, numel - position, None))
+    return runs
 
 
 def _run(arrays: Sequence[torch.Tensor], start: int, numel: int, weight: torch.Tensor | None) -> tuple[int, ...]:

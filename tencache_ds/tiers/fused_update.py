@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from tencache_ds.errors import StorageError
+from tencache_ds.io import ExtentEdit
 from tencache_ds.tiers.fused_adam import FusedAdam, Job
+from tencache_ds.tiers.sub_group import ChunkEdit
 from tencache_ds.tiers.update import Pieces, SubGroupStep
 
 
@@ -20,16 +23,25 @@ class _FusedJob:
         job: its update.
         gradient: kept, because the job has only its address.
         rounded: ``(weight, its new value)`` of the weights in device memory; the value is in host memory.
+        extent: of a chunk in a file.
     """
 
     job: Job
     gradient: torch.Tensor
     rounded: list[tuple[torch.Tensor, torch.Tensor]]
+    extent: ExtentEdit | None = None
 
     @property
     def end_ns(self) -> int:
         """See :attr:`UpdateJob.end_ns`."""
         return self.job.end_ns
+
+    @property
+    def error(self) -> StorageError | None:
+        """See :attr:`UpdateJob.error`."""
+        if self.extent is None or not self.job.error:
+            return None
+        return self.extent.failed(self.job.error)
 
     @property
     def match(self) -> bool:
@@ -76,11 +88,30 @@ class FusedUpdate:
         digest: bytes,
     ) -> _FusedJob:
         """See :meth:`UpdateKernel.start`."""
-        targets, rounded = [], []
-        for first, weight in weights:
-            target = weight
-            if weight.device.type != "cpu":
-                target = torch.empty(weight.numel(), dtype=weight.dtype, pin_memory=True)
-                rounded.append((weight, target))
-            targets.append((first, target))
+        targets, rounded = _in_host_memory(weights)
         return _FusedJob(self._adam.start(state, gradient, targets, step.scalars, digest), gradient, rounded)
+
+    @property
+    def n_threads(self) -> int:
+        """See :attr:`FileKernel.n_threads`."""
+        return self._adam.n_threads
+
+    def start_in_file(
+        self, edit: ChunkEdit, gradient: torch.Tensor, weights: Pieces, step: SubGroupStep, digest: bytes
+    ) -> _FusedJob:
+        """See :meth:`FileKernel.start_in_file`."""
+        targets, rounded = _in_host_memory(weights)
+        job = self._adam.start_in_file(edit, gradient, targets, step.scalars, digest)
+        return _FusedJob(job, gradient, rounded, edit.extent)
+
+
+def _in_host_memory(weights: Pieces) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Where the new values of weights go, and ``(weight, its new value)`` of those in device memory."""
+    targets, rounded = [], []
+    for first, weight in weights:
+        target = weight
+        if weight.device.type != "cpu":
+            target = torch.empty(weight.numel(), dtype=weight.dtype, pin_memory=True)
+            rounded.append((weight, target))
+        targets.append((first, target))
+    return targets, rounded

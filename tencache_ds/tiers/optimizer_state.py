@@ -139,18 +139,19 @@ class OptimizerStateTier:
     def begin_update(self, sub_groups: Sequence[int] | None = None) -> None:
         """Starts a pass over the stored chunks (of some sub-groups), ascending, and reads the first ones ahead."""
         groups = self._groups if sub_groups is None else [self._groups[index] for index in sub_groups]
-        self._stored.begin(chunk for group in groups for chunk in group.chunks)
+        self.begin_pass(chunk for group in groups for chunk in group.chunks)
 
-    def begin_pass(self, chunks: Iterable[Chunk]) -> None:
-        """Starts a pass over chunks in another order, and reads the first ones ahead."""
-        self._stored.begin(chunks)
+    def begin_pass(self, chunks: Iterable[Chunk], in_file: Callable[[int], bool] = lambda sub_group: False) -> None:
+        """Starts a pass over chunks, and reads the first ones ahead that :meth:`take` does not leave ``in_file``."""
+        self._stored.begin(chunks, in_file)
 
-    def take(self, chunk: Chunk, *, split: bool = False) -> ChunkInUse:
+    def take(self, chunk: Chunk, *, split: bool = False, in_file: bool = False) -> ChunkInUse:
         """A chunk's state in host memory, read ahead in the order of the pass or read now.
 
         Args:
             chunk: which one.
             split: its master weights may be split, for an update that compares the weights and writes to them.
+            in_file: such an update can also change it in its file, where it then stays if that is as good.
 
         Raises:
             StorageError: the read failed.
@@ -166,6 +167,9 @@ class OptimizerStateTier:
                 write_back = partial(memory.write, group.device[chunk.index], copy)
                 return ChunkInUse(chunk, group.views_of(chunk, copy), _write_back=write_back)
             return ChunkInUse(chunk, group.resident_views(chunk))
+        edit = self._stored.edit(chunk) if in_file else None
+        if edit is not None:
+            return ChunkInUse(chunk, {}, group.split.get(chunk.index, b""), edit=edit)
         lease, digest = self._stored.take(chunk, split=split)
         layout = split_layout(chunk) if digest else chunk
         return ChunkInUse(chunk, group.views_in(layout, lease), digest, _lease=lease)

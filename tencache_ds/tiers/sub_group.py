@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from tencache_ds.io import Extent
+from tencache_ds.errors import StorageError
+from tencache_ds.io import Extent, ExtentEdit
 from tencache_ds.items import Place
 from tencache_ds.memory.pool import Lease
 from tencache_ds.planning.chunks import Chunk
@@ -119,9 +120,24 @@ class SubGroup:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkEdit:
+    """A chunk whose state is changed in its file.
+
+    Attributes:
+        extent: where it is.
+        pieces: first bytes in the extent of master weights or their remainders, exp_avg and exp_avg_sq.
+        changed: to be called with the digest of the weights that its master weights are split over now.
+    """
+
+    extent: ExtentEdit
+    pieces: tuple[int, int, int]
+    changed: Callable[[bytes], None]
+
+
 @dataclass(slots=True)
 class ChunkInUse:
-    """A chunk whose state is in host memory.
+    """A chunk whose state is in host memory, or to be changed in a file.
 
     Attributes:
         chunk: which one.
@@ -129,12 +145,16 @@ class ChunkInUse:
         digest: where the remainders of its master weights are there instead of these, the hash of the weights that they
             are remainders of, not yet compared; whoever changes the chunk replaces it. Empty: whole master weights.
         fresh: whether the kinds of state that are not in ``views`` are zero.
+        edit: of a chunk in a file, which has no views.
+        error: with which changing it there has failed.
     """
 
     chunk: Chunk
     views: Mapping[str, torch.Tensor]
     digest: bytes = b""
     fresh: bool = False
+    edit: ChunkEdit | None = None
+    error: StorageError | None = None
     _lease: Lease | None = None
     _write_back: Callable[[], None] | None = None  # of a copy of device memory
 
@@ -144,12 +164,21 @@ class ChunkInUse:
         return self._lease is not None
 
     def end(self, *, changed: bool) -> Lease | None:
-        """Invalidates the views. Changes in a copy of device memory are copied back; the lease of a staging buffer is
-        returned, once, for the caller to release.
+        """Invalidates the views, and ends an edit. Changes in a copy of device memory are copied back; the lease of a
+        staging buffer is returned, once, for the caller to release.
+
+        Raises:
+            CorruptionError: the bytes that were changed in a file were not those last written.
         """
         lease, self._lease = self._lease, None
         write_back, self._write_back = self._write_back, None
         self.views = {}
+        edit, self.edit = self.edit, None
         if write_back is not None and changed:
             write_back()
+        if edit is not None and changed:
+            edit.extent.keep()
+            edit.changed(self.digest)
+        elif edit is not None:
+            edit.extent.drop(self.error)
         return lease

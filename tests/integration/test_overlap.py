@@ -12,6 +12,14 @@ pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = "overlap_cases.py"
 RAM = {"offload_param": "cpu", "offload_optimizer": "cpu"}
+IN_MEMORY = {
+    "model": "llama",
+    "weights": True,
+    "steps": 6,
+    "nvme_path": "/dev/shm",
+    "tencache": {"host_memory": "9MiB", "split_master": True},
+}
+"""A part of the state is in files in memory."""
 
 TRAINING: dict[str, dict[str, Any]] = {
     name: {"model": name, "weights": True, "steps": 6}
@@ -20,6 +28,8 @@ TRAINING: dict[str, dict[str, Any]] = {
     "ram": {"model": "llama", "weights": True, "steps": 6} | RAM,
     "persistent": {"model": "llama", "weights": True, "steps": 6, "persistence": 1000},
     "state_on_nvme": {"model": "llama", "weights": True, "steps": 6, "tencache": {"host_memory": "9MiB"}},
+    "state_in_memory": IN_MEMORY | {"accumulation": 2, "clipping": 0.1},
+    "state_in_memory_whole": IN_MEMORY | {"tencache": {"host_memory": "9MiB", "split_master": False}},
     "weights_on_device": {"model": "llama", "offload_param": "none", "steps": 6},
     "lora": {"model": "llama", "lora": True, "weights": True, "steps": 6},
     "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1, "steps": 6},
@@ -51,7 +61,7 @@ SCENARIOS = (
     "accumulation_unmanaged",
 )
 KILLED = {"model": "llama", "before": 3, "after": 4, "tencache": {"host_memory": "9MiB"}}
-ON_TWO_RANKS = ("random_skip", "tied", "ram", "state_on_nvme", "accumulation_clipping")
+ON_TWO_RANKS = ("random_skip", "tied", "ram", "state_on_nvme", "state_in_memory", "accumulation_clipping")
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "ram": {"model": "mlp"} | RAM,
     "nvme": {"model": "mlp", "trained_before_loading": True},
@@ -137,6 +147,15 @@ def test_steps_went_on_in_the_background_and_were_waited_for(one_rank: Any, name
     result = one_rank.result(name, "tencache")
     assert result["in_background"] >= 8
     assert result["waited_s"] > 0
+
+
+def test_files_in_memory_are_updated_where_they_are(one_rank: Any, two_ranks: Any) -> None:
+    for outcome, name in (
+        (one_rank, "state_in_memory"),
+        (one_rank, "state_in_memory_whole"),
+        (two_ranks, "state_in_memory"),
+    ):
+        assert outcome.result(name, "tencache")["edits"] > 10
 
 
 def test_a_forward_pass_runs_behind_the_update_and_not_only_after_it(one_rank: Any) -> None:

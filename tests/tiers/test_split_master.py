@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,17 +14,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tencache_ds.errors import TenCacheError
+from tencache_ds.errors import CorruptionError, StorageError, TenCacheError
 from tencache_ds.items import Place
 from tencache_ds.observability.counters import Link
 from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.fused_adam import FusedAdam
+from tencache_ds.tiers.fused_update import FusedUpdate
+from tencache_ds.tiers.gradients import GradientSegment
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import SplitMasters, changed_unnoticed
 from tencache_ds.tiers.sub_group import SubGroupSpec
+from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep
 from tests.tiers.conftest import TIMEOUT_S, Storage
+from tests.tiers.ordinary_gradients import gradient_tier
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the op
 
@@ -63,10 +68,19 @@ class Weights:
 class Bench:
     """A tier that holds Adam's state of weights, not yet updated."""
 
-    def __init__(self, folder: Path, adam: FusedAdam, *, split: bool, weights: Weights | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        adam: FusedAdam,
+        *,
+        split: bool,
+        weights: Weights | None = None,
+        in_file: bool = False,
+    ) -> None:
         folder.mkdir(exist_ok=True)
+        self.in_file, self.n_edits = in_file, 0
         self.adam, self.weights, self.n_steps = adam, weights or Weights(), 0
-        self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES, 3),))
+        self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES, 3),), editable=in_file)
         self.tier = OptimizerStateTier(
             [SubGroupSpec(NUMEL, KINDS, ON_NVME)],
             store=self.storage.store,
@@ -109,12 +123,22 @@ class Bench:
             bias_correction=True,
             scale=1.0,
         )
-        self.tier.begin_update()
+        self.tier.begin_pass(self.tier.chunks(0), lambda sub_group: self.in_file)
         for chunk in self.tier.chunks(0):
-            used = self.tier.take(chunk, split=True)
-            part = gradient[chunk.start : chunk.start + chunk.numel]
-            job = self.adam.start(used.views, part, self.weights.of(chunk), scalars, used.digest)
+            used = self.tier.take(chunk, split=True, in_file=self.in_file)
+            arguments = (
+                gradient[chunk.start : chunk.start + chunk.numel],
+                self.weights.of(chunk),
+                scalars,
+                used.digest,
+            )
+            if used.edit is None:
+                job = self.adam.start(used.views, *arguments)
+            else:
+                job = self.adam.start_in_file(used.edit, *arguments)
+                self.n_edits += 1
             assert job.wait(TIMEOUT_S)
+            assert job.error == 0
             if not job.match:
                 self.tier.drop(used)
                 raise changed_unnoticed(chunk)
@@ -187,28 +211,40 @@ def split(adam: FusedAdam, tmp_path: Path) -> Any:
 )
 def test_nothing_that_is_done_with_it_sees_a_difference(adam: FusedAdam, operations: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        benches = [Bench(Path(folder) / name, adam, split=name == "split") for name in ("split", "whole")]
+        benches = [
+            Bench(Path(folder) / name, adam, split="split" in name, in_file="file" in name)
+            for name in ("split", "whole", "split in file", "whole in file")
+        ]
         try:
             for operation, first in operations:
                 for bench in benches:
                     bench.do(operation, first)
                     bench.storage.assert_idle()
-                for actual, expected in zip(*(bench.value() for bench in benches), strict=True):
-                    assert torch.equal(actual, expected), operation
+                for values in zip(*(bench.value() for bench in benches), strict=True):
+                    assert all(torch.equal(value, values[0]) for value in values), operation
         finally:
             for bench in benches:
                 bench.close()
 
 
-def test_an_update_moves_ten_bytes_for_each_parameter(split: Bench) -> None:
+@pytest.mark.parametrize("in_file", [False, True])
+def test_an_update_moves_ten_bytes_for_each_parameter(adam: FusedAdam, tmp_path: Path, in_file: bool) -> None:
+    split = Bench(tmp_path, adam, split=True, in_file=in_file)
     assert split.n_split == N_CHUNKS
-    split.update()  # of fresh chunks
-    for _ in range(3):
+    split.update()  # of fresh chunks, which are not written before
+    assert split.n_edits == 0
+    split.tier.drain()
+    whole = 2 * 10 * 4096 + 3 * 4096  # the last chunk has a page of each kind
+    for n in range(3):
         before = dict(split.storage.counters.total().nbytes)
+        n_bytes_written = split.storage.backend.counters.bytes_written
         split.update()
+        split.tier.drain()
         moved = {link: split.storage.counters.total().nbytes[link] - before.get(link, 0) for link in before}
-        whole = 2 * 10 * 4096 + 3 * 4096  # the last chunk has a page of each kind
         assert moved[Link.NVME_READ] == moved[Link.NVME_WRITE] == whole
+        assert split.storage.backend.counters.bytes_written - n_bytes_written == whole
+        assert split.n_edits == (N_CHUNKS * (n + 1) if in_file else 0)
+    split.close()
 
 
 @pytest.mark.parametrize(("is_split", "n_written"), [(True, 0), (False, 4)])
@@ -283,3 +319,128 @@ def test_weights_that_changed_unnoticed_are_an_error(split: Bench, use: str) -> 
         USES[use](split)
     split.tier.drain()
     split.storage.assert_idle()
+
+
+class Writer:
+    """Gives an update the weights of a bench."""
+
+    def __init__(self, bench: Bench, *, holds: bool = False) -> None:
+        self._bench, self._holds = bench, holds
+
+    def open(self, chunk: Any) -> list[tuple[int, torch.Tensor]]:
+        return self._bench.weights.of(chunk)
+
+    def close(self, chunk: Any) -> None:
+        pass
+
+    def holds_buffers(self, sub_group: int) -> bool:
+        return self._holds
+
+
+class UpdateInFile:
+    """Steps of a bench, as an optimizer takes them."""
+
+    def __init__(self, bench: Bench, *, holds: bool = False) -> None:
+        self.bench, kernel = bench, FusedUpdate(bench.adam)
+        segments = [GradientSegment(1, 0, NUMEL)]
+        self.gradients = gradient_tier([segments], torch.bfloat16, bench.storage.counters)
+        self.gradients.accumulate(1, torch.ones(NUMEL, dtype=torch.bfloat16), first=True)
+        self.update = ChunkedUpdate(bench.tier, self.gradients, Writer(bench, holds=holds), [kernel], in_file=kernel)
+        self.finished: list[int] = []
+
+    def step(self) -> None:
+        powers, betas = BetaPowers((0.9, 0.999)), (0.9, 0.999)
+        scalars = adam_scalars(
+            lr=1e-3, betas=betas, powers=powers.at(1, betas), eps=1e-8, weight_decay=0.0, decoupled=True,
+            bias_correction=True, scale=1.0,
+        )  # fmt: skip
+        chunks = self.bench.tier.chunks(0)
+        self.bench.tier.begin_pass(chunks, self.update.in_file)
+        self.update.run(
+            SubGroupStep(0, 0, 1, 1.0, {}, scalars), chunks, lambda chunk: self.finished.append(chunk.index)
+        )
+        self.bench.tier.drain()
+
+
+@pytest.fixture
+def pair(adam: FusedAdam, tmp_path: Path) -> Any:
+    benches = [Bench(tmp_path / name, adam, split=True, in_file=name == "file") for name in ("file", "staged")]
+    updates = [UpdateInFile(bench) for bench in benches]
+    for update in updates:
+        update.step()  # of fresh chunks
+        update.finished.clear()
+    yield updates
+    for bench in benches:
+        bench.close()
+
+
+def edits_of(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The edits that a store gives out from now on."""
+    given: list[Any] = []
+    edit = store.edit
+
+    def noted(extent: Any) -> Any:
+        given.append(edit(extent))
+        return given[-1]
+
+    monkeypatch.setattr(store, "edit", noted)
+    return given
+
+
+def test_an_update_in_the_file_equals_one_in_buffers(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    edits = edits_of(pair[0].bench.storage.store, monkeypatch)
+    for _ in range(3):
+        for update in pair:
+            update.step()
+        for actual, expected in zip(*(update.bench.value() for update in pair), strict=True):
+            assert torch.equal(actual, expected)
+    assert len(edits) == 3 * N_CHUNKS
+    assert None not in edits
+    assert pair[0].finished == pair[1].finished == 3 * list(range(N_CHUNKS))
+
+
+def test_of_weights_that_were_changed_nothing_is_written_to_the_file(pair: Any) -> None:
+    bench = pair[0].bench
+    before = bench.tier.borrow(0)[EXP_AVG].clone()
+    bench.weights.parts[1][-1] = 5.0  # of the last chunk
+    with pytest.raises(TenCacheError, match="elements from 8192"):
+        pair[0].step()
+    bench.weights.parts[1][-1] = pair[1].bench.weights.parts[1][-1]
+    after = bench.tier.borrow(0)[EXP_AVG]
+    last = bench.tier.chunks(0)[2]
+    assert torch.equal(after[last.start :], before[last.start :])
+    assert not torch.equal(after[:100], before[:100]), "the other chunks are updated"
+
+
+def test_a_transfer_that_fails_names_the_file_and_the_chunk(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = pair[0].bench
+    edits = edits_of(bench.storage.store, monkeypatch)
+    read_only = os.open("/dev/null", os.O_RDONLY)
+    descriptor = bench.storage.store._space.descriptor
+    monkeypatch.setattr(bench.storage.store._space, "descriptor", lambda file: read_only if edits else descriptor(file))
+    edits.append(None)
+    with pytest.raises(StorageError, match=r"edit.*chunk 0.0"):
+        pair[0].step()
+    monkeypatch.undo()
+    os.close(read_only)
+    with pytest.raises(StorageError):
+        bench.tier.read(0, EXP_AVG)
+
+
+def test_a_file_that_something_else_has_written_to_stops_the_update(pair: Any) -> None:
+    bench = pair[0].bench
+    extent = bench.tier._groups[0].extents[1]
+    fd = bench.storage.store._space.descriptor(extent.file)
+    os.pwrite(fd, b"\xff" * 4096, extent.offset)
+    with pytest.raises(CorruptionError, match="chunk 0.1"):
+        pair[0].step()
+
+
+def test_chunks_whose_weights_hold_buffers_use_some_too(adam: FusedAdam, tmp_path: Path, monkeypatch: Any) -> None:
+    bench = Bench(tmp_path, adam, split=True, in_file=True)
+    update = UpdateInFile(bench, holds=True)
+    edits = edits_of(bench.storage.store, monkeypatch)
+    update.step()
+    update.step()
+    assert not edits
+    bench.close()

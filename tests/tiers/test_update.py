@@ -124,7 +124,7 @@ class Job:
     def __init__(self, kernel, state, gradient, weights) -> None:
         self._kernel, self._tensors, self._number = kernel, (state, gradient, weights), kernel.numbers[-1]
         self.end_ns = 0
-        self.match, self.digest = True, b""
+        self.error, self.match, self.digest = None, True, b""
 
     def wait(self, timeout_s: float) -> bool:
         if self.end_ns:
