@@ -239,11 +239,11 @@ class ExtentStore:
         return self._enqueue(extent, Request(Operation.READ, buffer, priority, ticket))
 
     def edit(self, extent: Extent) -> ExtentEdit | None:
-        """An extent whose caller reads and writes all of it in the file itself. To be ended before :meth:`close`.
+        """An extent whose caller reads and writes all of it in the file itself, and ends that before :meth:`close`.
 
         Returns:
-            None of a store that is not :attr:`editable`, while a request of the extent is unfinished, and where its
-            last write failed or left a part of it undefined.
+            None unless the store is :attr:`editable`, all requests of the extent are done, and its last write has left
+            no part of it undefined.
 
         Raises:
             ValueError: not an extent of this store.
@@ -260,16 +260,16 @@ class ExtentStore:
             before = state.witness
             after = None if self._fingerprint is None else Witness(state.n_writes, self._fingerprint)
             state.n_writes += 1
-            request = Request(Operation.WRITE, _NOTHING, Priority.BACKGROUND, ticket, after)
-            state.running.append(request)
+            state.running.append(request := Request(Operation.WRITE, _NOTHING, Priority.BACKGROUND, ticket, after))
             self._in_flight.add(ticket)
-        fd = self._space.descriptor(extent.file)
-        return ExtentEdit(extent, fd, before, after, partial(self._end_edit, state, request))
+        self._backends[extent.file].counters.edit_started()
+        descriptor, end = self._space.descriptor(extent.file), partial(self._end_edit, state, request)
+        return ExtentEdit(extent, descriptor, before, after, end)
 
     def _end_edit(self, state: ExtentQueue, request: Request, kept: bool, error: StorageError | None) -> None:
         if kept:
             state.witness = request.witness  # no other request of the extent runs
-            self._backends[state.extent.file].counters.edited(state.extent.allocated_nbytes)
+        self._backends[state.extent.file].counters.edit_ended(state.extent.allocated_nbytes if kept else 0)
         self._run(state, self._end(state, request, error))
         if error is not None:
             with contextlib.suppress(StorageError):

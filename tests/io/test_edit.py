@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tencache_ds.errors import CorruptionError, StorageError
-from tencache_ds.io import Extent, ExtentEdit, ExtentStore, PosixBackend
+from tencache_ds.io import Extent, ExtentEdit, ExtentStore, NativeBackend, PosixBackend, RoutedBackend
 from tencache_ds.io.integrity.fingerprint import sampled_fingerprint, whole_fingerprint
 from tencache_ds.layout import PAGE_NBYTES
 from tests.io.conftest import aligned
@@ -24,8 +24,8 @@ NBYTES = N_PAGES * PAGE_NBYTES
 class Files:
     """A store with one written extent."""
 
-    def __init__(self, folder, **options) -> None:
-        self.backend = PosixBackend(n_lanes=2)
+    def __init__(self, folder, backend=None, **options) -> None:
+        self.backend = backend or PosixBackend(n_lanes=2)
         self.store = ExtentStore(
             str(folder / "store.bin"),
             self.backend,
@@ -51,9 +51,10 @@ class Files:
         self.backend.close()
 
 
-@pytest.fixture
-def files(tmp_path):
-    files = Files(tmp_path)
+@pytest.fixture(params=["posix", "native", "routed"])
+def files(tmp_path, request):
+    backend = PosixBackend(n_lanes=2) if request.param == "posix" else NativeBackend(n_lanes=2)
+    files = Files(tmp_path, RoutedBackend(backend) if request.param == "routed" else backend)
     yield files
     files.close()
 
@@ -86,6 +87,8 @@ def test_bytes_count_as_those_of_requests(files):
     edit.keep()
     files.edit().drop()
     after = files.backend.counters.snapshot()
+    assert (after.n_reads - before.n_reads, after.n_writes - before.n_writes) == (1, 1)
+    assert after.read_ns > before.read_ns
     assert (after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written) == (NBYTES, NBYTES)
 
 

@@ -71,8 +71,8 @@ class _Counters(IoCounters):
             counted,
             bytes_read=counted.bytes_read + moved["bytes_read"],
             bytes_written=counted.bytes_written + moved["bytes_written"],
-            read_ns=moved["read_ns"],
-            write_ns=moved["write_ns"],
+            read_ns=counted.read_ns + moved["read_ns"],
+            write_ns=counted.write_ns + moved["write_ns"],
         )
 
 
