@@ -258,7 +258,8 @@ class ChunkedUpdate:
                     finished(chunk)
                 else:
                     begun.append(_Begun(used, job, time.perf_counter_ns()))
-            self._finish_oldest(begun, finished)
+            while begun:  # a few at a time: weights of the first ones may be waited for
+                self._finish_oldest(begun, finished, left=max(len(begun) - JOBS_AHEAD, 0))
         except BaseException:
             self._abandon(begun)
             raise
