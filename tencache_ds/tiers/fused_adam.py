@@ -140,11 +140,7 @@ class FusedAdam:
         only then, master weights are split."""
         runs = [(0, 0, 0, *run) for run in _runs((gradient,), gradient.numel(), weights)]
         extent = edit.extent
-        job: Job = self._team.adam_in_file(
-            runs,
-            *self._inputs(gradient, weights, scalars),
-            bool(expected),
-            expected,
+        file = self._op.StateFile(
             fd=extent.fd,
             offset=extent.extent.offset,
             pieces=edit.pieces,
@@ -153,6 +149,7 @@ class FusedAdam:
             words_written=extent.words_written.ctypes.data if extent.words_written.size else 0,
             written_position=extent.written_position,
         )
+        job: Job = self._team.adam(runs, *self._inputs(gradient, weights, scalars), bool(expected), expected, file=file)
         return job
 
     def _inputs(

@@ -52,9 +52,7 @@ class FileState:
             kind.copy_(torch.frombuffer(data, dtype=kind.dtype))
 
     def adam(self, team: Any, runs: list[tuple[int, ...]], *arguments: Any, fd: int | None = None) -> Any:
-        return team.adam_in_file(
-            [(0, 0, 0, *run[3:]) for run in runs],
-            *arguments,
+        file = load_tencache_update().StateFile(
             fd=self.fd if fd is None else fd,
             offset=self.offset,
             pieces=self.pieces,
@@ -63,6 +61,7 @@ class FileState:
             words_written=self.words_written.ctypes.data,
             written_position=511,
         )
+        return team.adam([(0, 0, 0, *run[3:]) for run in runs], *arguments, file=file)
 
 
 @pytest.fixture

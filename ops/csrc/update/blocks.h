@@ -101,6 +101,8 @@ std::uint64_t digest_of(const std::vector<Part>& parts)
     return digest.value();
 }
 
+using Blocks = std::vector<std::vector<AdamRun>>;
+
 // master, remainder, weight, exp_avg_sq, numel
 using MasterTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::size_t>;
 
@@ -137,6 +139,15 @@ struct Digests {
     std::atomic<bool> match{true};
     int error = 0;  // of state in a file: errno of the transfer that failed
 };
+
+// Whether the weights of a block are those that its master weights are split over; notes it if not. Without them the
+// master weights are lost: nothing is made of others.
+inline bool has_expected_weights(Digests& digests, std::size_t index, const std::vector<AdamRun>& block)
+{
+    if (digests.before.empty() || digest_of(block) == digests.before[index]) { return true; }
+    digests.match = false;
+    return false;
+}
 
 inline std::vector<std::uint64_t> digests_of(const std::string& bytes)
 {

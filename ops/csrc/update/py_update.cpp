@@ -25,11 +25,13 @@ namespace py = pybind11;
 
 namespace {
 
+using tencache::AdamKernel;
 using tencache::AdamRun;
 using tencache::AdamScalars;
 using tencache::AdamTypes;
 using tencache::AdamVariant;
 using tencache::BLOCK_NUMEL;
+using tencache::Blocks;
 using tencache::Digests;
 using tencache::ElementType;
 using tencache::Job;
@@ -45,6 +47,7 @@ using tencache::check_state;
 using tencache::cut_blocks;
 using tencache::digest_of;
 using tencache::digests_for;
+using tencache::has_expected_weights;
 using tencache::part_numel;
 
 constexpr std::size_t MEMORY_BLOCK_NBYTES = std::size_t{2} << 20;
@@ -106,6 +109,8 @@ public:
 
     int n_threads() const { return team_->n_threads(); }
 
+    // The blocks of state in memory run on any threads. Those of state in a file run on one: files in memory take one writer
+    // at a time. Chunks in other files run beside it, and the runs' addresses of state are of no meaning.
     PyJob adam(const std::vector<RunTuple>& runs,
                const std::string& gradient_type,
                const std::string& weight_type,
@@ -113,86 +118,33 @@ public:
                const AdamScalars& scalars,
                bool split,
                const std::string& expected,
-               const std::string& variant_name)
+               const std::string& variant_name,
+               const StateFile* file)
     {
         const AdamVariant variant = variant_of(variant_name);
         const AdamTypes types{element_type(gradient_type), element_type(weight_type)};
-        check_state(runs);
-        std::vector<AdamRun> parts = cut_blocks(runs, types, n_tail, split);
-        auto job = std::make_shared<Job>();
-        if (!split) {
-            auto blocks = std::make_shared<std::vector<AdamRun>>(std::move(parts));
-            job->n_blocks = blocks->size();
-            job->run = [blocks, scalars, types, kernel = variant.kernel](std::size_t index) {
-                kernel(scalars, types, (*blocks)[index]);
-            };
-            return submit(job);
-        }
-        auto blocks = std::make_shared<std::vector<std::vector<AdamRun>>>(by_block(parts));
-        auto digests = digests_for(expected, blocks->size());
-        job->n_blocks = blocks->size();
-        job->run = [blocks, scalars, types, digests, kernel = variant.split_kernel](std::size_t index) {
-            const auto& block = (*blocks)[index];
-            // Without the weights that it is split over, the master weight is lost: nothing is made of others.
-            if (!digests->before.empty() && digest_of(block) != digests->before[index]) {
-                digests->match = false;
-                return;
-            }
-            for (const AdamRun& part : block) { kernel(scalars, types, part); }
-            digests->after[index] = digest_of(block);
-        };
-        return submit(job, digests);
-    }
-
-    // Files in memory take one writer at a time, so a chunk is one block of the team's; chunks in other files run beside
-    // it. The runs' addresses of state are of no meaning.
-    PyJob adam_in_file(const std::vector<RunTuple>& runs,
-                       const std::string& gradient_type,
-                       const std::string& weight_type,
-                       std::size_t n_tail,
-                       const AdamScalars& scalars,
-                       bool split,
-                       const std::string& expected,
-                       int fd,
-                       std::int64_t offset,
-                       const std::array<std::int64_t, 3>& pieces,
-                       std::uintptr_t words_read,
-                       std::size_t read_position,
-                       std::uintptr_t words_written,
-                       std::size_t written_position)
-    {
-        const AdamVariant variant = variant_of("");
-        const AdamTypes types{element_type(gradient_type), element_type(weight_type)};
-        const StateFile file{fd,
-                             offset,
-                             pieces,
-                             {split ? sizeof(std::uint16_t) : sizeof(float), sizeof(float), sizeof(float)},
-                             reinterpret_cast<std::uint64_t*>(words_read),
-                             read_position,
-                             reinterpret_cast<std::uint64_t*>(words_written),
-                             written_position};
-        auto blocks =
-            std::make_shared<std::vector<std::vector<AdamRun>>>(by_block(cut_blocks(runs, types, n_tail, split)));
+        if (file == nullptr) { check_state(runs); }
+        auto blocks = std::make_shared<Blocks>(by_block(cut_blocks(runs, types, n_tail, split)));
         auto digests = digests_for(expected, split ? blocks->size() : 0);
+        const AdamKernel kernel = split ? variant.split_kernel : variant.kernel;
+        const auto update = [scalars, types, kernel](const AdamRun& part) { kernel(scalars, types, part); };
         auto job = std::make_shared<Job>();
-        job->n_blocks = blocks->empty() ? 0 : 1;
-        const auto kernel = split ? variant.split_kernel : variant.kernel;
-        job->run = [blocks, digests, scalars, types, kernel, file, split](std::size_t) {
-            // Before anything is written.
-            for (std::size_t index = 0; index < digests->before.size(); ++index) {
-                if (digest_of((*blocks)[index]) != digests->before[index]) {
-                    digests->match = false;
-                    return;
-                }
-            }
-            std::size_t first = 0;
-            for (std::size_t index = 0; index < blocks->size() && digests->error == 0; ++index) {
-                const std::size_t numel = update_in_file(file, first, (*blocks)[index], scalars, types, kernel, split,
-                                                         digests->error);
-                if (split && digests->error == 0) { digests->after[index] = digest_of((*blocks)[index]); }
-                first += numel;
-            }
-        };
+        if (file == nullptr) {
+            job->n_blocks = blocks->size();
+            job->run = [blocks, digests, update, split](std::size_t index) {
+                const auto& block = (*blocks)[index];
+                if (!has_expected_weights(*digests, index, block)) { return; }
+                for (const AdamRun& part : block) { update(part); }
+                if (split) { digests->after[index] = digest_of(block); }
+            };
+        } else {
+            StateFile state = *file;
+            state.element_nbytes = {split ? sizeof(std::uint16_t) : sizeof(float), sizeof(float), sizeof(float)};
+            job->n_blocks = blocks->empty() ? 0 : 1;
+            job->run = [blocks, digests, update, split, state](std::size_t) {
+                update_in_file(state, *blocks, *digests, update, split);
+            };
+        }
         return submit(job, digests);
     }
 
@@ -272,32 +224,35 @@ public:
     }
 
 private:
-    // Elements of a block that was read, updated and written; `error` becomes the errno of a transfer that fails.
-    static std::size_t update_in_file(const StateFile& file,
-                                      std::size_t first,
-                                      const std::vector<AdamRun>& parts,
-                                      const AdamScalars& scalars,
-                                      const AdamTypes& types,
-                                      tencache::AdamKernel kernel,
-                                      bool split,
-                                      int& error)
+    template <class Function>
+    static void update_in_file(
+        const StateFile& file, const Blocks& blocks, Digests& digests, const Function& update, bool split)
     {
-        std::size_t numel = 0;
-        for (const AdamRun& part : parts) { numel += part.numel; }
-        StateBlock block;
-        error = tencache::read_state(file, first, numel, block);
-        if (error != 0) { return numel; }
-        std::size_t position = 0;
-        for (AdamRun part : parts) {
-            part.master = split ? nullptr : reinterpret_cast<float*>(block.kinds[0]) + position;
-            part.remainder = split ? reinterpret_cast<std::uint16_t*>(block.kinds[0]) + position : nullptr;
-            part.exp_avg = reinterpret_cast<float*>(block.kinds[1]) + position;
-            part.exp_avg_sq = reinterpret_cast<float*>(block.kinds[2]) + position;
-            kernel(scalars, types, part);
-            position += part.numel;
+        // Before anything is written.
+        for (std::size_t index = 0; index < blocks.size(); ++index) {
+            if (!has_expected_weights(digests, index, blocks[index])) { return; }
         }
-        error = tencache::write_state(file, first, numel, block);
-        return numel;
+        std::size_t first = 0;
+        for (std::size_t index = 0; index < blocks.size(); ++index) {
+            std::size_t numel = 0;
+            for (const AdamRun& part : blocks[index]) { numel += part.numel; }
+            StateBlock state;
+            digests.error = tencache::read_state(file, first, numel, state);
+            if (digests.error != 0) { return; }
+            std::size_t position = 0;
+            for (AdamRun part : blocks[index]) {
+                part.master = split ? nullptr : reinterpret_cast<float*>(state.kinds[0]) + position;
+                part.remainder = split ? reinterpret_cast<std::uint16_t*>(state.kinds[0]) + position : nullptr;
+                part.exp_avg = reinterpret_cast<float*>(state.kinds[1]) + position;
+                part.exp_avg_sq = reinterpret_cast<float*>(state.kinds[2]) + position;
+                update(part);
+                position += part.numel;
+            }
+            digests.error = tencache::write_state(file, first, numel, state);
+            if (digests.error != 0) { return; }
+            if (split) { digests.after[index] = digest_of(blocks[index]); }
+            first += numel;
+        }
     }
 
     static AdamVariant variant_of(const std::string& name)
@@ -364,6 +319,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("step_size"),
              py::arg("weight_decay"),
              py::arg("decay"));
+    py::class_<StateFile>(m, "StateFile")
+        .def(py::init([](int fd,
+                         std::int64_t offset,
+                         const std::array<std::int64_t, 3>& pieces,
+                         std::uintptr_t words_read,
+                         std::size_t read_position,
+                         std::uintptr_t words_written,
+                         std::size_t written_position) {
+                 return StateFile{fd,
+                                  offset,
+                                  pieces,
+                                  {},
+                                  reinterpret_cast<std::uint64_t*>(words_read),
+                                  read_position,
+                                  reinterpret_cast<std::uint64_t*>(words_written),
+                                  written_position};
+             }),
+             py::kw_only(),
+             py::arg("fd"),
+             py::arg("offset"),
+             py::arg("pieces"),
+             py::arg("words_read"),
+             py::arg("read_position"),
+             py::arg("words_written"),
+             py::arg("written_position"));
     py::class_<PyJob>(m, "Job")
         .def("wait", &PyJob::wait, py::arg("timeout_s"))
         .def_property_readonly("done", &PyJob::done)
@@ -383,24 +363,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("scalars"),
              py::arg("split") = false,
              py::arg("expected") = py::bytes(),
-             py::arg("variant") = "")
-        .def("adam_in_file",
-             &PyTeam::adam_in_file,
-             py::arg("runs"),
-             py::arg("gradient_type"),
-             py::arg("weight_type"),
-             py::arg("n_tail"),
-             py::arg("scalars"),
-             py::arg("split"),
-             py::arg("expected"),
-             py::kw_only(),
-             py::arg("fd"),
-             py::arg("offset"),
-             py::arg("pieces"),
-             py::arg("words_read"),
-             py::arg("read_position"),
-             py::arg("words_written"),
-             py::arg("written_position"))
+             py::arg("variant") = "",
+             py::arg("file") = nullptr)
         .def("digest", &PyTeam::digest, py::arg("runs"))
         .def("split", &PyTeam::split, py::arg("runs"), py::arg("variant") = "")
         .def("join", &PyTeam::join, py::arg("runs"), py::arg("variant") = "")

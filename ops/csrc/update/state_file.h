@@ -17,7 +17,7 @@ struct StateFile {
     int fd;
     std::int64_t offset;                     // of the chunk's extent in the file
     std::array<std::int64_t, 3> pieces;      // in the extent: master weights or their remainders, exp_avg, exp_avg_sq
-    std::array<std::size_t, 3> element_nbytes;
+    std::array<std::size_t, 3> element_nbytes;  // of these kinds
     // Per page of the extent, the word at a position as read, and at another one as written; null: not wanted.
     std::uint64_t* words_read;
     std::size_t read_position;
