@@ -8,14 +8,14 @@ memory are updated there (:mod:`tencache_ds.tiers.device_update`); all other rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from tencache_ds.errors import TenCacheError
+from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.io import ExtentStore
 from tencache_ds.items import Place
 from tencache_ds.memory.arena import HostArena, Locking, untouched_zeros
@@ -141,8 +141,9 @@ class OptimizerStateTier:
         groups = self._groups if sub_groups is None else [self._groups[index] for index in sub_groups]
         self.begin_pass(chunk for group in groups for chunk in group.chunks)
 
-    def begin_pass(self, chunks: Iterable[Chunk], in_file: Callable[[int], bool] = lambda sub_group: False) -> None:
-        """Starts a pass over chunks, and reads the first ones ahead that :meth:`take` does not leave ``in_file``."""
+    def begin_pass(self, chunks: Iterable[Chunk], in_file: Set[int] = frozenset()) -> None:
+        """Starts a pass over chunks, and reads the first ones ahead, but those of sub-groups ``in_file`` that can stay
+        there."""
         self._stored.begin(chunks, in_file)
 
     def take(self, chunk: Chunk, *, split: bool = False, in_file: bool = False) -> ChunkInUse:
@@ -189,9 +190,10 @@ class OptimizerStateTier:
         if lease is not None:
             self._stored.put(used.chunk, lease, changed=changed, digest=used.digest, fresh=used.fresh)
 
-    def drop(self, used: ChunkInUse) -> None:
-        """Ends the use of a chunk after an error: its copy on NVMe, or in device memory, stays unchanged."""
-        lease = used.end(changed=False)
+    def drop(self, used: ChunkInUse, error: StorageError | None = None) -> None:
+        """Ends the use of a chunk after an error: its copy on NVMe, or in device memory, stays unchanged; or, with the
+        error of an update in its file, is lost."""
+        lease = used.end(changed=False, error=error)
         if lease is not None:
             lease.release()
 
@@ -217,7 +219,7 @@ class OptimizerStateTier:
         group = self._groups[sub_group]
         numel = group.spec.numel - start if numel is None else numel
         result = torch.empty(numel, dtype=group.dtype(kind))
-        covering = list(self._covering(group, start, numel))
+        covering = group.covering(start, numel)
         self._stored.begin_within([chunk for chunk, _, _ in covering])
         for chunk, low, high in covering:
             used = self.take(chunk)
@@ -328,7 +330,7 @@ class OptimizerStateTier:
         numel = next(iter(values.values())).numel()
         self._check_lengths(sub_group, values, numel)
         everything = {kind for kind, _ in group.spec.kinds} == set(values)
-        covering = list(self._covering(group, start, numel))
+        covering = group.covering(start, numel)
         if not everything:
             self._stored.begin_within([chunk for chunk, _, _ in covering])
         for chunk, low, high in covering:
@@ -491,12 +493,3 @@ class OptimizerStateTier:
         if own is None or own.dtype != value.dtype:
             return value.clone()
         return own if own is value else own.copy_(value)
-
-    @staticmethod
-    def _covering(group: SubGroup, start: int, numel: int) -> list[tuple[Chunk, int, int]]:
-        covering = []
-        for chunk in group.chunks:
-            low, high = max(start, chunk.start), min(start + numel, chunk.start + chunk.numel)
-            if low < high:
-                covering.append((chunk, low, high))
-        return covering

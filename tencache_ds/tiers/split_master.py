@@ -24,7 +24,7 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.planning.chunks import Chunk, pieces_of
-from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
+from tencache_ds.tiers.kinds import ADAM_IN_FP32, EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
 
 REMAINDER_DTYPE = torch.int16
 _NAN_WEIGHT = 0xFFFF
@@ -105,7 +105,7 @@ class SplitMasters:
 
     def weights_of(self, chunk: Chunk, kinds: Mapping[str, torch.dtype]) -> Pieces | None:
         """What a chunk with this state can be split over now; None where it cannot be."""
-        if dict(kinds) != dict.fromkeys((MASTER, EXP_AVG, EXP_AVG_SQ), torch.float32):
+        if dict(kinds) != ADAM_IN_FP32:
             return None
         return self._weights.rounded(chunk)
 

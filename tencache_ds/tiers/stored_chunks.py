@@ -11,7 +11,7 @@ where these are split nothing. Its extent is as large as it will need to be; the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,12 +23,10 @@ from tencache_ds.layout import round_up
 from tencache_ds.memory.pool import BufferPool, Lease
 from tencache_ds.observability.counters import Stall
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
+from tencache_ds.tiers.kinds import ADAM_IN_FP32, EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
 from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.split_master import SplitMasters, split_layout
 from tencache_ds.tiers.sub_group import ChunkEdit, SubGroup
-
-_ADAM = dict.fromkeys((MASTER, EXP_AVG, EXP_AVG_SQ), torch.float32)
 
 
 @dataclass(slots=True)
@@ -85,14 +83,14 @@ class StoredChunks:
 
     # A pass
 
-    def begin(self, chunks: Iterable[Chunk], in_file: Callable[[int], bool] = lambda sub_group: False) -> None:
+    def begin(self, chunks: Iterable[Chunk], in_file: Set[int] = frozenset()) -> None:
         """Starts a pass over those of the chunks that live here, and reads the first ones ahead; of sub-groups that are
         updated ``in_file`` only those that :meth:`edit` does not give out."""
         self.abandon()
         self._queue = deque(
             chunk
             for chunk in chunks
-            if self._is_here(chunk) and not (in_file(chunk.sub_group) and self._editable(chunk))
+            if self._is_here(chunk) and not (chunk.sub_group in in_file and self._editable(chunk))
         )
         self.read_ahead()
 
@@ -304,7 +302,7 @@ class StoredChunks:
         group = self._groups[chunk.sub_group]
         if self._mover.store is None or not self._mover.store.editable or not self._is_here(chunk):
             return False
-        if chunk.index in group.fresh or dict(group.spec.kinds) != _ADAM:
+        if chunk.index in group.fresh or dict(group.spec.kinds) != ADAM_IN_FP32:
             return False
         return self._masters is None or chunk.index in group.split
 

@@ -88,6 +88,15 @@ class SubGroup:
             return Place.NVME
         return Place.GPU if chunk.index in self.device else Place.HOST
 
+    def covering(self, start: int, numel: int) -> list[tuple[Chunk, int, int]]:
+        """``(chunk, first element, end)`` of the chunks that have some of ``numel`` elements from ``start``."""
+        covering = []
+        for chunk in self.chunks:
+            low, high = max(start, chunk.start), min(start + numel, chunk.start + chunk.numel)
+            if low < high:
+                covering.append((chunk, low, high))
+        return covering
+
     def dtype(self, kind: str) -> torch.dtype:
         """Of one kind of state.
 
@@ -146,7 +155,6 @@ class ChunkInUse:
             are remainders of, not yet compared; whoever changes the chunk replaces it. Empty: whole master weights.
         fresh: whether the kinds of state that are not in ``views`` are zero.
         edit: of a chunk in a file, which has no views.
-        error: with which changing it there has failed.
     """
 
     chunk: Chunk
@@ -154,7 +162,6 @@ class ChunkInUse:
     digest: bytes = b""
     fresh: bool = False
     edit: ChunkEdit | None = None
-    error: StorageError | None = None
     _lease: Lease | None = None
     _write_back: Callable[[], None] | None = None  # of a copy of device memory
 
@@ -163,9 +170,9 @@ class ChunkInUse:
         """Whether it holds a staging buffer."""
         return self._lease is not None
 
-    def end(self, *, changed: bool) -> Lease | None:
-        """Invalidates the views, and ends an edit. Changes in a copy of device memory are copied back; the lease of a
-        staging buffer is returned, once, for the caller to release.
+    def end(self, *, changed: bool, error: StorageError | None = None) -> Lease | None:
+        """Invalidates the views, and ends an edit, which may have failed with an ``error``. Changes in a copy of device
+        memory are copied back; the lease of a staging buffer is returned, once, for the caller to release.
 
         Raises:
             CorruptionError: the bytes that were changed in a file were not those last written.
@@ -180,5 +187,5 @@ class ChunkInUse:
             edit.extent.keep()
             edit.changed(self.digest)
         elif edit is not None:
-            edit.extent.drop(self.error)
+            edit.extent.drop(error)
         return lease

@@ -233,20 +233,19 @@ class ChunkedUpdate:
             TenCacheError: no kernel takes a chunk.
         """
         # Where weights are on NVMe, they hold staging buffers as well: two chunks at a time could wait for each other.
-        ahead = staged_ahead = 0
-        if not self._writer.holds_buffers(step.sub_group):
-            ahead, staged_ahead = JOBS_AHEAD, self._staged_ahead()
-        in_file = self.in_file(step.sub_group)
+        alone = self._writer.holds_buffers(step.sub_group)
+        ahead, staged_ahead = (0, 0) if alone else (JOBS_AHEAD, self._staged_ahead())
+        in_file = None if alone else self._in_file
         begun: deque[_Begun] = deque()
         try:
             for chunk in chunks:
                 self._give_back_ended(begun, finished, waits=not self._tier.ready(chunk))
-                used = self._tier.take(chunk, split=True, in_file=in_file)
+                used = self._tier.take(chunk, split=True, in_file=in_file is not None)
                 try:
                     most, left = (staged_ahead, staged_ahead) if used.staged else (ahead, min(JOBS_LEFT, ahead))
-                    if used.edit is not None and self._in_file is not None:
-                        most = IN_FILE_AHEAD * self._in_file.n_threads
-                        left = most - (self._in_file.n_threads + 1) // 2
+                    if used.edit is not None and in_file is not None:
+                        most = IN_FILE_AHEAD * in_file.n_threads
+                        left = most - (in_file.n_threads + 1) // 2
                     if len(begun) > most:
                         self._finish_oldest(begun, finished, left=left)
                     job = self._start(used, step, begun, finished)
@@ -270,8 +269,9 @@ class ChunkedUpdate:
     def _give_back_ended(self, begun: deque[_Begun], finished: Callable[[Chunk], None], *, waits: bool) -> None:
         """Writes chunks with staging buffers as soon as they are updated; all of them before this thread waits for a
         read, for which there may be no buffer before that. Ends those in files, which were updated on one thread."""
-        while begun and (begun[0].used.staged or begun[0].used.edit is not None):
-            if not begun[0].job.end_ns and not (waits and begun[0].used.staged):
+        while begun:
+            used, ended = begun[0].used, begun[0].job.end_ns != 0
+            if not (ended and used.edit is not None) and not (used.staged and (ended or waits)):
                 return
             self._finish(begun.popleft(), finished)
 
@@ -320,7 +320,7 @@ class ChunkedUpdate:
         chunk = entry.used.chunk
         error = self._failure(entry)
         if error is not None:
-            self._tier.drop(entry.used)
+            self._tier.drop(entry.used, entry.job.error)
             raise error
         try:
             with span(Category.COPY, "copy::weights", name_of(chunk)):
@@ -347,7 +347,7 @@ class ChunkedUpdate:
         """After an error: the memory must not be released while a kernel still writes to it."""
         for entry in begun:
             if not entry.job.wait(JOB_TIMEOUT_S) or self._failure(entry) is not None:
-                self._tier.drop(entry.used)
+                self._tier.drop(entry.used, entry.job.error)
                 continue
             with contextlib.suppress(StorageError):
                 self._tier.put(entry.used)
@@ -356,9 +356,8 @@ class ChunkedUpdate:
     def _failure(entry: _Begun) -> TenCacheError | None:
         """Why an update that has ended is void: a transfer failed, or the weights are not those it expected. If it is
         not, the chunk gets the digest of the new ones."""
-        entry.used.error = entry.job.error
-        if entry.used.error is not None:
-            return entry.used.error
+        if entry.job.error is not None:
+            return entry.job.error
         if not entry.job.match:
             return changed_unnoticed(entry.used.chunk)
         entry.used.digest = entry.job.digest
