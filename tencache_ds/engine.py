@@ -276,7 +276,7 @@ class TenCacheEngine:
             fingerprint=FINGERPRINTS[Verify(self.options.verify)],
             timeout_s=self.options.io_timeout_s,
             # Injected faults are those of requests.
-            editable=not self._injected_faults and all(file_system_of(Path(path)).in_memory for path in paths),
+            editable=not self._injected_faults and all(map(_in_memory, paths)),
         )
 
     def _open_backend(self) -> tuple[StorageBackend, str]:
@@ -301,8 +301,7 @@ class TenCacheEngine:
     @functools.cached_property
     def _paths_in_memory(self) -> bool:
         """Whether a lane copies every byte of a transfer itself."""
-        paths = (*self.surroundings.weights_paths, *self.surroundings.optimizer_paths)
-        return any(file_system_of(Path(path)).in_memory for path in paths)
+        return any(map(_in_memory, (*self.surroundings.weights_paths, *self.surroundings.optimizer_paths)))
 
     def open_plain_backend(self) -> tuple[StorageBackend, str]:
         """A backend for host memory, and the reason for the choice."""
@@ -346,3 +345,8 @@ class TenCacheEngine:
                 faults,
             )
         return FaultBackend(backend, rules, self.surroundings.rank), f"{reason}; WITH INJECTED FAULTS: {faults}"
+
+
+def _in_memory(path: str) -> bool:
+    """Whether files in a folder are in memory."""
+    return file_system_of(Path(path)).in_memory

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tencache_ds.errors import CorruptionError, StorageError
+from tencache_ds.errors import StorageError
 from tencache_ds.io.extents import Extent
 from tencache_ds.io.integrity.fingerprint import sampled_position
+from tencache_ds.io.integrity.verification import corruption
 from tencache_ds.io.integrity.witness import Witness
 from tencache_ds.layout import PAGE_NBYTES
 
@@ -67,14 +68,11 @@ class ExtentEdit:
         """
         if self._before is not None and self._after is not None:
             if self._before.differs_in(self.words_read):
-                error = CorruptionError(
-                    "read",
-                    self.extent.file,
-                    self.extent.offset,
+                error = corruption(
+                    self._before,
+                    self.extent,
                     self.extent.allocated_nbytes,
-                    f"the bytes are not those of write {self._before.generation + 1}: something else has changed the "
-                    "file since; check that no other job uses this folder",
-                    tag=self.extent.tag,
+                    "something else has changed the file since; check that no other job uses this folder",
                 )
                 self.drop(error)
                 raise error

@@ -38,7 +38,8 @@ from torch import nn
 
 def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
     """The DeepSpeed config of a case for "stock" (CPU offload), "stock_nvme" or "tencache" (NVMe)."""
-    device, nvme = "cpu" if engine == "stock" else "nvme", case.get("nvme_path", nvme)
+    nvme = case.get("nvme_path", nvme)
+    device = "cpu" if engine == "stock" else "nvme"
     section = {"device": device, "pin_memory": True} | ({"nvme_path": nvme} if device == "nvme" else {})
     zero = {
         "stage": 3,

@@ -52,12 +52,16 @@ def verify_read(witness: Witness, extent: Extent, fd: int, buffer: torch.Tensor)
             extent.file,
         )
         return False
-    raise CorruptionError(
-        "read",
-        extent.file,
-        extent.offset,
+    raise corruption(
+        witness,
+        extent,
         buffer.nbytes,
-        f"the bytes are not those of write {witness.generation + 1}: it was lost or torn, or something else "
-        "has changed the file since; check the device (smartctl, dmesg) and that no other job uses this folder",
-        tag=extent.tag,
+        "it was lost or torn, or something else has changed the file since; check the device (smartctl, dmesg) and "
+        "that no other job uses this folder",
     )
+
+
+def corruption(witness: Witness, extent: Extent, nbytes: int, advice: str) -> CorruptionError:
+    """The error of bytes that were read and are not those last written."""
+    reason = f"the bytes are not those of write {witness.generation + 1}: {advice}"
+    return CorruptionError("read", extent.file, extent.offset, nbytes, reason, tag=extent.tag)
