@@ -69,10 +69,10 @@ class ExtentEdit:
         if self._before is not None and self._after is not None:
             if self._before.differs_in(self.words_read):
                 error = corruption(
-                    self._before,
                     self.extent,
                     self.extent.allocated_nbytes,
-                    "something else has changed the file since; check that no other job uses this folder",
+                    f"the bytes are not those of write {self._before.generation + 1}: something else has changed the "
+                    "file since; check that no other job uses this folder",
                 )
                 self.drop(error)
                 raise error

@@ -53,15 +53,13 @@ def verify_read(witness: Witness, extent: Extent, fd: int, buffer: torch.Tensor)
         )
         return False
     raise corruption(
-        witness,
         extent,
         buffer.nbytes,
-        "it was lost or torn, or something else has changed the file since; check the device (smartctl, dmesg) and "
-        "that no other job uses this folder",
+        f"the bytes are not those of write {witness.generation + 1}: it was lost or torn, or something else "
+        "has changed the file since; check the device (smartctl, dmesg) and that no other job uses this folder",
     )
 
 
-def corruption(witness: Witness, extent: Extent, nbytes: int, advice: str) -> CorruptionError:
+def corruption(extent: Extent, nbytes: int, reason: str) -> CorruptionError:
     """The error of bytes that were read and are not those last written."""
-    reason = f"the bytes are not those of write {witness.generation + 1}: {advice}"
     return CorruptionError("read", extent.file, extent.offset, nbytes, reason, tag=extent.tag)
