@@ -5,8 +5,8 @@ memory, and taken again when it does not. Part of the composition root (:mod:`te
 Where everything fits into what the first step left free, there is nothing to decide. Otherwise a later step is
 recorded: for which weights the device waits, and what the update costs. It has to be like those that follow: in the
 second, DeepSpeed fetches ahead for the first time, and while allocators, kernels and pages are being warmed up, steps
-become faster. So it is the first one from the third on that was hardly faster than its predecessor, the sixth at the
-latest.
+become faster. So it is the first one from the third on that was hardly faster than its predecessor, nor were its
+passes, the sixth at the latest.
 See [Note: memory that training needs] in :mod:`tencache_ds.planning.memory_watch` for what comes after.
 """
 
@@ -34,7 +34,7 @@ from tencache_ds.planning.gpu_budget import GpuBudget, gpu_budget
 from tencache_ds.planning.gpu_policy import GpuPlan, SavedItem, StateChunk, StepCosts, UpdateRates, Weight
 from tencache_ds.planning.look import pause_s
 from tencache_ds.planning.memory_watch import MemoryWatch
-from tencache_ds.planning.step_prediction import RecordedStep, nvme_bytes_per_s, predicted_seconds
+from tencache_ds.planning.step_prediction import RecordedStep, ShortestPasses, nvme_bytes_per_s, predicted_seconds
 from tencache_ds.profiling.fetch_waits import CudaStreamClock, FetchRecorder, HostClock, StreamClock
 from tencache_ds.profiling.move_waits import MoveCost
 from tencache_ds.tiers.device_adam import DeviceAdam, TritonAdam
@@ -173,8 +173,8 @@ class GpuHomes:
         self._watch = MemoryWatch()
         self._recorder: FetchRecorder | None = None
         self._n_steps = 0
-        self._last_seconds = 0.0
-        self._passes_seconds = 0.0  # of the last step, without its update
+        self._last_times = 0.0, 0.0  # of the last step and of its passes
+        self._shortest_passes = ShortestPasses()
         self._t_forward_s = 0.0
         self._forward_seconds: float | None = None  # of the first pass of this step
         self._planned = False
@@ -243,8 +243,8 @@ class GpuHomes:
         """After the first step, where everything fits; else after one that is like those that follow, by its costs."""
         self._memory.synchronize()
         self._n_steps += 1
-        last_passes_seconds, passes_seconds = self._passes_seconds, max(record.seconds - update_seconds, 0.0)
-        self._passes_seconds = passes_seconds
+        passes_seconds, forward_seconds = max(record.seconds - update_seconds, 0.0), self._forward_seconds or 0.0
+        self._shortest_passes.add(passes_seconds, forward_seconds)
         usage = self._memory.usage()
         budget, least_nbytes = self._budget(usage)
         shards = self._shards()
@@ -259,7 +259,9 @@ class GpuHomes:
         if not self._agree("whether everything fits into GPU memory", everything, all):
             if self._n_steps < WARM_UP_STEPS:
                 return
-            faster, self._last_seconds = record.seconds < STILL_FASTER * self._last_seconds, record.seconds
+            times = record.seconds, passes_seconds
+            faster = any(now < STILL_FASTER * last for now, last in zip(times, self._last_times, strict=True))
+            self._last_times = times
             warming_up = self._agree("whether steps are still becoming faster", faster, any)
             # A step that was skipped, as with fp16 and an overflow, says nothing about the update.
             if self._recorder is None or not update_seconds or (warming_up and self._n_steps < LAST_RECORDED_STEP):
@@ -287,14 +289,13 @@ class GpuHomes:
         predicted = None
         if self._recorder is not None:
             more = costs.plan(chunks, least_nbytes + MORE_NBYTES, sum(there))
-            # To be recorded takes time. The step before has not moved the activations that this one may have.
-            before = 1.0 if moved else last_passes_seconds / max(passes_seconds, 1e-6)
             step = RecordedStep(
                 max(passes_seconds - sum(costs.seconds), 0.0),
-                self._forward_seconds or 0.0,
+                forward_seconds,
                 self._hidden_share(),
                 self._staging_nbytes(),
-                min(before, 1.0),
+                # The steps before have not moved the activations that this one may have.
+                1.0 if moved else self._shortest_passes.share_of(passes_seconds),
             )
             predicted = self._predicted_seconds(step, plan, chunks, costs)
             with_more = self._predicted_seconds(step, more, chunks, costs)

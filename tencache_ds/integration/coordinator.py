@@ -126,8 +126,6 @@ class TenCacheCoordinator(FetchingCoordinator):
             self._gather(current_submodule, params, forward)
         if forward and self.fetched_for_forward is not None:
             self.fetched_for_forward(current_submodule)
-        if recorder is not None:
-            recorder.after_fetch(nbytes_by_id(params.values()), awaited)
         if self._tencache_swappers:
             needed = {param.ds_id for param in stored}
             with self._tencache_lock:
@@ -138,6 +136,8 @@ class TenCacheCoordinator(FetchingCoordinator):
                     )
                 self.read_ahead()
         self.between_modules()
+        if recorder is not None:
+            recorder.after_fetch(nbytes_by_id(params.values()), awaited)
 
     def _gather(self, module: Any, params: dict[int, Any], forward: bool) -> None:
         """DeepSpeed's fetch. Modules other than leaves are fetched by one thread at a time: without its lock for them,

@@ -8,6 +8,7 @@ the passes are long enough.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -20,14 +21,39 @@ class RecordedStep:
         forward_seconds: of its first forward pass.
         hidden_share: of an update outside GPU memory, what goes on beside the next forward pass from now on.
         staging_nbytes: buffers for optimizer state on its way from and to NVMe.
-        unrecorded_share: of the time of its passes, what they take in steps that are not recorded.
+        undisturbed_share: of the time of its passes, what they take where nothing else lengthens them.
     """
 
     passes_seconds: float
     forward_seconds: float
     hidden_share: float
     staging_nbytes: int
-    unrecorded_share: float = 1.0
+    undisturbed_share: float = 1.0
+
+
+class ShortestPasses:
+    """The shortest first forward pass of several steps, and the shortest of what follows it, as the steps to come.
+
+    Recording, writes that still go on and other processes lengthen one pass or the other: the two minima are taken
+    apart, and may be of different steps.
+    """
+
+    def __init__(self) -> None:
+        self._forward_seconds = self._other_seconds = math.inf
+
+    def add(self, passes_seconds: float, forward_seconds: float) -> None:
+        """One more step.
+
+        Args:
+            passes_seconds: of all its passes.
+            forward_seconds: of the first forward pass.
+        """
+        self._forward_seconds = min(self._forward_seconds, forward_seconds)
+        self._other_seconds = min(self._other_seconds, max(passes_seconds - forward_seconds, 0.0))
+
+    def share_of(self, passes_seconds: float) -> float:
+        """Their time as a share of a step's passes; at most 1."""
+        return min((self._forward_seconds + self._other_seconds) / max(passes_seconds, 1e-6), 1.0)
 
 
 def nvme_bytes_per_s(
@@ -81,7 +107,7 @@ def predicted_seconds(
         update_seconds: of that update, which takes as long as the slower one of arithmetic and transfers.
         nvme_bytes_per_s: of reads and writes together; None where no state is on NVMe.
     """
-    share, exposed = step.unrecorded_share, update_seconds
+    share, exposed = step.undisturbed_share, update_seconds
     if nvme_bytes_per_s is not None and update_seconds > arithmetic_seconds:
         beside = transfer_seconds_beside(step.passes_seconds * share, step.staging_nbytes, nvme_bytes_per_s)
         exposed = max(update_seconds - beside, arithmetic_seconds)

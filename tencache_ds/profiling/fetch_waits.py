@@ -67,7 +67,7 @@ class FetchWait:
         seconds: upper bound of the device's idle time for it, including the host's time for the fetches in which it
             was waited for.
         host_seconds: the latter.
-        overhead_seconds: of the host's time for gathers and for modules with this weight, what the device was idle in
+        overhead_seconds: of the host's time for gathers and for modules with this weight, what lengthens the passes
             and is not in ``seconds``.
     """
 
@@ -107,8 +107,13 @@ class FetchRecorder:
     """Records one step. Called by whichever thread computes, one at a time.
 
     Weights are gathered in buckets, ahead of their modules. The first module that needs one of a bucket waits for all
-    of them: there the device's clock tells how long. Elsewhere the host's time counts where the device has no other
-    work when it begins, and a place on the device's clock would take the host longer than what it is to measure.
+    of them: there the device's clock tells how long. Elsewhere a place on the device's clock would take the host longer
+    than what it is to measure.
+
+    The host's time for fetches and releases lengthens the passes as far as the device is idle. How long that is, over
+    the whole step, follows from how often a fetch finds it so. Where the device waits for the host, it ends its work
+    during most fetches and has some when they begin: all of their time would be saved, and not only that of the fetches
+    which found it idle.
 
     Args:
         clock: of the device.
@@ -121,6 +126,7 @@ class FetchRecorder:
         self._fetches: list[_Fetch] = []
         self._fetch: _Fetch | None = None  # under way
         self._began: Any = None  # gather or release
+        self._ended: Any = None  # the last fetch or release
         self._bucket_of: dict[int, Mapping[int, int]] = {}  # gathered, not waited for
 
     def before_fetch(self, *, waits: bool) -> None:
@@ -143,7 +149,7 @@ class FetchRecorder:
             weights: of each that was gathered, its bytes.
         """
         if self._fetch is not None and weights:
-            seconds, bucket = self._host_seconds(), dict(weights)
+            seconds, bucket = self._host.seconds_between(self._began, self._host.mark()), dict(weights)
             self._fetch.gathers.append((seconds, bucket))
             self._bucket_of |= dict.fromkeys(bucket, bucket)
 
@@ -162,7 +168,8 @@ class FetchRecorder:
             for key in awaited:
                 fetch.awaited |= self._bucket_of.pop(key, {key: weights[key]})
         fetch.weights = dict(weights)
-        fetch.host_seconds = self._host.seconds_between(fetch.began, self._host.mark())
+        self._ended = self._host.mark()
+        fetch.host_seconds = self._host.seconds_between(fetch.began, self._ended)
         self._fetches.append(fetch)
 
     def before_release(self) -> None:
@@ -176,35 +183,46 @@ class FetchRecorder:
             weights: of each weight of the module, its bytes.
         """
         if self._fetches:
-            self._fetches[-1].releases.append((self._host_seconds(), dict(weights)))
-
-    def _host_seconds(self) -> float:
-        return self._host.seconds_between(self._began, self._host.mark())
+            self._ended = self._host.mark()
+            seconds = self._host.seconds_between(self._began, self._ended)
+            self._fetches[-1].releases.append((seconds, dict(weights)))
 
     def waits(self) -> dict[int, FetchWait]:
         """Of each weight. After the device was waited for. What belongs to several is divided by their bytes, but the
         host's time for a gather equally."""
         waits: dict[int, FetchWait] = {}
+        exposed = self._exposed_share()
         for fetch in self._fetches:
             gathering = sum(seconds for seconds, _ in fetch.gathers)
             own_seconds = max(fetch.host_seconds - gathering, 0.0)
-            exposed, modules = float(fetch.device_was_idle), list(fetch.releases)
+            exposed_here, modules = exposed, list(fetch.releases)
             if fetch.before is None:
                 modules.append((own_seconds, fetch.weights))
             else:
-                waited = max(self._clock.seconds_between(fetch.before, fetch.after), 0.0)
-                exposed = min(waited / max(fetch.host_seconds, 1e-9), 1.0)
-                waited = max(waited - exposed * gathering, 0.0)
+                waited = max(self._clock.seconds_between(fetch.before, fetch.after), exposed * fetch.host_seconds)
+                exposed_here = min(waited / max(fetch.host_seconds, 1e-9), 1.0)
+                waited = max(waited - exposed_here * gathering, 0.0)
                 for key, share in _shares(fetch.awaited):
                     _add(waits, key, FetchWait(seconds=waited * share, host_seconds=own_seconds * share))
             for seconds, weights in fetch.gathers:
-                each = FetchWait(1, overhead_seconds=exposed * seconds / len(weights))
+                each = FetchWait(1, overhead_seconds=exposed_here * seconds / len(weights))
                 for key in weights:
                     _add(waits, key, each)
             for seconds, weights in modules:
                 for key, share in _shares(weights):
                     _add(waits, key, FetchWait(overhead_seconds=exposed * seconds * share))
         return waits
+
+    def _exposed_share(self) -> float:
+        """Of the host's time for fetches and releases, what lengthens the passes."""
+        if not self._fetches:
+            return 0.0
+        host_seconds = sum(
+            fetch.host_seconds + sum(seconds for seconds, _ in fetch.releases) for fetch in self._fetches
+        )
+        idle_share = sum(fetch.device_was_idle for fetch in self._fetches) / len(self._fetches)
+        seconds = self._host.seconds_between(self._fetches[0].began, self._ended)
+        return min(idle_share * seconds / max(host_seconds, 1e-9), 1.0)
 
 
 def _shares(weights: Mapping[int, int]) -> list[tuple[int, float]]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.planning.step_prediction import RecordedStep, nvme_bytes_per_s, predicted_seconds
+from tencache_ds.planning.step_prediction import RecordedStep, ShortestPasses, nvme_bytes_per_s, predicted_seconds
 
 GB = 10**9
 SECONDS = st.floats(0, 100)
@@ -50,6 +50,26 @@ def test_the_recorded_step_is_predicted_for_the_bytes_it_had(stored, update, pas
 
 def test_without_state_on_nvme_there_is_no_rate():
     assert nvme_bytes_per_s(0, 1.0, 1.0, GB) is None
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1))
+def test_the_shortest_passes_are_no_longer_than_those_of_any_step(steps):
+    shortest = ShortestPasses()
+    for forward, others in steps:
+        shortest.add(forward + others, forward)
+    seconds = min(forward for forward, _ in steps) + min(others for _, others in steps)
+    for forward, others in steps:
+        share = shortest.share_of(forward + others)
+        assert 0 <= share <= 1
+        assert share * (forward + others) == pytest.approx(seconds, abs=1e-5)
+
+
+def test_a_disturbance_of_either_pass_is_left_out():
+    """Forward and backward of two steps of 364 M parameters on an H100, whose updates took 2.7 s; then 0.16 s."""
+    shortest = ShortestPasses()
+    shortest.add(0.247, 0.130)
+    shortest.add(0.254, 0.103)
+    assert shortest.share_of(0.254) == pytest.approx(0.220 / 0.254)
 
 
 @pytest.mark.parametrize(
