@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of optimizer state that TenCache itself updates."""
+"""The kinds of optimizer state that TenCache itself updates, and where a chunk has them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+
+from tencache_ds.planning.chunks import Chunk
 
 MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
 
@@ -12,3 +16,24 @@ ADAM_IN_FP32 = dict.fromkeys((MASTER, EXP_AVG, EXP_AVG_SQ), torch.float32)
 
 REMAINDER = "remainder"
 """What a split master weight is beside its 16-bit weight: the lower half of their difference."""
+
+REMAINDER_DTYPE = torch.int16
+
+
+def views_of(chunk: Chunk, buffer: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """A 1-D tensor per kind in a buffer that holds a chunk.
+
+    Args:
+        chunk: whose pieces say where each kind is.
+        buffer: 1-D uint8, at least up to the end of the last piece.
+        dtypes: of all kinds but remainders, which have one dtype.
+
+    Raises:
+        KeyError: a kind has no dtype.
+    """
+    return {
+        piece.kind: buffer[piece.offset : piece.offset + piece.nbytes].view(
+            REMAINDER_DTYPE if piece.kind == REMAINDER else dtypes[piece.kind]
+        )
+        for piece in chunk.pieces
+    }

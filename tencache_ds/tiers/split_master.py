@@ -24,9 +24,8 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.planning.chunks import Chunk, pieces_of
-from tencache_ds.tiers.kinds import ADAM_IN_FP32, EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
+from tencache_ds.tiers.kinds import ADAM_IN_FP32, EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER, REMAINDER_DTYPE, views_of
 
-REMAINDER_DTYPE = torch.int16
 _NAN_WEIGHT = 0xFFFF
 """Bits of a weight whose remainder holds the bits of a NaN."""
 
@@ -135,7 +134,7 @@ class SplitMasters:
 
     def join(self, chunk: Chunk, buffer: torch.Tensor, weights: Pieces) -> None:
         """Turns a split chunk in a buffer (uint8, of the whole chunk's bytes) into a whole one."""
-        split, whole = _views(split_layout(chunk), buffer), _views(chunk, buffer)
+        split, whole = (views_of(layout, buffer, ADAM_IN_FP32) for layout in (split_layout(chunk), chunk))
         parts = {kind: view.clone() for kind, view in split.items()}  # both layouts are in the same memory
         for kind in (EXP_AVG, EXP_AVG_SQ):
             whole[kind].copy_(parts[kind])
@@ -144,7 +143,7 @@ class SplitMasters:
 
     def split(self, chunk: Chunk, buffer: torch.Tensor, weights: Pieces) -> bool:
         """Turns a whole chunk in a buffer into a split one; False, and unchanged, where that would lose a bit."""
-        split, whole = _views(split_layout(chunk), buffer), _views(chunk, buffer)
+        split, whole = (views_of(layout, buffer, ADAM_IN_FP32) for layout in (split_layout(chunk), chunk))
         remainder = torch.empty(chunk.numel, dtype=REMAINDER_DTYPE)
         if not self._arithmetic.splits_exactly(whole[MASTER], remainder, whole[EXP_AVG_SQ], weights):
             return False
@@ -163,15 +162,6 @@ def changed_unnoticed(chunk: Chunk) -> TenCacheError:
         'deepspeed.zero.GatheredParameters(..., modifier_rank=...) only, or set "tencache.split_master" to false. '
         "This state is lost; load a checkpoint."
     )
-
-
-def _views(chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        piece.kind: buffer[piece.offset : piece.offset + piece.nbytes].view(
-            REMAINDER_DTYPE if piece.kind == REMAINDER else torch.float32
-        )
-        for piece in chunk.pieces
-    }
 
 
 def _bits(weight: torch.Tensor) -> np.ndarray:

@@ -14,8 +14,7 @@ from tencache_ds.io import Extent, ExtentEdit
 from tencache_ds.items import Place
 from tencache_ds.memory.pool import Lease
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.tiers.kinds import REMAINDER
-from tencache_ds.tiers.split_master import REMAINDER_DTYPE
+from tencache_ds.tiers.kinds import views_of
 
 Kinds = tuple[tuple[str, torch.dtype], ...]
 """``(kind, dtype)`` of each state that is kept per element."""
@@ -121,12 +120,7 @@ class SubGroup:
 
     def views_of(self, chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """A 1-D tensor per kind in a buffer (uint8) that holds a chunk as its pieces say."""
-        return {
-            piece.kind: buffer[piece.offset : piece.offset + piece.nbytes].view(
-                REMAINDER_DTYPE if piece.kind == REMAINDER else self.dtype(piece.kind)
-            )
-            for piece in chunk.pieces
-        }
+        return views_of(chunk, buffer, dict(self.spec.kinds))
 
 
 @dataclass(frozen=True, slots=True)

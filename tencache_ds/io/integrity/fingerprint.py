@@ -29,7 +29,7 @@ Fingerprint = Callable[[torch.Tensor, int], int]
 
 def whole_fingerprint(buffer: torch.Tensor, generation: int) -> int:
     """64-bit XXH3 of every byte; arguments as for :func:`sampled_fingerprint`, but host memory only."""
-    return _hash(buffer.numpy(), generation)
+    return salted_hash(buffer.numpy(), generation)
 
 
 def sampled_fingerprint(buffer: torch.Tensor, generation: int) -> int:
@@ -45,7 +45,7 @@ def sampled_fingerprint(buffer: torch.Tensor, generation: int) -> int:
         words = buffer.numpy().view(np.uint64).reshape(-1, _WORDS_PER_PAGE)[:, position]
     else:
         words = gathered_words(buffer, position)
-    return sampled_hash(np.ascontiguousarray(words), generation)
+    return salted_hash(np.ascontiguousarray(words), generation)
 
 
 def sampled_position(generation: int) -> int:
@@ -53,12 +53,9 @@ def sampled_position(generation: int) -> int:
     return generation * _STEP % _WORDS_PER_PAGE
 
 
-def sampled_hash(words: np.ndarray, generation: int) -> int:
-    """:func:`sampled_fingerprint` of a buffer with these words (contiguous uint64), one of every page."""
-    return _hash(words, generation)
-
-
-def _hash(array: np.ndarray, generation: int) -> int:
+def salted_hash(array: np.ndarray, generation: int) -> int:
+    """64-bit XXH3 of a contiguous array's bytes, salted with the number of a write. Of one uint64 word of every page it
+    is :func:`sampled_fingerprint`."""
     return int(xxhash.xxh3_64_intdigest(array.data, seed=generation % 2**64))
 
 

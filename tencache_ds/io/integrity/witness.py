@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tencache_ds.io.integrity.fingerprint import Fingerprint, sampled_hash
+from tencache_ds.io.integrity.fingerprint import Fingerprint, salted_hash
 
 
 class Witness:
@@ -37,8 +37,8 @@ class Witness:
 
     def take_words(self, words: np.ndarray) -> None:
         """:meth:`take`, of a buffer with these words."""
-        self._taken = sampled_hash(words, self.generation)
+        self._taken = salted_hash(words, self.generation)
 
     def differs_in(self, words: np.ndarray) -> bool:
         """:meth:`differs`, of a buffer with these words."""
-        return sampled_hash(words, self.generation) != self._taken
+        return salted_hash(words, self.generation) != self._taken
