@@ -58,6 +58,11 @@ class HostClock:
         return True
 
 
+_NEIGHBOURS = 16
+"""Successive fetches, of about two layers, over which it is counted how often the device is idle: in a step it may wait
+for the host at first, and the host for it later."""
+
+
 @dataclass(frozen=True, slots=True)
 class FetchWait:
     """One weight in a step.
@@ -111,7 +116,7 @@ class FetchRecorder:
     than what it is to measure.
 
     The host's time for fetches and releases lengthens the passes as far as the device is idle. How long that is, over
-    the whole step, follows from how often a fetch finds it so. Where the device waits for the host, it ends its work
+    several fetches, follows from how many of them find it so. Where the device waits for the host, it ends its work
     during most fetches and has some when they begin: all of their time would be saved, and not only that of the fetches
     which found it idle.
 
@@ -191,8 +196,7 @@ class FetchRecorder:
         """Of each weight. After the device was waited for. What belongs to several is divided by their bytes, but the
         host's time for a gather equally."""
         waits: dict[int, FetchWait] = {}
-        exposed = self._exposed_share()
-        for fetch in self._fetches:
+        for fetch, exposed in zip(self._fetches, self._exposed_shares(), strict=True):
             gathering = sum(seconds for seconds, _ in fetch.gathers)
             own_seconds = max(fetch.host_seconds - gathering, 0.0)
             exposed_here, modules = exposed, list(fetch.releases)
@@ -213,16 +217,18 @@ class FetchRecorder:
                     _add(waits, key, FetchWait(overhead_seconds=exposed * seconds * share))
         return waits
 
-    def _exposed_share(self) -> float:
-        """Of the host's time for fetches and releases, what lengthens the passes."""
-        if not self._fetches:
-            return 0.0
-        host_seconds = sum(
-            fetch.host_seconds + sum(seconds for seconds, _ in fetch.releases) for fetch in self._fetches
-        )
-        idle_share = sum(fetch.device_was_idle for fetch in self._fetches) / len(self._fetches)
-        seconds = self._host.seconds_between(self._fetches[0].began, self._ended)
-        return min(idle_share * seconds / max(host_seconds, 1e-9), 1.0)
+    def _exposed_shares(self) -> list[float]:
+        """Of each fetch: of the host's time for it and the releases that follow, what lengthens the passes."""
+        shares = []
+        for start in range(0, len(self._fetches), _NEIGHBOURS):
+            fetches = self._fetches[start : start + _NEIGHBOURS]
+            following = self._fetches[start + _NEIGHBOURS : start + _NEIGHBOURS + 1]
+            ended = following[0].began if following else self._ended
+            host_seconds = sum(fetch.host_seconds + sum(seconds for seconds, _ in fetch.releases) for fetch in fetches)
+            idle_share = sum(fetch.device_was_idle for fetch in fetches) / len(fetches)
+            idle_seconds = idle_share * self._host.seconds_between(fetches[0].began, ended)
+            shares += [min(idle_seconds / max(host_seconds, 1e-9), 1.0)] * len(fetches)
+        return shares
 
 
 def _shares(weights: Mapping[int, int]) -> list[tuple[int, float]]:

@@ -109,6 +109,15 @@ def test_hooks_cost_no_more_than_the_device_is_idle(between, share):
     assert list(waits.values()) == [same(FetchWait(overhead_seconds=share * 0.04))] * 4
 
 
+def test_where_the_device_is_busy_hooks_cost_nothing_however_long_it_is_idle_elsewhere():
+    rig = Rig()
+    for key in range(48):
+        rig.device.is_idle = key < 16
+        rig.fetch(0.01, 0.01, {key: 100})
+    costs = [wait.overhead_seconds for wait in rig.recorder.waits().values()]
+    assert costs == [pytest.approx(0.01)] * 16 + [0.0] * 32
+
+
 def test_a_busy_device_is_not_lengthened_by_hooks():
     rig = Rig()
     rig.device.is_idle = False
