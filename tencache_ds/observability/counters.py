@@ -34,7 +34,7 @@ class Stall(enum.StrEnum):
     """A weight was needed before its read was done."""
 
     OPTIMIZER_READ = "optimizer_read"
-    """The update waited for a chunk's master weights and moments."""
+    """The update waited for a chunk's master weights and moments, or moved them itself: from and to files in memory."""
 
     BUFFER = "buffer"
     """Every staging buffer was taken: writes or copies had to finish first."""
@@ -262,6 +262,11 @@ class Counters:
         finally:
             with self._lock:
                 self._current().stall_ns[cause.value] += time.perf_counter_ns() - t_start_ns
+
+    def waited(self, cause: Stall, ns: int) -> None:
+        """Counts a wait of the calling thread that was timed elsewhere."""
+        with self._lock:
+            self._current().stall_ns[cause.value] += ns
 
     @contextmanager
     def in_background(self, n_steps: int) -> Iterator[None]:

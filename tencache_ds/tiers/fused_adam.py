@@ -39,6 +39,10 @@ class Job(Protocol):
         """Once it has ended: the errno of the transfer that failed, of a chunk in a file. It may be changed in part."""
 
     @property
+    def transfer_ns(self) -> int:
+        """Once it has ended: what transfers took of the thread's time, of a chunk in a file."""
+
+    @property
     def match(self) -> bool:
         """Once it has ended: whether split master weights were split over the expected weights. Where not, the chunk is
         partly updated."""

@@ -44,6 +44,11 @@ class _FusedJob:
         return self.extent.failed(self.job.error)
 
     @property
+    def transfer_ns(self) -> int:
+        """See :attr:`UpdateJob.transfer_ns`."""
+        return self.job.transfer_ns
+
+    @property
     def match(self) -> bool:
         """See :attr:`UpdateJob.match`."""
         return self.job.match

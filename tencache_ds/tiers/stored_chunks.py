@@ -163,7 +163,8 @@ class StoredChunks:
         if extent is None:
             return None
 
-        def changed(digest: bytes) -> None:
+        def changed(digest: bytes, transfer_ns: int) -> None:
+            self._mover.counters.waited(Stall.OPTIMIZER_READ, transfer_ns)
             if is_split:
                 group.split[chunk.index] = digest
 

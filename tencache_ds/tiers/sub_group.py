@@ -130,12 +130,13 @@ class ChunkEdit:
     Attributes:
         extent: where it is.
         pieces: first bytes in the extent of master weights or their remainders, exp_avg and exp_avg_sq.
-        changed: to be called with the digest of the weights that its master weights are split over now.
+        changed: to be called with the digest of the weights that its master weights are split over now, and what
+            transfers took of the time of the update.
     """
 
     extent: ExtentEdit
     pieces: tuple[int, int, int]
-    changed: Callable[[bytes], None]
+    changed: Callable[[bytes, int], None]
 
 
 @dataclass(slots=True)
@@ -149,6 +150,7 @@ class ChunkInUse:
             are remainders of, not yet compared; whoever changes the chunk replaces it. Empty: whole master weights.
         fresh: whether the kinds of state that are not in ``views`` are zero.
         edit: of a chunk in a file, which has no views.
+        transfer_ns: of such a chunk, what transfers took of the time of the update; whoever changes it says so.
     """
 
     chunk: Chunk
@@ -156,6 +158,7 @@ class ChunkInUse:
     digest: bytes = b""
     fresh: bool = False
     edit: ChunkEdit | None = None
+    transfer_ns: int = 0
     _lease: Lease | None = None
     _write_back: Callable[[], None] | None = None  # of a copy of device memory
 
@@ -179,7 +182,7 @@ class ChunkInUse:
             write_back()
         if edit is not None and changed:
             edit.extent.keep()
-            edit.changed(self.digest)
+            edit.changed(self.digest, self.transfer_ns)
         elif edit is not None:
             edit.extent.drop(error)
         return lease

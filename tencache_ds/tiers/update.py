@@ -79,6 +79,7 @@ class UpdateJob(Protocol):
     Attributes:
         end_ns: when it ended, by ``time.perf_counter_ns()``; 0 until then.
         error: once it has ended, the transfer that failed, of a chunk in a file; part of it may be changed then.
+        transfer_ns: once it has ended, of a chunk in a file, what its transfers took of its thread's time.
         match: once it has ended without one, whether the weights were those of the digest.
         digest: then, that of the weights over which master weights are split now; empty for whole master weights.
     """
@@ -88,6 +89,9 @@ class UpdateJob(Protocol):
 
     @property
     def error(self) -> StorageError | None: ...
+
+    @property
+    def transfer_ns(self) -> int: ...
 
     @property
     def match(self) -> bool: ...
@@ -322,6 +326,8 @@ class ChunkedUpdate:
         if error is not None:
             self._tier.drop(entry.used, entry.job.error)
             raise error
+        if self._in_file is not None:
+            entry.used.transfer_ns = entry.job.transfer_ns // self._in_file.n_threads
         try:
             with span(Category.COPY, "copy::weights", name_of(chunk)):
                 entry.job.publish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_state_in_a_file_equals_state_in_memory(
     for number in range(1, setting.steps + 1):
         values, scalars = gradients_of(setting, number, generator), scalars_of(op, setting, number, powers)
         types = (NAMES[gradient], NAMES[weight], numel % 16, scalars)
-        jobs = []
+        jobs, t_start_ns = [], time.perf_counter_ns()
         for (mine, theirs), file in zip(pairs, files, strict=True):
             before, expected = file.words(3), digest(team, mine.weight) if split else b""
             run = mine.split_run if split else mine.run
@@ -114,6 +115,7 @@ def test_state_in_a_file_equals_state_in_memory(
             assert job.wait(60)
             assert job.match
             assert job.error == 0
+            assert 0 < job.transfer_ns < job.end_ns - t_start_ns
             assert job.digest == (digest(team, mine.weight) if split else b"")
             assert np.array_equal(file.words_read, before)
             assert np.array_equal(file.words_written, file.words(511))

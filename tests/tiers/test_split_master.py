@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from tencache_ds.errors import CorruptionError, StorageError, TenCacheError
 from tencache_ds.items import Place
-from tencache_ds.observability.counters import Link
+from tencache_ds.observability.counters import Link, Stall
 from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, adam_scalars
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.fused_adam import FusedAdam
@@ -397,6 +398,17 @@ def test_an_update_in_the_file_equals_one_in_buffers(pair: Any, monkeypatch: pyt
     assert len(edits) == 3 * N_CHUNKS
     assert None not in edits
     assert pair[0].finished == pair[1].finished == 3 * list(range(N_CHUNKS))
+
+
+def test_transfers_of_an_update_in_the_file_are_waits_for_state(pair: Any) -> None:
+    counters = pair[0].bench.storage.counters
+    counters.step_done(0)
+    t_start_s = time.perf_counter()
+    pair[0].step()
+    seconds = time.perf_counter() - t_start_s
+    stalls = counters.step_done(0).stall_seconds
+    assert 0 < stalls[Stall.OPTIMIZER_READ] < seconds
+    assert stalls[Stall.BUFFER] == 0
 
 
 def test_of_weights_that_were_changed_nothing_is_written_to_the_file(pair: Any) -> None:

@@ -137,7 +137,9 @@ struct Digests {
     std::vector<std::uint64_t> before;  // expected; empty: not compared
     std::vector<std::uint64_t> after;
     std::atomic<bool> match{true};
-    int error = 0;  // of state in a file: errno of the transfer that failed
+    // Of state in a file: errno of the transfer that failed, and what transfers took of the thread's time.
+    int error = 0;
+    std::int64_t transfer_ns = 0;
 };
 
 // Whether the weights of a block are those that its master weights are split over; notes it if not. Without them the

@@ -83,10 +83,11 @@ public:
 
     std::int64_t end_ns() const { return team_->end_ns(job_); }
 
-    // All three: once it has ended.
+    // All of these: once it has ended.
     bool match() const { return digests_ == nullptr || digests_->match; }
     py::bytes digest() const { return digests_ == nullptr ? py::bytes() : bytes_of(digests_->after); }
     int error() const { return digests_ == nullptr ? 0 : digests_->error; }
+    std::int64_t transfer_ns() const { return digests_ == nullptr ? 0 : digests_->transfer_ns; }
 
 private:
     std::shared_ptr<Team> team_;
@@ -237,8 +238,13 @@ private:
             std::size_t numel = 0;
             for (const AdamRun& part : blocks[index]) { numel += part.numel; }
             StateBlock state;
-            digests.error = tencache::read_state(file, first, numel, state);
-            if (digests.error != 0) { return; }
+            const auto transfer = [&](const auto& move) {
+                const std::int64_t t_start_ns = tencache::now_ns();
+                digests.error = move(file, first, numel, state);
+                digests.transfer_ns += tencache::now_ns() - t_start_ns;
+                return digests.error == 0;
+            };
+            if (!transfer(tencache::read_state)) { return; }
             std::size_t position = 0;
             for (AdamRun part : blocks[index]) {
                 part.master = split ? nullptr : reinterpret_cast<float*>(state.kinds[0]) + position;
@@ -248,8 +254,7 @@ private:
                 update(part);
                 position += part.numel;
             }
-            digests.error = tencache::write_state(file, first, numel, state);
-            if (digests.error != 0) { return; }
+            if (!transfer(tencache::write_state)) { return; }
             if (split) { digests.after[index] = digest_of(blocks[index]); }
             first += numel;
         }
@@ -350,7 +355,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def_property_readonly("end_ns", &PyJob::end_ns)
         .def_property_readonly("match", &PyJob::match)
         .def_property_readonly("digest", &PyJob::digest)
-        .def_property_readonly("error", &PyJob::error);
+        .def_property_readonly("error", &PyJob::error)
+        .def_property_readonly("transfer_ns", &PyJob::transfer_ns);
     py::class_<PyTeam>(m, "Team")
         .def(py::init<int>(), py::arg("n_threads"))
         .def_property_readonly("n_threads", &PyTeam::n_threads)

@@ -10,15 +10,11 @@
 
 namespace tencache {
 
-namespace {
-
 std::int64_t now_ns()
 {
     const auto since_start = std::chrono::steady_clock::now().time_since_epoch();
     return std::chrono::duration_cast<std::chrono::nanoseconds>(since_start).count();
 }
-
-}  // namespace
 
 Team::Team(int n_threads) : owner_pid_(static_cast<int>(getpid()))
 {

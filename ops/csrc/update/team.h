@@ -21,6 +21,9 @@
 
 namespace tencache {
 
+// Of the steady clock, which on Linux is that of Python's perf_counter_ns().
+std::int64_t now_ns();
+
 // Blocks 0 .. n_blocks-1 may run in any order and at the same time; `run` must not throw.
 struct Job {
     std::size_t n_blocks = 0;
@@ -53,7 +56,7 @@ public:
 
     bool finished(const std::shared_ptr<Job>& job) const;
 
-    // Nanoseconds of the steady clock, which on Linux is that of Python's perf_counter_ns(); 0 until the job is finished.
+    // When it was finished, by now_ns(); 0 until then.
     std::int64_t end_ns(const std::shared_ptr<Job>& job) const;
 
     // Waits for all jobs and ends the threads. Idempotent; later jobs are refused with std::runtime_error.
