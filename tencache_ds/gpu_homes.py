@@ -5,8 +5,8 @@ memory, and taken again when it does not. Part of the composition root (:mod:`te
 Where everything fits into what the first step left free, there is nothing to decide. Otherwise a later step is
 recorded: for which weights the device waits, and what the update costs. It has to be like those that follow: in the
 second, DeepSpeed fetches ahead for the first time, and while allocators, kernels and pages are being warmed up, steps
-become faster. So it is the first one from the third on that was hardly faster than its predecessor, nor were its
-passes, the sixth at the latest.
+become faster. So it is the first one from the third on that was hardly faster than its predecessor, and whose passes
+took more than half as long, the sixth at the latest.
 See [Note: memory that training needs] in :mod:`tencache_ds.planning.memory_watch` for what comes after.
 """
 
@@ -62,6 +62,10 @@ LAST_RECORDED_STEP = 6
 
 STILL_FASTER = 0.9
 """A step that takes less than this share of the time of the one before it is still part of the warm-up."""
+
+PASSES_STILL_FASTER = 0.5
+"""So is one whose passes do, which may be a small part of it: an update that waits for a drive can be slower than the
+one before while the passes are far from what they will be."""
 
 HIDDEN_SHARE = 0.02
 """Of the time that a weight's copies take: what they cost even where the device never waits for them."""
@@ -173,7 +177,7 @@ class GpuHomes:
         self._watch = MemoryWatch()
         self._recorder: FetchRecorder | None = None
         self._n_steps = 0
-        self._last_times = 0.0, 0.0  # of the last step and of its passes
+        self._last_seconds = self._last_passes_seconds = 0.0
         self._shortest_passes = ShortestPasses()
         self._t_forward_s = 0.0
         self._forward_seconds: float | None = None  # of the first pass of this step
@@ -259,9 +263,9 @@ class GpuHomes:
         if not self._agree("whether everything fits into GPU memory", everything, all):
             if self._n_steps < WARM_UP_STEPS:
                 return
-            times = record.seconds, passes_seconds
-            faster = any(now < STILL_FASTER * last for now, last in zip(times, self._last_times, strict=True))
-            self._last_times = times
+            faster = record.seconds < STILL_FASTER * self._last_seconds
+            faster = faster or passes_seconds < PASSES_STILL_FASTER * self._last_passes_seconds
+            self._last_seconds, self._last_passes_seconds = record.seconds, passes_seconds
             warming_up = self._agree("whether steps are still becoming faster", faster, any)
             # A step that was skipped, as with fp16 and an overflow, says nothing about the update.
             if self._recorder is None or not update_seconds or (warming_up and self._n_steps < LAST_RECORDED_STEP):

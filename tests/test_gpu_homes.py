@@ -354,20 +354,18 @@ def test_a_skipped_step_is_not_what_a_plan_is_made_from(life):
 def test_a_step_whose_passes_become_faster_is_not_what_a_plan_is_made_from(life):
     """On a GPU host with an empty page cache: the third update took twice as long as the second."""
     training = life(18)
-    for seconds, update_seconds in ((4.8, 2.1), (3.6, 2.4), (5.4, 5.1), (2.5, 2.24)):
+    for seconds, update_seconds in ((4.8, 2.1), (3.6, 2.4), (5.4, 5.1), (5.0, 4.8)):
         assert training.chunks() == 0
         training.seconds, training.update_seconds = seconds, update_seconds
         training.step(1)
-    training.seconds, training.update_seconds = 2.6, 2.34
-    training.step(1)
     assert training.chunks() == 5
-    assert training.predicted == [pytest.approx(0.26 + 2.34 / 6, abs=0.1)]
+    assert training.predicted == [pytest.approx(0.2 + 4.8 / 6, abs=0.2)]
 
 
 @pytest.mark.parametrize(
     ("steps", "predicted"),
     [
-        ([9.0, 5.0, 2.0, 1.5, 1.45], 1.45),
+        ([9.0, 5.0, 2.0, 1.5, 1.4], 1.4),
         ([9.0, 5.0, 4.0, 3.0, 2.0, 1.4], 1.4),
         ([9.0, 5.0, 5.0], 5.0),
         ([9.0, 5.0, 6.0], 5.0),
