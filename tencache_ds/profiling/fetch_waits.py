@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,9 +20,6 @@ class StreamClock(Protocol):
     def seconds_between(self, first: Any, second: Any) -> float:
         """From one place to a later one. Only after the device was waited for."""
 
-    def idle(self) -> bool:
-        """Whether the device has done everything issued so far."""
-
 
 class CudaStreamClock:
     """Events on the current CUDA stream. On virtual machines one takes up to 30 microseconds."""
@@ -37,10 +34,6 @@ class CudaStreamClock:
         """See :meth:`StreamClock.seconds_between`."""
         return first.elapsed_time(second) / 1e3
 
-    def idle(self) -> bool:
-        """See :meth:`StreamClock.idle`."""
-        return torch.cuda.current_stream().query()
-
 
 class HostClock:
     """For a synchronous device."""
@@ -53,14 +46,14 @@ class HostClock:
         """See :meth:`StreamClock.seconds_between`."""
         return second - first
 
-    def idle(self) -> bool:
-        """See :meth:`StreamClock.idle`."""
-        return True
 
+_SAMPLED_EVERY = 7
+"""Of so many successive fetches one is timed by the device's clock, with the releases that follow it. No divisor of the
+number of modules in usual layers, so that the samples come from all of them."""
 
-_NEIGHBOURS = 16
-"""Successive fetches, of about two layers, over which it is counted how often the device is idle: in a step it may wait
-for the host at first, and the host for it later."""
+_NEIGHBOURS = 9 * _SAMPLED_EVERY
+"""Successive fetches that are judged by the same samples: in a step the device may wait for the host at first, and the
+host for it later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,42 +76,49 @@ class FetchWait:
 
 
 @dataclass(slots=True)
+class _Hook:
+    """Work of the host between two pieces of the device's work.
+
+    Attributes:
+        weights: of each of the module's weights, its bytes.
+        seconds: of the host.
+        before, after: by the device's clock; None where it was not asked.
+    """
+
+    weights: Mapping[int, int]
+    seconds: float
+    before: Any = None
+    after: Any = None
+
+    def idle_seconds(self, clock: StreamClock) -> float:
+        """Of the device, if its clock was asked."""
+        return max(clock.seconds_between(self.before, self.after), 0.0)
+
+
+@dataclass(slots=True)
 class _Fetch:
     """Of one module's weights.
 
     Attributes:
-        began: by the host's clock.
-        device_was_idle: when it began.
-        before, after: by the device's clock, where it waits for weights.
-        host_seconds: of all of it.
-        weights: of each of the module's weights, its bytes.
-        awaited: the same of those that it waits for.
+        hook: all of it.
+        awaited: of each weight that the device waits for, its bytes.
         gathers: of each gather, the host's time, and the weights.
-        releases: of those that follow until the next fetch, the same.
+        releases: those that follow until the next fetch.
     """
 
-    began: Any
-    device_was_idle: bool
-    before: Any
-    after: Any = None
-    host_seconds: float = 0.0
-    weights: Mapping[int, int] = field(default_factory=dict)
+    hook: _Hook
     awaited: dict[int, int] = field(default_factory=dict)
     gathers: list[tuple[float, Mapping[int, int]]] = field(default_factory=list)
-    releases: list[tuple[float, Mapping[int, int]]] = field(default_factory=list)
+    releases: list[_Hook] = field(default_factory=list)
 
 
 class FetchRecorder:
     """Records one step. Called by whichever thread computes, one at a time.
 
     Weights are gathered in buckets, ahead of their modules. The first module that needs one of a bucket waits for all
-    of them: there the device's clock tells how long. Elsewhere a place on the device's clock would take the host longer
-    than what it is to measure.
-
-    The host's time for fetches and releases lengthens the passes as far as the device is idle. How long that is, over
-    several fetches, follows from how many of them find it so. Where the device waits for the host, it ends its work
-    during most fetches and has some when they begin: all of their time would be saved, and not only that of the fetches
-    which found it idle.
+    of them: there the device's clock tells how long. A place on it takes the host longer than most other fetches do, so
+    of these it times a sample: the host's time for fetches and releases lengthens the passes as far as the device is
+    idle meanwhile, and is saved where they end.
 
     Args:
         clock: of the device.
@@ -130,8 +130,9 @@ class FetchRecorder:
         self._host: StreamClock = HostClock() if host is None else host
         self._fetches: list[_Fetch] = []
         self._fetch: _Fetch | None = None  # under way
-        self._began: Any = None  # gather or release
-        self._ended: Any = None  # the last fetch or release
+        self._t_fetch: Any = None  # its start, by the host's clock
+        self._t_within: Any = None  # of a gather or release, the same
+        self._before_release: Any = None  # by the device's clock
         self._bucket_of: dict[int, Mapping[int, int]] = {}  # gathered, not waited for
 
     def before_fetch(self, *, waits: bool) -> None:
@@ -140,12 +141,13 @@ class FetchRecorder:
         Args:
             waits: whether some of them are not there.
         """
-        began = self._host.mark()
-        self._fetch = _Fetch(began, self._clock.idle(), self._clock.mark() if waits else None)
+        self._t_fetch = self._host.mark()
+        is_sample = len(self._fetches) % _SAMPLED_EVERY == 0
+        self._fetch = _Fetch(_Hook({}, 0.0, self._clock.mark() if waits or is_sample else None))
 
     def before_gather(self) -> None:
         """Within a fetch, weights are gathered next: the module's own or later ones."""
-        self._began = self._host.mark()
+        self._t_within = self._host.mark()
 
     def after_gather(self, weights: Mapping[int, int]) -> None:
         """That was issued.
@@ -154,8 +156,8 @@ class FetchRecorder:
             weights: of each that was gathered, its bytes.
         """
         if self._fetch is not None and weights:
-            seconds, bucket = self._host.seconds_between(self._began, self._host.mark()), dict(weights)
-            self._fetch.gathers.append((seconds, bucket))
+            bucket = dict(weights)
+            self._fetch.gathers.append((self._seconds_since(self._t_within), bucket))
             self._bucket_of |= dict.fromkeys(bucket, bucket)
 
     def after_fetch(self, weights: Mapping[int, int], awaited: Iterable[int]) -> None:
@@ -168,18 +170,19 @@ class FetchRecorder:
         fetch, self._fetch = self._fetch, None
         if fetch is None:
             return
-        if fetch.before is not None:
-            fetch.after = self._clock.mark()
-            for key in awaited:
-                fetch.awaited |= self._bucket_of.pop(key, {key: weights[key]})
-        fetch.weights = dict(weights)
-        self._ended = self._host.mark()
-        fetch.host_seconds = self._host.seconds_between(fetch.began, self._ended)
+        if fetch.hook.before is not None:
+            fetch.hook.after = self._clock.mark()
+        for key in awaited:
+            fetch.awaited |= self._bucket_of.pop(key, {key: weights[key]})
+        fetch.hook.weights = dict(weights)
+        fetch.hook.seconds = self._seconds_since(self._t_fetch)
         self._fetches.append(fetch)
 
     def before_release(self) -> None:
         """A module's weights are released next."""
-        self._began = self._host.mark()
+        self._t_within = self._host.mark()
+        is_sample = len(self._fetches) % _SAMPLED_EVERY == 1
+        self._before_release = self._clock.mark() if is_sample else None
 
     def after_release(self, weights: Mapping[int, int]) -> None:
         """They are.
@@ -187,48 +190,62 @@ class FetchRecorder:
         Args:
             weights: of each weight of the module, its bytes.
         """
+        before, self._before_release = self._before_release, None
         if self._fetches:
-            self._ended = self._host.mark()
-            seconds = self._host.seconds_between(self._began, self._ended)
-            self._fetches[-1].releases.append((seconds, dict(weights)))
+            after = None if before is None else self._clock.mark()
+            release = _Hook(dict(weights), self._seconds_since(self._t_within), before, after)
+            self._fetches[-1].releases.append(release)
+
+    def _seconds_since(self, start: Any) -> float:
+        return self._host.seconds_between(start, self._host.mark())
 
     def waits(self) -> dict[int, FetchWait]:
         """Of each weight. After the device was waited for. What belongs to several is divided by their bytes, but the
         host's time for a gather equally."""
         waits: dict[int, FetchWait] = {}
-        for fetch, exposed in zip(self._fetches, self._exposed_shares(), strict=True):
-            gathering = sum(seconds for seconds, _ in fetch.gathers)
-            own_seconds = max(fetch.host_seconds - gathering, 0.0)
-            exposed_here, modules = exposed, list(fetch.releases)
-            if fetch.before is None:
-                modules.append((own_seconds, fetch.weights))
-            else:
-                waited = max(self._clock.seconds_between(fetch.before, fetch.after), exposed * fetch.host_seconds)
-                exposed_here = min(waited / max(fetch.host_seconds, 1e-9), 1.0)
-                waited = max(waited - exposed_here * gathering, 0.0)
-                for key, share in _shares(fetch.awaited):
-                    _add(waits, key, FetchWait(seconds=waited * share, host_seconds=own_seconds * share))
-            for seconds, weights in fetch.gathers:
-                each = FetchWait(1, overhead_seconds=exposed_here * seconds / len(weights))
-                for key in weights:
-                    _add(waits, key, each)
-            for seconds, weights in modules:
-                for key, share in _shares(weights):
-                    _add(waits, key, FetchWait(overhead_seconds=exposed * seconds * share))
-        return waits
-
-    def _exposed_shares(self) -> list[float]:
-        """Of each fetch: of the host's time for it and the releases that follow, what lengthens the passes."""
-        shares = []
         for start in range(0, len(self._fetches), _NEIGHBOURS):
             fetches = self._fetches[start : start + _NEIGHBOURS]
-            following = self._fetches[start + _NEIGHBOURS : start + _NEIGHBOURS + 1]
-            ended = following[0].began if following else self._ended
-            host_seconds = sum(fetch.host_seconds + sum(seconds for seconds, _ in fetch.releases) for fetch in fetches)
-            idle_share = sum(fetch.device_was_idle for fetch in fetches) / len(fetches)
-            idle_seconds = idle_share * self._host.seconds_between(fetches[0].began, ended)
-            shares += [min(idle_seconds / max(host_seconds, 1e-9), 1.0)] * len(fetches)
-        return shares
+            exposed = self._exposed_share(fetches)
+            for fetch in fetches:
+                self._add_fetch(waits, fetch, exposed)
+        return waits
+
+    def _add_fetch(self, waits: dict[int, FetchWait], fetch: _Fetch, exposed: float) -> None:
+        """Adds one with its releases.
+
+        Args:
+            waits: to which.
+            fetch: which one.
+            exposed: of the host's time for hooks that wait for nothing, the part in which the device is idle.
+        """
+        hook, gathering = fetch.hook, sum(seconds for seconds, _ in fetch.gathers)
+        own_seconds = max(hook.seconds - gathering, 0.0)
+        modules = [(release.seconds, release.weights) for release in fetch.releases]
+        exposed_here = exposed
+        if fetch.awaited:
+            waited = hook.idle_seconds(self._clock)
+            exposed_here = min(waited / max(hook.seconds, 1e-9), 1.0)
+            waited = max(waited - exposed_here * gathering, 0.0)
+            for key, share in _shares(fetch.awaited):
+                _add(waits, key, FetchWait(seconds=waited * share, host_seconds=own_seconds * share))
+        else:
+            modules.append((own_seconds, hook.weights))
+        for seconds, weights in fetch.gathers:
+            each = FetchWait(1, overhead_seconds=exposed_here * seconds / len(weights))
+            for key in weights:
+                _add(waits, key, each)
+        for seconds, weights in modules:
+            for key, share in _shares(weights):
+                _add(waits, key, FetchWait(overhead_seconds=exposed * seconds * share))
+
+    def _exposed_share(self, fetches: Sequence[_Fetch]) -> float:
+        """Of the host's time for hooks that wait for nothing, the part in which the device is idle: as in those that
+        were timed, or where none was, in those that wait."""
+        timed = [hook for fetch in fetches for hook in (fetch.hook, *fetch.releases) if hook.before is not None]
+        waiting = {id(fetch.hook) for fetch in fetches if fetch.awaited}
+        hooks = [hook for hook in timed if id(hook) not in waiting] or timed
+        idle_seconds = sum(min(hook.idle_seconds(self._clock), hook.seconds) for hook in hooks)
+        return min(idle_seconds / max(sum(hook.seconds for hook in hooks), 1e-9), 1.0)
 
 
 def _shares(weights: Mapping[int, int]) -> list[tuple[int, float]]:
