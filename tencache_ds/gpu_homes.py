@@ -263,8 +263,10 @@ class GpuHomes:
         if not self._agree("whether everything fits into GPU memory", everything, all):
             if self._n_steps < WARM_UP_STEPS:
                 return
-            faster = record.seconds < STILL_FASTER * self._last_seconds
-            faster = faster or passes_seconds < PASSES_STILL_FASTER * self._last_passes_seconds
+            faster = (
+                record.seconds < STILL_FASTER * self._last_seconds
+                or passes_seconds < PASSES_STILL_FASTER * self._last_passes_seconds
+            )
             self._last_seconds, self._last_passes_seconds = record.seconds, passes_seconds
             warming_up = self._agree("whether steps are still becoming faster", faster, any)
             # A step that was skipped, as with fp16 and an overflow, says nothing about the update.

@@ -260,8 +260,7 @@ class Counters:
             with span(Category.STALL, f"wait::{cause.value}", what, nbytes):
                 yield
         finally:
-            with self._lock:
-                self._current().stall_ns[cause.value] += time.perf_counter_ns() - t_start_ns
+            self.waited(cause, time.perf_counter_ns() - t_start_ns)
 
     def waited(self, cause: Stall, ns: int) -> None:
         """Counts a wait of the calling thread that was timed elsewhere."""

@@ -241,11 +241,12 @@ class FetchRecorder:
     def _exposed_share(self, fetches: Sequence[_Fetch]) -> float:
         """Of the host's time for hooks that wait for nothing, the part in which the device is idle: as in those that
         were timed, or where none was, in those that wait."""
-        timed = [hook for fetch in fetches for hook in (fetch.hook, *fetch.releases) if hook.before is not None]
-        waiting = {id(fetch.hook) for fetch in fetches if fetch.awaited}
-        hooks = [hook for hook in timed if id(hook) not in waiting] or timed
+        waiting = [fetch.hook for fetch in fetches if fetch.awaited]
+        others = [fetch.hook for fetch in fetches if not fetch.awaited]
+        others += [release for fetch in fetches for release in fetch.releases]
+        hooks = [hook for hook in others if hook.before is not None] or waiting
         idle_seconds = sum(min(hook.idle_seconds(self._clock), hook.seconds) for hook in hooks)
-        return min(idle_seconds / max(sum(hook.seconds for hook in hooks), 1e-9), 1.0)
+        return idle_seconds / max(sum(hook.seconds for hook in hooks), 1e-9)
 
 
 def _shares(weights: Mapping[int, int]) -> list[tuple[int, float]]:

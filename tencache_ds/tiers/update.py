@@ -326,7 +326,7 @@ class ChunkedUpdate:
         if error is not None:
             self._tier.drop(entry.used, entry.job.error)
             raise error
-        if self._in_file is not None:
+        if entry.used.edit is not None and self._in_file is not None:
             entry.used.transfer_ns = entry.job.transfer_ns // self._in_file.n_threads
         try:
             with span(Category.COPY, "copy::weights", name_of(chunk)):

@@ -517,6 +517,7 @@ RACES_IN_FILES = r"""
 #include "state_file.h"
 #include "team.h"
 #include <cstdio>
+#include <cstdlib>
 #include <sys/mman.h>
 #include <unistd.h>
 
