@@ -453,11 +453,15 @@ def test_closing_waits_for_jobs_and_ends_the_threads(op: Any) -> None:
         team.fill_zero(buffer.data_ptr(), 1)
 
 
-def test_a_forked_child_can_drop_the_team(op: Any) -> None:
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_forked_child_can_drop_the_team(op: Any, closes: bool) -> None:
     team = op.Team(2)
+    time.sleep(0.1)  # until the threads wait for work: what they wait on, a child cannot destroy
     child = os.fork()
     if child == 0:
-        team.close()
+        if closes:
+            team.close()
+        del team
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     buffer = torch.ones(100, dtype=torch.uint8)

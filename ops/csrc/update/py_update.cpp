@@ -101,7 +101,9 @@ public:
     {
         if (n_threads < 1) { throw py::value_error("n_threads must be positive"); }
         try {
-            team_ = std::make_shared<Team>(n_threads);
+            team_ = std::shared_ptr<Team>(new Team(n_threads), [](Team* team) {
+                if (!team->in_forked_child()) { delete team; }
+            });
         } catch (const std::system_error& error) {
             PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
             throw py::error_already_set();

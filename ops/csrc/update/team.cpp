@@ -69,9 +69,11 @@ std::int64_t Team::end_ns(const std::shared_ptr<Job>& job) const
     return job->t_end_ns;
 }
 
+bool Team::in_forked_child() const { return static_cast<int>(getpid()) != owner_pid_; }
+
 void Team::close()
 {
-    if (static_cast<int>(getpid()) != owner_pid_) {
+    if (in_forked_child()) {
         // A forked child has a copy of the handles and none of the threads, and the lock may be held by one of them.
         for (std::thread& thread : threads_) { thread.detach(); }
         threads_.clear();

@@ -62,6 +62,9 @@ public:
     // Waits for all jobs and ends the threads. Idempotent; later jobs are refused with std::runtime_error.
     void close();
 
+    // In a forked child the threads do not exist, and what they waited on can never be destroyed: leave the team as it is.
+    bool in_forked_child() const;
+
 private:
     void work();
 
