@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TenCache's update op: a team of threads without barriers, and Adam in one pass (``csrc/update``).
+"""TenCache's update op: a team of threads without barriers, Adam in one pass, and a thread that samples what a device
+does (``csrc/update``).
 
 Built like every DeepSpeed op; the instruction set is chosen when it runs, not when it is built.
 """
@@ -26,6 +27,7 @@ class TenCacheUpdateBuilder(OwnOp, CPUOpBuilder):
         "adam_avx512.cpp",
         "adam_avx2.cpp",
         "adam_neon.cpp",
+        "sampler.cpp",
         "state_file.cpp",
         "team.cpp",
         "py_update.cpp",
@@ -56,7 +58,7 @@ class TenCacheUpdateBuilder(OwnOp, CPUOpBuilder):
 
 
 def load_tencache_update() -> ModuleType:
-    """The tencache_update op (``Team``, ``AdamScalars``). Any thread.
+    """The tencache_update op (``Team``, ``AdamScalars``, ``Sampler``). Any thread.
 
     Raises:
         ConfigError: names the missing part and the package to install.

@@ -29,14 +29,16 @@ from tencache_ds.gpu_moves import GpuMoves
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
-from tencache_ds.observability.counters import Stall, StepRecord
+from tencache_ds.observability.counters import StepRecord
 from tencache_ds.planning.gpu_budget import GpuBudget, gpu_budget
 from tencache_ds.planning.gpu_policy import GpuPlan, SavedItem, StateChunk, StepCosts, UpdateRates, Weight
 from tencache_ds.planning.look import pause_s
 from tencache_ds.planning.memory_watch import MemoryWatch
-from tencache_ds.planning.step_prediction import RecordedStep, ShortestPasses, nvme_bytes_per_s, predicted_seconds
-from tencache_ds.profiling.fetch_waits import CudaStreamClock, FetchRecorder, HostClock, StreamClock
+from tencache_ds.planning.observed_steps import WARM_UP_STEPS, StepTimes
+from tencache_ds.planning.step_prediction import FixedPart, nvme_bytes_per_s, predicted_seconds
+from tencache_ds.profiling.fetch_waits import FetchRecorder, StreamClock
 from tencache_ds.profiling.move_waits import MoveCost
+from tencache_ds.step_observer import StepObserver
 from tencache_ds.tiers.device_adam import DeviceAdam, TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
@@ -53,19 +55,6 @@ QUANTUM_SHARE = 0.5
 
 INITIAL_SHARE = 0.7
 """Upper limit for state that fits nowhere else, as a share of the memory that is free before the first pass."""
-
-WARM_UP_STEPS = 2
-"""Steps before the first that is recorded: they take up to twice as long as those that follow."""
-
-LAST_RECORDED_STEP = 6
-"""The plan is made after this step even if steps still become faster."""
-
-STILL_FASTER = 0.9
-"""A step that takes less than this share of the time of the one before it is still part of the warm-up."""
-
-PASSES_STILL_FASTER = 0.5
-"""So is one whose passes do, which may be a small part of it: an update that waits for a drive can be slower than the
-one before while the passes are far from what they will be."""
 
 HIDDEN_SHARE = 0.02
 """Of the time that a weight's copies take: what they cost even where the device never waits for them."""
@@ -170,15 +159,12 @@ class GpuHomes:
         self._hidden_share = hidden_share
         self._without_fetches = without_fetches
         self._agree = agree
-        self._record_fetches = record_fetches
         self._say = say
         # A limit of the user's is for weights, gradients and state: what activations leave of it is not theirs.
         self._activations = activations if options.gpu_memory is None else None
         self._watch = MemoryWatch()
-        self._recorder: FetchRecorder | None = None
+        self._observer = StepObserver(memory.device.type == "cuda", record_fetches)
         self._n_steps = 0
-        self._last_seconds = self._last_passes_seconds = 0.0
-        self._shortest_passes = ShortestPasses()
         self._t_forward_s = 0.0
         self._forward_seconds: float | None = None  # of the first pass of this step
         self._planned = False
@@ -247,8 +233,6 @@ class GpuHomes:
         """After the first step, where everything fits; else after one that is like those that follow, by its costs."""
         self._memory.synchronize()
         self._n_steps += 1
-        passes_seconds, forward_seconds = max(record.seconds - update_seconds, 0.0), self._forward_seconds or 0.0
-        self._shortest_passes.add(passes_seconds, forward_seconds)
         usage = self._memory.usage()
         budget, least_nbytes = self._budget(usage)
         shards = self._shards()
@@ -260,27 +244,21 @@ class GpuHomes:
         plan = costs.plan(chunks, least_nbytes)
         everything = all(plan.weights) and list(plan.chunks) == [len(group) for group in chunks]
         everything = everything and all(plan.activations) and (bool(moved) or not self._moves_activations)
+        typical = None
         if not self._agree("whether everything fits into GPU memory", everything, all):
             if self._n_steps < WARM_UP_STEPS:
                 return
-            faster = (
-                record.seconds < STILL_FASTER * self._last_seconds
-                or passes_seconds < PASSES_STILL_FASTER * self._last_passes_seconds
-            )
-            self._last_seconds, self._last_passes_seconds = record.seconds, passes_seconds
-            warming_up = self._agree("whether steps are still becoming faster", faster, any)
-            # A step that was skipped, as with fp16 and an overflow, says nothing about the update.
-            if self._recorder is None or not update_seconds or (warming_up and self._n_steps < LAST_RECORDED_STEP):
-                clock = CudaStreamClock() if self._memory.device.type == "cuda" else HostClock()
-                self._recorder = FetchRecorder(clock)
-                self._record_fetches(self._recorder)
+            self._observer.step_done(record, update_seconds, self._forward_seconds or 0.0)
+            if self._agree("whether more steps are to be observed", not self._observer.has_enough, any):
+                clock = self._observer.begin_step()
                 if self._activations is not None:
                     self._activations.measure(clock)
                     self._memory.record()  # the peak without what is going to move
                 return
-            costs = self._costs(shards, chunks, record, update_seconds, self._recorder, moved)
+            typical = self._observer.typical
+            costs = self._costs(typical, shards, chunks, moved)
             plan = costs.plan(chunks, least_nbytes, sum(there))
-        self._record_fetches(None)
+        self._observer.close()
         self._planned = True
         self._watch.settle(usage)
         t_start_s = time.perf_counter()
@@ -293,25 +271,22 @@ class GpuHomes:
         self._memory.trim()
         reason = budget.reason if least_nbytes == budget.nbytes else "what the rank with the least has free"
         predicted = None
-        if self._recorder is not None:
+        if typical is not None:
             more = costs.plan(chunks, least_nbytes + MORE_NBYTES, sum(there))
-            step = RecordedStep(
-                max(passes_seconds - sum(costs.seconds), 0.0),
-                forward_seconds,
+            step = FixedPart(
+                max(typical.passes - sum(costs.seconds), 0.0),
+                typical.forward,
                 self._hidden_share(),
                 self._staging_nbytes(),
-                # The steps before have not moved the activations that this one may have.
-                1.0 if moved else self._shortest_passes.share_of(passes_seconds),
             )
             predicted = self._predicted_seconds(step, plan, chunks, costs)
             with_more = self._predicted_seconds(step, more, chunks, costs)
-            reason += f"; a step should take {predicted:.2f} s instead of {record.seconds:.2f} s, "
+            reason += f"; a step should take {predicted:.2f} s instead of {typical.total:.2f} s, "
             reason += f"with {gib(MORE_NBYTES)} more {with_more:.2f} s"
-        self._recorder = None
         self._report(reason, predicted, time.perf_counter() - t_start_s)
 
     def _predicted_seconds(
-        self, step: RecordedStep, plan: GpuPlan, chunks: Sequence[Sequence[StateChunk]], costs: StepCosts
+        self, step: FixedPart, plan: GpuPlan, chunks: Sequence[Sequence[StateChunk]], costs: StepCosts
     ) -> float:
         there = (*plan.weights, *plan.activations)
         waits = sum(seconds for seconds, is_there in zip(costs.seconds, there, strict=True) if not is_there)
@@ -352,17 +327,16 @@ class GpuHomes:
 
     def _costs(
         self,
+        typical: StepTimes,
         shards: Sequence[Shard],
         chunks: Sequence[Sequence[StateChunk]],
-        record: StepRecord,
-        update_seconds: float,
-        recorder: FetchRecorder,
         moved: Mapping[int, MoveCost],
     ) -> StepCosts:
-        """From the recorded step. A weight's wait is at most its own copies' time, with that of the host where modules
-        whose weights are there run without a fetch: the rest was for earlier ones. The host's time with a weight on
-        NVMe is the time of its reads."""
-        waits, rate = recorder.waits(), self._memory.copy_rate()
+        """In a typical step, by the records of the last observed one. A weight's wait is at most its own copies' time,
+        with that of the host where modules whose weights are there run without a fetch: the rest was for earlier ones.
+        The host's time with a weight on NVMe is the time of its reads."""
+        waits, share = self._observer.waits(), self._observer.typical_share
+        rate = self._memory.copy_rate()
         weights = []
         for shard in shards:
             wait, seconds = waits.get(shard.key), 0.0
@@ -370,16 +344,15 @@ class GpuHomes:
                 copies = wait.fetches * shard.nbytes / rate
                 longest = wait.seconds if shard.stored else copies + self._without_fetches * wait.host_seconds
                 overhead = wait.overhead_seconds if shard.stored or self._without_fetches else 0.0
-                seconds = max(min(wait.seconds, longest) + overhead, HIDDEN_SHARE * copies)
+                seconds = max((min(wait.seconds, longest) + overhead) * share, HIDDEN_SHARE * copies)
             weights.append(Weight(shard.nbytes, seconds, shard.nbytes if shard.frees_host else 0))
         activations = {}
         for position, cost in moved.items():
             copies = 2 * cost.moved_nbytes / rate
-            seconds = max(min(cost.seconds, copies) if cost.in_host else cost.seconds, HIDDEN_SHARE * copies)
+            seconds = min(cost.seconds, copies) if cost.in_host else cost.seconds
+            seconds = max(seconds * share, HIDDEN_SHARE * copies)
             activations[position] = SavedItem(cost.nbytes, seconds, cost.nbytes if cost.in_host else 0)
         numel = self._numel_outside(chunks, self._moves.counts())
-        waiting = record.stall_seconds[Stall.OPTIMIZER_READ] + record.stall_seconds[Stall.BUFFER]
-        arithmetic = max(update_seconds - waiting, 1e-6)
         stored = sum(
             chunk.nbytes
             for index in range(self._n_sub_groups)
@@ -387,8 +360,8 @@ class GpuHomes:
             if place is Place.NVME
         )
         rates = UpdateRates(
-            max(numel, 1) / arithmetic,
-            nvme_bytes_per_s(stored, update_seconds, record.seconds - update_seconds, self._staging_nbytes()),
+            max(numel, 1) / max(typical.arithmetic, 1e-6),
+            nvme_bytes_per_s(stored, typical.update, typical.passes, self._staging_nbytes()),
             self._tier.resident_nbytes + max(self._host_left_nbytes(), 0),
         )
         return StepCosts(weights, rates, activations)
@@ -495,4 +468,5 @@ class GpuHomes:
 
     def close(self) -> None:
         """Gives the weights back to their model, where they were. Idempotent; the tiers are closed by their owner."""
+        self._observer.close()
         self._moves.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The length of the steps that follow a plan for GPU memory, from the recorded step.
+"""The length of the steps that follow a plan for GPU memory, from those before it.
 
 The drive works beside forward and backward passes too: reads of state begin as soon as staging buffers are free, and
 the last writes go on when the step has returned. As many bytes move there as the buffers take in either direction, if
@@ -8,12 +8,11 @@ the passes are long enough.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedStep:
+class FixedPart:
     """What no plan changes of a step whose update was over when it returned.
 
     Attributes:
@@ -21,39 +20,12 @@ class RecordedStep:
         forward_seconds: of its first forward pass.
         hidden_share: of an update outside GPU memory, what goes on beside the next forward pass from now on.
         staging_nbytes: buffers for optimizer state on its way from and to NVMe.
-        undisturbed_share: of the time of its passes, what they take where nothing else lengthens them.
     """
 
     passes_seconds: float
     forward_seconds: float
     hidden_share: float
     staging_nbytes: int
-    undisturbed_share: float = 1.0
-
-
-class ShortestPasses:
-    """The shortest first forward pass of several steps, and the shortest of what follows it, as the steps to come.
-
-    Recording, writes that still go on and other processes lengthen one pass or the other: the two minima are taken
-    apart, and may be of different steps.
-    """
-
-    def __init__(self) -> None:
-        self._forward_seconds = self._other_seconds = math.inf
-
-    def add(self, passes_seconds: float, forward_seconds: float) -> None:
-        """One more step.
-
-        Args:
-            passes_seconds: of all its passes.
-            forward_seconds: of the first forward pass.
-        """
-        self._forward_seconds = min(self._forward_seconds, forward_seconds)
-        self._other_seconds = min(self._other_seconds, max(passes_seconds - forward_seconds, 0.0))
-
-    def share_of(self, passes_seconds: float) -> float:
-        """Their time as a share of a step's passes; at most 1."""
-        return min((self._forward_seconds + self._other_seconds) / max(passes_seconds, 1e-6), 1.0)
 
 
 def nvme_bytes_per_s(
@@ -91,7 +63,7 @@ def transfer_seconds_beside(passes_seconds: float, staging_nbytes: int, nvme_byt
 
 
 def predicted_seconds(
-    step: RecordedStep,
+    step: FixedPart,
     *,
     waits_seconds: float,
     arithmetic_seconds: float,
@@ -101,15 +73,15 @@ def predicted_seconds(
     """The length of the next steps. None is shorter than its update, which is over before the next one begins.
 
     Args:
-        step: the recorded one.
-        waits_seconds: for weights and activations that are not in GPU memory, as recorded.
+        step: a typical one before the plan.
+        waits_seconds: for weights and activations that are not in GPU memory.
         arithmetic_seconds: of the update of state outside GPU memory.
         update_seconds: of that update, which takes as long as the slower one of arithmetic and transfers.
         nvme_bytes_per_s: of reads and writes together; None where no state is on NVMe.
     """
-    share, exposed = step.undisturbed_share, update_seconds
+    exposed = update_seconds
     if nvme_bytes_per_s is not None and update_seconds > arithmetic_seconds:
-        beside = transfer_seconds_beside(step.passes_seconds * share, step.staging_nbytes, nvme_bytes_per_s)
+        beside = transfer_seconds_beside(step.passes_seconds, step.staging_nbytes, nvme_bytes_per_s)
         exposed = max(update_seconds - beside, arithmetic_seconds)
-    hidden = min(step.hidden_share * exposed, step.forward_seconds * share)
-    return max((step.passes_seconds + waits_seconds) * share + exposed - hidden, update_seconds)
+    hidden = min(step.hidden_share * exposed, step.forward_seconds)
+    return max(step.passes_seconds + waits_seconds + exposed - hidden, update_seconds)

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from tencache_ds.profiling.device_idle import DeviceIdle
+
 
 class StreamClock(Protocol):
     """Tells when the device's stream of arithmetic gets to a place in it."""
@@ -47,13 +49,9 @@ class HostClock:
         return second - first
 
 
-_SAMPLED_EVERY = 7
-"""Of so many successive fetches one is timed by the device's clock, with the releases that follow it. No divisor of the
-number of modules in usual layers, so that the samples come from all of them."""
-
-_NEIGHBOURS = 9 * _SAMPLED_EVERY
-"""Successive fetches that are judged by the same samples: in a step the device may wait for the host at first, and the
-host for it later."""
+_NEIGHBOURS = 64
+"""Successive fetches that are judged together: in a step the device may wait for the host at first, and the host for it
+later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,63 +74,62 @@ class FetchWait:
 
 
 @dataclass(slots=True)
-class _Hook:
-    """Work of the host between two pieces of the device's work.
+class _Fetch:
+    """Of one module's weights. Times are those of the host, in seconds.
 
     Attributes:
+        t_start: when it began.
         weights: of each of the module's weights, its bytes.
-        seconds: of the host.
-        before, after: by the device's clock; None where it was not asked.
+        seconds: all of it.
+        awaited: of each weight that the device waits for, its bytes.
+        before, after: by the device's clock, where it waits.
+        gathers: of each gather, its time, and the weights.
+        releases: of each that follows until the next fetch, its time, and the module's weights.
     """
 
-    weights: Mapping[int, int]
-    seconds: float
+    t_start: Any
+    weights: Mapping[int, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    awaited: dict[int, int] = field(default_factory=dict)
     before: Any = None
     after: Any = None
-
-    def idle_seconds(self, clock: StreamClock) -> float:
-        """Of the device, if its clock was asked."""
-        return max(clock.seconds_between(self.before, self.after), 0.0)
-
-
-@dataclass(slots=True)
-class _Fetch:
-    """Of one module's weights.
-
-    Attributes:
-        hook: all of it.
-        awaited: of each weight that the device waits for, its bytes.
-        gathers: of each gather, the host's time, and the weights.
-        releases: those that follow until the next fetch.
-    """
-
-    hook: _Hook
-    awaited: dict[int, int] = field(default_factory=dict)
     gathers: list[tuple[float, Mapping[int, int]]] = field(default_factory=list)
-    releases: list[_Hook] = field(default_factory=list)
+    releases: list[tuple[float, Mapping[int, int]]] = field(default_factory=list)
+
+    @property
+    def gather_seconds(self) -> float:
+        """Of all gathers."""
+        return sum(seconds for seconds, _ in self.gathers)
+
+    @property
+    def release_seconds(self) -> float:
+        """Of all releases."""
+        return sum(seconds for seconds, _ in self.releases)
 
 
 class FetchRecorder:
     """Records one step. Called by whichever thread computes, one at a time.
 
     Weights are gathered in buckets, ahead of their modules. The first module that needs one of a bucket waits for all
-    of them: there the device's clock tells how long. A place on it takes the host longer than most other fetches do, so
-    of these it times a sample: the host's time for fetches and releases lengthens the passes as far as the device is
-    idle meanwhile, and is saved where they end.
+    of them: there the device's clock tells how long. The host's time for all other fetches and for releases lengthens
+    the passes as far as the device has nothing to do: with less work for the host they end earlier until the device
+    is never idle. So it is the device's idle time that says what hooks cost, and not only that within them: where a
+    kernel still runs when a hook begins, the device may be idle behind it.
 
     Args:
         clock: of the device.
-        host: the host's.
+        idle: of the device, from now on.
+        host: the host's clock.
     """
 
-    def __init__(self, clock: StreamClock, host: StreamClock | None = None) -> None:
+    def __init__(self, clock: StreamClock, idle: DeviceIdle, host: StreamClock | None = None) -> None:
         self._clock = clock
+        self._idle = idle
         self._host: StreamClock = HostClock() if host is None else host
         self._fetches: list[_Fetch] = []
         self._fetch: _Fetch | None = None  # under way
-        self._t_fetch: Any = None  # its start, by the host's clock
-        self._t_within: Any = None  # of a gather or release, the same
-        self._before_release: Any = None  # by the device's clock
+        self._t_within: Any = None  # start of a gather or release, by the host's clock
+        self._t_end: Any = None  # of the last fetch or release, the same
         self._bucket_of: dict[int, Mapping[int, int]] = {}  # gathered, not waited for
 
     def before_fetch(self, *, waits: bool) -> None:
@@ -141,9 +138,7 @@ class FetchRecorder:
         Args:
             waits: whether some of them are not there.
         """
-        self._t_fetch = self._host.mark()
-        is_sample = len(self._fetches) % _SAMPLED_EVERY == 0
-        self._fetch = _Fetch(_Hook({}, 0.0, self._clock.mark() if waits or is_sample else None))
+        self._fetch = _Fetch(self._host.mark(), before=self._clock.mark() if waits else None)
 
     def before_gather(self) -> None:
         """Within a fetch, weights are gathered next: the module's own or later ones."""
@@ -170,19 +165,17 @@ class FetchRecorder:
         fetch, self._fetch = self._fetch, None
         if fetch is None:
             return
-        if fetch.hook.before is not None:
-            fetch.hook.after = self._clock.mark()
+        if fetch.before is not None:
+            fetch.after = self._clock.mark()
         for key in awaited:
             fetch.awaited |= self._bucket_of.pop(key, {key: weights[key]})
-        fetch.hook.weights = dict(weights)
-        fetch.hook.seconds = self._seconds_since(self._t_fetch)
+        fetch.weights = dict(weights)
+        fetch.seconds = self._seconds_since(fetch.t_start)
         self._fetches.append(fetch)
 
     def before_release(self) -> None:
         """A module's weights are released next."""
         self._t_within = self._host.mark()
-        is_sample = len(self._fetches) % _SAMPLED_EVERY == 1
-        self._before_release = self._clock.mark() if is_sample else None
 
     def after_release(self, weights: Mapping[int, int]) -> None:
         """They are.
@@ -190,25 +183,29 @@ class FetchRecorder:
         Args:
             weights: of each weight of the module, its bytes.
         """
-        before, self._before_release = self._before_release, None
         if self._fetches:
-            after = None if before is None else self._clock.mark()
-            release = _Hook(dict(weights), self._seconds_since(self._t_within), before, after)
-            self._fetches[-1].releases.append(release)
+            self._fetches[-1].releases.append((self._seconds_since(self._t_within), dict(weights)))
 
     def _seconds_since(self, start: Any) -> float:
-        return self._host.seconds_between(start, self._host.mark())
+        self._t_end = self._host.mark()
+        return self._host.seconds_between(start, self._t_end)
 
     def waits(self) -> dict[int, FetchWait]:
-        """Of each weight. After the device was waited for. What belongs to several is divided by their bytes, but the
-        host's time for a gather equally."""
+        """Of each weight. After the device was waited for; ends the recording. What belongs to several is divided by
+        their bytes, but the host's time for a gather equally."""
+        self.close()
         waits: dict[int, FetchWait] = {}
         for start in range(0, len(self._fetches), _NEIGHBOURS):
             fetches = self._fetches[start : start + _NEIGHBOURS]
-            exposed = self._exposed_share(fetches)
+            following = self._fetches[start + _NEIGHBOURS : start + _NEIGHBOURS + 1]
+            exposed = self._exposed_share(fetches, following[0].t_start if following else self._t_end)
             for fetch in fetches:
                 self._add_fetch(waits, fetch, exposed)
         return waits
+
+    def close(self) -> None:
+        """Nothing is recorded any more. Idempotent."""
+        self._idle.close()
 
     def _add_fetch(self, waits: dict[int, FetchWait], fetch: _Fetch, exposed: float) -> None:
         """Adds one with its releases.
@@ -216,20 +213,19 @@ class FetchRecorder:
         Args:
             waits: to which.
             fetch: which one.
-            exposed: of the host's time for hooks that wait for nothing, the part in which the device is idle.
+            exposed: of the host's time for hooks that wait for nothing, the part that lengthens the passes.
         """
-        hook, gathering = fetch.hook, sum(seconds for seconds, _ in fetch.gathers)
-        own_seconds = max(hook.seconds - gathering, 0.0)
-        modules = [(release.seconds, release.weights) for release in fetch.releases]
+        own_seconds = max(fetch.seconds - fetch.gather_seconds, 0.0)
+        modules = list(fetch.releases)
         exposed_here = exposed
         if fetch.awaited:
-            waited = hook.idle_seconds(self._clock)
-            exposed_here = min(waited / max(hook.seconds, 1e-9), 1.0)
-            waited = max(waited - exposed_here * gathering, 0.0)
+            waited = self._waited_seconds(fetch)
+            exposed_here = min(waited / max(fetch.seconds, 1e-9), 1.0)
+            waited = max(waited - exposed_here * fetch.gather_seconds, 0.0)
             for key, share in _shares(fetch.awaited):
                 _add(waits, key, FetchWait(seconds=waited * share, host_seconds=own_seconds * share))
         else:
-            modules.append((own_seconds, hook.weights))
+            modules.append((own_seconds, fetch.weights))
         for seconds, weights in fetch.gathers:
             each = FetchWait(1, overhead_seconds=exposed_here * seconds / len(weights))
             for key in weights:
@@ -238,15 +234,23 @@ class FetchRecorder:
             for key, share in _shares(weights):
                 _add(waits, key, FetchWait(overhead_seconds=exposed * seconds * share))
 
-    def _exposed_share(self, fetches: Sequence[_Fetch]) -> float:
-        """Of the host's time for hooks that wait for nothing, the part in which the device is idle: as in those that
-        were timed, or where none was, in those that wait."""
-        waiting = [fetch.hook for fetch in fetches if fetch.awaited]
-        others = [fetch.hook for fetch in fetches if not fetch.awaited]
-        others += [release for fetch in fetches for release in fetch.releases]
-        hooks = [hook for hook in others if hook.before is not None] or waiting
-        idle_seconds = sum(min(hook.idle_seconds(self._clock), hook.seconds) for hook in hooks)
-        return idle_seconds / max(sum(hook.seconds for hook in hooks), 1e-9)
+    def _exposed_share(self, fetches: Sequence[_Fetch], end: Any) -> float:
+        """Of the host's time for hooks that wait for nothing, the part that lengthens the passes.
+
+        Args:
+            fetches: successive ones.
+            end: of what follows the last of them, by the host's clock.
+        """
+        seconds = sum(fetch.release_seconds for fetch in fetches)
+        seconds += sum(fetch.seconds for fetch in fetches if not fetch.awaited)
+        idle_seconds = self._idle.seconds(fetches[0].t_start, end)
+        # In those that wait, the device is idle while the host prepares what it waits for.
+        idle_seconds -= sum(min(self._waited_seconds(fetch), fetch.seconds) for fetch in fetches if fetch.awaited)
+        return min(max(idle_seconds, 0.0) / max(seconds, 1e-9), 1.0)
+
+    def _waited_seconds(self, fetch: _Fetch) -> float:
+        """Of the device, for one that waits."""
+        return max(self._clock.seconds_between(fetch.before, fetch.after), 0.0)
 
 
 def _shares(weights: Mapping[int, int]) -> list[tuple[int, float]]:

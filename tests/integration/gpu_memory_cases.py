@@ -25,11 +25,12 @@ import user_api_cases
 from deepspeed.accelerator import get_accelerator
 from peak_sampling import HostPeak
 
-from tencache_ds import gpu_homes, session, state_building
+from tencache_ds import session, state_building, step_observer
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.integration import gpu_building, stage3_building
 from tencache_ds.integration.residency import residency
 from tencache_ds.items import GpuUsage, Place
+from tencache_ds.planning import observed_steps
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.profiling.fetch_waits import FetchRecorder, FetchWait
 from tencache_ds.tiers.device_adam import Launch, Run
@@ -303,8 +304,8 @@ if __name__ == "__main__":
     # Small models have several buffers of gradients too.
     stage3_building.GRADIENT_BUFFER_NUMEL = 2**14
     # At the same step in every run, however fast the machine's steps are.
-    gpu_homes.LAST_RECORDED_STEP = gpu_homes.WARM_UP_STEPS + 1
-    gpu_homes.FetchRecorder = RememberedRecorder
+    observed_steps.MOST_STEPS = 1
+    step_observer.FetchRecorder = RememberedRecorder
     if get_accelerator().is_synchronized_device():
         use_ordinary_memory()
     training.main(run)

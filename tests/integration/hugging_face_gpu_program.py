@@ -15,8 +15,8 @@ import training
 from deepspeed.accelerator import get_accelerator
 
 import tencache_ds
-from tencache_ds import gpu_homes
 from tencache_ds.integration import gpu_building
+from tencache_ds.planning import observed_steps
 
 
 class Case(hugging_face_cases.Case):
@@ -36,7 +36,7 @@ class Case(hugging_face_cases.Case):
 if __name__ == "__main__":
     torch.manual_seed(0)
     hugging_face_cases.Case = Case
-    gpu_homes.LAST_RECORDED_STEP = gpu_homes.WARM_UP_STEPS + 1
+    observed_steps.MOST_STEPS = 1
     if get_accelerator().is_synchronized_device():
         gpu_memory_cases.use_ordinary_memory()
         gpu_building.open_memory = inference_cases.open_memory

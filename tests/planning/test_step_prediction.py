@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.planning.step_prediction import RecordedStep, ShortestPasses, nvme_bytes_per_s, predicted_seconds
+from tencache_ds.planning.step_prediction import FixedPart, nvme_bytes_per_s, predicted_seconds
 
 GB = 10**9
 SECONDS = st.floats(0, 100)
-STEPS = st.builds(RecordedStep, SECONDS, SECONDS, st.floats(0, 1), st.integers(0, 10 * GB))
+STEPS = st.builds(FixedPart, SECONDS, SECONDS, st.floats(0, 1), st.integers(0, 10 * GB))
 RATES = st.none() | st.floats(1e6, 1e11)
 
 
-def predict(step: RecordedStep, update: float, arithmetic: float, rate: float | None) -> float:
+def predict(step: FixedPart, update: float, arithmetic: float, rate: float | None) -> float:
     return predicted_seconds(
         step, waits_seconds=0.1, arithmetic_seconds=arithmetic, update_seconds=update, nvme_bytes_per_s=rate
     )
@@ -41,7 +41,7 @@ def test_a_longer_update_makes_no_step_shorter(step, update, longer, arithmetic,
 def test_the_recorded_step_is_predicted_for_the_bytes_it_had(stored, update, passes, staging):
     rate = nvme_bytes_per_s(stored, update, passes, staging)
     assert rate is not None
-    step = RecordedStep(passes, 0.0, 0.0, min(staging, stored))
+    step = FixedPart(passes, 0.0, 0.0, min(staging, stored))
     seconds = predicted_seconds(
         step, waits_seconds=0.0, arithmetic_seconds=0.0, update_seconds=2 * stored / rate, nvme_bytes_per_s=rate
     )
@@ -50,26 +50,6 @@ def test_the_recorded_step_is_predicted_for_the_bytes_it_had(stored, update, pas
 
 def test_without_state_on_nvme_there_is_no_rate():
     assert nvme_bytes_per_s(0, 1.0, 1.0, GB) is None
-
-
-@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1))
-def test_the_shortest_passes_are_no_longer_than_those_of_any_step(steps):
-    shortest = ShortestPasses()
-    for forward, others in steps:
-        shortest.add(forward + others, forward)
-    seconds = min(forward for forward, _ in steps) + min(others for _, others in steps)
-    for forward, others in steps:
-        share = shortest.share_of(forward + others)
-        assert 0 <= share <= 1
-        assert share * (forward + others) == pytest.approx(seconds, abs=1e-5)
-
-
-def test_a_disturbance_of_either_pass_is_left_out():
-    """Forward and backward of two steps of 364 M parameters on an H100, whose updates took 2.7 s; then 0.16 s."""
-    shortest = ShortestPasses()
-    shortest.add(0.247, 0.130)
-    shortest.add(0.254, 0.103)
-    assert shortest.share_of(0.254) == pytest.approx(0.220 / 0.254)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +64,7 @@ def test_steps_of_364_m_parameters_on_an_h100(stored, update, passes, left, meas
     """GB on NVMe and seconds before the plan, GB on NVMe after it; buffers of 0.4 GB."""
     rate = nvme_bytes_per_s(int(stored * GB), update, passes, int(0.4 * GB))
     assert rate is not None
-    step = RecordedStep(passes, 0.1, 0.0, int(0.4 * GB))
+    step = FixedPart(passes, 0.1, 0.0, int(0.4 * GB))
     seconds = predicted_seconds(
         step,
         waits_seconds=0.0,

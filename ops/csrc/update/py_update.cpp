@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The team and the fused Adam for Python. Addresses are those of tensors that the caller keeps alive until the job is
-// done; every call that may wait gives the GIL back first.
+// The team, the fused Adam and the sampler for Python. Addresses are those of tensors that the caller keeps alive until the
+// job is done; every call that may wait gives the GIL back first.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -10,6 +10,7 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -18,6 +19,7 @@
 
 #include "adam.h"
 #include "blocks.h"
+#include "sampler.h"
 #include "state_file.h"
 #include "team.h"
 
@@ -32,12 +34,14 @@ using tencache::AdamTypes;
 using tencache::AdamVariant;
 using tencache::BLOCK_NUMEL;
 using tencache::Blocks;
+using tencache::Call;
 using tencache::Digests;
 using tencache::ElementType;
 using tencache::Job;
 using tencache::MasterRun;
 using tencache::MasterTuple;
 using tencache::RunTuple;
+using tencache::Sampler;
 using tencache::StateBlock;
 using tencache::StateFile;
 using tencache::Team;
@@ -288,10 +292,76 @@ private:
     std::shared_ptr<Team> team_;
 };
 
+using CallTuple = std::pair<std::uintptr_t, std::uintptr_t>;
+
+Call call_of(const CallTuple& addresses)
+{
+    if (addresses.first == 0) { throw py::value_error("a call has no address"); }
+    return {reinterpret_cast<int (*)(void*)>(addresses.first), reinterpret_cast<void*>(addresses.second)};
+}
+
+class PySampler {
+public:
+    PySampler(const std::vector<CallTuple>& preparations,
+              const CallTuple& call,
+              std::int64_t period_ns,
+              std::size_t capacity)
+    {
+        if (period_ns < 1 || capacity < 2) { throw py::value_error("period_ns must be positive, and capacity at least 2"); }
+        std::vector<Call> first;
+        for (const CallTuple& each : preparations) { first.push_back(call_of(each)); }
+        sampler_ = std::make_unique<Sampler>(std::move(first), call_of(call), period_ns, capacity);
+    }
+
+    ~PySampler() { close(); }
+
+    void close()
+    {
+        py::gil_scoped_release release;  // a call may be one of Python's
+        sampler_->close();
+    }
+
+    std::vector<std::int64_t> times_ns()
+    {
+        std::vector<std::int64_t> times;
+        for (const tencache::Sample& sample : closed().samples()) { times.push_back(sample.t_ns); }
+        return times;
+    }
+
+    std::vector<int> results()
+    {
+        std::vector<int> all;
+        for (const tencache::Sample& sample : closed().samples()) { all.push_back(sample.result); }
+        return all;
+    }
+
+    int error() { return closed().error(); }
+
+private:
+    const Sampler& closed()
+    {
+        close();
+        return *sampler_;
+    }
+
+    std::unique_ptr<Sampler> sampler_;
+};
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
 {
+    py::class_<PySampler>(m, "Sampler")
+        .def(py::init<const std::vector<CallTuple>&, const CallTuple&, std::int64_t, std::size_t>(),
+             py::kw_only(),
+             py::arg("preparations"),
+             py::arg("call"),
+             py::arg("period_ns"),
+             py::arg("capacity"))
+        .def("close", &PySampler::close)
+        .def_property_readonly("times_ns", &PySampler::times_ns)
+        .def_property_readonly("results", &PySampler::results)
+        .def_property_readonly("error", &PySampler::error);
     py::class_<AdamScalars>(m, "AdamScalars")
         .def(py::init([](float scale,
                          float beta1,

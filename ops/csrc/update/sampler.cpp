@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "sampler.h"
+
+#include <chrono>
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+#include <utility>
+
+#include "team.h"
+
+namespace tencache {
+
+Sampler::Sampler(std::vector<Call> preparations, Call call, std::int64_t period_ns, std::size_t capacity)
+    : preparations_(std::move(preparations)),
+      call_(call),
+      period_ns_(period_ns),
+      capacity_(capacity),
+      owner_pid_(static_cast<int>(getpid()))
+{
+    samples_.reserve(capacity_);
+    // The process's signal handlers belong to Python's main thread.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+        thread_ = std::thread([this] { work(); });
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw;
+    }
+    pthread_setname_np(thread_.native_handle(), "tencache-sample");
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Sampler::~Sampler() { close(); }
+
+void Sampler::close()
+{
+    if (!thread_.joinable()) { return; }
+    if (static_cast<int>(getpid()) != owner_pid_) {
+        thread_.detach();  // a forked child has no such thread
+        return;
+    }
+    closing_ = true;
+    thread_.join();
+}
+
+void Sampler::work()
+{
+    for (const Call& prepare : preparations_) {
+        error_ = prepare();
+        if (error_ != 0) { return; }
+    }
+    auto next = std::chrono::steady_clock::now();
+    while (!closing_) {
+        const std::int64_t t_ns = now_ns();
+        samples_.push_back({t_ns, call_()});
+        if (samples_.size() >= capacity_) {
+            std::size_t kept = 0;
+            for (std::size_t index = 0; index < samples_.size(); index += 2) { samples_[kept++] = samples_[index]; }
+            samples_.resize(kept);
+            period_ns_ *= 2;
+        }
+        // Where the thread was kept from its core, samples are left out: the others stay evenly spaced.
+        const std::chrono::nanoseconds period(period_ns_);
+        const auto now = std::chrono::steady_clock::now();
+        while (next <= now) { next += period; }
+        std::this_thread::sleep_until(next);
+    }
+}
+
+}  // namespace tencache

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the compute device has nothing to do."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from tencache_ds.ops.tencache_update import load_tencache_update
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+_PERIOD_NS = 250_000
+"""Between two samples: some 1,000 in a short step. One takes the driver 2 microseconds, in a thread of its own."""
+
+_CAPACITY = 2**16
+"""16 seconds at this period. In a longer step it doubles."""
+
+_LEAST_SAMPLES = 8
+"""With fewer in an interval, those of all the time stand for it."""
+
+_RELAXED_CAPTURE = 2
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``: a query is no mistake while another thread captures a CUDA graph."""
+
+
+class DeviceIdle(Protocol):
+    """Observes the device from its creation on."""
+
+    def seconds(self, start_s: float, end_s: float) -> float:
+        """Between two times of ``time.perf_counter()``. Ends the observation."""
+
+    def close(self) -> None:
+        """Ends the observation. Idempotent."""
+
+
+class SynchronousIdle:
+    """For a device that works only while it is called: whatever else the host does, it waits for it."""
+
+    def seconds(self, start_s: float, end_s: float) -> float:
+        """See :meth:`DeviceIdle.seconds`."""
+        return end_s - start_s
+
+    def close(self) -> None:
+        """See :meth:`DeviceIdle.close`."""
+
+
+class CudaIdle:
+    """Of the current CUDA stream. A thread outside Python asks the driver whether its work is done, at even intervals:
+    one that needed the interpreter would ask when the training thread has just launched something.
+    """
+
+    def __init__(self) -> None:
+        driver = ctypes.CDLL("libcuda.so.1")
+        context = ctypes.c_void_p()
+        driver.cuCtxGetCurrent(ctypes.byref(context))
+        self._mode = ctypes.c_int(_RELAXED_CAPTURE)  # which the call replaces by the one before
+        stream = torch.cuda.current_stream().cuda_stream
+        self._sampler: Any = load_tencache_update().Sampler(
+            preparations=[
+                (_address(driver.cuCtxSetCurrent), context.value or 0),
+                (_address(driver.cuThreadExchangeStreamCaptureMode), ctypes.addressof(self._mode)),
+            ],
+            call=(_address(driver.cuStreamQuery), stream),
+            period_ns=_PERIOD_NS,
+            capacity=_CAPACITY,
+        )
+        self._samples: IdleSamples | None = None
+
+    def seconds(self, start_s: float, end_s: float) -> float:
+        """See :meth:`DeviceIdle.seconds`."""
+        if self._samples is None:
+            if error := self._sampler.error:
+                logger.debug("the CUDA driver does not tell whether the device is idle: error %d", error)
+            self._samples = IdleSamples(self._sampler.times_ns, self._sampler.results)
+        return self._samples.seconds(start_s, end_s)
+
+    def close(self) -> None:
+        """See :meth:`DeviceIdle.close`."""
+        self._sampler.close()
+
+
+class IdleSamples:
+    """Results of queries, evenly spaced.
+
+    Args:
+        times_ns: of ``time.perf_counter_ns()``, ascending.
+        results: 0 where all work was done, as ``cuStreamQuery`` returns it.
+    """
+
+    def __init__(self, times_ns: list[int], results: list[int]) -> None:
+        self._times_s = np.asarray(times_ns, np.float64) / 1e9
+        self._n_idle = np.concatenate([[0], np.cumsum(np.asarray(results, np.int64) == 0)])
+
+    def seconds(self, start_s: float, end_s: float) -> float:
+        """Idle between two times; 0 where nothing is known."""
+        first, last = np.searchsorted(self._times_s, [start_s, end_s])
+        if last - first < _LEAST_SAMPLES:
+            first, last = 0, len(self._times_s)
+        if first == last:
+            return 0.0
+        return float((self._n_idle[last] - self._n_idle[first]) / (last - first)) * (end_s - start_s)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
