@@ -165,6 +165,7 @@ class GpuHomes:
         self._watch = MemoryWatch()
         self._observer = StepObserver(memory.device.type == "cuda", record_fetches)
         self._n_steps = 0
+        self._planning_seconds = 0.0  # which the next step begins with
         self._t_forward_s = 0.0
         self._forward_seconds: float | None = None  # of the first pass of this step
         self._planned = False
@@ -194,7 +195,9 @@ class GpuHomes:
             update_seconds: what the optimizer took of it, all sub-groups together; 0 if the step was skipped.
         """
         if not self._planned:
+            t_start_s = time.perf_counter()
             self._plan(record, update_seconds)
+            self._planning_seconds = time.perf_counter() - t_start_s
         else:
             self._adapt()
         self._forward_seconds = None
@@ -241,14 +244,13 @@ class GpuHomes:
         moved = {} if self._activations is None else dict(self._activations.measured())
         free = {position: SavedItem(cost.nbytes, 0.0) for position, cost in moved.items()}
         costs = StepCosts([Weight(shard.nbytes, 0.0) for shard in shards], UpdateRates(1.0), free)
-        plan = costs.plan(chunks, least_nbytes)
-        everything = all(plan.weights) and list(plan.chunks) == [len(group) for group in chunks]
-        everything = everything and all(plan.activations) and (bool(moved) or not self._moves_activations)
+        everything = costs.fits(chunks, least_nbytes) and (bool(moved) or not self._moves_activations)
         typical = None
         if not self._agree("whether everything fits into GPU memory", everything, all):
             if self._n_steps < WARM_UP_STEPS:
                 return
-            self._observer.step_done(record, update_seconds, self._forward_seconds or 0.0)
+            seconds = record.seconds - self._planning_seconds
+            self._observer.step_done(record, seconds, update_seconds, self._forward_seconds or 0.0)
             if self._agree("whether more steps are to be observed", not self._observer.has_enough, any):
                 clock = self._observer.begin_step()
                 if self._activations is not None:
@@ -257,7 +259,7 @@ class GpuHomes:
                 return
             typical = self._observer.typical
             costs = self._costs(typical, shards, chunks, moved)
-            plan = costs.plan(chunks, least_nbytes, sum(there))
+        plan = costs.plan(chunks, least_nbytes, sum(there))
         self._observer.close()
         self._planned = True
         self._watch.settle(usage)

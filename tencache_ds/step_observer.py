@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observes the steps that a plan is made from: their times, and what they wait for."""
+"""Observes the steps that a plan is made from: their times, and of the last one what it waits for."""
 
 from __future__ import annotations
 
@@ -23,28 +23,33 @@ class StepObserver:
         self._on_cuda = on_cuda
         self._record_fetches = record_fetches
         self._steps = ObservedSteps()
+        self._observes = False
         self._recorder: FetchRecorder | None = None
 
     def begin_step(self) -> StreamClock:
-        """The next step is observed; returns the clock of the device."""
+        """The next step is observed; returns the clock of the device. Recording what it waits for lengthens its passes,
+        where they are short by a tenth: that is for the last one, whose waits count as much as they do in others."""
         self.close()
+        self._observes = True
         clock = CudaStreamClock() if self._on_cuda else HostClock()
-        self._recorder = FetchRecorder(clock, CudaIdle() if self._on_cuda else SynchronousIdle())
-        self._record_fetches(self._recorder)
+        if self._steps.next_may_be_last:
+            self._recorder = FetchRecorder(clock, CudaIdle() if self._on_cuda else SynchronousIdle())
+            self._record_fetches(self._recorder)
         return clock
 
-    def step_done(self, record: StepRecord, update_seconds: float, forward_seconds: float) -> None:
+    def step_done(self, record: StepRecord, seconds: float, update_seconds: float, forward_seconds: float) -> None:
         """It is over, and the device was waited for. A step that was not observed does not count, nor does one that
         was skipped, as with fp16 and an overflow: it says nothing about the update.
 
         Args:
             record: its figures.
+            seconds: that it took, without what it took to observe it.
             update_seconds: what the optimizer took of it; 0 if the step was skipped.
             forward_seconds: of its first forward pass.
         """
-        if self._recorder is None or not update_seconds:
+        if not self._observes or not update_seconds:
             return
-        passes_seconds = max(record.seconds - update_seconds, 0.0)
+        passes_seconds = max(seconds - update_seconds, 0.0)
         forward_seconds = min(forward_seconds, passes_seconds)
         waiting = record.stall_seconds[Stall.OPTIMIZER_READ] + record.stall_seconds[Stall.BUFFER]
         arithmetic = max(update_seconds - waiting, 0.0)
@@ -53,7 +58,7 @@ class StepObserver:
     @property
     def has_enough(self) -> bool:
         """Whether no more steps have to be observed."""
-        return self._steps.are_enough
+        return self._steps.are_enough and self._recorder is not None
 
     @property
     def typical(self) -> StepTimes:
@@ -71,6 +76,7 @@ class StepObserver:
 
     def close(self) -> None:
         """No more is observed until another step begins. Idempotent."""
+        self._observes = False
         if self._recorder is not None:
             self._record_fetches(None)
             self._recorder.close()

@@ -227,7 +227,7 @@ class Life:
         time.sleep(self.fetch_seconds)
         if recorder is not None:
             recorder.after_fetch(weights, weights)
-            recorder.before_release()
+            recorder.begin_hook()
         time.sleep(self.release_seconds)
         if recorder is not None:
             recorder.after_release(weights)

@@ -94,6 +94,8 @@ class TenCacheCoordinator(FetchingCoordinator):
     def begin_module(self, module: Any, forward: bool) -> None:
         """A module is about to be computed: its place in the order is recorded or compared, and its weights are
         gathered. Gradients are off."""
+        if self.fetch_recorder is not None:
+            self.fetch_recorder.begin_hook()
         self.trace_prologue(module)
         if self.is_record_trace():
             self.record_module(module)
@@ -164,6 +166,9 @@ class TenCacheCoordinator(FetchingCoordinator):
         if torch.compiler.is_compiling() or is_leaf(submodule) or not (forward or in_backward) or recomputed:
             super().release_sub_module(submodule, forward)
             return
+        recorder = self.fetch_recorder if submodule.training else None
+        if recorder is not None:
+            recorder.begin_hook()
         key, params, releasable = submodule.ds_id, params_of(submodule), None
         if self.is_complete_trace():
             releasable = self._PartitionedParameterCoordinator__params_to_release(
@@ -171,9 +176,6 @@ class TenCacheCoordinator(FetchingCoordinator):
             )
         if not forward:
             in_backward.pop(key, None)
-        recorder = self.fetch_recorder if submodule.training else None
-        if recorder is not None:
-            recorder.before_release()
         for param in params.values():
             users = param.ds_active_sub_modules
             users.discard(key)

@@ -19,6 +19,7 @@ gradients that follow their state do so as whole weights.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -230,6 +231,13 @@ class StepCosts:
         """With what is in GPU memory a step is shortest."""
         activations = list(self.activations.values())
         return plan_gpu(self.weights, chunks, budget_nbytes, self.rates, least=least, activations=activations)
+
+    def fits(self, chunks: Sequence[Sequence[StateChunk]], budget_nbytes: int) -> bool:
+        """Whether everything fits, which takes no plan to know."""
+        sizes = [weight.nbytes for weight in self.weights] + [each.nbytes for each in self.activations.values()]
+        for chunk in itertools.chain.from_iterable(chunks):
+            sizes += chunk.nbytes, chunk.gradient_nbytes
+        return sum(map(_rounded, sizes)) <= budget_nbytes
 
     def leaving(self, plan: GpuPlan) -> list[int]:
         """Positions of the activations that are to move."""

@@ -81,6 +81,14 @@ class ObservedSteps:
         return n_steps >= LEAST_SETTLED_STEPS or not self._become_faster
 
     @property
+    def next_may_be_last(self) -> bool:
+        """Whether the next one may be the last that has to be observed, if it takes as long as the one before."""
+        n_steps = len(self._steps) + 1
+        if n_steps >= MOST_STEPS:
+            return True
+        return n_steps >= LEAST_STEPS and sum(step.total for step in self._steps) + self.last.total >= ENOUGH_SECONDS
+
+    @property
     def _become_faster(self) -> bool:
         before, last = self._steps[-2:]
         return last.total < STILL_FASTER * before.total or last.passes < PASSES_STILL_FASTER * before.passes

@@ -14,11 +14,12 @@ from tencache_ds.ops.tencache_update import load_tencache_update
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
-_PERIOD_NS = 250_000
-"""Between two samples: some 1,000 in a short step. One takes the driver 2 microseconds, in a thread of its own."""
+_PERIOD_NS = 500_000
+"""Between two samples: some 400 in the passes of a short step, so that the share of a quarter of them is known to a few
+per cent. A thread that launches work meanwhile may have to wait for the driver."""
 
 _CAPACITY = 2**16
-"""16 seconds at this period. In a longer step it doubles."""
+"""33 seconds at this period. In a longer step it doubles."""
 
 _LEAST_SAMPLES = 8
 """With fewer in an interval, those of all the time stand for it."""

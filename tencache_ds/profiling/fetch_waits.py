@@ -128,9 +128,14 @@ class FetchRecorder:
         self._host: StreamClock = HostClock() if host is None else host
         self._fetches: list[_Fetch] = []
         self._fetch: _Fetch | None = None  # under way
-        self._t_within: Any = None  # start of a gather or release, by the host's clock
-        self._t_end: Any = None  # of the last fetch or release, the same
+        self._t_hook: Any = None  # start of the hook under way, by the host's clock
+        self._t_gather: Any = None  # of the gather, the same
+        self._t_end: Any = None  # of the last fetch or release
         self._bucket_of: dict[int, Mapping[int, int]] = {}  # gathered, not waited for
+
+    def begin_hook(self) -> None:
+        """A hook on a module begins, which fetches or releases its weights."""
+        self._t_hook = self._host.mark()
 
     def before_fetch(self, *, waits: bool) -> None:
         """A module's weights are fetched next.
@@ -138,11 +143,14 @@ class FetchRecorder:
         Args:
             waits: whether some of them are not there.
         """
-        self._fetch = _Fetch(self._host.mark(), before=self._clock.mark() if waits else None)
+        start, self._t_hook = self._t_hook, None
+        if start is None:
+            start = self._host.mark()
+        self._fetch = _Fetch(start, before=self._clock.mark() if waits else None)
 
     def before_gather(self) -> None:
         """Within a fetch, weights are gathered next: the module's own or later ones."""
-        self._t_within = self._host.mark()
+        self._t_gather = self._host.mark()
 
     def after_gather(self, weights: Mapping[int, int]) -> None:
         """That was issued.
@@ -152,7 +160,7 @@ class FetchRecorder:
         """
         if self._fetch is not None and weights:
             bucket = dict(weights)
-            self._fetch.gathers.append((self._seconds_since(self._t_within), bucket))
+            self._fetch.gathers.append((self._seconds_since(self._t_gather), bucket))
             self._bucket_of |= dict.fromkeys(bucket, bucket)
 
     def after_fetch(self, weights: Mapping[int, int], awaited: Iterable[int]) -> None:
@@ -173,18 +181,15 @@ class FetchRecorder:
         fetch.seconds = self._seconds_since(fetch.t_start)
         self._fetches.append(fetch)
 
-    def before_release(self) -> None:
-        """A module's weights are released next."""
-        self._t_within = self._host.mark()
-
     def after_release(self, weights: Mapping[int, int]) -> None:
-        """They are.
+        """The weights of the hook's module are released.
 
         Args:
-            weights: of each weight of the module, its bytes.
+            weights: of each of them, its bytes.
         """
-        if self._fetches:
-            self._fetches[-1].releases.append((self._seconds_since(self._t_within), dict(weights)))
+        start, self._t_hook = self._t_hook, None
+        if self._fetches and start is not None:
+            self._fetches[-1].releases.append((self._seconds_since(start), dict(weights)))
 
     def _seconds_since(self, start: Any) -> float:
         self._t_end = self._host.mark()

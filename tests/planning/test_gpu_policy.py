@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tencache_ds.planning.gpu_policy import ALLOCATION_NBYTES, SavedItem, StateChunk, UpdateRates, Weight, plan_gpu
+from tencache_ds.planning.gpu_policy import (
+    ALLOCATION_NBYTES,
+    SavedItem,
+    StateChunk,
+    StepCosts,
+    UpdateRates,
+    Weight,
+    plan_gpu,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -196,3 +204,13 @@ def test_thousands_of_weights_and_chunks_are_planned_in_a_tenth_of_a_second():
         seconds.append(time.process_time() - t_start)
     assert min(seconds) < 0.1
     assert 0 < sum(plan.chunks) < 3000
+
+
+@given(WEIGHTS, GROUPS, st.lists(st.integers(1, 9 * UNIT), max_size=3), st.integers(0, 400 * UNIT), RATES)
+def test_what_fits_is_what_a_plan_takes_all_of(weights, groups, saved, budget, rates):
+    groups = [[dataclasses.replace(chunk, weights=()) for chunk in group] for group in groups]
+    activations = {index: SavedItem(nbytes, 0.01) for index, nbytes in enumerate(saved)}
+    costs = StepCosts(weights, rates, activations)
+    plan = costs.plan(groups, budget)
+    everything = all(plan.weights) and all(plan.activations) and list(plan.chunks) == [len(group) for group in groups]
+    assert costs.fits(groups, budget) == everything

@@ -20,7 +20,9 @@ def observed(*steps: StepTimes) -> ObservedSteps:
     all_of_them = ObservedSteps()
     for step in steps:
         assert not all_of_them.are_enough
+        may_be_last = all_of_them.next_may_be_last
         all_of_them.add(step)
+    assert may_be_last
     return all_of_them
 
 
@@ -49,6 +51,14 @@ def test_each_typical_time_is_one_that_as_many_steps_exceed_as_do_not_reach_it(s
         assert sum(time < typical for time in times) <= len(times) / 2
         assert sum(time > typical for time in times) <= len(times) / 2
     assert all_of_them.last == steps[-1]
+
+
+def test_of_short_steps_none_before_the_most_may_be_the_last():
+    all_of_them = ObservedSteps()
+    for n_steps in range(MOST_STEPS):
+        assert all_of_them.next_may_be_last == (n_steps == MOST_STEPS - 1)
+        all_of_them.add(StepTimes(0.1, 0.1, 0.1, 0.1))
+    assert all_of_them.next_may_be_last, "where another rank needs more"
 
 
 def test_of_short_steps_the_most_are_observed():

@@ -63,7 +63,7 @@ class Rig:
         self.recorder.after_gather(weights)
 
     def release(self, seconds: float, host_seconds: float, weights: dict[int, int]) -> None:
-        self.recorder.before_release()
+        self.recorder.begin_hook()
         self.passes(seconds, host_seconds)
         self.recorder.after_release(weights)
 
@@ -198,7 +198,7 @@ def step_of(kernels: int, launch: float, kernel: float, hook: float, *, hooks: b
         for _ in range(kernels * (2 if module % 9 == 4 else 1)):
             queue.launch(launch, kernel)
         if hooks:
-            recorder.before_release()
+            recorder.begin_hook()
             queue.work(hook / 2)
             recorder.after_release({module: 1})
     return queue.now, sum(wait.overhead_seconds for wait in recorder.waits().values())
@@ -233,7 +233,7 @@ def test_what_was_not_begun_counts_nothing():
     recorder.after_fetch({1: 100}, [1])
     recorder.before_gather()
     recorder.after_gather({1: 100})
-    recorder.before_release()
+    recorder.begin_hook()
     recorder.after_release({1: 100})
     assert recorder.waits() == {}
 
