@@ -79,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     effort("--turns", type=at_least_one, metavar="N",
            help="keep all configurations in memory and alternate every STEPS/N steps: steadier ratios where the "
            "machine's speed varies")  # fmt: skip
-    effort("--warmup", type=not_negative, help="warm-up steps, not counted")
+    effort("--warmup", type=not_negative,
+           help="warm-up steps, not counted; more where TenCache has not decided by then what lives in GPU memory",
+    )  # fmt: skip
     effort("--max-trials", type=not_negative,
            help="maximum number of search trials per peer; 0 keeps the starting values")  # fmt: skip
     effort("--timeout", type=float, default=900.0, metavar="S", help="stop a run after this time")

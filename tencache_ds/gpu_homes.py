@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of one DeepSpeed engine in GPU memory: planned after a recorded step, released when training needs the
+"""The data of one DeepSpeed engine in GPU memory: planned after the first steps, released when training needs the
 memory, and taken again when it does not. Part of the composition root (:mod:`tencache_ds.session`).
 
-Where everything fits into what the first step left free, there is nothing to decide. Otherwise a later step is
-recorded: for which weights the device waits, and what the update costs. It has to be like those that follow: in the
-second, DeepSpeed fetches ahead for the first time, and while allocators, kernels and pages are being warmed up, steps
-become faster. So it is the first one from the third on that was hardly faster than its predecessor, and whose passes
-took more than half as long, the sixth at the latest.
+Where everything fits into what the first step left free, there is nothing to decide. Otherwise later steps are
+observed: for which weights the device waits, and what the update costs. They have to be like those that follow: in the
+second, DeepSpeed fetches ahead for the first time, and allocators, kernels and pages are being warmed up. So they are
+those from the third on (:mod:`tencache_ds.planning.observed_steps`).
 See [Note: memory that training needs] in :mod:`tencache_ds.planning.memory_watch` for what comes after.
 """
 

@@ -82,6 +82,7 @@ class Session:
         self._peak = PeakMemory(0, 0, 0)
         self._placement = self._activation_placement = ""
         self._predicted_seconds: float | None = None
+        self._settled = True
         self._fused_adam: FusedAdam | None = None
         self.before_close: Callable[[Stats], None] | None = None
         """Called with the final figures."""
@@ -187,9 +188,13 @@ class Session:
         """GPU memory taken by weights and gradients now, for :meth:`stats`."""
         self._gpu_weight_nbytes, self._gpu_gradient_nbytes = weight_nbytes, gradient_nbytes
 
+    def await_placement(self) -> None:
+        """The first decision about GPU memory is made after some steps, for :meth:`stats`."""
+        self._settled = False
+
     def note_placement(self, placement: str, predicted_seconds: float | None) -> None:
         """The latest placement decision, and the predicted step time since then, for :meth:`stats`."""
-        self._placement, self._predicted_seconds = placement, predicted_seconds
+        self._placement, self._predicted_seconds, self._settled = placement, predicted_seconds, True
 
     def plan_peak(self, others: OutsideNeeds) -> None:
         """Limits what this rank's memory will be at its highest, when the first places are decided.
@@ -318,6 +323,7 @@ class Session:
             placement=self._placement,
             activation_placement=self._activation_placement,
             predicted_seconds=self._predicted_seconds,
+            settled=self._settled,
             healed_reads=sum(store.n_healed_reads for store in stores),
             relocated_extents=sum(store.n_relocated for store in stores),
             io_backend=paths[0].backend if paths else "",

@@ -36,6 +36,12 @@ DATA_SEED = 99
 """Plus the rank."""
 
 
+MOST_MORE_WARMUP = 12
+"""Steps by which the warm-up is extended at most where a system has not settled."""
+
+STEPS_AFTER_SETTLING = 2
+"""Of the warm-up: the first one compiles what the later ones need."""
+
 MOVED = ("nvme_read_nbytes", "nvme_write_nbytes", "kernel_read_nbytes", "kernel_write_nbytes")
 """The fields of a step that are sums over the ranks."""
 
@@ -90,6 +96,11 @@ class Trainee(ABC):
     def stall_s(self) -> float:
         """Waits for storage of training threads, in seconds, that the storage meter does not see."""
         return 0.0
+
+    def settled(self) -> bool:
+        """Whether steps are as they will be: some systems look at the first ones, and change their ways then. The same
+        on all ranks."""
+        return True
 
     def counts(self) -> dict[str, Any] | None:
         """What TenCache has counted so far, where it trains; waits for nothing."""
@@ -186,8 +197,7 @@ class MeasuredRun:
         self._update(numel=trainee.numel, model_s=model_s, initialize_s=initialize_s, warmup_steps=task.warmup)
         batches = self._draw(trainee)
         timeline = Timeline(self.meter, task.timeline_hz if self._rank == 0 else 0, lambda: self._children_nbytes)
-        for _ in range(task.warmup):
-            self._keep(self._step(trainee, next(batches)))
+        self._warm_up(trainee, batches)
         self._children_nbytes = instruments.children_nbytes()
         counts_before = trainee.counts()
         consumption = Consumption(self.paths)
@@ -221,6 +231,17 @@ class MeasuredRun:
                 self._micro_steps(trainee, batch)
         return self._result
 
+    def _warm_up(self, trainee: Trainee, batches: Iterator[list[torch.Tensor]]) -> None:
+        """The steps that do not count: as many as requested, or as it takes to settle."""
+        n_steps, n_left = 0, self.task.warmup
+        most_steps = self.task.warmup + MOST_MORE_WARMUP
+        while n_left > 0:
+            self._keep(self._step(trainee, next(batches)))
+            n_steps, n_left = n_steps + 1, n_left - 1
+            if not trainee.settled():  # the next one may be the one that does it
+                n_left = min(max(n_left, 1 + STEPS_AFTER_SETTLING), most_steps - n_steps)
+        self._update(warmup_steps=n_steps)
+
     def _draw(self, trainee: Trainee) -> Iterator[list[torch.Tensor]]:
         """Micro-batches of all possible steps, the same for every configuration, moved to the device when taken."""
         task, workload = self.task, self.task.workload
@@ -228,9 +249,10 @@ class MeasuredRun:
         shape = (workload.micro_batch, workload.sequence)
         per_step = workload.accumulation
         resumed = task.turns if task.gate is not None else 0
+        most_warmup = task.warmup + MOST_MORE_WARMUP
         micro_batches = [
             torch.randint(0, trainee.vocabulary, shape, generator=generator)
-            for _ in range((task.warmup + task.steps + resumed + 1) * per_step)
+            for _ in range((most_warmup + task.steps + resumed + 1) * per_step)
         ]
         for first in range(0, len(micro_batches), per_step):
             yield [tokens.to(trainee.device) for tokens in micro_batches[first : first + per_step]]

@@ -54,6 +54,9 @@ class DeepSpeedTrainee(Trainee):
     def n_skipped(self) -> int:
         return int(self.engine.skipped_steps)
 
+    def settled(self) -> bool:
+        return self.tencache is None or bool(self.tencache.look().settled)
+
     def stall_s(self) -> float:
         # look(), since stats() waits for what goes on behind the training.
         return 0.0 if self.tencache is None else sum(self.tencache.look().total.stall_seconds.values())

@@ -107,6 +107,7 @@ def build_gpu_homes(
         session.note_placement(placement, predicted_seconds)
         announce(f"TenCache: {placement}", session.options)
 
+    session.await_placement()
     return GpuHomes(
         session.options,
         memory,

@@ -146,6 +146,7 @@ class Stats:
         placement: the latest decision about GPU memory, and its reason; "" before.
         activation_placement: the latest decision about activations with ``auto``, and its reason; "" before.
         predicted_seconds: predicted step time since then; None if unknown.
+        settled: false in the first steps, until it is decided what lives in GPU memory: later ones take less time.
         healed_reads: reads that differed from the written data and were correct when repeated: a disk to watch.
         relocated_extents: how often a weight or chunk changed its NVMe path, for the paths' rates had changed.
         io_backend: name of the I/O backend in use, or "" when nothing is stored.
@@ -179,6 +180,7 @@ class Stats:
     placement: str = ""
     activation_placement: str = ""
     predicted_seconds: float | None = None
+    settled: bool = True
     healed_reads: int = 0
     relocated_extents: int = 0
     io_backend: str = ""

@@ -307,6 +307,7 @@ def test_every_weight_has_its_part_of_the_recorded_time(one_rank: Any, name: str
 
 def test_activations_compete_with_weights_and_state(one_rank: Any) -> None:
     stats = one_rank.result("activations", "tencache")["stats"]
+    assert stats["settled"]
     places = [stats[f"{place}_activation_nbytes"] for place in ("gpu", "host", "nvme")]
     assert sum(places) > 0
     assert stats["gpu_state_nbytes"] > 0
