@@ -28,7 +28,7 @@ class StepObserver:
 
     def begin_step(self) -> StreamClock:
         """The next step is observed; returns the clock of the device. Recording what it waits for lengthens its passes,
-        where they are short by a tenth: that is for the last one, whose waits count as much as they do in others."""
+        by a tenth where they are short: only the last one is recorded, and its waits count as in a typical one."""
         self.close()
         self._observes = True
         clock = CudaStreamClock() if self._on_cuda else HostClock()
@@ -43,7 +43,7 @@ class StepObserver:
 
         Args:
             record: its figures.
-            seconds: that it took, without what it took to observe it.
+            seconds: of it, without planning at its start.
             update_seconds: what the optimizer took of it; 0 if the step was skipped.
             forward_seconds: of its first forward pass.
         """

@@ -94,7 +94,7 @@ class TenCacheCoordinator(FetchingCoordinator):
     def begin_module(self, module: Any, forward: bool) -> None:
         """A module is about to be computed: its place in the order is recorded or compared, and its weights are
         gathered. Gradients are off."""
-        if self.fetch_recorder is not None:
+        if self.fetch_recorder is not None and module.training:
             self.fetch_recorder.begin_hook()
         self.trace_prologue(module)
         if self.is_record_trace():
