@@ -33,7 +33,7 @@ ANSWER_S = 30.0
 """Longest wait for where everything is."""
 
 WARM_UP_STEPS = 8
-"""Until then places and step time still change."""
+"""Until then step time still changes, and longer where the contents of GPU memory are not settled."""
 
 _LIMITS = {
     "passes_seconds": "forward and backward", "nvme_seconds": "waits for NVMe", "arithmetic_seconds": "update"
@@ -167,7 +167,7 @@ def _show(job: Job, ranks: Sequence[_Rank], rows: Sequence[Sequence[Outlook]], c
     parts = ", ".join(f"{name} {format_step(getattr(now, part))}" for part, name in _LIMITS.items())
     of = f"step {last}" if count == 1 else f"median of {count} steps up to step {last}"
     lines = [f"a step takes {format_step(now.seconds)} ({of}): {parts}"]
-    if last < WARM_UP_STEPS:
+    if last < WARM_UP_STEPS or not all(rank.stats["settled"] for rank in ranks):
         lines.append("The job is still warming up: ask again in some steps.")
     console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
     if len(rows) > 1:

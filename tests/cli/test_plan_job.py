@@ -47,7 +47,13 @@ def record(step: int, seconds: float, state_nbytes: int) -> StepRecord:
 
 
 def snapshot(
-    last: StepRecord | None, *, rank: int = 0, world_size: int = 1, stored_nbytes: int = 20 * GIB, steps: int = 20
+    last: StepRecord | None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    stored_nbytes: int = 20 * GIB,
+    steps: int = 20,
+    settled: bool = True,
 ) -> dict[str, Any]:
     contents = (Contents("optimizer", 9, stored_nbytes),) if stored_nbytes else ()
     stats = Stats(
@@ -59,6 +65,7 @@ def snapshot(
         gpu_state_nbytes=3 * GIB,
         state_nbytes=5 * GIB + stored_nbytes * 12 // 10,  # its master weights are split
         stored_nbytes=stored_nbytes,
+        settled=settled,
         placement="3.00 GiB of optimizer state are in GPU memory",
         paths=(PathStats("/nvme", "native", 0, 0, 0.0, 0.0, None, contents),),
     )
@@ -168,6 +175,12 @@ def test_a_job_of_an_earlier_version_cannot_say_what_is_where(
     with closing(Channel(answer)):
         assert main(["plan", "--job", "--seconds", "0.1", "--plot", str(tmp_path / "places.png")]) == 1
     assert "there is no command 'residency'" in capsys.readouterr().err
+
+
+def test_a_job_whose_gpu_memory_has_not_its_contents_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda: snapshot(record(20, 1.3, 20 * GIB), settled=False)):
+        assert main(["plan", "--job", "--seconds", "0.1"]) == 0
+    assert "The job is still warming up" in printed_of(capsys)
 
 
 def test_nothing_on_nvme(capsys: pytest.CaptureFixture[str]) -> None:
