@@ -55,33 +55,45 @@ class CudaIdle:
     """
 
     def __init__(self) -> None:
+        self._mode = ctypes.c_int(_RELAXED_CAPTURE)  # which the call replaces by the one before
+        self._samples: IdleSamples | None = None
+        self._sampler: Any = None
+        try:
+            self._sampler = self._begin()
+        except (OSError, RuntimeError) as error:  # no driver of this name, or no thread
+            logger.debug("it is not observed how long the device is idle: %s", error)
+
+    def _begin(self) -> Any:
         driver = ctypes.CDLL("libcuda.so.1")
         context = ctypes.c_void_p()
         driver.cuCtxGetCurrent(ctypes.byref(context))
-        self._mode = ctypes.c_int(_RELAXED_CAPTURE)  # which the call replaces by the one before
-        stream = torch.cuda.current_stream().cuda_stream
-        self._sampler: Any = load_tencache_update().Sampler(
+        return load_tencache_update().Sampler(
             preparations=[
                 (_address(driver.cuCtxSetCurrent), context.value or 0),
                 (_address(driver.cuThreadExchangeStreamCaptureMode), ctypes.addressof(self._mode)),
             ],
-            call=(_address(driver.cuStreamQuery), stream),
+            call=(_address(driver.cuStreamQuery), torch.cuda.current_stream().cuda_stream),
             period_ns=_PERIOD_NS,
             capacity=_CAPACITY,
         )
-        self._samples: IdleSamples | None = None
 
     def seconds(self, start_s: float, end_s: float) -> float:
         """See :meth:`DeviceIdle.seconds`."""
         if self._samples is None:
-            if error := self._sampler.error:
-                logger.debug("the CUDA driver does not tell whether the device is idle: error %d", error)
-            self._samples = IdleSamples(self._sampler.times_ns, self._sampler.results)
+            self._samples = self._read()
         return self._samples.seconds(start_s, end_s)
+
+    def _read(self) -> IdleSamples:
+        if self._sampler is None:
+            return IdleSamples([], [])
+        if error := self._sampler.error:
+            logger.debug("the CUDA driver does not tell whether the device is idle: error %d", error)
+        return IdleSamples(self._sampler.times_ns, self._sampler.results)
 
     def close(self) -> None:
         """See :meth:`DeviceIdle.close`."""
-        self._sampler.close()
+        if self._sampler is not None:
+            self._sampler.close()
 
 
 class IdleSamples:

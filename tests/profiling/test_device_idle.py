@@ -48,6 +48,17 @@ def test_a_synchronous_device_waits_for_all_that_the_host_does():
     idle.close()
 
 
+@pytest.mark.parametrize("error", [OSError("no such library"), RuntimeError("Resource temporarily unavailable")])
+def test_training_goes_on_where_nothing_can_be_observed(monkeypatch, error):
+    def refuse(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr("ctypes.CDLL", refuse)
+    idle = CudaIdle()
+    assert idle.seconds(0.0, 1.0) == 0.0
+    idle.close()
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_idle_while_it_has_nothing_to_do():
     matrix = torch.randn(4096, 4096, device="cuda")
