@@ -10,8 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tencache_ds.ops.tencache_update import load_tencache_update
-
 logger = logging.getLogger("DeepSpeed.tencache")
 
 _PERIOD_NS = 500_000
@@ -64,6 +62,8 @@ class CudaIdle:
             logger.debug("it is not observed how long the device is idle: %s", error)
 
     def _begin(self) -> Any:
+        from tencache_ds.ops.tencache_update import load_tencache_update  # which imports DeepSpeed
+
         driver = ctypes.CDLL("libcuda.so.1")
         context = ctypes.c_void_p()
         driver.cuCtxGetCurrent(ctypes.byref(context))

@@ -79,9 +79,8 @@ def test_where_there_are_too_many_the_period_is_doubled():
     assert 8 <= len(results) < 16
     assert results[-1] >= 40
     assert results[0] == 0
-    steps = [second - first for first, second in zip(results, results[1:], strict=False)]
-    assert steps == sorted(steps, reverse=True), "of the first ones most were dropped"
-    assert set(steps) <= {2**power for power in range(20)}
+    assert results == sorted(results)
+    assert results[1] - results[0] > results[-1] - results[-2], "of the first ones most were dropped"
 
 
 def test_preparations_come_first_in_the_same_thread():
