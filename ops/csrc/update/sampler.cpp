@@ -4,10 +4,10 @@
 
 #include <chrono>
 #include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 #include <utility>
 
+#include "signals_blocked.h"
 #include "team.h"
 
 namespace tencache {
@@ -20,18 +20,9 @@ Sampler::Sampler(std::vector<Call> preparations, Call call, std::int64_t period_
       owner_pid_(static_cast<int>(getpid()))
 {
     samples_.reserve(capacity_);
-    // The process's signal handlers belong to Python's main thread.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
-        thread_ = std::thread([this] { work(); });
-    } catch (...) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        throw;
-    }
+    const SignalsBlocked blocked;
+    thread_ = std::thread([this] { work(); });
     pthread_setname_np(thread_.native_handle(), "tencache-sample");
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 Sampler::~Sampler() { close(); }

@@ -4,9 +4,10 @@
 
 #include <chrono>
 #include <pthread.h>
-#include <signal.h>
 #include <stdexcept>
 #include <unistd.h>
+
+#include "signals_blocked.h"
 
 namespace tencache {
 
@@ -18,21 +19,16 @@ std::int64_t now_ns()
 
 Team::Team(int n_threads) : owner_pid_(static_cast<int>(getpid()))
 {
-    // The threads must not run the process's signal handlers: Python's belong to its main thread.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
+        const SignalsBlocked blocked;
         for (int i = 0; i < n_threads; ++i) {
             threads_.emplace_back([this] { work(); });
             pthread_setname_np(threads_.back().native_handle(), "tencache-update");
         }
     } catch (...) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
         close();
         throw;
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 Team::~Team() { close(); }
