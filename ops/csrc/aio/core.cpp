@@ -37,6 +37,8 @@ public:
     {
         sigset_t all;
         sigfillset(&all);
+        // Where a fault is blocked, the kernel ends the process without a word from faulthandler.
+        for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) { sigdelset(&all, fault); }
         pthread_sigmask(SIG_SETMASK, &all, &before_);
     }
     ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Threads that are started within its lifetime run none of the process's signal handlers: Python's belong to its main
-// thread.
+// thread. Faults of a thread's own are not blocked: the kernel would end the process without a word from faulthandler.
 
 #pragma once
 
@@ -16,6 +16,7 @@ public:
     {
         sigset_t all;
         sigfillset(&all);
+        for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) { sigdelset(&all, fault); }
         pthread_sigmask(SIG_SETMASK, &all, &before_);
     }
     ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
