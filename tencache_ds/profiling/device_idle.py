@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,10 +51,12 @@ class SynchronousIdle:
 class CudaIdle:
     """Of the current CUDA stream. A thread outside Python asks the driver whether its work is done, at even intervals:
     one that needed the interpreter would ask when the training thread has just launched something.
+
+    It stops with this object, and before the interpreter exits: a script may end in a step that is observed, and the
+    driver must not be asked while it is unloaded.
     """
 
     def __init__(self) -> None:
-        self._mode = ctypes.c_int(_RELAXED_CAPTURE)  # which the call replaces by the one before
         self._samples: IdleSamples | None = None
         self._sampler: Any = None
         try:
@@ -67,15 +70,18 @@ class CudaIdle:
         driver = ctypes.CDLL("libcuda.so.1")
         context = ctypes.c_void_p()
         driver.cuCtxGetCurrent(ctypes.byref(context))
-        return load_tencache_update().Sampler(
+        mode = ctypes.c_int(_RELAXED_CAPTURE)  # which the thread's first calls replace by the one before
+        sampler = load_tencache_update().Sampler(
             preparations=[
                 (_address(driver.cuCtxSetCurrent), context.value or 0),
-                (_address(driver.cuThreadExchangeStreamCaptureMode), ctypes.addressof(self._mode)),
+                (_address(driver.cuThreadExchangeStreamCaptureMode), ctypes.addressof(mode)),
             ],
             call=(_address(driver.cuStreamQuery), torch.cuda.current_stream().cuda_stream),
             period_ns=_PERIOD_NS,
             capacity=_CAPACITY,
         )
+        weakref.finalize(self, _end, sampler, mode)
+        return sampler
 
     def seconds(self, start_s: float, end_s: float) -> float:
         """See :meth:`DeviceIdle.seconds`."""
@@ -116,6 +122,11 @@ class IdleSamples:
         if first == last:
             return 0.0
         return float((self._n_idle[last] - self._n_idle[first]) / (last - first)) * (end_s - start_s)
+
+
+def _end(sampler: Any, mode: ctypes.c_int) -> None:
+    """Ends the thread, which until then may write to ``mode``."""
+    sampler.close()
 
 
 def _address(function: Any) -> int:

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +61,50 @@ def test_training_goes_on_where_nothing_can_be_observed(monkeypatch, error):
     idle = CudaIdle()
     assert idle.seconds(0.0, 1.0) == 0.0
     idle.close()
+
+
+DRIVER = """
+#include <unistd.h>
+static volatile int calls, unloaded;
+int cuCtxGetCurrent(void **context) { *context = 0; return 0; }
+int cuCtxSetCurrent(void *context) { return 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { *mode = 0; return 0; }
+int cuStreamQuery(void *stream) { if (unloaded) _exit(42); ++calls; return 0; }
+int n_calls(void) { return calls; }
+__attribute__((destructor)) static void unload(void) { unloaded = 1; usleep(200000); }
+"""
+SCRIPT = """
+import ctypes, sys, time, types
+import torch
+from tencache_ds.profiling import device_idle
+driver = ctypes.CDLL(sys.argv[1])
+ctypes.CDLL = lambda name: driver
+torch.cuda.current_stream = lambda: types.SimpleNamespace(cuda_stream=0)
+{}
+sys.exit(0 if driver.n_calls() > 10 else 1)
+"""
+ENDINGS = {
+    # The references that native code keeps, hooks of autograd for one, outlive the interpreter.
+    "in_an_observed_step": "idle = device_idle.CudaIdle(); time.sleep(0.1); "
+    "ctypes.pythonapi.Py_IncRef(ctypes.py_object(idle))",
+    "closed": "idle = device_idle.CudaIdle(); time.sleep(0.1); idle.close(); n = driver.n_calls(); time.sleep(0.05); "
+    "assert driver.n_calls() == n",
+    "dropped": "idle = device_idle.CudaIdle(); time.sleep(0.1); del idle; n = driver.n_calls(); time.sleep(0.05); "
+    "assert driver.n_calls() == n",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_driver_is_not_asked_any_more(tmp_path: Path, ending: str) -> None:
+    """Not while a process exits either, when the driver is unloaded."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler is not None, "without a C compiler DeepSpeed's operators could not have been built either"
+    (tmp_path / "driver.c").write_text(DRIVER)
+    library = tmp_path / "driver.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True)
+    script = SCRIPT.format(ENDINGS[ending])
+    done = subprocess.run([sys.executable, "-c", script, library], timeout=50, check=False)
+    assert done.returncode == 0
 
 
 @pytest.mark.gpu
