@@ -27,8 +27,8 @@ class StepObserver:
         self._recorder: FetchRecorder | None = None
 
     def begin_step(self) -> StreamClock:
-        """The next step is observed; returns the clock of the device. Recording what it waits for lengthens its passes,
-        by a tenth where they are short: only the last one is recorded, and its waits count as in a typical one."""
+        """The next step is observed; returns the clock of the device. Recording what it waits for takes time of its
+        hooks: only the last one is recorded, and its waits count as in a typical one."""
         self.close()
         self._observes = True
         clock = CudaStreamClock() if self._on_cuda else HostClock()

@@ -32,6 +32,7 @@ COMPARED = (
     "destroy_one_of_two",
     "train_destroy_train",
     "interrupted_passes",
+    "engines_dropped_in_the_loop",
     "hooks_taken_off_and_put_back",
     "copy_of_the_model",
     "memory_runs_out_in_a_pass",

@@ -780,6 +780,27 @@ def interrupted_passes(engine_name: str, folder: str, rank: int) -> dict[str, An
     return s.end()
 
 
+def fail_in_the_loop(engine_name: str, folder: str, rank: int, steps: int, **options: Any) -> None:
+    s = Scenario(engine_name, folder, rank, model="tied", **options)
+    s.train(steps)
+    raise Interrupted
+
+
+def engines_dropped_in_the_loop(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """Loops that end with an exception behind a step, in a script that builds its next engine without ``destroy()``:
+    the step may continue in the background, and the dropped engine stays, as with stock, because hooks refer to it."""
+    seen = {}
+    in_ram = {"tencache": {"host_memory": 2**30}}
+    for place, options in (("NVMe", {}), ("RAM", in_ram), ("RAM without NVMe", {"offload_param": "cpu"})):
+        if engine_name != "stock":
+            with contextlib.suppress(Interrupted):
+                fail_in_the_loop(engine_name, folder, rank, steps=2, **options)
+        s = Scenario(engine_name, folder, rank, **options)
+        s.train(4)
+        seen[place] = s.end()
+    return seen
+
+
 def hooks_taken_off_and_put_back(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     """As ``unwrap_model_for_generation`` of TRL and accelerate does, between steps: with weights gathered, or not."""
     s = Scenario(engine_name, folder, rank)
@@ -1167,6 +1188,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         background_checkpoint,
         train_destroy_train,
         interrupted_passes,
+        engines_dropped_in_the_loop,
         hooks_taken_off_and_put_back,
         copy_of_the_model,
         memory_runs_out_in_a_pass,
