@@ -780,24 +780,29 @@ def interrupted_passes(engine_name: str, folder: str, rank: int) -> dict[str, An
     return s.end()
 
 
-def fail_in_the_loop(engine_name: str, folder: str, rank: int, steps: int, **options: Any) -> None:
-    s = Scenario(engine_name, folder, rank, model="tied", **options)
-    s.train(steps)
-    raise Interrupted
-
-
 def engines_dropped_in_the_loop(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     """Loops that end with an exception behind a step, in a script that builds its next engine without ``destroy()``:
-    the step may continue in the background, and the dropped engine stays, as with stock, because hooks refer to it."""
-    seen = {}
+    the step may continue in the background. The dropped engine stays, as with stock, because hooks refer to it."""
+    seen, dropped = {}, []
+
+    def fail(**options: Any) -> None:
+        s = Scenario(engine_name, folder, rank, model="tied", **options)
+        dropped.append(weakref.ref(s.engine))
+        s.train(2)
+        raise Interrupted
+
     in_ram = {"tencache": {"host_memory": 2**30}}
     for place, options in (("NVMe", {}), ("RAM", in_ram), ("RAM without NVMe", {"offload_param": "cpu"})):
         if engine_name != "stock":
             with contextlib.suppress(Interrupted):
-                fail_in_the_loop(engine_name, folder, rank, steps=2, **options)
+                fail(**options)
         s = Scenario(engine_name, folder, rank, **options)
         s.train(4)
         seen[place] = s.end()
+    for reference in dropped:
+        engine = reference()
+        if engine is not None:
+            engine.destroy()
     return seen
 
 
