@@ -396,8 +396,9 @@ def test_a_run_without_gradient_has_one_of_zeros(op: Any, team: Any) -> None:
 
 
 def test_jobs_end_in_any_order_and_every_block_runs_once(op: Any, team: Any) -> None:
+    zeros = torch.zeros(3 * 2**20 + 4, dtype=torch.uint8)
     buffers = [torch.full((3 * 2**20 + 5,), 7, dtype=torch.uint8) for _ in range(20)]
-    jobs = [team.fill_zero(buffer.data_ptr(), buffer.numel() - 1) for buffer in buffers]
+    jobs = [team.copy(buffer.data_ptr(), zeros.data_ptr(), zeros.numel()) for buffer in buffers]
     assert all(job.wait(60) for job in reversed(jobs))
     assert all(job.done for job in jobs)
     assert all(not buffer[:-1].any() and buffer[-1] == 7 for buffer in buffers)
@@ -405,7 +406,8 @@ def test_jobs_end_in_any_order_and_every_block_runs_once(op: Any, team: Any) -> 
 
 def test_waiting_lets_other_python_threads_run(op: Any) -> None:
     team = op.Team(1)
-    buffer = torch.empty(2**29, dtype=torch.uint8)
+    half = 2**28
+    buffer = torch.ones(2 * half, dtype=torch.uint8)
     ticks = []
     stop = threading.Event()
 
@@ -417,7 +419,7 @@ def test_waiting_lets_other_python_threads_run(op: Any) -> None:
     ticker = threading.Thread(target=tick)
     ticker.start()
     started = time.perf_counter()
-    assert team.fill_zero(buffer.data_ptr(), buffer.numel()).wait(60)
+    assert team.copy(buffer.data_ptr(), buffer.data_ptr() + half, half).wait(60)
     ended = time.perf_counter()
     stop.set()
     ticker.join()
@@ -427,8 +429,9 @@ def test_waiting_lets_other_python_threads_run(op: Any) -> None:
 
 def test_a_wait_has_a_limit(op: Any) -> None:
     team = op.Team(1)
-    buffer = torch.empty(2**30, dtype=torch.uint8)
-    job = team.fill_zero(buffer.data_ptr(), buffer.numel())
+    half = 2**28
+    buffer = torch.empty(2 * half, dtype=torch.uint8)
+    job = team.copy(buffer.data_ptr(), buffer.data_ptr() + half, half)
     assert not job.wait(0.0)
     assert job.wait(60)
     team.close()
@@ -442,15 +445,15 @@ def test_closing_waits_for_jobs_and_ends_the_threads(op: Any) -> None:
     before = threads()
     team = op.Team(3)
     assert threads() == before + 3
-    buffer = torch.ones(2**26, dtype=torch.uint8)
-    job = team.fill_zero(buffer.data_ptr(), buffer.numel())
+    buffer, zeros = torch.ones(2**26, dtype=torch.uint8), torch.zeros(2**26, dtype=torch.uint8)
+    job = team.copy(buffer.data_ptr(), zeros.data_ptr(), buffer.numel())
     team.close()
     team.close()
     assert job.done
     assert not buffer.any()
     assert threads() == before
     with pytest.raises(RuntimeError, match="closed"):
-        team.fill_zero(buffer.data_ptr(), 1)
+        team.copy(buffer.data_ptr(), zeros.data_ptr(), 1)
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -464,8 +467,8 @@ def test_a_forked_child_can_drop_the_team(op: Any, closes: bool) -> None:
         del team
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    buffer = torch.ones(100, dtype=torch.uint8)
-    assert team.fill_zero(buffer.data_ptr(), 100).wait(60)
+    buffer, zeros = torch.ones(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    assert team.copy(buffer.data_ptr(), zeros.data_ptr(), 100).wait(60)
     team.close()
 
 

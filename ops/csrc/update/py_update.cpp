@@ -212,18 +212,6 @@ public:
         return submit(job);
     }
 
-    PyJob fill_zero(std::uintptr_t address, std::size_t nbytes)
-    {
-        if (address == 0) { throw py::value_error("no address"); }
-        auto job = std::make_shared<Job>();
-        job->n_blocks = (nbytes + MEMORY_BLOCK_NBYTES - 1) / MEMORY_BLOCK_NBYTES;
-        job->run = [address, nbytes](std::size_t index) {
-            const std::size_t start = index * MEMORY_BLOCK_NBYTES;
-            std::memset(reinterpret_cast<char*>(address) + start, 0, std::min(MEMORY_BLOCK_NBYTES, nbytes - start));
-        };
-        return submit(job);
-    }
-
     void close()
     {
         py::gil_scoped_release release;
@@ -448,7 +436,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def("join", &PyTeam::join, py::arg("runs"), py::arg("variant") = "")
         .def("splits_exactly", &PyTeam::splits_exactly, py::arg("runs"), py::arg("variant") = "")
         .def("copy", &PyTeam::copy, py::arg("target"), py::arg("source"), py::arg("nbytes"))
-        .def("fill_zero", &PyTeam::fill_zero, py::arg("address"), py::arg("nbytes"))
         .def("close", &PyTeam::close);
     m.attr("TAIL_CONTRACTED") = tencache::TAIL_CONTRACTED;
     m.def("adam_variant", [] {

@@ -31,7 +31,8 @@ team = op.Team(1)
 memory = torch.zeros(2**29, dtype=torch.uint8)
 
 def close():
-    jobs = [team.fill_zero(memory.data_ptr(), memory.nbytes) for _ in range(8)]
+    half = memory.nbytes // 2
+    jobs = [team.copy(memory.data_ptr(), memory.data_ptr() + half, half) for _ in range(16)]
     print(jobs[-1].wait(60), flush=True)
     team.close()
 
