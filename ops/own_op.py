@@ -36,8 +36,8 @@ class OwnOp:
         return [str(_SOURCES / self.FOLDER / name) for name in self.FILES]
 
     def include_paths(self) -> list[str]:
-        """Where the op's own headers are."""
-        return [str(_SOURCES / self.FOLDER)]
+        """Where the op's own headers are, and those of all ops."""
+        return [str(_SOURCES / self.FOLDER), str(_SOURCES)]
 
     def cpu_arch(self) -> str:
         """No flag: sources that need an instruction set name it, and DeepSpeed's answer takes py-cpuinfo a second at

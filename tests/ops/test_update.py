@@ -587,7 +587,8 @@ def test_thread_sanitizer_finds_nothing_in_the_team(tmp_path: Path, source: str,
     main.write_text(source)
     compiler = os.environ.get("CXX") or shutil.which("c++")
     assert compiler, "a C++ compiler builds the op as well"
-    command = [compiler, "-std=c++17", "-g", "-O1", "-fsanitize=thread", "-pthread", f"-I{sources}"]
+    command = [compiler, "-std=c++17", "-g", "-O1", "-fsanitize=thread", "-pthread"]
+    command += [f"-I{sources}", f"-I{sources.parent}"]
     files = [str(sources / f"{unit}.cpp") for unit in units]
     subprocess.run([*command, str(main), *files, "-o", str(program)], check=True)
     # Thread sanitizer maps memory at fixed addresses, which address space randomisation may have taken.

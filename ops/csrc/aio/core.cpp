@@ -3,10 +3,11 @@
 
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <stdexcept>
+
+#include "signals_blocked.h"
 
 namespace tencache {
 
@@ -30,23 +31,6 @@ std::int64_t ns_since(Clock::time_point start)
     return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
 }
 
-// Signals are for Python's main thread: a handler on a lane would interrupt its system calls for nothing.
-class SignalsBlocked {
-public:
-    SignalsBlocked()
-    {
-        sigset_t all;
-        sigfillset(&all);
-        // Where a fault is blocked, the kernel ends the process without a word from faulthandler.
-        for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) { sigdelset(&all, fault); }
-        pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
-private:
-    sigset_t before_;
-};
-
 }  // namespace
 
 // Lanes' side
@@ -58,7 +42,7 @@ IoQueue::Core::Core(const QueueOptions& options) : options_(options)
 
 void IoQueue::Core::start()
 {
-    SignalsBlocked signals_blocked;
+    const SignalsBlocked blocked;
     for (auto& lane : lanes_) {
         lane->thread = std::thread([core = shared_from_this(), lane = lane.get()] {
             pthread_setname_np(pthread_self(), "tencache-io");
