@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +66,18 @@ def test_nothing_tells_a_fork_from_a_start(harness: Any, look: Path) -> None:
 
 
 def test_ranks_have_the_variables_that_the_launcher_sets(harness: Any) -> None:
-    folder = harness.folder()
     told = f"{{key: os.environ[key] for key in {OF_A_RANK}}} | {{'words': sys.argv[1:]}}"
-    (folder / "program.py").write_text(f"import json, os, sys\nprint(json.dumps({told}))\n")
-    words = [str(folder / "program.py"), "word"]
-    forked, launched = (
-        sorted(seen(run), key=lambda rank: rank["RANK"])
-        for run in (harness.python(words, folder=folder, ranks=2), harness.launch(2, words, folder=folder))
-    )
+    # Each rank has its own file: the launcher starts Python unbuffered, and ranks that print at once share lines.
+    program = f"import json, os, sys\njson.dump({told}, open('rank_' + os.environ['RANK'] + '.json', 'w'))\n"
+
+    def ranks_of(start: Callable[[list[str], Path], Any]) -> list[dict[str, Any]]:
+        folder = harness.folder()
+        (folder / "program.py").write_text(program)
+        start([str(folder / "program.py"), "word"], folder).succeeded()
+        return [json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))]
+
+    forked = ranks_of(lambda words, folder: harness.python(words, folder=folder, ranks=2))
+    launched = ranks_of(lambda words, folder: harness.launch(2, words, folder=folder))
     assert forked == launched
     assert len(forked) == 2
 
