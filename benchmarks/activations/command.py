@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch", type=at_least_one, default=1, metavar="N", help="sequences of each micro-step")
     add("--accumulation", type=at_least_one, default=1, metavar="N", help="micro-steps of each step")
     add("--steps", type=at_least_one, default=4, metavar="N", help="measured")
-    add("--warmup", type=int, default=11, metavar="N", help="steps before; TenCache plans after the fourth to eighth")
+    add("--warmup", type=int, default=11, metavar="N", help="steps before, and more until TenCache has planned")
     add("--gpu-cap", type=size, metavar="SIZE", help="GPU memory that torch may take")
     add("--nvme-path", type=Path, metavar="FOLDER", help="without it, everything that moves goes to RAM")
     add("--out", type=Path, default=Path("benchmark_results"), metavar="FOLDER", help="gets activations.json and logs")

@@ -15,7 +15,7 @@ class ActivationTask(Assignment):
     batch: int  # sequences of each micro-step
     accumulation: int  # micro-steps of each step
     steps: int  # measured
-    warmup: int  # steps before them
+    warmup: int  # steps before them; more where TenCache has not settled
     gpu_nbytes: int | None = None  # GPU memory that torch may take
 
 
@@ -24,7 +24,7 @@ class ActivationRun(Record):
 
     seconds: list[float]  # of each measured step
     tokens: int  # of a step
-    losses: list[float]  # of each micro-step, warm-up included
+    losses: list[float]  # of each micro-step from the first, without those by which the warm-up was extended
     activation_peak_nbytes: int  # GPU memory at its highest, less what was taken when the micro-step began
     gpu_peak_nbytes: int  # the most that tensors took
     rss_peak_nbytes: int  # the most that the process took of RAM

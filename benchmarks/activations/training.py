@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..training.instruments import process_nbytes
 from ..training.measured_run import limit_gpu_memory
+from ..training.warm_up import warm_up
 from ..workloads import SPECS, build, prepare
 from .result import ActivationRun, ActivationTask
 
@@ -43,12 +44,10 @@ def measure(task: ActivationTask) -> ActivationRun:
     engine = deepspeed.initialize(model=model, config=config)[0]
     generator = torch.Generator().manual_seed(2)
     vocabulary = SPECS[task.model].sizes["vocab_size"]
-    seconds, losses, activations = [], [], []
-    for number in range(task.warmup + task.steps):
-        if number == task.warmup:
-            accelerator.synchronize()
-            accelerator.reset_peak_memory_stats()
-            late_s = _late_seconds(engine)
+    losses: list[torch.Tensor] = []
+
+    def step() -> tuple[float, int]:
+        """Its seconds, and the GPU memory that its last micro-step took at most."""
         t_start_s = time.perf_counter()
         for _ in range(task.accumulation):
             tokens = torch.randint(vocabulary, (task.batch, task.sequence), generator=generator).to(engine.device)
@@ -62,28 +61,31 @@ def measure(task: ActivationTask) -> ActivationRun:
             engine.step()
             losses.append(loss.detach())
         accelerator.synchronize()
-        if number >= task.warmup:
-            seconds.append(time.perf_counter() - t_start_s)
-            activations.append(accelerator.max_memory_allocated() - before)
+        return time.perf_counter() - t_start_s, accelerator.max_memory_allocated() - before
+
+    session = getattr(engine.optimizer, "tencache", None)
+    warm_up(task.warmup, step, lambda: session is None or session.look().settled)
+    accelerator.reset_peak_memory_stats()
+    late_s = _late_seconds(session)
+    measured = [step() for _ in range(task.steps)]
     stats: dict[str, int] = {}
-    if getattr(engine.optimizer, "tencache", None) is not None:
-        found = engine.optimizer.tencache.stats()
+    if session is not None:
+        found = session.stats()
         stats = {key: getattr(found, key) for key in ("host_activation_nbytes", "nvme_activation_nbytes")}
     return ActivationRun(
-        seconds=seconds,
+        seconds=[seconds for seconds, _ in measured],
         tokens=task.accumulation * task.batch * task.sequence,
-        losses=[float(loss) for loss in losses],
-        activation_peak_nbytes=max(activations),
+        losses=[float(loss) for loss in losses[: (task.warmup + task.steps) * task.accumulation]],
+        activation_peak_nbytes=max(nbytes for _, nbytes in measured),
         gpu_peak_nbytes=accelerator.max_memory_allocated(),
         rss_peak_nbytes=process_nbytes("VmHWM"),
-        late_seconds=round(_late_seconds(engine) - late_s, 3),
+        late_seconds=round(_late_seconds(session) - late_s, 3),
         **stats,
     )
 
 
-def _late_seconds(engine: Any) -> float:
-    """Host waits for activations on NVMe so far."""
-    session = getattr(engine.optimizer, "tencache", None)
+def _late_seconds(session: Any) -> float:
+    """Host waits for activations on NVMe so far; 0 without TenCache."""
     if session is None:
         return 0.0
     stalls = session.stats().total.stall_seconds

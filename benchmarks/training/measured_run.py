@@ -30,17 +30,11 @@ from .consumption import Consumption
 from .device_profile import profile_step
 from .storage_meter import StorageMeter
 from .timeline import Timeline
+from .warm_up import MOST_MORE_STEPS, warm_up
 
 MODEL_SEED = 1234
 DATA_SEED = 99
 """Plus the rank."""
-
-
-MOST_MORE_WARMUP = 12
-"""Steps by which the warm-up is extended at most where a system has not settled."""
-
-STEPS_AFTER_SETTLING = 2
-"""Of the warm-up: the first one compiles what the later ones need."""
 
 MOVED = ("nvme_read_nbytes", "nvme_write_nbytes", "kernel_read_nbytes", "kernel_write_nbytes")
 """The fields of a step that are sums over the ranks."""
@@ -233,13 +227,7 @@ class MeasuredRun:
 
     def _warm_up(self, trainee: Trainee, batches: Iterator[list[torch.Tensor]]) -> None:
         """The steps that do not count: as many as requested, or as it takes to settle."""
-        n_steps, n_left = 0, self.task.warmup
-        most_steps = self.task.warmup + MOST_MORE_WARMUP
-        while n_left > 0:
-            self._keep(self._step(trainee, next(batches)))
-            n_steps, n_left = n_steps + 1, n_left - 1
-            if not trainee.settled():  # the next one may be the one that does it
-                n_left = min(max(n_left, 1 + STEPS_AFTER_SETTLING), most_steps - n_steps)
+        n_steps = warm_up(self.task.warmup, lambda: self._keep(self._step(trainee, next(batches))), trainee.settled)
         self._update(warmup_steps=n_steps)
 
     def _draw(self, trainee: Trainee) -> Iterator[list[torch.Tensor]]:
@@ -249,7 +237,7 @@ class MeasuredRun:
         shape = (workload.micro_batch, workload.sequence)
         per_step = workload.accumulation
         resumed = task.turns if task.gate is not None else 0
-        most_warmup = task.warmup + MOST_MORE_WARMUP
+        most_warmup = task.warmup + MOST_MORE_STEPS
         micro_batches = [
             torch.randint(0, trainee.vocabulary, shape, generator=generator)
             for _ in range((most_warmup + task.steps + resumed + 1) * per_step)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import os
 import socket
 import statistics
@@ -20,10 +19,11 @@ import torch
 
 from benchmarks.comparison.suites import workload_of
 from benchmarks.record import Measurement, Task
-from benchmarks.training.measured_run import MOST_MORE_WARMUP, MeasuredRun, nvme_paths, use_deterministic_kernels
+from benchmarks.training.measured_run import MeasuredRun, nvme_paths, use_deterministic_kernels
 from benchmarks.training.storage_meter import StorageMeter
 from benchmarks.training.train_fsdp import loss_scaler
 from benchmarks.training.train_step import DeepSpeedTrainee, meter_storage
+from benchmarks.training.warm_up import MOST_MORE_STEPS, warm_up
 from benchmarks.turns import Turnstile
 
 pytestmark = pytest.mark.timeout(600)
@@ -160,28 +160,20 @@ def test_every_step_gets_its_tokens_on_the_device() -> None:
     run = SimpleNamespace(task=task, _rank=0)
     trainee = SimpleNamespace(vocabulary=7, device=torch.device("meta"))
     batches = list(MeasuredRun._draw(run, trainee))  # type: ignore[arg-type]
-    assert len(batches) == 1 + MOST_MORE_WARMUP + 2 + 1
+    assert len(batches) == 1 + MOST_MORE_STEPS + 2 + 1
     for batch in batches:
         assert [(tokens.device.type, tokens.shape) for tokens in batch] == [("meta", (3, 5))] * 2
 
 
 @pytest.mark.parametrize(
     ("warmup", "settles_after", "expected"),
-    [(2, 0, 2), (0, 5, 0), (2, 8, 10), (9, 8, 10), (12, 8, 12), (2, 1000, 2 + MOST_MORE_WARMUP)],
+    [(2, 0, 2), (0, 5, 0), (2, 8, 10), (9, 8, 10), (12, 8, 12), (2, 1000, 2 + MOST_MORE_STEPS)],
     ids=["settled", "none", "later", "at_its_end", "within", "never"],
 )
 def test_the_warm_up_lasts_until_a_system_has_settled(warmup: int, settles_after: int, expected: int) -> None:
-    kept: list[object] = []
-    updated: dict[str, int] = {}
-    run = SimpleNamespace(
-        task=Task(workload=workload_of("7M", ranks=1), deepspeed_config={}, steps=1, warmup=warmup),
-        _keep=kept.append,
-        _step=lambda trainee, batch: batch,
-        _update=lambda **values: updated.update(values),
-    )
-    trainee = SimpleNamespace(settled=lambda: len(kept) >= settles_after)
-    MeasuredRun._warm_up(run, trainee, itertools.repeat([]))  # type: ignore[arg-type]
-    assert len(kept) == updated["warmup_steps"] == expected
+    taken: list[int] = []
+    n_taken = warm_up(warmup, lambda: taken.append(1), lambda: len(taken) >= settles_after)
+    assert len(taken) == n_taken == expected
 
 
 def test_stock_bytes_are_those_known(runs: dict[str, tuple[Measurement, str]]) -> None:
