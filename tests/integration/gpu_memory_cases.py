@@ -294,7 +294,8 @@ class Shrinking:
             if isinstance(homes._memory, OrdinaryMemory):
                 homes._memory.wanted_by_training_nbytes = CAPACITY["nbytes"]
             else:
-                nbytes = homes._memory.usage().free_nbytes - LEFT_BY_TRAINING_NBYTES
+                # Other processes on the card may have left less than that.
+                nbytes = max(homes._memory.usage().free_nbytes - LEFT_BY_TRAINING_NBYTES, 0)
                 self._taken = torch.empty(nbytes, dtype=torch.uint8, device=homes._memory.device)
 
 
