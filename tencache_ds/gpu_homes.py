@@ -251,7 +251,7 @@ class GpuHomes:
             seconds = record.seconds - self._planning_seconds
             self._observer.step_done(record, seconds, update_seconds, self._forward_seconds or 0.0)
             if self._agree("whether more steps are to be observed", not self._observer.has_enough, any):
-                clock = self._observer.begin_step()
+                clock = self._observer.begin_step(seconds)
                 if self._activations is not None:
                     self._activations.measure(clock)
                     self._memory.record()  # the peak without what is going to move

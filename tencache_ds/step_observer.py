@@ -10,6 +10,11 @@ from tencache_ds.planning.observed_steps import ObservedSteps, StepTimes
 from tencache_ds.profiling.device_idle import CudaIdle, SynchronousIdle
 from tencache_ds.profiling.fetch_waits import CudaStreamClock, FetchRecorder, FetchWait, HostClock, StreamClock
 
+_LEAST_LIFETIME_S = 10.0
+_LIFETIME_FACTOR = 4.0
+"""How long the device is observed, in the times of the step before: a step that takes longer is not typical, or has
+failed."""
+
 
 class StepObserver:
     """Used by the training thread, between two steps.
@@ -26,14 +31,19 @@ class StepObserver:
         self._observes = False
         self._recorder: FetchRecorder | None = None
 
-    def begin_step(self) -> StreamClock:
+    def begin_step(self, seconds: float) -> StreamClock:
         """The next step is observed; returns the clock of the device. Recording what it waits for takes time of its
-        hooks: only the last one is recorded, and its waits count as in a typical one."""
+        hooks: only the last one is recorded, and its waits count as in a typical one.
+
+        Args:
+            seconds: of the step before.
+        """
         self.close()
         self._observes = True
         clock = CudaStreamClock() if self._on_cuda else HostClock()
         if self._steps.next_may_be_last:
-            self._recorder = FetchRecorder(clock, CudaIdle() if self._on_cuda else SynchronousIdle())
+            lifetime_s = max(_LIFETIME_FACTOR * seconds, _LEAST_LIFETIME_S)
+            self._recorder = FetchRecorder(clock, CudaIdle(lifetime_s) if self._on_cuda else SynchronousIdle())
             self._record_fetches(self._recorder)
         return clock
 

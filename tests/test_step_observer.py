@@ -28,7 +28,7 @@ class Training:
         self.recorder = recorder
 
     def step(self, seconds: float, *, update_seconds: float = 0.5) -> None:
-        self.observer.begin_step()
+        self.observer.begin_step(seconds)
         self.recorded.append(self.recorder is not None)
         if self.recorder is not None:
             self.recorder.before_fetch(waits=True)

@@ -53,18 +53,22 @@ class CudaIdle:
     one that needed the interpreter would ask when the training thread has just launched something.
 
     It stops with this object, and before the interpreter exits: a script may end in a step that is observed, and the
-    driver must not be asked while it is unloaded.
+    driver must not be asked while it is unloaded. And after a time: where a step fails and its engine is dropped, hooks
+    of the model still refer to all of this.
+
+    Args:
+        lifetime_s: after so many seconds nothing more is observed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lifetime_s: float) -> None:
         self._samples: IdleSamples | None = None
         self._sampler: Any = None
         try:
-            self._sampler = self._begin()
+            self._sampler = self._begin(lifetime_s)
         except (OSError, RuntimeError) as error:  # no driver of this name, or no thread
             logger.debug("it is not observed how long the device is idle: %s", error)
 
-    def _begin(self) -> Any:
+    def _begin(self, lifetime_s: float) -> Any:
         from tencache_ds.ops.tencache_update import load_tencache_update  # which imports DeepSpeed
 
         driver = ctypes.CDLL("libcuda.so.1")
@@ -78,6 +82,7 @@ class CudaIdle:
             ],
             call=(_address(driver.cuStreamQuery), torch.cuda.current_stream().cuda_stream),
             period_ns=_PERIOD_NS,
+            lifetime_ns=int(lifetime_s * 1e9),
             capacity=_CAPACITY,
         )
         weakref.finalize(self, _end, sampler, mode)

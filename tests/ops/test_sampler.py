@@ -38,10 +38,14 @@ class Calls:
 
 
 def sampler(
-    call: tuple[int, int], *preparations: tuple[int, int], period_ns: int = 100_000, capacity: int = 1000
+    call: tuple[int, int],
+    *preparations: tuple[int, int],
+    period_ns: int = 100_000,
+    lifetime_ns: int = 10**12,
+    capacity: int = 1000,
 ) -> Any:
     return load_tencache_update().Sampler(
-        preparations=list(preparations), call=call, period_ns=period_ns, capacity=capacity
+        preparations=list(preparations), call=call, period_ns=period_ns, lifetime_ns=lifetime_ns, capacity=capacity
     )
 
 
@@ -115,6 +119,18 @@ def test_nothing_is_called_once_it_is_closed():
     assert len(calls.arguments) == n_calls
 
 
+def test_it_ends_by_itself_and_keeps_its_samples():
+    calls = Calls()
+    sampling = sampler(calls.add(lambda: 0), lifetime_ns=20_000_000)
+    time.sleep(0.1)
+    n_calls = len(calls.arguments)
+    time.sleep(0.05)
+    assert len(calls.arguments) == n_calls
+    results, times_ns = sampling.results, sampling.times_ns
+    assert len(results) == n_calls > 0
+    assert times_ns[-1] - times_ns[0] < 20_000_000 + 5_000_000
+
+
 def test_a_forked_child_ends_without_its_thread():
     sampling = sampler(Calls().add(lambda: 0), period_ns=1_000)
     time.sleep(0.01)
@@ -127,10 +143,19 @@ def test_a_forked_child_ends_without_its_thread():
     assert sampling.results
 
 
-@pytest.mark.parametrize("wrong", [{"period_ns": 0}, {"capacity": 1}, {"call": (0, 0)}, {"preparations": [(0, 1)]}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"period_ns": 0}, {"lifetime_ns": 0}, {"capacity": 1}, {"call": (0, 0)}, {"preparations": [(0, 1)]}],
+)
 def test_what_cannot_be_is_refused(wrong):
     calls = Calls()
-    arguments = {"preparations": [], "call": calls.add(lambda: 0), "period_ns": 1000, "capacity": 8}
-    with pytest.raises(ValueError, match=r"period_ns|capacity|address"):
+    arguments = {
+        "preparations": [],
+        "call": calls.add(lambda: 0),
+        "period_ns": 1000,
+        "lifetime_ns": 10**9,
+        "capacity": 8,
+    }
+    with pytest.raises(ValueError, match=r"period_ns|lifetime_ns|capacity|address"):
         load_tencache_update().Sampler(**arguments | wrong)
     assert not calls.arguments

@@ -35,7 +35,9 @@ def team() -> tuple[Any, Callable[[], object]]:
 
 def sampler() -> tuple[Any, Callable[[], object]]:
     call = ctypes.cast(answer, ctypes.c_void_p).value
-    threads = load_tencache_update().Sampler(preparations=[], call=(call, 0), period_ns=1_000_000, capacity=100)
+    threads = load_tencache_update().Sampler(
+        preparations=[], call=(call, 0), period_ns=1_000_000, lifetime_ns=10**12, capacity=100
+    )
     return threads, threads.close
 
 

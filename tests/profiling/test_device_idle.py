@@ -58,7 +58,7 @@ def test_training_goes_on_where_nothing_can_be_observed(monkeypatch, error):
         raise error
 
     monkeypatch.setattr("ctypes.CDLL", refuse)
-    idle = CudaIdle()
+    idle = CudaIdle(60.0)
     assert idle.seconds(0.0, 1.0) == 0.0
     idle.close()
 
@@ -80,17 +80,20 @@ from tencache_ds.profiling import device_idle
 driver = ctypes.CDLL(sys.argv[1])
 ctypes.CDLL = lambda name: driver
 torch.cuda.current_stream = lambda: types.SimpleNamespace(cuda_stream=0)
+def asked_no_more():
+    n = driver.n_calls()
+    time.sleep(0.05)
+    assert driver.n_calls() == n
 {}
 sys.exit(0 if driver.n_calls() > 10 else 1)
 """
 ENDINGS = {
     # The references that native code keeps, hooks of autograd for one, outlive the interpreter.
-    "in_an_observed_step": "idle = device_idle.CudaIdle(); time.sleep(0.1); "
+    "in_an_observed_step": "idle = device_idle.CudaIdle(60.0); time.sleep(0.1); "
     "ctypes.pythonapi.Py_IncRef(ctypes.py_object(idle))",
-    "closed": "idle = device_idle.CudaIdle(); time.sleep(0.1); idle.close(); n = driver.n_calls(); time.sleep(0.05); "
-    "assert driver.n_calls() == n",
-    "dropped": "idle = device_idle.CudaIdle(); time.sleep(0.1); del idle; n = driver.n_calls(); time.sleep(0.05); "
-    "assert driver.n_calls() == n",
+    "after_its_time": "idle = device_idle.CudaIdle(0.1); time.sleep(0.3); asked_no_more()",
+    "closed": "idle = device_idle.CudaIdle(60.0); time.sleep(0.1); idle.close(); asked_no_more()",
+    "dropped": "idle = device_idle.CudaIdle(60.0); time.sleep(0.1); del idle; asked_no_more()",
 }
 
 
@@ -111,7 +114,7 @@ def test_the_driver_is_not_asked_any_more(tmp_path: Path, ending: str) -> None:
 def test_a_gpu_is_idle_while_it_has_nothing_to_do():
     matrix = torch.randn(4096, 4096, device="cuda")
     (matrix @ matrix).sum().item()
-    idle = CudaIdle()
+    idle = CudaIdle(60.0)
     t_start_s = time.perf_counter()
     time.sleep(0.2)
     t_busy_s = time.perf_counter()
@@ -133,7 +136,7 @@ def test_queries_break_no_capture_of_a_graph():
     matrix, graph, stream = torch.randn(256, 256, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         (matrix @ matrix).sum().item()
-    idle = CudaIdle()
+    idle = CudaIdle(60.0)
     with torch.cuda.graph(graph, stream=stream):
         result = matrix @ matrix
         time.sleep(0.02)
@@ -145,7 +148,7 @@ def test_queries_break_no_capture_of_a_graph():
 
 @pytest.mark.gpu
 def test_a_step_of_the_default_stream_is_seen_from_another_thread():
-    idle = CudaIdle()
+    idle = CudaIdle(60.0)
     t_start_s = time.perf_counter()
     torch.cuda.synchronize()
     time.sleep(0.05)

@@ -293,12 +293,15 @@ public:
     PySampler(const std::vector<CallTuple>& preparations,
               const CallTuple& call,
               std::int64_t period_ns,
+              std::int64_t lifetime_ns,
               std::size_t capacity)
     {
-        if (period_ns < 1 || capacity < 2) { throw py::value_error("period_ns must be positive, and capacity at least 2"); }
+        if (period_ns < 1 || lifetime_ns < 1 || capacity < 2) {
+            throw py::value_error("period_ns and lifetime_ns must be positive, and capacity at least 2");
+        }
         std::vector<Call> first;
         for (const CallTuple& each : preparations) { first.push_back(call_of(each)); }
-        sampler_ = std::make_unique<Sampler>(std::move(first), call_of(call), period_ns, capacity);
+        sampler_ = std::make_unique<Sampler>(std::move(first), call_of(call), period_ns, lifetime_ns, capacity);
     }
 
     ~PySampler() { close(); }
@@ -340,11 +343,12 @@ private:
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
 {
     py::class_<PySampler>(m, "Sampler")
-        .def(py::init<const std::vector<CallTuple>&, const CallTuple&, std::int64_t, std::size_t>(),
+        .def(py::init<const std::vector<CallTuple>&, const CallTuple&, std::int64_t, std::int64_t, std::size_t>(),
              py::kw_only(),
              py::arg("preparations"),
              py::arg("call"),
              py::arg("period_ns"),
+             py::arg("lifetime_ns"),
              py::arg("capacity"))
         .def("close", &PySampler::close)
         .def_property_readonly("times_ns", &PySampler::times_ns)

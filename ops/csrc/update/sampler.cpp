@@ -12,10 +12,15 @@
 
 namespace tencache {
 
-Sampler::Sampler(std::vector<Call> preparations, Call call, std::int64_t period_ns, std::size_t capacity)
+Sampler::Sampler(std::vector<Call> preparations,
+                 Call call,
+                 std::int64_t period_ns,
+                 std::int64_t lifetime_ns,
+                 std::size_t capacity)
     : preparations_(std::move(preparations)),
       call_(call),
       period_ns_(period_ns),
+      lifetime_ns_(lifetime_ns),
       capacity_(capacity),
       owner_pid_(static_cast<int>(getpid()))
 {
@@ -45,7 +50,8 @@ void Sampler::work()
         if (error_ != 0) { return; }
     }
     auto next = std::chrono::steady_clock::now();
-    while (!closing_) {
+    const auto end = next + std::chrono::nanoseconds(lifetime_ns_);
+    while (!closing_ && next < end) {
         const std::int64_t t_ns = now_ns();
         samples_.push_back({t_ns, call_()});
         if (samples_.size() >= capacity_) {

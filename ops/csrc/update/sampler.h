@@ -30,7 +30,12 @@ public:
     // Begins at once. Where the samples are `capacity` in number, every second one is dropped and the period is doubled.
     //
     // preparations: the thread's first calls; one that does not return 0 ends it.
-    Sampler(std::vector<Call> preparations, Call call, std::int64_t period_ns, std::size_t capacity);
+    // lifetime_ns: after so long the thread ends by itself.
+    Sampler(std::vector<Call> preparations,
+            Call call,
+            std::int64_t period_ns,
+            std::int64_t lifetime_ns,
+            std::size_t capacity);
     ~Sampler();
     Sampler(const Sampler&) = delete;
     Sampler& operator=(const Sampler&) = delete;
@@ -50,6 +55,7 @@ private:
     const std::vector<Call> preparations_;
     const Call call_;
     std::int64_t period_ns_;
+    const std::int64_t lifetime_ns_;
     const std::size_t capacity_;
     std::vector<Sample> samples_;
     int error_ = 0;
