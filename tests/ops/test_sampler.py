@@ -128,7 +128,7 @@ def test_it_ends_by_itself_and_keeps_its_samples():
     assert len(calls.arguments) == n_calls
     results, times_ns = sampling.results, sampling.times_ns
     assert len(results) == n_calls > 0
-    assert times_ns[-1] - times_ns[0] < 20_000_000 + 5_000_000
+    assert times_ns[-1] - times_ns[0] < 100_000_000, "where this thread gets a core when it wakes up"
 
 
 def test_a_forked_child_ends_without_its_thread():

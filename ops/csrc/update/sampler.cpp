@@ -51,7 +51,7 @@ void Sampler::work()
     }
     auto next = std::chrono::steady_clock::now();
     const auto end = next + std::chrono::nanoseconds(lifetime_ns_);
-    while (!closing_ && next < end) {
+    while (!closing_ && std::chrono::steady_clock::now() < end) {
         const std::int64_t t_ns = now_ns();
         samples_.push_back({t_ns, call_()});
         if (samples_.size() >= capacity_) {
