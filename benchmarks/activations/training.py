@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..training.instruments import process_nbytes
 from ..training.measured_run import limit_gpu_memory
-from ..training.warm_up import warm_up
+from ..training.warm_up import has_settled, warm_up
 from ..workloads import SPECS, build, prepare
 from .result import ActivationRun, ActivationTask
 
@@ -64,14 +64,12 @@ def measure(task: ActivationTask) -> ActivationRun:
         return time.perf_counter() - t_start_s, accelerator.max_memory_allocated() - before
 
     session = getattr(engine.optimizer, "tencache", None)
-    warm_up(task.warmup, step, lambda: session is None or session.look().settled)
+    warm_up(task.warmup, step, lambda: has_settled(session))
+    accelerator.synchronize()  # there may have been no step yet
     accelerator.reset_peak_memory_stats()
-    late_s = _late_seconds(session)
+    stats_before = None if session is None else session.stats()
     measured = [step() for _ in range(task.steps)]
-    stats: dict[str, int] = {}
-    if session is not None:
-        found = session.stats()
-        stats = {key: getattr(found, key) for key in ("host_activation_nbytes", "nvme_activation_nbytes")}
+    stats = None if session is None else session.stats()
     return ActivationRun(
         seconds=[seconds for seconds, _ in measured],
         tokens=task.accumulation * task.batch * task.sequence,
@@ -79,17 +77,17 @@ def measure(task: ActivationTask) -> ActivationRun:
         activation_peak_nbytes=max(nbytes for _, nbytes in measured),
         gpu_peak_nbytes=accelerator.max_memory_allocated(),
         rss_peak_nbytes=process_nbytes("VmHWM"),
-        late_seconds=round(_late_seconds(session) - late_s, 3),
-        **stats,
+        late_seconds=round(_late_seconds(stats) - _late_seconds(stats_before), 3),
+        host_activation_nbytes=0 if stats is None else stats.host_activation_nbytes,
+        nvme_activation_nbytes=0 if stats is None else stats.nvme_activation_nbytes,
     )
 
 
-def _late_seconds(session: Any) -> float:
-    """Host waits for activations on NVMe so far; 0 without TenCache."""
-    if session is None:
+def _late_seconds(stats: Any) -> float:
+    """Host waits for activations on NVMe so far; 0 of None, without TenCache."""
+    if stats is None:
         return 0.0
-    stalls = session.stats().total.stall_seconds
-    return sum(seconds for stall, seconds in stalls.items() if str(stall).startswith("activation"))
+    return sum(seconds for stall, seconds in stats.total.stall_seconds.items() if str(stall).startswith("activation"))
 
 
 def with_chunked_loss(model: Any) -> Any:

@@ -22,6 +22,7 @@ from .. import workloads
 from ..record import Task
 from .measured_run import MeasuredRun, Trainee, limit_gpu_memory, nvme_paths, run_task
 from .storage_meter import StorageMeter
+from .warm_up import has_settled
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,7 +56,7 @@ class DeepSpeedTrainee(Trainee):
         return int(self.engine.skipped_steps)
 
     def settled(self) -> bool:
-        return self.tencache is None or bool(self.tencache.look().settled)
+        return has_settled(self.tencache)
 
     def stall_s(self) -> float:
         # look(), since stats() waits for what goes on behind the training.

@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 MOST_MORE_STEPS = 12
 """Steps by which the warm-up is extended at most where a system has not settled."""
 
 STEPS_AFTER_SETTLING = 2
 """Of the warm-up: the first one compiles what the later ones need."""
+
+
+def has_settled(session: Any) -> bool:
+    """Whether TenCache has made its plan, so that steps are as they will be; True of None, without TenCache."""
+    return session is None or bool(session.look().settled)
 
 
 def warm_up(n_steps: int, step: Callable[[], object], settled: Callable[[], bool]) -> int:

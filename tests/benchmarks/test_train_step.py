@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import socket
 import statistics
@@ -23,7 +24,7 @@ from benchmarks.training.measured_run import MeasuredRun, nvme_paths, use_determ
 from benchmarks.training.storage_meter import StorageMeter
 from benchmarks.training.train_fsdp import loss_scaler
 from benchmarks.training.train_step import DeepSpeedTrainee, meter_storage
-from benchmarks.training.warm_up import MOST_MORE_STEPS, warm_up
+from benchmarks.training.warm_up import MOST_MORE_STEPS
 from benchmarks.turns import Turnstile
 
 pytestmark = pytest.mark.timeout(600)
@@ -171,9 +172,17 @@ def test_every_step_gets_its_tokens_on_the_device() -> None:
     ids=["settled", "none", "later", "at_its_end", "within", "never"],
 )
 def test_the_warm_up_lasts_until_a_system_has_settled(warmup: int, settles_after: int, expected: int) -> None:
-    taken: list[int] = []
-    n_taken = warm_up(warmup, lambda: taken.append(1), lambda: len(taken) >= settles_after)
-    assert len(taken) == n_taken == expected
+    kept: list[object] = []
+    updated: dict[str, int] = {}
+    run = SimpleNamespace(
+        task=Task(workload=workload_of("7M", ranks=1), deepspeed_config={}, steps=1, warmup=warmup),
+        _keep=kept.append,
+        _step=lambda trainee, batch: batch,
+        _update=lambda **values: updated.update(values),
+    )
+    trainee = SimpleNamespace(settled=lambda: len(kept) >= settles_after)
+    MeasuredRun._warm_up(run, trainee, itertools.repeat([]))  # type: ignore[arg-type]
+    assert len(kept) == updated["warmup_steps"] == expected
 
 
 def test_stock_bytes_are_those_known(runs: dict[str, tuple[Measurement, str]]) -> None:
