@@ -20,7 +20,7 @@ FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 class Calls:
-    """Keeps functions of Python callable from C."""
+    """Keeps functions of Python callable from C: as long as this object lives, which must be longer than a sampler."""
 
     def __init__(self) -> None:
         self._functions: list[Any] = []
@@ -37,6 +37,12 @@ class Calls:
         return ctypes.cast(self._functions[-1], ctypes.c_void_p).value or 0, argument
 
 
+@pytest.fixture
+def calls() -> Calls:
+    """Outlives the variables of the test, of which one may be a sampler with a running thread."""
+    return Calls()
+
+
 def sampler(
     call: tuple[int, int],
     *preparations: tuple[int, int],
@@ -49,8 +55,8 @@ def sampler(
     )
 
 
-def test_results_are_kept_with_their_times():
-    calls, values = Calls(), iter(range(10**6))
+def test_results_are_kept_with_their_times(calls: Calls):
+    values = iter(range(10**6))
     t_start_ns = time.perf_counter_ns()
     sampling = sampler(calls.add(lambda: next(values), 7))
     time.sleep(0.05)
@@ -65,16 +71,15 @@ def test_results_are_kept_with_their_times():
     assert sampling.error == 0
 
 
-def test_samples_are_evenly_spaced():
-    calls = Calls()
+def test_samples_are_evenly_spaced(calls: Calls):
     sampling = sampler(calls.add(lambda: 0), period_ns=2_000_000)
     time.sleep(0.2)
     times_ns = sampling.times_ns
     assert 20 <= len(times_ns) <= 110, "a hundred, unless the machine is busy"
 
 
-def test_where_there_are_too_many_the_period_is_doubled():
-    calls, values = Calls(), iter(range(10**6))
+def test_where_there_are_too_many_the_period_is_doubled(calls: Calls):
+    values = iter(range(10**6))
     sampling = sampler(calls.add(lambda: next(values)), period_ns=20_000, capacity=16)
     deadline = time.monotonic() + 30
     while len(calls.arguments) < 60 and time.monotonic() < deadline:
@@ -87,8 +92,8 @@ def test_where_there_are_too_many_the_period_is_doubled():
     assert results[1] - results[0] > results[-1] - results[-2], "of the first ones most were dropped"
 
 
-def test_preparations_come_first_in_the_same_thread():
-    calls, order = Calls(), []
+def test_preparations_come_first_in_the_same_thread(calls: Calls):
+    order = []
     sampling = sampler(
         calls.add(lambda: order.append("call") or 0, 3),
         calls.add(lambda: order.append("first") or 0, 1),
@@ -101,15 +106,13 @@ def test_preparations_come_first_in_the_same_thread():
     assert len(calls.threads) == 1
 
 
-def test_a_preparation_that_fails_ends_it():
-    calls = Calls()
+def test_a_preparation_that_fails_ends_it(calls: Calls):
     sampling = sampler(calls.add(lambda: 0), calls.add(lambda: 201))
     time.sleep(0.02)
     assert (sampling.error, sampling.results, sampling.times_ns) == (201, [], [])
 
 
-def test_nothing_is_called_once_it_is_closed():
-    calls = Calls()
+def test_nothing_is_called_once_it_is_closed(calls: Calls):
     sampling = sampler(calls.add(lambda: 0))
     time.sleep(0.01)
     sampling.close()
@@ -119,8 +122,7 @@ def test_nothing_is_called_once_it_is_closed():
     assert len(calls.arguments) == n_calls
 
 
-def test_it_ends_by_itself_and_keeps_its_samples():
-    calls = Calls()
+def test_it_ends_by_itself_and_keeps_its_samples(calls: Calls):
     sampling = sampler(calls.add(lambda: 0), lifetime_ns=20_000_000)
     time.sleep(0.1)
     n_calls = len(calls.arguments)
@@ -131,8 +133,8 @@ def test_it_ends_by_itself_and_keeps_its_samples():
     assert times_ns[-1] - times_ns[0] < 100_000_000, "where this thread gets a core when it wakes up"
 
 
-def test_a_forked_child_ends_without_its_thread():
-    sampling = sampler(Calls().add(lambda: 0), period_ns=1_000)
+def test_a_forked_child_ends_without_its_thread(calls: Calls):
+    sampling = sampler(calls.add(lambda: 0), period_ns=1_000)
     time.sleep(0.01)
     child = os.fork()
     if child == 0:
@@ -147,8 +149,7 @@ def test_a_forked_child_ends_without_its_thread():
     "wrong",
     [{"period_ns": 0}, {"lifetime_ns": 0}, {"capacity": 1}, {"call": (0, 0)}, {"preparations": [(0, 1)]}],
 )
-def test_what_cannot_be_is_refused(wrong):
-    calls = Calls()
+def test_what_cannot_be_is_refused(calls: Calls, wrong: dict[str, Any]):
     arguments = {
         "preparations": [],
         "call": calls.add(lambda: 0),
