@@ -24,6 +24,7 @@ from tencache_ds.errors import InplaceChangeError, TenCacheError
 from tencache_ds.io import Extent, Ticket
 from tencache_ds.items import Place
 from tencache_ds.memory.lease import Event
+from tencache_ds.tensors import empty
 
 
 @dataclass(slots=True)
@@ -191,7 +192,7 @@ class MovedTensor:
 
     def view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor, with the same shape, strides and offset, in another storage with the same bytes."""
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor = empty(0, self.dtype, storage.device)
         return tensor.set_(storage, self.offset, self.shape, self.stride)
 
 

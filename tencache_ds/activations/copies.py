@@ -18,6 +18,7 @@ import torch
 
 from tencache_ds.memory.lease import Event
 from tencache_ds.planning.activation_policy import MoveRates
+from tencache_ds.tensors import empty
 
 _MEASURED_NBYTES = 32 * 2**20
 
@@ -61,7 +62,7 @@ class PlainCopies:
 
     def back(self, source: torch.Tensor, after: Event | None) -> tuple[torch.Tensor, Event | None]:
         """See :meth:`Copies.back`."""
-        target = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
+        target = empty(source.numel(), torch.uint8, self._device)
         self._copy(target, source, 1)
         return target, None
 
@@ -100,7 +101,7 @@ class CudaCopies:
 
     def back(self, source: torch.Tensor, after: Event | None) -> tuple[torch.Tensor, Event | None]:
         """See :meth:`Copies.back`."""
-        target = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
+        target = empty(source.numel(), torch.uint8, self._device)
         self._back.wait_stream(torch.cuda.current_stream(self._device))
         if after is not None:
             self._back.wait_event(cast(torch.cuda.Event, after))
@@ -120,8 +121,8 @@ class CudaCopies:
 
 def _measured_rates(device: torch.device) -> MoveRates:
     """Takes some milliseconds."""
-    host = torch.empty(_MEASURED_NBYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(_MEASURED_NBYTES, dtype=torch.uint8, device=device)
+    host = empty(_MEASURED_NBYTES, torch.uint8, pinned=True)
+    there = empty(_MEASURED_NBYTES, torch.uint8, device)
     return MoveRates(_rate(host, there), _rate(there, host))
 
 

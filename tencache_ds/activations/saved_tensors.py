@@ -47,6 +47,7 @@ from tencache_ds.planning.activation_policy import (
     reload_window_nbytes,
 )
 from tencache_ds.profiling.move_waits import MoveWaits
+from tencache_ds.tensors import empty
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -476,4 +477,4 @@ class SavedTensors:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """All bytes of a storage, as a 1-D uint8 tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return empty(0, torch.uint8, storage.device).set_(storage)

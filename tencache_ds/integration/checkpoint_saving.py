@@ -32,6 +32,7 @@ from tencache_ds.errors import CheckpointError
 from tencache_ds.integration.checkpoint import CheckpointMixin, StateKey
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, write_archive
 from tencache_ds.planning.chunks import Chunk
+from tencache_ds.tensors import zeros
 
 PARTIAL = ".partial"
 """Ends the name of a file of a checkpoint that is not complete on every rank."""
@@ -230,7 +231,7 @@ def _ranks_where(here: bool) -> list[int]:
     """The ranks that say yes. Collective."""
     if dist.get_world_size() == 1:
         return [0] if here else []
-    votes = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=get_accelerator().current_device_name())
+    votes = zeros(dist.get_world_size(), torch.int32, get_accelerator().current_device_name())
     votes[dist.get_rank()] = int(here)
     dist.all_reduce(votes)
     return [rank for rank, vote in enumerate(votes.tolist()) if vote]

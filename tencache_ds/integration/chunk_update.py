@@ -14,6 +14,7 @@ import torch
 from tencache_ds.integration.cpu_adam_op import LazyCpuAdam
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, adam_scalars
+from tencache_ds.tensors import empty
 from tencache_ds.tiers.cpu_share import ArithmeticCores
 from tencache_ds.tiers.device_adam import DeviceAdam
 from tencache_ds.tiers.device_update import DeviceUpdate
@@ -151,7 +152,7 @@ class _DeepSpeedCpuAdam:
 
     def count(self, number: int, group: Mapping[str, Any]) -> None:
         """A step without elements."""
-        nothing = torch.empty(0)
+        nothing = empty(0, torch.float32)
         self._call(number, group, nothing, nothing, nothing, nothing)
 
     def _call(self, number: int, group: Mapping[str, Any], *tensors: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.profiling.processor import processor_field
+from tencache_ds.tensors import empty
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -68,7 +69,7 @@ class LazyCpuAdam:
         self.load_now()
         counted, self._steps = self._steps, range(0)
         for each in counted:
-            self._op.adam_update(opt_id, each, lr, *self._betas, *arguments[:3], *[torch.empty(0)] * 4)
+            self._op.adam_update(opt_id, each, lr, *self._betas, *arguments[:3], *[empty(0, torch.float32)] * 4)
         self._op.adam_update(opt_id, step, lr, beta1, beta2, *arguments)
 
     def _count(self, step: int, betas: tuple[float, float]) -> None:

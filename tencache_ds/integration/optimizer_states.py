@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import TenCacheError
+from tencache_ds.tensors import empty
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
@@ -151,7 +152,7 @@ class OptimizerStates:
         state = self._optimizer.state.get(placeholder, {})
         for kind in self._per_element(sub_group):
             del state[kind]
-        placeholder.data = torch.empty(0, dtype=placeholder.dtype)
+        placeholder.data = empty(0, placeholder.dtype)
 
     def _begin(self, sub_group: int) -> None:
         """torch's Adagrad creates its states in its constructor, for parameters that ZeRO has replaced since."""

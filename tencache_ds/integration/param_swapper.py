@@ -53,6 +53,7 @@ from tencache_ds.integration.engine_building import build_engine
 from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.io.backends.shutdown import run_before_exit
 from tencache_ds.observability.counters import Access, Link
+from tencache_ds.tensors import filled
 
 SMALLEST_STORED_NBYTES = 64 * 2**10
 """Shards below this stay in host memory: reading them costs a disk access and saves next to nothing."""
@@ -431,7 +432,7 @@ class ParamSwapper:
         if stand_in is None:
             dtype, numel = param.ds_tensor.dtype, param.ds_tensor.ds_numel
             absent = math.nan if dtype.is_floating_point or dtype.is_complex else -1 if dtype.is_signed else 1
-            stand_in = self._stand_ins[param.ds_id] = torch.full((1,), absent, dtype=dtype).expand(numel)
+            stand_in = self._stand_ins[param.ds_id] = filled(1, absent, dtype).expand(numel)
         return stand_in
 
     def _hide(self, param: Any) -> None:

@@ -19,6 +19,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
 
 from tencache_ds.integration.chunked_step import wait_for_updates
+from tencache_ds.tensors import empty
 
 
 def gathers_as_usual(zero_config: Any) -> bool:
@@ -107,7 +108,7 @@ class RankGather:
         self._numels = [int(shard.ds_numel) for shard in shards]
         numel = sum(self._numels)
         device = get_accelerator().current_device_name()
-        self.collected = torch.empty(self._n_ranks * numel, dtype=shards[0].dtype, device=device)
+        self.collected = empty(self._n_ranks * numel, shards[0].dtype, device)
         mine = self.collected.narrow(0, dist.get_rank(group) * numel, numel)
         for part, shard in zip(mine.split(self._numels), shards, strict=True):
             part.copy_(shard, non_blocking=True)

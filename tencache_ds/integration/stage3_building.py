@@ -38,6 +38,7 @@ from tencache_ds.planning.chunks import GRADIENT_BUFFER_NUMEL, gradient_cuts
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.session import Session
 from tencache_ds.state_moves import StateMoves
+from tencache_ds.tensors import empty
 from tencache_ds.tiers.device_adam import DeviceAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
@@ -101,7 +102,7 @@ class BuildingMixin:
         groups = self.trainable_param_groups
         if self.params_in_nvme_and_cpu:
             # The weight tier decides which weights stay in host memory: no sub-group gets a flat buffer of DeepSpeed's.
-            self.param_groups_fp16_flat_cpu_memory = [torch.empty(0, dtype=self.dtype) for _ in groups]
+            self.param_groups_fp16_flat_cpu_memory = [empty(0, self.dtype) for _ in groups]
             return
         numels = [sum(param.partition_numel() for param in group["params"]) for group in groups]
         try:
@@ -164,7 +165,7 @@ class BuildingMixin:
             # Their memory is zeroed and registered while the disk writes.
             gradients = beside.submit(self._build_gradients, engine, cuts)
             for index, ids in enumerate(self.fp16_partitioned_groups_flat_id):
-                placeholder = torch.empty(0, dtype=dtype)
+                placeholder = empty(0, dtype)
                 placeholder.ds_id = f"{ids[0]}_{ids[-1]}"
                 placeholder.requires_grad = True
                 self.fp32_partitioned_groups_flat.append(placeholder)
@@ -195,7 +196,7 @@ class BuildingMixin:
         if self.contiguous_gradients:
             for dtype, bucket in self.ipg_buckets.items():
                 device = get_accelerator().current_device_name()
-                bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
+                bucket.buffer = empty(self.reduce_bucket_size, dtype, device)
         self._updater = SubGroupUpdater(
             self.optimizer,
             self._state,
@@ -284,7 +285,7 @@ class BuildingMixin:
         gradients = GradientTier(buffers, dtype, engine.gradient_memory, engine.counters)
         keys = [segment.key for segment in itertools.chain.from_iterable(buffers)]
         setattr(self, GRADIENT_PARTITIONS, {key: gradients.segment(key) for key in keys})
-        self.grad_partitions_flat_buffer = torch.empty(0, dtype=dtype)  # DeepSpeed asks where it is
+        self.grad_partitions_flat_buffer = empty(0, dtype)  # DeepSpeed asks where it is
         return gradients
 
     def _record_fetches(self, recorder: FetchRecorder | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from tencache_ds.tensors import zeros
 from tencache_ds.tiers.kinds import MASTER
 
 
@@ -113,7 +114,7 @@ class StateAccessMixin:
         numel = param.partition_numel()
         start = min(numel * self._get_param_partition_rank(param), value.numel())
         real = min(numel, value.numel() - start)
-        partition = torch.zeros(numel, dtype=value.dtype)
+        partition = zeros(numel, value.dtype)
         partition[:real].copy_(value.flatten()[start : start + real])
         return partition
 

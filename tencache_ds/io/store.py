@@ -35,8 +35,9 @@ from tencache_ds.io.space import SpaceFiles
 from tencache_ds.io.stripes import Placement, StripedSpace
 from tencache_ds.layout import round_up
 from tencache_ds.observability import spans
+from tencache_ds.tensors import empty
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = empty(0, torch.uint8)
 
 
 class ExtentStore:
@@ -484,8 +485,7 @@ class ExtentStore:
         return True
 
     def _finish(self, extent: Extent, request: Request, witness: Witness) -> None:
-        """In a lane thread, after the last byte and before the buffer's owner has it back: keeps the fingerprint of a
-        write; raises if a read differs from it."""
+        """In a lane thread, before the buffer is released: keeps a write's fingerprint, which a read must have."""
         if request.operation is Operation.WRITE:
             witness.take(request.buffer)
             return

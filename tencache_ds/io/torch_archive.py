@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import SpaceError, StorageError, TenCacheError
+from tencache_ds.tensors import empty
 
 PICKLE_PROTOCOL = 2
 FORMAT_VERSION = b"3\n"
@@ -250,7 +251,7 @@ def _pickle(obj: Any) -> _Structure:
 
 
 def _storage_type(dtype: torch.dtype) -> Any:
-    return getattr(torch, torch.empty(0, dtype=dtype)._typed_storage()._pickle_storage_type())
+    return getattr(torch, empty(0, dtype)._typed_storage()._pickle_storage_type())
 
 
 def _nbytes_of(content: bytes | torch.UntypedStorage | DeferredTensor) -> int:
@@ -264,7 +265,7 @@ def _bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def _bytes_of_storage(storage: torch.UntypedStorage) -> memoryview:
-    return _bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()))
+    return _bytes_of(empty(0, torch.uint8).set_(storage.cpu()))
 
 
 # The archive (PKWARE's APPNOTE 4.3.7 to 4.3.16; records are stored, never compressed)

@@ -10,6 +10,7 @@ import torch
 
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.layout import PAGE_NBYTES, round_up
+from tencache_ds.tensors import empty
 
 logger = logging.getLogger("DeepSpeed.tencache.memory")
 
@@ -49,7 +50,7 @@ class DeviceArena:
         rounded_nbytes = round_up(nbytes)
         try:
             with torch.inference_mode(False):
-                memory = torch.empty(rounded_nbytes + PAGE_NBYTES, dtype=torch.uint8, device=self.device)
+                memory = empty(rounded_nbytes + PAGE_NBYTES, torch.uint8, self.device)
         except torch.OutOfMemoryError as error:
             raise MemoryLimitError(
                 f"{purpose} needs {rounded_nbytes} bytes of GPU memory, which {self.device} does not have; lower "

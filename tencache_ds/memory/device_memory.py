@@ -11,6 +11,7 @@ import torch
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.items import GpuUsage
 from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES
+from tencache_ds.tensors import empty
 
 HostCopy = Callable[[torch.Tensor, torch.Tensor], None]
 """Copies the bytes of the second tensor to the first, both in host memory."""
@@ -102,7 +103,7 @@ class CudaMemory:
         """See :meth:`DeviceMemory.allocate`."""
         try:
             with torch.inference_mode(False):
-                return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                return empty(nbytes, torch.uint8, self._device)
         except torch.OutOfMemoryError as error:
             raise MemoryLimitError(
                 f"{nbytes} bytes of GPU memory are needed, which {self._device} does not have: {error}"
@@ -137,7 +138,7 @@ class CudaMemory:
         """The one whose last copy was issued first, when that is over."""
         if not self._bounce:
             for _ in range(N_BOUNCES - 1):
-                buffer = torch.empty(BOUNCE_NBYTES, dtype=torch.uint8, pin_memory=True)
+                buffer = empty(BOUNCE_NBYTES, torch.uint8, pinned=True)
                 self._bounce.append((buffer, torch.cuda.Event()))
         buffer, copied = self._bounce[self._turn]
         self._turn = 1 - self._turn
@@ -146,8 +147,8 @@ class CudaMemory:
 
     def copy_rate(self) -> float:
         """See :meth:`DeviceMemory.copy_rate`."""
-        source = torch.empty(BOUNCE_NBYTES, dtype=torch.uint8, pin_memory=True)
-        target = torch.empty(BOUNCE_NBYTES, dtype=torch.uint8, device=self._device)
+        source = empty(BOUNCE_NBYTES, torch.uint8, pinned=True)
+        target = empty(BOUNCE_NBYTES, torch.uint8, self._device)
         started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         for event in (started, ended):  # the first copy of all is slow
             target.copy_(source, non_blocking=True)

@@ -40,6 +40,7 @@ import torch
 from tencache_ds.errors import LockedMemoryError, MemoryLimitError
 from tencache_ds.layout import round_up
 from tencache_ds.limits import limit
+from tencache_ds.tensors import empty, zeros
 
 logger = logging.getLogger("DeepSpeed.tencache.memory")
 
@@ -188,7 +189,7 @@ class CudaPages(PlainPages):
     def _forget_error(self) -> None:
         """Let a throw-away kernel take the blame, or the next launch of a caller who can do without would get it."""
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device="cuda")
+            zeros(1, torch.uint8, "cuda")
 
 
 class DeepSpeedPages:
@@ -204,7 +205,7 @@ class DeepSpeedPages:
     def lock(self, nbytes: int) -> torch.Tensor:
         """See :meth:`PageLocker.lock`. The C++ allocator would end the process where this raises."""
         prove_lockable(nbytes)
-        tensor: torch.Tensor = self._handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+        tensor: torch.Tensor = self._handle.new_cpu_locked_tensor(nbytes, empty(0, torch.uint8))
         if tensor.data_ptr() == 0:
             raise _refusal(nbytes, "DeepSpeed's pin manager returned no memory")
         _keep_from_children(tensor.data_ptr(), nbytes)

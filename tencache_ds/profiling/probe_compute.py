@@ -19,6 +19,7 @@ import torch
 from threadpoolctl import ThreadpoolController
 
 from tencache_ds.errors import LockedMemoryError
+from tencache_ds.tensors import empty, filled
 
 logger = logging.getLogger("DeepSpeed.tencache.profiling")
 
@@ -54,7 +55,7 @@ def memory_copy_rate(seconds: float, threads: int) -> float:
     """Bytes read plus bytes written per second when ``threads`` threads copy host memory: the median of all copies."""
     nbytes = int(MEMORY_COPY_NBYTES * _scale(seconds))
     with openmp_threads(threads):
-        source = torch.ones(nbytes, dtype=torch.uint8)
+        source = filled(nbytes, 1, torch.uint8)
         target = torch.zeros_like(source)
         return _median_rate(lambda: target.copy_(source), 2 * nbytes, seconds)
 
@@ -70,7 +71,7 @@ def cpu_adam_rate(seconds: float, threads: int | None = None) -> float | None:
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        weights = torch.nn.Parameter(torch.ones(numel))
+        weights = torch.nn.Parameter(filled(numel, 1.0, torch.float32))
         weights.grad = torch.full_like(weights, 1e-3)
         optimizer = DeepSpeedCPUAdam([weights], lr=1e-6)
     except (ImportError, RuntimeError) as error:
@@ -88,7 +89,7 @@ def cpu_matmul_rate(seconds: float) -> float:
     """
     deadline = time.perf_counter() + seconds
     for size in CPU_MATMUL_SIZES:
-        left, right = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
+        left, right = (_normal(size) for _ in range(2))
         product = torch.empty_like(left)
         elapsed_s = min(_time(lambda: torch.matmul(left, right, out=product)) for _ in range(2))  # noqa: B023
         left_s = deadline - time.perf_counter()
@@ -114,7 +115,7 @@ def gpu_adam_rate(seconds: float) -> float:
     """Parameters per second that torch's fused AdamW updates on the GPU: fp32 weights, gradients and moments there."""
     free_nbytes, _ = torch.cuda.mem_get_info()
     numel = max(SMALLEST_ADAM_NUMEL, min(ADAM_NUMEL, free_nbytes // 64))
-    weights = torch.nn.Parameter(torch.ones(numel, device="cuda"))
+    weights = torch.nn.Parameter(filled(numel, 1.0, torch.float32, "cuda"))
     weights.grad = torch.full_like(weights, 1e-3)
     optimizer = torch.optim.AdamW([weights], lr=1e-6, fused=True)
     return _best_cuda_rate(optimizer.step, numel, seconds)
@@ -123,9 +124,14 @@ def gpu_adam_rate(seconds: float) -> float:
 def cuda_matmul_rate(seconds: float) -> float:
     """Floating-point operations per second of dense bf16 matrix multiplication (fp32 accumulation) on the GPU."""
     size = CUDA_MATMUL_SIZE
-    left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    left, right = (_normal(size, "cuda") for _ in range(2))
     product = torch.empty_like(left)
     return _best_cuda_rate(lambda: torch.matmul(left, right, out=product), 2 * size**3, seconds)
+
+
+def _normal(size: int, device: str = "cpu") -> torch.Tensor:
+    """A square matrix in bf16."""
+    return empty(size * size, torch.bfloat16, device).normal_().view(size, size)
 
 
 def _scale(seconds: float) -> float:

@@ -10,6 +10,7 @@ import torch
 
 from tencache_ds.errors import StorageError
 from tencache_ds.io import ExtentEdit
+from tencache_ds.tensors import empty
 from tencache_ds.tiers.fused_adam import FusedAdam, Job
 from tencache_ds.tiers.sub_group import ChunkEdit
 from tencache_ds.tiers.update import Pieces, SubGroupStep
@@ -116,7 +117,7 @@ def _in_host_memory(weights: Pieces) -> tuple[list[tuple[int, torch.Tensor]], li
     for first, weight in weights:
         target = weight
         if weight.device.type != "cpu":
-            target = torch.empty(weight.numel(), dtype=weight.dtype, pin_memory=True)
+            target = empty(weight.numel(), weight.dtype, pinned=True)
             rounded.append((weight, target))
         targets.append((first, target))
     return targets, rounded

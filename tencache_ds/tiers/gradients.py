@@ -19,6 +19,7 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.counters import Counters, Link
 from tencache_ds.observability.spans import Category, span
+from tencache_ds.tensors import zeros
 
 
 class GradientState(enum.Enum):
@@ -303,7 +304,7 @@ class GradientTier:
         if key in self._replaced:
             return self._replaced[key].clone()
         if self._states[key] is GradientState.STALE:
-            return torch.zeros(self._segments[key].numel, dtype=torch.float32)
+            return zeros(self._segments[key].numel, torch.float32)
         return self.segment(key).to("cpu", torch.float32, copy=True)
 
     def replace(self, key: int, value: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.chunks import Chunk, cut_sub_group
 from tencache_ds.planning.placement import place_state
+from tencache_ds.tensors import empty
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.relocation import StateRelocation
@@ -162,7 +163,7 @@ class OptimizerStateTier:
         if chunk.index not in group.extents:
             self._stored.read_ahead()  # into buffers of writes that have ended since
             if chunk.index in group.device:
-                copy = torch.empty(chunk.nbytes, dtype=torch.uint8)
+                copy = empty(chunk.nbytes, torch.uint8)
                 memory = self._require_device()
                 memory.read(copy, group.device[chunk.index])
                 write_back = partial(memory.write, group.device[chunk.index], copy)
@@ -218,7 +219,7 @@ class OptimizerStateTier:
         """
         group = self._groups[sub_group]
         numel = group.spec.numel - start if numel is None else numel
-        result = torch.empty(numel, dtype=group.dtype(kind))
+        result = empty(numel, group.dtype(kind))
         covering = group.covering(start, numel)
         self._stored.begin_within([chunk for chunk, _, _ in covering])
         for chunk, low, high in covering:
@@ -239,7 +240,7 @@ class OptimizerStateTier:
         group = self._groups[sub_group]
         if group.spec.whole:
             return dict(group.tensors)
-        result = {kind: torch.empty(group.spec.numel, dtype=dtype) for kind, dtype in group.spec.kinds}
+        result = {kind: empty(group.spec.numel, dtype) for kind, dtype in group.spec.kinds}
         self.begin_update([sub_group])
         for chunk in group.chunks:
             used = self.take(chunk)

@@ -24,6 +24,7 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.planning.chunks import Chunk, pieces_of
+from tencache_ds.tensors import empty
 from tencache_ds.tiers.kinds import ADAM_IN_FP32, EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER, REMAINDER_DTYPE, views_of
 
 _NAN_WEIGHT = 0xFFFF
@@ -144,7 +145,7 @@ class SplitMasters:
     def split(self, chunk: Chunk, buffer: torch.Tensor, weights: Pieces) -> bool:
         """Turns a whole chunk in a buffer into a split one; False, and unchanged, where that would lose a bit."""
         split, whole = (views_of(layout, buffer, ADAM_IN_FP32) for layout in (split_layout(chunk), chunk))
-        remainder = torch.empty(chunk.numel, dtype=REMAINDER_DTYPE)
+        remainder = empty(chunk.numel, REMAINDER_DTYPE)
         if not self._arithmetic.splits_exactly(whole[MASTER], remainder, whole[EXP_AVG_SQ], weights):
             return False
         _wait(self._arithmetic.split(whole[MASTER], remainder, whole[EXP_AVG_SQ], weights), chunk)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tencache_ds.tensors import empty
 from tencache_ds.tiers.cpu_share import ArithmeticCores
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
@@ -45,7 +46,7 @@ class Scratch:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor, valid until the next call; its contents are undefined."""
         if self._memory is None or self._memory.numel() < numel or self._memory.dtype != dtype:
-            self._memory = torch.empty(numel, dtype=dtype)
+            self._memory = empty(numel, dtype)
         return self._memory[:numel]
 
 

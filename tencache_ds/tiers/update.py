@@ -21,6 +21,7 @@ from tencache_ds.observability import spans
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.planning.chunks import Chunk
+from tencache_ds.tensors import empty
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import changed_unnoticed
@@ -286,7 +287,7 @@ class ChunkedUpdate:
         chunk = used.chunk
         gradient = self._gradients.view(step.start + chunk.start, chunk.numel)
         if gradient is None:
-            gradient = torch.empty(chunk.numel, dtype=torch.float32)
+            gradient = empty(chunk.numel, torch.float32)
             self._gradients.fill(gradient, step.start + chunk.start)
         weights = self._writer.open(chunk)
         if used.edit is not None and self._in_file is not None:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import checkpoint_cases
+import deepspeed
 import torch
 import training
 import user_api_cases
@@ -43,7 +44,7 @@ CAPACITY = {"nbytes": AMPLE_NBYTES}
 """Of the ordinary memory that stands in for a device's."""
 
 NOT_FOR_STOCK = {"tencache", "capacity", "device_memory", "moves", "places", "shrinks_at", "host_available",
-                 "nvme_free", "host_runs_out_at"}  # fmt: skip
+                 "nvme_free", "host_runs_out_at", "beside_zero_init"}  # fmt: skip
 stock_results: dict[str, dict[str, Any]] = {}
 """Many cases differ in these keys only."""
 
@@ -181,7 +182,7 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
         hook = Shrinking(case.get("shrinks_at"))
     if engine == "tencache" and "host_runs_out_at" in case:
         hook = FullHost(case["host_runs_out_at"])
-    followed = Followed(hook)
+    followed = Followed(hook, beside_zero_init="beside_zero_init" in case)
     RememberedRecorder.waits_of_last = []
     CAPACITY["nbytes"] = case.get("capacity", AMPLE_NBYTES)
     peak = HostPeak(given_nbytes)
@@ -205,6 +206,16 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
     return result
 
 
+def finish_beside_zero_init(engine: Any) -> None:
+    """Has a step end while another model is being built. ``zero.Init`` replaces torch's constructors in the whole
+    process: tensors lie on its device, and those of floating point have its dtype, whoever creates them."""
+    building = deepspeed.zero.Init(dtype=torch.float16)
+    if get_accelerator().is_synchronized_device():
+        building.local_device = torch.device("meta")  # without a GPU there is no other device with memory
+    with building:
+        engine.optimizer.tencache.background.finish()
+
+
 class RememberedRecorder(FetchRecorder):
     """Of which the last one tells what it has recorded."""
 
@@ -217,10 +228,16 @@ class RememberedRecorder(FetchRecorder):
 
 
 class Followed:
-    """Looks at an engine after each step, and calls a hook of the case."""
+    """Looks at an engine after each step, and calls a hook of the case.
 
-    def __init__(self, hook: Any) -> None:
+    Args:
+        hook: of the case.
+        beside_zero_init: whether each step ends while another model is being built.
+    """
+
+    def __init__(self, hook: Any, *, beside_zero_init: bool) -> None:
         self._hook = hook
+        self._beside_zero_init = beside_zero_init
         self.measured = False
         """Whether activations were moved in order to measure what that costs."""
         self.residency: dict[str, list[int]] = {}
@@ -229,6 +246,8 @@ class Followed:
         """After each step: how many run without DeepSpeed's hooks."""
 
     def __call__(self, engine: Any, step: int) -> None:
+        if self._beside_zero_init:
+            finish_beside_zero_init(engine)
         if self._hook is not None:
             self._hook(engine, step)
         competing = engine.optimizer.tencache.competing_activations

@@ -112,6 +112,8 @@ SHRINKS: dict[str, dict[str, Any]] = {
         "tencache": {"chunk_size": 2**16, "host_memory": "16MiB"},
     },
     "shrinks_after_host_memory_was_freed": PARTS["host_memory_freed"] | {"shrinks_at": 3, "steps": 8},
+    # Chunks that left GPU memory while their weights were there are split by their next update.
+    "shrinks_beside_zero_init": PARTS["host_memory_freed"] | {"shrinks_at": 3, "steps": 8, "beside_zero_init": True},
 }
 MIB = 2**20
 SPILLS: dict[str, dict[str, Any]] = {

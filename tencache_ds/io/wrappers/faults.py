@@ -29,6 +29,7 @@ from tencache_ds.io.wrappers.pass_through import PassThroughBackend, Submission
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import start_threads
 from tencache_ds.memory.device_arena import wait_for_device
+from tencache_ds.tensors import empty
 
 LATE_BYTE = 0xEE
 """The contents that a hung read puts into its buffer when it completes after the backend was closed."""
@@ -311,7 +312,7 @@ class _Flip:
 
     def changed_copy(self) -> torch.Tensor:
         """The buffer with the bit flipped; the caller's own stays as it is."""
-        memory = torch.empty(self._buffer.numel() + PAGE_NBYTES, dtype=torch.uint8, device=self._buffer.device)
+        memory = empty(self._buffer.numel() + PAGE_NBYTES, torch.uint8, self._buffer.device)
         start = -memory.data_ptr() % PAGE_NBYTES
         copy = memory[start : start + self._buffer.numel()].copy_(self._buffer)
         self._apply(copy)
