@@ -13,7 +13,7 @@ import torch
 
 from tencache_ds.planning.peak_memory import OVERHEAD_NBYTES
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(840)
 
 PROGRAM = "gpu_memory_cases.py"
 CHUNKS = {"tencache": {"chunk_size": 2**16}}
@@ -240,25 +240,25 @@ FEWEST_WITHOUT_HOOKS = {"external": 0, "tied": 3, "moe_leaf": 1}
 def one_rank(harness: Any) -> Any:
     scenarios = {name: {"scenario": name} for name in SCENARIOS}
     cases = both(TRAINING | PARTS | MOVES | SHRINKS | SPILLS | FULL_HOST | scenarios)
-    return harness.run([*cases, *checkpoints()], program=PROGRAM, timeout_s=380)
+    return harness.run([*cases, *checkpoints()], program=PROGRAM, timeout_s=800)
 
 
 @pytest.fixture(scope="module")
 def peaks(harness: Any) -> Any:
     """In a process of their own: one that has trained a hundred models holds tens of megabytes more, or less."""
-    return harness.run([(name, case, "tencache") for name, case in PEAKS.items()], program=PROGRAM, timeout_s=380)
+    return harness.run([(name, case, "tencache") for name, case in PEAKS.items()], program=PROGRAM, timeout_s=800)
 
 
 @pytest.fixture(scope="module")
 def fp16(harness: Any) -> Any:
-    return harness.run(both(FP16), program=PROGRAM, timeout_s=380)
+    return harness.run(both(FP16), program=PROGRAM, timeout_s=800)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
     chosen = {name: (TRAINING | PARTS)[name] for name in ON_TWO_RANKS} | {"moves_0": MOVES["moves_0"]}
     chosen |= {name: {"scenario": name} for name in SCENARIOS_ON_TWO_RANKS}
-    return harness.run(both(chosen), ranks=2, program=PROGRAM, timeout_s=380)
+    return harness.run(both(chosen), ranks=2, program=PROGRAM, timeout_s=800)
 
 
 def assert_same(outcome: Any, name: str) -> None:

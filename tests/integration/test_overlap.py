@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(840)
 
 PROGRAM = "overlap_cases.py"
 RAM = {"offload_param": "cpu", "offload_optimizer": "cpu"}
@@ -107,7 +107,7 @@ def one_rank(harness: Any, folder: Any) -> Any:
         [*cases, *checkpoints(), *recovers, ("deep", DEEP, "tencache"), never_stopped, killed],
         program=PROGRAM,
         folder=folder,
-        timeout_s=380,
+        timeout_s=800,
     )
 
 
@@ -121,7 +121,7 @@ def resumed(harness: Any, one_rank: Any, folder: Any) -> Any:
 @pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
     cases = {name: TRAINING[name] for name in ON_TWO_RANKS} | LONG
-    return harness.run(both(cases), ranks=2, program=PROGRAM, timeout_s=380)
+    return harness.run(both(cases), ranks=2, program=PROGRAM, timeout_s=800)
 
 
 def assert_same(outcome: Any, name: str) -> None:
