@@ -40,7 +40,7 @@ import torch
 from tencache_ds.errors import LockedMemoryError, MemoryLimitError
 from tencache_ds.layout import round_up
 from tencache_ds.limits import limit
-from tencache_ds.tensors import empty, zeros
+from tencache_ds.tensors import empty, filled
 
 logger = logging.getLogger("DeepSpeed.tencache.memory")
 
@@ -189,7 +189,7 @@ class CudaPages(PlainPages):
     def _forget_error(self) -> None:
         """Let a throw-away kernel take the blame, or the next launch of a caller who can do without would get it."""
         with contextlib.suppress(RuntimeError):
-            zeros(1, torch.uint8, "cuda")
+            filled(1, 1.0, torch.float32, "cuda")
 
 
 class DeepSpeedPages:
