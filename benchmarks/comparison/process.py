@@ -24,6 +24,7 @@ from ..record import Assignment, Caps, Outcome, Run, Task
 from ..turns import Turnstile
 from .conditions import HostLimit
 from .peers import Peer
+from .shared_buffers import remove_shared_buffers
 
 PACKAGE = __name__.partition(".comparison.")[0]
 """``benchmarks`` in a checkout, ``tencache_ds.benchmarks`` where it is installed."""
@@ -129,11 +130,12 @@ class Program:
         task.model_copy(update={"result": str(self._result)}).write(file)
         self._timeout_s, self._host_limit = timeout_s, host_limit
         self.started_at, self.used_s, self._timed_out = now(), 0.0, False
+        self._port = free_port()
         with self._log.open("wb") as log:
             # Its own session: the launcher's children must not outlive it and disturb the next run.
             self._process = subprocess.Popen(
-                host_limit.wrap(_command(module, file, ranks, launcher)), env=environment(), start_new_session=True,
-                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                host_limit.wrap(_command(module, file, ranks, self._port, launcher)), env=environment(),
+                start_new_session=True, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip
 
     def watch(self, on_progress: Callable[[], None] = lambda: None, until: Callable[[], bool] = lambda: False) -> None:
@@ -163,12 +165,13 @@ class Program:
         return measured, error
 
     def end(self) -> None:
-        """Ends every process of the session. Idempotent."""
+        """Ends every process of the session, and removes what they left in shared memory. Idempotent."""
         for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience_s)
+        remove_shared_buffers(self._port)
 
 
 @contextlib.contextmanager
@@ -208,10 +211,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _command(module: str, task: Path, ranks: int, launcher: Sequence[str]) -> list[str]:
+def _command(module: str, task: Path, ranks: int, port: int, launcher: Sequence[str]) -> list[str]:
     return [
         sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks),
-        "--master_port", str(free_port()), *launcher, "--module", f"{PACKAGE}.{module}", str(task),
+        "--master_port", str(port), *launcher, "--module", f"{PACKAGE}.{module}", str(task),
     ]  # fmt: skip
 
 

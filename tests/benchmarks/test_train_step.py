@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.comparison.shared_buffers import remove_shared_buffers
 from benchmarks.comparison.suites import workload_of
 from benchmarks.record import Measurement, Task
 from benchmarks.training.measured_run import MeasuredRun, nvme_paths, use_deterministic_kernels
@@ -105,6 +106,7 @@ def train(folder: Path, config: dict[str, Any], program: str = "train_step", **f
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
     )
+    remove_shared_buffers(port)
     assert done.returncode == 0, done.stdout[-6000:]
     return Measurement.model_validate_json(result.read_text()), done.stdout
 

@@ -15,13 +15,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.comparison.shared_buffers import remove_shared_buffers
 from tests.deepspeed_suite.forcing import Forcing, Mode
 from tests.deepspeed_suite.selection import is_about_another_stage
 
@@ -158,18 +159,17 @@ class Suite:
 
     def _clean(self) -> None:
         shutil.rmtree(self._forcing.folder, ignore_errors=True)
-        remove_shared_buffers(self._ports)
+        remove_buffers(self._ports)
         self._ports.clear()
 
     def pytest_sessionfinish(self) -> None:
-        remove_shared_buffers(self._ports)
+        remove_buffers(self._ports)
 
 
-def remove_shared_buffers(ports: set[str]) -> None:
-    """DeepSpeed's op for the ranks of a host leaves its buffers behind, 67 MB of RAM a rank, named after the port."""
+def remove_buffers(ports: Iterable[str]) -> None:
+    """What jobs at these ports left in shared memory."""
     for port in ports:
-        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            buffer.unlink(missing_ok=True)
+        remove_shared_buffers(port)
 
 
 def _first_line(report: pytest.TestReport) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from tencache_ds.ops.build_lock import build_locks, is_held
 from tests.deepspeed_suite.forcing import Mode
 from tests.deepspeed_suite.outcomes import Outcome, Result, read_results, unfinished
-from tests.deepspeed_suite.plugin import FIRST_PORT, PORTS_PER_JOB, remove_shared_buffers
+from tests.deepspeed_suite.plugin import FIRST_PORT, PORTS_PER_JOB, remove_buffers
 from tests.deepspeed_suite.selection import MARKERS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -162,7 +162,7 @@ class Runner:
         log = (folder / "log").read_text(errors="replace")
         shutil.rmtree(folder, ignore_errors=True)
         first = FIRST_PORT + PORTS_PER_JOB * number
-        remove_shared_buffers({str(port) for port in range(first, first + PORTS_PER_JOB)})
+        remove_buffers(str(port) for port in range(first, first + PORTS_PER_JOB))
         for lock in build_locks():  # of a process that was killed while it loaded an op
             with contextlib.suppress(FileNotFoundError):
                 if lock.stat().st_mtime > t_start_s and not is_held(lock):

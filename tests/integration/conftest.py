@@ -24,6 +24,7 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.comparison.shared_buffers import remove_shared_buffers
 from tencache_ds.ops.build_lock import remove_left_behind
 from tencache_ds.profiling.filesystem import file_system_of
 from tests.integration.oracle import remove_unused
@@ -256,12 +257,6 @@ def group_of(process: psutil.Process) -> int | None:
     with contextlib.suppress(ProcessLookupError):
         return os.getpgid(process.pid)
     return None
-
-
-def remove_shared_buffers(port: str) -> None:
-    """DeepSpeed's op for the ranks of a host leaves its buffers behind, 67 MB of RAM a rank, named after the port."""
-    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-        buffer.unlink(missing_ok=True)
 
 
 def free_port() -> int:

@@ -161,6 +161,8 @@ def run(case: dict[str, Any], engine: str, folder: Path, ranks: int, timeout_s: 
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             codes[pid] = None
+    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):  # which DeepSpeed leaves behind
+        buffer.unlink(missing_ok=True)
     for mount in folder.glob("small*/nvme"):  # an aborted process leaves its file system
         subprocess.run(["umount", "-l", str(mount)], check=False, stderr=subprocess.DEVNULL)
     results = [json.loads(path.read_text()) if path.exists() else {} for path in

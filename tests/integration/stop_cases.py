@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.comparison.shared_buffers import remove_shared_buffers
+
 PATIENCE_S = 60.0
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 
@@ -198,6 +200,7 @@ def run(case: dict[str, Any], engine_name: str, folder: Path, log: Path) -> dict
             os.waitpid(pid, 0)
         told.close()
         os.close(go_on)
+        remove_shared_buffers(os.environ["MASTER_PORT"])
     return result
 
 

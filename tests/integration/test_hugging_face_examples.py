@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import free_port, remove_shared_buffers
+from benchmarks.comparison.shared_buffers import remove_shared_buffers
+from tests.integration.conftest import free_port
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import HERE, free_port, remove_shared_buffers
+from benchmarks.comparison.shared_buffers import remove_shared_buffers
+from tests.integration.conftest import HERE, free_port
 from tests.integration.stop_cases import holders, left_in
 
 pytestmark = pytest.mark.timeout(240)
