@@ -59,7 +59,7 @@ class Scripted:
     fails_at: dict[str, int]
     sleeps_at: dict[str, int]
 
-    def command(self, module: str, task: Path, ranks: int, launcher: Any) -> list[str]:
+    def command(self, module: str, task: Path, ranks: int, port: int, launcher: Any) -> list[str]:
         name = task.name.removeprefix("run000_").removesuffix(".task.json")
         at = [str(when.get(name, "")) for when in (self.fails_at, self.sleeps_at)]
         return [sys.executable, "-c", PROGRAM, name, str(task), str(self.folder / "journal"), *at]
