@@ -246,19 +246,19 @@ def one_rank(harness: Any) -> Any:
 @pytest.fixture(scope="module")
 def peaks(harness: Any) -> Any:
     """In a process of their own: one that has trained a hundred models holds tens of megabytes more, or less."""
-    return harness.run([(name, case, "tencache") for name, case in PEAKS.items()], program=PROGRAM, timeout_s=800)
+    return harness.run([(name, case, "tencache") for name, case in PEAKS.items()], program=PROGRAM, timeout_s=380)
 
 
 @pytest.fixture(scope="module")
 def fp16(harness: Any) -> Any:
-    return harness.run(both(FP16), program=PROGRAM, timeout_s=800)
+    return harness.run(both(FP16), program=PROGRAM, timeout_s=380)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
     chosen = {name: (TRAINING | PARTS)[name] for name in ON_TWO_RANKS} | {"moves_0": MOVES["moves_0"]}
     chosen |= {name: {"scenario": name} for name in SCENARIOS_ON_TWO_RANKS}
-    return harness.run(both(chosen), ranks=2, program=PROGRAM, timeout_s=800)
+    return harness.run(both(chosen), ranks=2, program=PROGRAM, timeout_s=380)
 
 
 def assert_same(outcome: Any, name: str) -> None:
