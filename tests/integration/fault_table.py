@@ -139,6 +139,8 @@ def be_a_rank(case: dict[str, Any], engine: str, folder: Path, rank: int, ranks:
 
 def run(case: dict[str, Any], engine: str, folder: Path, ranks: int, timeout_s: float) -> Ended:
     """One run; like DeepSpeed's launcher, it ends the other ranks soon after one has failed."""
+    from benchmarks.comparison.shared_buffers import remove_shared_buffers  # main() makes it importable
+
     folder.mkdir(parents=True)
     port = free_port()
     pids: list[int] = []
@@ -161,8 +163,7 @@ def run(case: dict[str, Any], engine: str, folder: Path, ranks: int, timeout_s: 
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             codes[pid] = None
-    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):  # which DeepSpeed leaves behind
-        buffer.unlink(missing_ok=True)
+    remove_shared_buffers(port)
     for mount in folder.glob("small*/nvme"):  # an aborted process leaves its file system
         subprocess.run(["umount", "-l", str(mount)], check=False, stderr=subprocess.DEVNULL)
     results = [json.loads(path.read_text()) if path.exists() else {} for path in
