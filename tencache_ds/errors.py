@@ -114,6 +114,11 @@ class CheckpointError(TenCacheError, RuntimeError):
     """A checkpoint could not be saved or loaded: names it, the reason, and the rank that detected it."""
 
 
+class VoidStepError(TenCacheError, RuntimeError):
+    """An optimizer step, or a load, failed after it had begun to change weights and optimizer states: says why, and how
+    to replace them. See [Note: whole or void] in :mod:`tencache_ds.step_guard`."""
+
+
 class InplaceChangeError(TenCacheError, RuntimeError):
     """A tensor that backward needs was modified in place after the forward pass had saved it; autograd raises a
     ``RuntimeError`` for the same reason: names the tensor and both versions."""

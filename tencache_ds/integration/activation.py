@@ -46,7 +46,7 @@ def activate() -> None:
     from tencache_ds.integration.activation_hooks import hook_passes
     from tencache_ds.integration.checkpoint import hook_loading
     from tencache_ds.integration.checkpoint_saving import hook_saving
-    from tencache_ds.integration.chunked_step import wait_for_updates
+    from tencache_ds.integration.chunked_step import hook_stepping, refuse_void_weights, wait_for_updates
     from tencache_ds.integration.cpu_adam_op import loaded_when_needed
     from tencache_ds.integration.muon_kernels import compile_when_called
     from tencache_ds.integration.observing import observatory
@@ -61,6 +61,7 @@ def activate() -> None:
     compile_when_called()
     hook_saving(engine_module.DeepSpeedEngine)
     hook_loading(engine_module.DeepSpeedEngine)
+    hook_stepping(engine_module.DeepSpeedEngine)
     hook_passes(engine_module.DeepSpeedEngine, checkpointing)
 
     partition_parameters.AsyncPartitionedParameterSwapper = swapper_factory(
@@ -88,6 +89,7 @@ def activate() -> None:
     @functools.wraps(enter)
     def __enter__(self: Any) -> Any:
         if self.enabled:
+            refuse_void_weights(self.params)
             before_user_gathers(self.params)
             if self.src_rank is not None:
                 begin_changes(self.params)

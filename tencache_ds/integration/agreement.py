@@ -9,6 +9,7 @@ rank decides, from the posts of all ranks, and posts the result, so that the dec
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -33,7 +34,12 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1
 GRACE_S = 15.0
 """By so much others wait longer for the first rank's result than the first rank waits for them."""
 
+SHORTEST_VOTE_PAUSE_S, LONGEST_VOTE_PAUSE_S = 0.0002, 0.005
+"""The same where ranks vote in each step; they come together."""
+
 _SHOWN_RANKS = 8
+_FAILED = 1 << 32
+"""A vote of a rank that has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,97 @@ class Agreement:
 
     def _missing(self, keys: list[str]) -> list[int]:
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+
+class JobVotes:
+    """Points at which the ranks of a job tell each other whether they have failed: see
+    :class:`~tencache_ds.step_guard.Votes`. Training thread only. The store counts those who have come and those who
+    have failed in one number, so that a rank asks once if it is the last one.
+
+    Args:
+        name: the same on every rank, and no other votes of the job have it.
+        store: the process group's store, or None for one rank alone.
+        rank: global rank.
+        world_size: number of ranks.
+        timeout_s: longest wait for all ranks.
+    """
+
+    def __init__(self, name: str, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+        self._name = name
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._numbers: dict[str, int] = {}
+
+    @classmethod
+    def of_job(cls, name: str) -> JobVotes:
+        """All ranks of the initialized process group, for as long as its collectives may take."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if world_size == 1:
+            return cls(name, None, rank, 1, 0.0)
+        store = torch.distributed.distributed_c10d._get_default_store()
+        return cls(name, store, rank, world_size, store.timeout.total_seconds())
+
+    def passed(self, point: str) -> list[int]:
+        """See :meth:`~tencache_ds.step_guard.Votes.passed`.
+
+        Raises:
+            AgreementError: a rank did not come, or the store is gone.
+        """
+        if self._store is None:
+            return []
+        number = self._next(point)
+        key = self._key(point, number)
+        try:
+            votes = self._store.add(key, 1)
+            if votes == self._world_size and number > 1:  # so all have left the point before
+                self._store.delete_key(self._key(point, number - 1))
+            votes = self._wait(key, point, votes)
+            if votes < _FAILED:
+                return []
+            return [rank for rank in range(self._world_size) if self._store.check([f"{key}/{rank}"])]
+        except torch.distributed.DistNetworkError as error:
+            raise AgreementError(
+                f"rank {self._rank} lost the store of the process group at {point}: the process that hosts it, usually "
+                f"rank 0, has ended; see its log ({error})"
+            ) from error
+
+    def failed(self, point: str) -> None:
+        """See :meth:`~tencache_ds.step_guard.Votes.failed`."""
+        if self._store is None:
+            return
+        key = self._key(point, self._next(point))
+        with contextlib.suppress(torch.distributed.DistNetworkError):  # what has failed is about to be raised
+            self._store.set(f"{key}/{self._rank}", "")
+            self._store.add(key, _FAILED)
+
+    def _next(self, point: str) -> int:
+        number = self._numbers[point] = self._numbers.get(point, 0) + 1
+        return number
+
+    def _key(self, point: str, number: int) -> str:
+        return f"tencache/votes/{self._name}/{point}/{number}"
+
+    def _wait(self, key: str, point: str, votes: int) -> int:
+        t_start, pause_s, said = time.monotonic(), SHORTEST_VOTE_PAUSE_S, False
+        while votes < self._world_size:
+            waited_s = time.monotonic() - t_start
+            if waited_s > self._timeout_s:
+                raise AgreementError(
+                    f"{self._world_size - votes} of {self._world_size} ranks did not come to {point} within "
+                    f"{self._timeout_s:.0f} s: they have failed, see their logs"
+                )
+            if waited_s > PATIENCE_S and not said:
+                said = True
+                logger.warning(
+                    "rank %d is waiting at %s for %d of %d ranks: they are slower, or have failed (see their logs)",
+                    self._rank, point, self._world_size - votes, self._world_size,
+                )  # fmt: skip
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_VOTE_PAUSE_S)
+            votes = self._store.add(key, 0)
+        return votes
 
 
 _WHY_MISSING = (

@@ -8,9 +8,11 @@ written by :mod:`tencache_ds.integration.checkpoint_saving`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ from tencache_ds.errors import CheckpointError, TenCacheError
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.io.torch_archive import DeferredTensor
 from tencache_ds.planning.chunks import Chunk
+from tencache_ds.step_guard import Part
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.update import publish
 
@@ -39,15 +42,18 @@ class StateKey:
 
 
 def hook_loading(engine_class: Any) -> None:
-    """Lets frozen weights in the weight tier be loaded, also after a step that failed; engines without TenCache's
+    """Lets frozen weights in the weight tier be loaded, and a void step end with a load; engines without TenCache's
     optimizer stay as they are."""
     stock_load = engine_class.load_checkpoint
 
     @functools.wraps(stock_load)
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.optimizer, CheckpointMixin):
-            self.optimizer.abandon_step()
-        return stock_load(self, *args, **kwargs)
+        if not isinstance(self.optimizer, CheckpointMixin):
+            return stock_load(self, *args, **kwargs)
+        asked = inspect.signature(stock_load).bind(self, *args, **kwargs).arguments
+        whole = asked.get("load_optimizer_states", True) and not asked.get("load_module_only", False)
+        with self.optimizer.loading_together(whole=whole):
+            return stock_load(self, *args, **kwargs)
 
     engine_class.load_checkpoint = load_checkpoint
     stock = engine_class.load_module_state_dict
@@ -55,11 +61,16 @@ def hook_loading(engine_class: Any) -> None:
     @functools.wraps(stock)
     def load_module_state_dict(self: Any, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         optimizer, fragments = self.optimizer, checkpoint.get(FROZEN_PARAM_FRAGMENTS)
-        if not fragments or not isinstance(optimizer, CheckpointMixin):
+        if not isinstance(optimizer, CheckpointMixin):
             return stock(self, checkpoint, *args, **kwargs)
-        result = stock(self, {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
-        optimizer.load_frozen(fragments, self.param_names)
-        return result
+        with optimizer.loading():
+            if kwargs.get("fetch_z3_params") or kwargs.get("custom_load_fn"):
+                optimizer.step_guard.begin_change()  # the weights themselves are loaded
+            if not fragments:
+                return stock(self, checkpoint, *args, **kwargs)
+            result = stock(self, {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
+            optimizer.load_frozen(fragments, self.param_names)
+            return result
 
     engine_class.load_module_state_dict = load_module_state_dict
 
@@ -67,13 +78,43 @@ def hook_loading(engine_class: Any) -> None:
 class CheckpointMixin:
     """Overrides of DeepSpeed's checkpoint methods for :class:`TenCacheZeroOptimizer_Stage3`."""
 
+    _load_passed: Callable[[], None] | None = None
     defers_state = False
     """Whether ``state_dict()`` stands in for stored state with :class:`DeferredTensor`, while a checkpoint is saved."""
 
+    @contextlib.contextmanager
+    def loading_together(self, *, whole: bool) -> Iterator[None]:
+        """Around DeepSpeed's load of a checkpoint. Collective, and so is its end: a rank that could not load its part
+        is known to the others before they go on.
+
+        Args:
+            whole: optimizer states are loaded, too.
+
+        Raises:
+            VoidStepError: the last step is void, and this load would leave it so.
+        """
+        guard = self.step_guard
+        with guard.together("the beginning of a load"):
+            if not whole:
+                self._finish_step()
+        with self.loading(), guard.together("the end of a load") as self._load_passed:
+            try:
+                yield
+            finally:
+                self._load_passed = None
+
     def checkpoint_event_prologue(self) -> None:
-        self._finish_step()
+        if self._load_passed is None:
+            with self.step_guard.together("the beginning of a save"):
+                self._finish_step()
         super().checkpoint_event_prologue()
         self._get_param_coordinator().hide_unused()
+
+    def checkpoint_event_epilogue(self) -> None:
+        """DeepSpeed's, which gathers the weights that always are."""
+        if self._load_passed is not None:
+            self._load_passed()
+        super().checkpoint_event_epilogue()
 
     # Saving
 
@@ -138,6 +179,7 @@ class CheckpointMixin:
         """
         updated = {param.ds_id for group in self.fp16_groups for param in group}
         frozen = {param.ds_id for param in self.frozen_in_tier()}
+        shards = []
         for param in self.module.parameters():
             if param.ds_id in updated:
                 continue
@@ -148,10 +190,14 @@ class CheckpointMixin:
                     f"this rank's part of the frozen weight {names[param]} {problem}: the checkpoint was saved with "
                     "a different number of ranks, or from a different model"
                 )
+            shards.append((param, saved.detach()))
+        self.step_guard.begin_change(Part.FROZEN)
+        for param, shard in shards:
             if param.ds_id in frozen and param.nvme_swapper.stored(param):
-                param.nvme_swapper.replace(param, saved.detach())
+                param.nvme_swapper.replace(param, shard)
             else:
-                param.ds_tensor.data.copy_(saved.detach())
+                param.ds_tensor.data.copy_(shard)
+        self.step_guard.replaced(Part.FROZEN)
 
     @property
     def _keeps_stock_memory(self) -> bool:
@@ -159,12 +205,15 @@ class CheckpointMixin:
         return self._state is None and all(flat is not None for flat in self.fp16_partitioned_groups_flat)
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        if self._keeps_stock_memory:
-            super()._rigid_load_state_dict(state_dict, load_optimizer_states)
-            return
         self._finish_step()
         masters = state_dict[FP32_FLAT_GROUPS]
-        self._check_same_shape(masters)
+        if not self._keeps_stock_memory:
+            self._check_same_shape(masters)
+        self.step_guard.begin_change()
+        if self._keeps_stock_memory:
+            super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+            self._loaded(with_state=load_optimizer_states)
+            return
         self.loss_scaler = state_dict[LOSS_SCALER]
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.overflow = state_dict["overflow"]
@@ -174,22 +223,32 @@ class CheckpointMixin:
             self._clear_fp32_optimizer_param_groups()
         for index, master in enumerate(masters):
             self._replace_master(index, master.detach(), with_state=load_optimizer_states)
+        self._loaded(with_state=load_optimizer_states)
+
+    def _loaded(self, *, with_state: bool) -> None:
+        """All master weights and, where it is so, all optimizer states are those of a checkpoint."""
+        if with_state:
+            self.step_guard.replaced(Part.TRAINED)
 
     def _restore_from_bit16_weights(self) -> None:
-        if self._keeps_stock_memory:
-            super()._restore_from_bit16_weights()
-            return
-        self._finish_step()
-        self._drop_staged_weights()
-        for index in range(len(self.fp16_groups)):
-            self._copy_weights_to_master(index)
+        with self.loading():
+            self._finish_step()
+            self.step_guard.begin_change()
+            if self._keeps_stock_memory:
+                super()._restore_from_bit16_weights()
+                return
+            self._drop_staged_weights()
+            for index in range(len(self.fp16_groups)):
+                self._copy_weights_to_master(index)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
         """Loads a universal checkpoint's master weights and optimizer states."""
+        self._finish_step()
+        self.step_guard.begin_change()
         if self._keeps_stock_memory:
             super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
+            self._loaded(with_state=True)
             return
-        self._finish_step()
         path = os.path.join(checkpoint_dir, "zero", "optimizer_state.pt")
         if not os.path.isfile(path):
             raise FileNotFoundError(f"{path} is missing: {checkpoint_dir} is not a universal checkpoint")
@@ -205,6 +264,7 @@ class CheckpointMixin:
         for group in self.optimizer.param_groups:
             for key, value in saved[OPTIMIZER_STATE_DICT]["param_groups"][0].items():
                 group[key] = [] if key == "params" else value
+        self._loaded(with_state=True)
 
     def load_module_checkpoint_state_from_checkpoint_dir_stage3(
         self, checkpoint_dir: str, load_from_fp32_weights: bool
@@ -215,6 +275,8 @@ class CheckpointMixin:
             checkpoint_dir: its folder.
             load_from_fp32_weights: whether master weights are the saved ones, or follow from the rounded weights.
         """
+        self._finish_step()
+        self.step_guard.begin_change()
         if self._keeps_stock_memory:
             super().load_module_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir, load_from_fp32_weights)
             return

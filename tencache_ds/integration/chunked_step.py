@@ -9,6 +9,8 @@ that reads or changes weights, gradients or state calls :meth:`ChunkedStep.finis
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
@@ -22,6 +24,7 @@ from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.integration.watched_states import WatchedStates
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.session import Session
+from tencache_ds.step_guard import StepGuard
 from tencache_ds.tiers.background_update import BackgroundUpdate
 from tencache_ds.tiers.fused_adam import TYPES
 from tencache_ds.tiers.gradients import GradientTier
@@ -32,6 +35,7 @@ from tencache_ds.tiers.update_gate import UpdateGate
 logger = logging.getLogger("DeepSpeed.tencache")
 
 _GATE_ATTRIBUTE = "tencache_update_gate"
+_GUARD_ATTRIBUTE = "tencache_step_guard"
 
 
 @uncompiled
@@ -40,14 +44,69 @@ def wait_for_updates(params: Iterable[Any]) -> None:
 
     Raises:
         TenCacheError: their update failed.
+        VoidStepError: the last step has left them with values of two steps.
     """
     by_gate: dict[UpdateGate, list[int]] = {}
     for param in params:
+        guard = getattr(param, _GUARD_ATTRIBUTE, None)
+        if guard is not None:
+            guard.check()
         gate = getattr(param, _GATE_ATTRIBUTE, None)
         if gate is not None:
             by_gate.setdefault(gate, []).append(param.ds_id)
     for gate, keys in by_gate.items():
         gate.wait_for(keys)
+
+
+def refuse_void_weights(params: Iterable[Any]) -> None:
+    """Called where weights are about to be used that may be gathered already.
+
+    Raises:
+        VoidStepError: the last step has left them with values of two steps.
+    """
+    for guard in {guard for param in params if (guard := getattr(param, _GUARD_ATTRIBUTE, None)) is not None}:
+        guard.check()
+
+
+def guard_weights(params: Sequence[Any], guard: StepGuard) -> None:
+    """From now on the guard knows whether these parameters may be used. A void step of an earlier engine stays void."""
+    for former in {former for param in params if (former := getattr(param, _GUARD_ATTRIBUTE, None)) is not None}:
+        guard.inherit(former)
+    for param in params:
+        setattr(param, _GUARD_ATTRIBUTE, guard)
+
+
+def unguard_weights(params: Sequence[Any], guard: StepGuard) -> None:
+    """Their engine ends: a void step stays with its weights, which may get another engine."""
+    for param in params:
+        if not guard.void and param.__dict__.get(_GUARD_ATTRIBUTE) is guard:
+            delattr(param, _GUARD_ATTRIBUTE)
+
+
+def refuse_void_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    """A hook of ``state_dict()``. A function, which ``copy.deepcopy(model)`` does not copy."""
+    refuse_void_weights(module.parameters())
+
+
+def hook_stepping(engine_class: Any) -> None:
+    """Makes a step of engines with TenCache's optimizer whole or void up to its last count: see [Note: whole or void]
+    in :mod:`tencache_ds.step_guard`."""
+    stock_step, stock_model_step = engine_class.step, engine_class._take_model_step
+
+    @functools.wraps(stock_step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = getattr(self.optimizer, "step_guard", None)
+        if guard is not None and not self.is_gradient_accumulation_boundary():
+            guard.check()  # a micro-step that updates nothing
+        return stock_step(self, *args, **kwargs)
+
+    @functools.wraps(stock_model_step)
+    def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = getattr(self.optimizer, "step_guard", None)
+        with contextlib.nullcontext() if guard is None else guard.step():
+            return stock_model_step(self, *args, **kwargs)
+
+    engine_class.step, engine_class._take_model_step = step, _take_model_step
 
 
 class ChunkedStep:
@@ -61,6 +120,7 @@ class ChunkedStep:
         gradients: the accumulated gradients.
         weights: the model's weights.
         update: of chunks.
+        guard: knows whether the last step is void.
         overlap: whether a step may continue after it has returned.
     """
 
@@ -73,6 +133,7 @@ class ChunkedStep:
         gradients: GradientTier,
         weights: ModelWeights,
         update: ChunkedUpdate,
+        guard: StepGuard,
         *,
         overlap: bool,
     ) -> None:
@@ -88,8 +149,8 @@ class ChunkedStep:
         self._may_wait: tuple[Any, Sequence[Sequence[Chunk]]] | None = None
         self._gate: UpdateGate | None = None
         if overlap:
-            self._gate = UpdateGate(session.counters)
-            self._background = BackgroundUpdate(update, self._gate, weights.keys_of, session.counters)
+            self._gate = UpdateGate(session.counters, guard)
+            self._background = BackgroundUpdate(update, self._gate, guard, weights.keys_of, session.counters)
             session.background = self._background
             for param in itertools.chain.from_iterable(groups):
                 setattr(param, _GATE_ATTRIBUTE, self._gate)
@@ -137,14 +198,13 @@ class ChunkedStep:
         """Returns when nothing is under way. Any thread may call it.
 
         Raises:
-            StorageError: a read failed, or an earlier write.
-            TenCacheError: the update failed.
+            VoidStepError: the last step has failed half-way.
         """
         if self._background is not None:
             self._background.finish()
 
     def abandon(self) -> None:
-        """A checkpoint is about to be loaded: a step that failed does not matter any more."""
+        """A checkpoint is about to be loaded: nobody waits for the values of the last step any more."""
         if self._background is not None:
             self._background.abandon()
 

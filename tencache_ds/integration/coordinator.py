@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 
 from tencache_ds.integration import rank_gathers
 from tencache_ds.integration.agreement import agreed
+from tencache_ds.integration.chunked_step import refuse_void_weights
 from tencache_ds.integration.fetches import FetchingCoordinator
 from tencache_ds.integration.module_weights import awaited_of, has_weights, is_leaf, nbytes_by_id, params_of
 from tencache_ds.integration.ordered_gathers import OrderedGathers
@@ -198,6 +199,7 @@ class TenCacheCoordinator(FetchingCoordinator):
     def reset_step(self) -> None:
         """The start of a forward pass."""
         spans.phase("forward")
+        refuse_void_weights(self.trained[:1])  # all weights of a model have one guard
         # With weights on NVMe every module is an occasion to read further ahead.
         may_pass_over = not self._tencache_swappers and all(param.requires_grad for param in self.trained)
         if may_pass_over and self.is_record_trace():

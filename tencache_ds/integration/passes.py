@@ -48,6 +48,8 @@ class PassesMixin:
 
     def backward_prologue(self) -> None:
         """The start of a backward pass."""
+        self.step_guard.check()
+        self._adds_gradients = False
         spans.phase("backward")
         if self.activation_hooks is not None:
             self.activation_hooks.begin_backward()
@@ -90,7 +92,9 @@ class PassesMixin:
             self._suspended.step_done()
 
     def _post_step(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's, which gathers the weights that always are: here with one collective for all of them."""
+        """DeepSpeed's, which gathers the weights that always are: here with one collective for all of them, once every
+        rank has updated its part."""
+        self._update_passed()
         if self._get_param_coordinator().gathers_as_usual:
             gather_at_once(self.persistent_parameters)
         super()._post_step(*args, **kwargs)

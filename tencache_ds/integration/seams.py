@@ -91,6 +91,10 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "loss", "retain_graph", "scale_wrt_gas"),
         "advises when GPU memory runs out",
     ),
+    *(
+        Seam(f"{_RUNTIME}.engine", f"DeepSpeedEngine.{name}", ("self", "lr_kwargs"), "knows a step from end to end")
+        for name in ("step", "_take_model_step")
+    ),
     Seam(f"{_RUNTIME}.engine", "DeepSpeedEngine.managed_gradient_accumulation", ("self",), "places figures of a step"),
     *(
         Seam(f"{_RUNTIME}.activation_checkpointing.checkpointing", name, parameters, "moves checkpointed inputs")
@@ -122,7 +126,7 @@ SEAMS: tuple[Seam, ...] = (
                     "load_module_only",
                     "custom_load_fn",
                 ),
-                "forgets a step that failed",
+                "ends a void step",
             ),
             ("_save_checkpoint", ("save_dir", "tag", "client_state", "exclude_frozen_parameters"), "keeps its errors"),
             (
@@ -311,6 +315,19 @@ SEAMS: tuple[Seam, ...] = (
         "accumulates gradients in host memory",
         ("_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",),
     ),
+    Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._update_scale", ("self", "has_overflow"), "knows that a step begins"),
+    Seam(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3.clear_backward_seen_flag",
+        ("self",),
+        "forgets the gradients of a backward pass that was interrupted",
+    ),
+    Seam(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3.zero_grad",
+        ("self", "set_to_none"),
+        "lets micro-steps begin anew",
+    ),
     *(
         Seam(
             _STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{name}", ("self", "param"), "accumulates gradients in host memory"
@@ -369,7 +386,7 @@ SEAMS: tuple[Seam, ...] = (
             ("backward_epilogue", (), "marks its end"),
             ("reduce_ready_partitions_and_remove_grads", ("param",), "looks at memory in a backward pass"),
             ("_partition_all_parameters", (), "keeps weights in GPU memory gathered"),
-            ("_post_step", ("timer_names",), "gathers persistent weights at once"),
+            ("_post_step", ("timer_names",), "lets ranks agree on an update, and gathers persistent weights at once"),
             ("_get_fp32_grad_state_partition", ("param", "release_swap_buffers"), "reads gradients"),
             ("set_fp32_grad_for_param", ("value", "param"), "replaces gradients"),
             ("set_local_grad_for_param", ("value", "param"), "replaces gradients"),

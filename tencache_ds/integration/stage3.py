@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from tencache_ds.errors import TenCacheError
+from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.integration.checkpoint import CheckpointMixin
+from tencache_ds.integration.chunked_step import guard_weights, refuse_void_state_dict, unguard_weights
 from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.current_stream import ask_for_streams_quickly
 from tencache_ds.integration.gradient_buckets import GradientBucketsMixin
@@ -38,10 +41,13 @@ from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.observability import spans
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.session import Session
+from tencache_ds.step_guard import StepGuard
 from tencache_ds.tiers.kinds import MASTER
 
 logger = logging.getLogger("DeepSpeed.tencache")
 OVERFLOW_CHECK_NUMEL = 16 * 2**20
+_numbers = itertools.count()
+"""Of the engines of this process; ranks build theirs in the same order."""
 
 
 class TenCacheZeroOptimizer_Stage3(
@@ -66,8 +72,13 @@ class TenCacheZeroOptimizer_Stage3(
         self._update_seconds = 0.0
         self._simple_norms = {}
         self._collected = []
+        self._adds_gradients = self._gradients_mixed = False
         self._monitor = StepMonitor()
         self._warned_of_watched_step = False
+        self.step_guard = StepGuard(JobVotes.of_job(f"engine {next(_numbers)}"))
+        """Knows whether the last step is void."""
+        self._update_passed: Callable[[], None] = lambda: None
+        guard_weights(list(module.parameters()), self.step_guard)
         offload = kwargs.get("offload_optimizer_config")
         try:
             refuse_optimizer(
@@ -75,7 +86,8 @@ class TenCacheZeroOptimizer_Stage3(
                 offloaded=offload is not None and offload.device != "none",
                 on_gpu=get_accelerator().device_name() != "cpu",
             )
-            super().__init__(module, init_optimizer, *args, **kwargs)
+            with self.step_guard.loading():  # a model with a void step is there to have a checkpoint loaded
+                super().__init__(module, init_optimizer, *args, **kwargs)
         except BaseException:
             # The weights stay their model's, which may get another engine with another config.
             if self._shared_weights is not None:
@@ -90,6 +102,7 @@ class TenCacheZeroOptimizer_Stage3(
         coordinator = self._get_param_coordinator()
         coordinator.weights_stay = self._weights_stay
         coordinator.gathers_as_usual = gathers_as_usual(self._deepspeed_engine()._config.zero_config)
+        self._refusing = self.parameter_offload.module.register_state_dict_pre_hook(refuse_void_state_dict)
         self._finishing = finish_after_forward(self.parameter_offload.module, coordinator.finish_gathers)
         if self.activation_hooks is not None:
             coordinator.fetched_for_forward = self.activation_hooks.note_weights
@@ -102,6 +115,7 @@ class TenCacheZeroOptimizer_Stage3(
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
         """Accumulates gradient partitions in host memory; on the last micro-step only their norms are kept in
         addition."""
+        self._adds_gradients = self.micro_step_id > 0
         if self._gradients is None:
             return super().partition_grads(params_to_release, grad_partitions)
         self._chunked_step.wait_for_gradients(params_to_release)
@@ -123,6 +137,29 @@ class TenCacheZeroOptimizer_Stage3(
             param.grad = None
         return buffers
 
+    def clear_backward_seen_flag(self) -> None:
+        """A forward pass begins."""
+        if self._backward_hook_state.backward_active_depth > 0:
+            self._forget_interrupted_backward()
+        super().clear_backward_seen_flag()
+
+    def _forget_interrupted_backward(self) -> None:
+        """Gradients on their way into the buffer when an exception ended a backward pass are not of the next one. What
+        has been added to those of earlier micro-steps cannot be taken out again."""
+        for bucket in self.ipg_buckets.values():
+            bucket.clear_params()
+        self._collected, self._collected_numel = [], 0
+        for param in itertools.chain.from_iterable(self.fp16_groups):
+            param.grad = None
+        self.params_already_reduced = dict.fromkeys(self.params_already_reduced, False)
+        self._backward_hook_state.backward_active_depth = 0
+        self._gradients_mixed |= self._adds_gradients
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """DeepSpeed's; the next micro-step is the first one."""
+        self._gradients_mixed = False
+        super().zero_grad(set_to_none)
+
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """DeepSpeed's check for inf and NaN, without a boolean copy of every gradient in host memory."""
         if self._gradients is None or not partition_gradients:
@@ -140,24 +177,32 @@ class TenCacheZeroOptimizer_Stage3(
         """DeepSpeed's step; the update itself is streamed chunk by chunk in :meth:`_optimizer_step`."""
         spans.phase("optimizer step")
         try:
-            self._step(closure)
+            with self.step_guard.step():
+                self._step(closure)
         finally:
             spans.phase(None)
 
     def _step(self, closure: Any) -> None:
-        engine = self._require_engine()
-        self._write_figures()
-        engine.check()
-        t_start_ns = time.perf_counter_ns()
-        self._update_seconds = 0.0
-        if self._gradients is not None:
-            self._gradients.settle()
-            self._complete_norms()
-        try:
-            with self._updating_gathered_weights():
-                super().step(closure)
-        finally:
-            self._weights_changing = False
+        with self.step_guard.together("the beginning of an optimizer step"):
+            engine = self._require_engine()
+            self._write_figures()
+            engine.check()
+            if self._gradients_mixed:
+                raise TenCacheError(
+                    "a backward pass failed after it had added to the gradients of earlier micro-steps. Load a "
+                    "checkpoint, or drop the gradients of all micro-steps so far with engine.optimizer.zero_grad()"
+                )
+            t_start_ns = time.perf_counter_ns()
+            self._update_seconds = 0.0
+            if self._gradients is not None:
+                self._gradients.settle()
+                self._complete_norms()
+        with self.step_guard.together("the update of an optimizer step") as self._update_passed:
+            try:
+                with self._updating_gathered_weights():
+                    super().step(closure)
+            finally:
+                self._weights_changing = False
         if self._gradients is not None:
             self._gradients.end_step()
         record = engine.step_done(time.perf_counter_ns() - t_start_ns)
@@ -176,6 +221,11 @@ class TenCacheZeroOptimizer_Stage3(
         self._monitor.step_done(self._deepspeed_engine())
         if engine.background is None or not engine.background.running:
             self._write_figures()
+
+    def _update_scale(self, has_overflow: bool = False) -> None:
+        """DeepSpeed's; the loss scale is the first thing that a step changes."""
+        self.step_guard.begin_change()
+        super()._update_scale(has_overflow)
 
     def _write_figures(self) -> None:
         """Gives the last step's figures to DeepSpeed's monitor, once that step is over."""
@@ -259,6 +309,7 @@ class TenCacheZeroOptimizer_Stage3(
             return False
         self._weights_changing = True
         self._drop_staged_weights()
+        self.step_guard.begin_change()
         return True
 
     def _drop_staged_weights(self) -> None:
@@ -295,8 +346,9 @@ class TenCacheZeroOptimizer_Stage3(
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's, as long as there is a state."""
-        self._require_engine()
-        super().load_state_dict(*args, **kwargs)
+        with self.loading():
+            self._require_engine()
+            super().load_state_dict(*args, **kwargs)
 
     def destroy(self) -> None:
         """DeepSpeed's clean-up, then that of this engine: optimizer state, gradients, staging buffers, files. The
@@ -316,6 +368,8 @@ class TenCacheZeroOptimizer_Stage3(
             stack.callback(self._stop_following)
             stack.callback(end_passes, module)
             stack.callback(self._finishing.remove)
+            stack.callback(self._refusing.remove)
+            stack.callback(unguard_weights, list(module.parameters()), self.step_guard)
             stack.callback(self._write_figures)
             if self._shared_weights is not None:
                 stack.callback(self._shared_weights.close)
@@ -330,20 +384,46 @@ class TenCacheZeroOptimizer_Stage3(
         return not deepspeed_engine.is_gradient_accumulation_boundary()
 
     def _finish_step(self) -> None:
-        """Waits for the end of the last step, wherever it runs."""
+        """Waits for the end of the last step, wherever it runs.
+
+        Raises:
+            VoidStepError: it has failed half-way.
+        """
         if self._chunked_step is not None:
             self._chunked_step.finish()
+        self.step_guard.check()
 
-    def abandon_step(self) -> None:
-        """A checkpoint is about to be loaded."""
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around a load, for which a void step is not in the way: see :meth:`StepGuard.loading`."""
         if self._chunked_step is not None:
             self._chunked_step.abandon()
+        begins_anew = self.step_guard.void or self._gradients_mixed
+        with self.step_guard.loading():
+            yield
+        if begins_anew and not self.step_guard.void:
+            self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        """What passes before a load have left of their micro-steps, where it cannot be used: as in an engine that has
+        just been built, the next one is the first of a step."""
+        self._forget_interrupted_backward()
+        self.zero_grad()
+        if self._gradients is not None:
+            self._gradients.end_step()
+            self._simple_norms.clear()
+            self.reset_cpu_buffers()
+        deepspeed_engine = self._deepspeed_engine()
+        if deepspeed_engine is not None:
+            deepspeed_engine.micro_steps = 0
+            deepspeed_engine._running_engine_step = False
 
     def _require_engine(self) -> Session:
         """The session, with the last step over.
 
         Raises:
-            TenCacheError: it was destroyed, or the step failed.
+            TenCacheError: it was destroyed.
+            VoidStepError: the last step has failed half-way.
         """
         self._finish_step()
         if self.tencache is None or self.tencache.closed:

@@ -222,6 +222,7 @@ class BuildingMixin:
             self._gradients,
             self._model_weights,
             self._updater.by_chunks,
+            self.step_guard,
             overlap=self._tencache_options.overlap_step and self._updater.one_pass,
         )
         moves.before = self._chunked_step.finish

@@ -25,9 +25,9 @@ class StateAccessMixin:
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
+        self._require_engine()
         if self._state is None:
             return super()._get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
-        self._require_engine()
         group, start, numel = self.grad_position[self.get_param_id(param)]
         kind = MASTER if optim_state_key is None else optim_state_key
         if kind != MASTER and kind not in self._optimizer_states.kinds(group):
@@ -40,7 +40,8 @@ class StateAccessMixin:
         partition, group = self._get_fp32_opt_state_partition(param, True, optim_state_key)
         _, start, _ = self.grad_position[self.get_param_id(param)]
         partition.copy_(value)
-        self._state.write(group, {optim_state_key or MASTER: partition}, start)
+        with self.step_guard.change():
+            self._state.write(group, {optim_state_key or MASTER: partition}, start)
 
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if self._state is None:
@@ -62,9 +63,9 @@ class StateAccessMixin:
         self._write_state_partition(value.flatten(), param, optim_state_key)
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+        self._require_engine()
         if self._gradients is None:
             return super()._get_fp32_grad_state_partition(param, release_swap_buffers)
-        self._require_engine()
         self._await_gradients()
         group, _, _ = self.grad_position[self.get_param_id(param)]
         return self._gradients.value(param.ds_id), group

@@ -16,8 +16,9 @@ import torch
 
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.chunks import Chunk
+from tencache_ds.step_guard import StepGuard
 from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep
-from tencache_ds.tiers.update_gate import UpdateGate, raise_failure
+from tencache_ds.tiers.update_gate import UpdateGate
 
 Work = Sequence[tuple[SubGroupStep, Sequence[Chunk]]]
 """Chunks of sub-groups, in the order in which they are updated."""
@@ -29,20 +30,26 @@ class BackgroundUpdate:
     Args:
         update: of chunks, with exclusive use of their tiers while it runs.
         gate: opened weight by weight.
+        guard: knows that the step is void if this update fails.
         keys_of: the weights (keys) that a chunk has elements of.
         counters: waits of the update are not those of the training.
     """
 
     def __init__(
-        self, update: ChunkedUpdate, gate: UpdateGate, keys_of: Callable[[Chunk], Sequence[int]], counters: Counters
+        self,
+        update: ChunkedUpdate,
+        gate: UpdateGate,
+        guard: StepGuard,
+        keys_of: Callable[[Chunk], Sequence[int]],
+        counters: Counters,
     ) -> None:
         self._update = update
         self._gate = gate
+        self._guard = guard
         self._keys_of = keys_of
         self._counters = counters
         self._lock = threading.Lock()
         self._running: Future[None] | None = None
-        self._failure: BaseException | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tencache-update")
 
     @property
@@ -54,31 +61,29 @@ class BackgroundUpdate:
         """Starts an update; the one before must be finished."""
         self.finish()
         self._gate.close(self._keys_of(chunk) for _, chunks in work for chunk in chunks)
+        self._guard.update_begins()
         self._running = self._executor.submit(self._run, work, self._counters.n_steps)
 
     def finish(self) -> None:
         """Returns when nothing is under way. Any thread may call it, also without an update.
 
         Raises:
-            StorageError: a read failed, or an earlier write.
-            TenCacheError: the update failed. Each call raises it, until :meth:`abandon`: some weights have their new
-                values, others have not.
+            VoidStepError: the update failed, or the step did before.
         """
         running = self._running
         if running is not None:
-            failure = running.exception()
+            wait([running])
             with self._lock:
                 if self._running is running:
-                    self._running, self._failure = None, failure
-        if self._failure is not None:
-            raise_failure(self._failure)
+                    self._running = None
+        self._guard.check()
 
     def abandon(self) -> None:
-        """Weights and state are about to be replaced: a failed update does not matter any more."""
-        running = self._running
-        if running is not None:
-            wait([running])
-        self._running = self._failure = None
+        """Weights and state are about to be replaced: nobody waits for those of the last update any more, which has
+        ended, with or without an error."""
+        if self._running is not None:
+            wait([self._running])
+        self._running = None
         self._gate.close(())
 
     def close(self) -> None:
@@ -92,8 +97,10 @@ class BackgroundUpdate:
                 for step, chunks in work:
                     self._update.run(step, chunks, self._finished)
         except BaseException as error:
-            self._gate.failed(error)
+            self._guard.update_failed(error)
+            self._gate.failed()
             raise
+        self._guard.update_ended()
 
     def _finished(self, chunk: Chunk) -> None:
         self._gate.updated(self._keys_of(chunk))

@@ -278,7 +278,7 @@ class ChunkedUpdate:
             used, ended = begun[0].used, begun[0].job.end_ns != 0
             if not (ended and used.edit is not None) and not (used.staged and (ended or waits)):
                 return
-            self._finish(begun.popleft(), finished)
+            self._finish(begun, finished)
 
     def _start(
         self, used: ChunkInUse, step: SubGroupStep, begun: deque[_Begun], finished: Callable[[Chunk], None]
@@ -313,10 +313,12 @@ class ChunkedUpdate:
             with span(Category.UPDATE, "update::wait", name_of(last.used.chunk), last.used.chunk.nbytes):
                 last.job.wait(JOB_TIMEOUT_S)  # the others end before it, or almost
         while len(begun) > left:
-            self._finish(begun.popleft(), finished)
+            self._finish(begun, finished)
 
-    def _finish(self, entry: _Begun, finished: Callable[[Chunk], None]) -> None:
-        if not entry.job.wait(JOB_TIMEOUT_S):
+    def _finish(self, begun: deque[_Begun], finished: Callable[[Chunk], None]) -> None:
+        """Finishes the oldest; until it has ended it stays among them, for :meth:`_abandon` after an interrupt."""
+        ended, entry = begun[0].job.wait(JOB_TIMEOUT_S), begun.popleft()
+        if not ended:
             raise TenCacheError(
                 f"the update of chunk {entry.used.chunk.sub_group}.{entry.used.chunk.index} was not done after "
                 f"{JOB_TIMEOUT_S:.0f} s: the optimizer threads get no CPU time"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.counters import Counters, Stall
+from tencache_ds.step_guard import StepGuard
 
 TIMEOUT_S = 3600.0
 """An update of a chunk takes milliseconds; where a weight takes this long, nothing else gets on either."""
@@ -25,13 +25,15 @@ class UpdateGate:
 
     Args:
         counters: where waits are counted.
+        guard: knows why an update has failed.
     """
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, guard: StepGuard) -> None:
         self._counters = counters
+        self._guard = guard
         self._changed = threading.Condition()
         self._chunks_left: Counter[int] = Counter()  # of each weight that is not up to date
-        self._error: BaseException | None = None
+        self._failed = False
 
     def close(self, chunks: Iterable[Iterable[int]]) -> None:
         """An update is about to begin.
@@ -40,7 +42,7 @@ class UpdateGate:
             chunks: of each chunk the weights (keys) that it has elements of.
         """
         with self._changed:
-            self._error = None
+            self._failed = False
             self._chunks_left = Counter(key for keys in chunks for key in keys)
 
     def updated(self, keys: Iterable[int]) -> None:
@@ -55,18 +57,18 @@ class UpdateGate:
             if opened:
                 self._changed.notify_all()
 
-    def failed(self, error: BaseException) -> None:
-        """The update ended early: who waits for one of the weights that are left gets the error."""
+    def failed(self) -> None:
+        """The update ended early, and the step is void: who waits for a weight that is left gets an error."""
         with self._changed:
-            self._error = error
+            self._failed = True
             self._changed.notify_all()
 
     def wait_for(self, keys: Iterable[int]) -> None:
         """Returns when weights have their new values; at once if no update is under way.
 
         Raises:
-            StorageError: the update failed on NVMe.
-            TenCacheError: it failed for another reason.
+            VoidStepError: the update failed.
+            TenCacheError: it takes too long.
         """
         if not self._chunks_left:
             return
@@ -76,10 +78,10 @@ class UpdateGate:
                 return
             with self._counters.stall(Stall.UPDATE, _named(wanted)):
                 ended = self._changed.wait_for(
-                    lambda: self._error is not None or not any(key in self._chunks_left for key in wanted), TIMEOUT_S
+                    lambda: self._failed or not any(key in self._chunks_left for key in wanted), TIMEOUT_S
                 )
-            if self._error is not None:
-                raise_failure(self._error)
+            if self._failed:
+                self._guard.check()
             if not ended:
                 raise TenCacheError(f"the optimizer step did not reach a weight within {TIMEOUT_S:.0f} s")
 
@@ -88,10 +90,3 @@ def _named(keys: Sequence[int]) -> str:
     """Weights, for traces; of many the first few."""
     more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
     return ", ".join(f"weight id {key}" for key in keys[:_NAMED]) + more
-
-
-def raise_failure(error: BaseException) -> NoReturn:
-    """Raises an update's error in a thread that needs its result."""
-    if isinstance(error, TenCacheError):
-        raise error
-    raise TenCacheError(f"the optimizer step did not end: {error}") from error

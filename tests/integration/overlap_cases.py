@@ -140,12 +140,12 @@ def run_behind_update(case: dict[str, Any], folder: str) -> dict[str, Any]:
         gathers += 1
         gather(self, params, forward, **options)
 
-    def held(self: ChunkedUpdate, entry: Any, finished: Any) -> None:
-        chunk = entry.used.chunk
+    def held(self: ChunkedUpdate, begun: Any, finished: Any) -> None:
+        chunk = begun[0].used.chunk
         behind = threading.current_thread().name.startswith("tencache-update")
         if behind and chunk == self._tier.chunks(len(engine.optimizer.fp16_groups) - 1)[-1]:
             found.append(in_the_middle.wait(5))
-        finish(self, entry, finished)
+        finish(self, begun, finished)
 
     layers = engine.module.layers
     layers[len(layers) // 2].register_forward_pre_hook(lambda *_: in_the_middle.set())

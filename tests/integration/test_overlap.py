@@ -198,6 +198,8 @@ def test_a_job_that_is_killed_in_the_middle_of_a_step_resumes(one_rank: Any, res
 @pytest.mark.parametrize("name", RECOVERS)
 def test_a_step_that_failed_is_in_the_way_until_a_checkpoint_is_loaded(one_rank: Any, name: str) -> None:
     result = one_rank.result(name, "tencache")
-    assert result["errors"] == ["the optimizer step did not end: made up"] * 3
+    assert len(result["errors"]) == 3
+    assert all("made up" in error for error in result["errors"])
+    assert "load_checkpoint" in result["errors"][-1]
     assert result["again"] == result["losses"]
     assert len(set(result["losses"])) == 3

@@ -8,13 +8,15 @@ import time
 
 import pytest
 
-from tencache_ds.errors import StorageError, TenCacheError
+from tencache_ds.errors import StorageError, TenCacheError, VoidStepError
 from tencache_ds.io import Operation
 from tencache_ds.observability.counters import Counters, Stall
+from tencache_ds.step_guard import Part, StepGuard
 from tencache_ds.tiers import update
 from tencache_ds.tiers.background_update import BackgroundUpdate
 from tencache_ds.tiers.update import ChunkedUpdate
 from tencache_ds.tiers.update_gate import UpdateGate
+from tests.test_step_guard import Alone
 from tests.tiers.test_update import N_CHUNKS, RESIDENT, STORED, Bench, Job, Kernel, check, step
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,14 +47,22 @@ class HeldKernel(Kernel):
 class Background:
     def __init__(self, folder, places, kernel: Kernel) -> None:
         self.bench, self.kernel, self.counters = Bench(folder, places), kernel, Counters()
-        self.gate = UpdateGate(self.counters)
         update = ChunkedUpdate(self.bench.tier, self.bench.gradients, self.bench.weights, [kernel])
-        self.update = BackgroundUpdate(update, self.gate, keys_of, self.counters)
+        self.guard = StepGuard(Alone())
+        self.gate = UpdateGate(self.counters, self.guard)
+        self.update = BackgroundUpdate(update, self.gate, self.guard, keys_of, self.counters)
 
     def begin(self) -> None:
         chunks = self.bench.tier.chunks(0)
-        self.bench.tier.begin_pass(chunks)
-        self.update.begin([(step(), chunks)])
+        with self.guard.step():
+            self.guard.begin_change()
+            self.bench.tier.begin_pass(chunks)
+            self.update.begin([(step(), chunks)])
+
+    def load(self) -> None:
+        self.update.abandon()
+        with self.guard.loading():
+            self.guard.replaced(Part.TRAINED)
 
     def close(self) -> None:
         self.update.close()
@@ -124,14 +134,15 @@ def test_who_waits_for_an_update_that_fails_gets_its_error(tmp_path):
     background.bench.storage.backend.fails = lambda operation, tag: operation is Operation.READ
     threading.Timer(0.05, background.kernel.may_go_on.set).start()
     background.gate.wait_for([7])
-    with pytest.raises(StorageError):
+    with pytest.raises(VoidStepError, match="StorageError") as raised:
         background.gate.wait_for([2])
+    assert isinstance(raised.value.__cause__, StorageError)
     for _ in range(2):
-        with pytest.raises(StorageError):
+        with pytest.raises(VoidStepError, match="StorageError"):
             background.update.finish()
-    with pytest.raises(StorageError):
+    with pytest.raises(VoidStepError):
         background.begin()
-    background.update.abandon()
+    background.load()
     background.update.finish()
     background.gate.wait_for([0, 1, 2])
     background.bench.storage.backend.fails = lambda operation, tag: False
@@ -143,9 +154,9 @@ def test_any_other_error_is_the_cause_of_one_of_ours(tmp_path):
     kernel = Kernel(fails_at=1)
     background = Background(tmp_path, RESIDENT, kernel)
     background.begin()
-    with pytest.raises(TenCacheError, match="the optimizer step did not end: the kernel failed"):
+    with pytest.raises(VoidStepError, match="the kernel failed"):
         background.gate.wait_for([2])
-    with pytest.raises(TenCacheError, match="the optimizer step did not end: the kernel failed"):
+    with pytest.raises(VoidStepError, match="the kernel failed"):
         background.update.finish()
     background.close()
 
