@@ -254,7 +254,8 @@ class ChunkedStep:
             candidates = []
             for index, group in enumerate(chunks):
                 dtypes = {self._state.dtype(index, kind) for kind in self._state.kinds(index)}
-                fits = dtypes == {torch.float32} and {param.dtype for param in self._groups[index]} <= TYPES.keys()
+                weights = {param.ds_tensor.dtype for param in self._groups[index]}
+                fits = dtypes == {torch.float32} and weights <= TYPES.keys()
                 candidates.append([chunk for chunk in group if fits and self._is_out_of_sight(chunk, in_use)])
             self._may_wait = key, candidates
         return self._may_wait[1]

@@ -395,7 +395,7 @@ class TenCacheCoordinator(FetchingCoordinator):
             self._tencache_window = CommitWindow(
                 self._tencache_trace,
                 lambda key: params[key].ds_numel,
-                lambda key: params[key].ds_tensor.ds_numel * params[key].dtype.itemsize,
+                lambda key: params[key].ds_tensor.ds_numel * params[key].ds_tensor.element_size(),
                 bucket_numel=self._PartitionedParameterCoordinator__prefetch_bucket_sz,
                 # Of all ranks: they have to commit to the same gathers.
                 read_ahead_nbytes=agreed("how much is read ahead", swappers[0].read_ahead_nbytes, min),

@@ -30,6 +30,18 @@ def home_in_tier(param: Any) -> Home:
     return home
 
 
+def cast_shard(param: Any, dtype: torch.dtype) -> None:
+    """Gives a partitioned parameter's shard another dtype, to which it is rounded; in the weight tier or beside it."""
+    shard = param.ds_tensor.data
+    if shard.dtype == dtype:
+        return
+    if in_tier(param):
+        param.nvme_swapper.cast(param, dtype)
+        return
+    cast = shard.to(dtype)
+    param.ds_tensor.data = get_accelerator().pin_memory(cast) if shard.is_pinned() else cast
+
+
 class ModelWeights:
     """Shards of this rank by sub-group; a :class:`~tencache_ds.tiers.weight_writer.WeightWriter`. Used by the training
     thread.

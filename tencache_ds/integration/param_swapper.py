@@ -82,7 +82,7 @@ class ParamSwapper:
         """
         Args:
             engine: where the weights go.
-            dtype: the model's dtype, which floating-point shards have.
+            dtype: the model's dtype. Single weights may have another one.
             persistence_threshold: parameters up to this many elements stay on the device, so their shards stay
                 resident.
         """
@@ -110,18 +110,25 @@ class ParamSwapper:
     # First partition of a parameter
 
     def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
-        """Whether a shard of ``numel`` elements is managed here; smaller ones stay with DeepSpeed, in host memory."""
+        """Whether a shard of ``numel`` elements is managed here; smaller ones stay with DeepSpeed, in host memory.
+
+        DeepSpeed names no parameter when it asks, so bytes are counted in the model's dtype. A weight of another dtype
+        stays with DeepSpeed up to as many elements.
+        """
         numel = param.ds_tensor.ds_numel if numel is None else numel
         return numel * self._dtype.itemsize >= SMALLEST_STORED_NBYTES
 
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
         """The 1-D host tensor in which DeepSpeed puts a new parameter's shard for the first time."""
+        self._params[param.ds_id] = weakref.ref(param)
+        # As DeepSpeed creates a shard: in the parameter's dtype, unless zero.Init has replaced this constructor, which
+        # then gives the model's dtype where another one of floating point is asked for.
+        return self._register(param, numel, torch.empty(0, dtype=param.dtype).dtype)  # noqa: TID251
+
+    def _register(self, param: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
         shape = "x".join(str(size) for size in param.ds_shape) or "scalar"
         name = f"weight id {param.ds_id} ({shape})"
         resident = param.ds_persist or param.ds_numel <= self._persistence_threshold
-        # Where a model asks for another one, as with torch.FloatTensor(...), DeepSpeed's shards have the model's dtype.
-        dtype = self._dtype if param.is_floating_point() else param.dtype
-        self._params[param.ds_id] = weakref.ref(param)
         return self._weights.register(param.ds_id, name, numel, dtype, always_resident=resident)
 
     def swap_out_and_release(
@@ -359,6 +366,22 @@ class ParamSwapper:
         with self._lock:
             self._read.pop(param.ds_id, None)
             self._weights.overwrite(param.ds_id, value)
+
+    def cast(self, param: Any, dtype: torch.dtype) -> None:
+        """Gives a weight that is not in use another dtype, to which its shard is rounded; that may change its home.
+
+        Raises:
+            StorageError: its shard could not be read.
+            TenCacheError: it is in use.
+        """
+        with self._lock:
+            key = param.ds_id
+            value = self._weights.read(key)
+            self._weights.drop([key])
+            self._stand_ins.pop(key, None)
+            param.ds_tensor.data = self._register(param, value.numel(), dtype).copy_(value)
+            param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+            self._write([param])
 
     def read(self, param: Any) -> torch.Tensor:
         """A copy of a shard as it was last stored, 1-D in host memory."""

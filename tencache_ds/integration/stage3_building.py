@@ -25,7 +25,7 @@ from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
 from tencache_ds.integration.model_engines import engines_for
-from tencache_ds.integration.model_weights import ModelWeights
+from tencache_ds.integration.model_weights import ModelWeights, cast_shard
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import known_kinds, needed_states, updates_by_chunks
 from tencache_ds.integration.outside_needs import outside_needs, update_needs
@@ -101,7 +101,11 @@ class BuildingMixin:
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         groups = self.trainable_param_groups
         if self.params_in_nvme_and_cpu:
-            # The weight tier decides which weights stay in host memory: no sub-group gets a flat buffer of DeepSpeed's.
+            self._require_claims()
+            # The weight tier decides which weights stay in host memory: no sub-group gets a flat buffer of DeepSpeed's,
+            # which would give every trained weight the dtype of the first one.
+            for param in itertools.chain.from_iterable(group["params"] for group in groups):
+                cast_shard(param, self.dtype)
             self.param_groups_fp16_flat_cpu_memory = [empty(0, self.dtype) for _ in groups]
             return
         numels = [sum(param.partition_numel() for param in group["params"]) for group in groups]
@@ -115,7 +119,6 @@ class BuildingMixin:
 
     def _create_fp32_partitions(self) -> None:
         engine = self._require_engine()
-        self._require_claims()
         empty_pinned_cache()  # of the shards that were moved into flat buffers
         for part in engine.claimed:
             part.weights.set_trainable(param.ds_id for group in self.fp16_groups for param in group)

@@ -9,6 +9,7 @@ engines. Models are made from configs and nothing is downloaded.
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import os
@@ -31,6 +32,8 @@ from user_api_cases import value_of
 VOCABULARY = 2048  # of the weights only those of 100,000 elements go to NVMe while DeepSpeed's threshold is "auto"
 SMALL_WEIGHTS_TOO = {"stage3_param_persistence_threshold": 100}
 SEQUENCE = 8
+WIDE = 512
+"""Of a model with adapters: a weight is below the size that goes to NVMe on most of the others."""
 KEPT_METRICS = ("step", "epoch", "loss", "grad_norm", "learning_rate", "eval_loss", "test_loss")
 
 
@@ -51,9 +54,9 @@ class Tokens(torch.utils.data.Dataset):
 TRAIN, EVALUATION = Tokens(32, 1), Tokens(8, 2)
 
 
-def model_config() -> Any:
+def model_config(width: int = 64) -> Any:
     return transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, pad_token_id=None, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
 
@@ -120,12 +123,12 @@ class Case:
             on_nvme = any(home.on_nvme for part in ours.all() for home in part.weights.homes.all())
             assert on_nvme or ours.stats().gpu_weight_nbytes > 0
 
-    def model_folder(self) -> str:
+    def model_folder(self, width: int = 64) -> str:
         """A model that was saved before, without DeepSpeed."""
-        path = self.shared / "model"
+        path = self.shared / f"model-{width}"
         if self.rank == 0 and not path.exists():
             torch.manual_seed(7)
-            transformers.LlamaForCausalLM(model_config()).to(torch.bfloat16).save_pretrained(path)
+            transformers.LlamaForCausalLM(model_config(width)).to(torch.bfloat16).save_pretrained(path)
         deepspeed.comm.barrier()
         return str(path)
 
@@ -356,6 +359,79 @@ def lora_trains_and_merges(case: Case) -> None:
     case.seen["merged"] = tensor_digests(dict(merged.named_parameters()))
 
 
+class Fp32Head(torch.nn.Linear):
+    """An output layer that computes in single precision, where its weight still has that."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden.to(self.weight.dtype))
+
+
+def adapts(case: Case, *, head_trained: bool, resumes: bool = False, **adapters: Any) -> None:
+    """Trains a frozen model with an output layer in fp32 that took the place of its own after loading, or with adapters
+    beside both, all large enough for NVMe; predicts, generates and saves.
+
+    Args:
+        case: of the scenario.
+        head_trained: whether the output layer is.
+        resumes: whether the run also goes on from a checkpoint.
+        adapters: PEFT's options; none: without adapters.
+    """
+    config = with_optimizer(case.config(**SMALL_WEIGHTS_TOO, sub_group_size=10**6))
+    if case.engine == "tencache":
+        config["tencache"]["chunk_size"] = 2**20
+    options = {"deepspeed": config, "dataloader_num_workers": 0, "max_steps": 3}
+    if resumes:
+        options |= {"save_strategy": "steps", "save_steps": 2}
+
+    def trainer_of() -> RecordingTrainer:
+        args = arguments(case, **copy.deepcopy(options))
+        model = transformers.AutoModelForCausalLM.from_pretrained(case.model_folder(WIDE), dtype=torch.bfloat16)
+        torch.manual_seed(9)
+        model.requires_grad_(False)
+        model.lm_head = Fp32Head(WIDE, VOCABULARY, bias=False, dtype=torch.float32).requires_grad_(head_trained)
+        if adapters:
+            rank = 64 * deepspeed.comm.get_world_size()  # shards of 64 KiB in the model's dtype
+            model = peft.get_peft_model(model, peft.LoraConfig(r=rank, task_type="CAUSAL_LM", **adapters))
+        return RecordingTrainer(case, model=model, args=args, train_dataset=TRAIN, eval_dataset=EVALUATION)
+
+    trainer = trainer_of()
+    trainer.train()
+    case.check_engine(trainer.deepspeed)
+    if case.engine == "tencache":
+        homes = [home for part in trainer.deepspeed.optimizer.tencache.all() for home in part.weights.homes.all()]
+        ids = {param.ds_id for param in trainer.model.parameters() if param.requires_grad}
+        case.seen["facts"]["trained in the tier"] = sum(home.key in ids for home in homes)
+    with torch.no_grad():
+        prompt = TRAIN.rows[:2, :4].to(trainer.args.device)
+        created = trainer.model.generate(input_ids=prompt, max_new_tokens=3, do_sample=False, synced_gpus=True)
+    case.seen["generated"] = created.tolist()
+    look_at(case, trainer)
+    if not resumes or case.engine == "stock":  # which recomputes the powers of Adam's betas
+        return
+    ended = {key: case.seen[key] for key in ("losses", "weights", "saved", "evaluation", "prediction")}
+    del trainer
+    begin_anew()
+    case.seen["losses"] = ended["losses"][:4]
+    trainer = trainer_of()
+    trainer.train(resume_from_checkpoint=str(case.folder / "checkpoint-2"))
+    look_at(case, trainer)
+    assert {key: case.seen[key] for key in ended} == ended, "the resumed run differs"
+
+
+def lora_of_every_linear(case: Case) -> None:
+    """Beside a frozen weight in fp32."""
+    adapts(case, head_trained=False, target_modules="all-linear", exclude_modules=["lm_head"])
+
+
+def lora_of_queries(case: Case) -> None:
+    """And a copy of the output layer, which is trained and saved with the adapters."""
+    adapts(case, head_trained=False, resumes=True, target_modules=["q_proj"], modules_to_save=["lm_head"])
+
+
+def fp32_head(case: Case) -> None:
+    adapts(case, head_trained=True)
+
+
 # Running
 
 SCENARIOS: dict[str, Callable[[Case], None]] = {
@@ -363,7 +439,8 @@ SCENARIOS: dict[str, Callable[[Case], None]] = {
     for function in (
         trainer_trains, trainer_resumes, trainer_resumes_from_stock, trainer_takes_the_best_model,
         trainer_only_predicts, trainer_predicts_from_memory, trainer_trains_twice,
-        from_pretrained_and_generate, lora_trains_and_merges,
+        from_pretrained_and_generate, lora_trains_and_merges, lora_of_every_linear, lora_of_queries,
+        fp32_head,
     )
 }  # fmt: skip
 

@@ -14,19 +14,21 @@ PROGRAM = "hugging_face_program.py"
 INFERENCE = ("trainer_only_predicts", "trainer_predicts_from_memory")
 RESUMED = ("trainer_resumes", "trainer_resumes_from_stock")
 GRPO = ("grpo_generates", "grpo_generates_ungathered")
+MIXED = ("lora_of_every_linear", "lora_of_queries", "fp32_head")
+"""With parts in fp32 that were added to a partitioned model in bfloat16."""
 TRL = ("sft_trains", "dpo_with_a_reference", *GRPO)
 ALONE = (
     "trainer_trains", *RESUMED, "trainer_takes_the_best_model", *INFERENCE,
     "trainer_trains_twice", "from_pretrained_and_generate", "accelerate_saves_and_loads", "accelerate_config_file",
     "accelerate_two_plugins", "accelerate_finds_a_batch_size", "accelerate_with_spawned_workers",
-    "lora_trains_and_merges", *TRL,
+    "lora_trains_and_merges", *MIXED, *TRL,
 )  # fmt: skip
 TOGETHER = (
-    "trainer_trains", "trainer_resumes", "accelerate_saves_and_loads", "lora_trains_and_merges", *TRL,
+    "trainer_trains", "trainer_resumes", "accelerate_saves_and_loads", "lora_trains_and_merges", *MIXED, *TRL,
 )  # fmt: skip
 IN_GPU_MEMORY = (
     "trainer_takes_the_best_model", "trainer_trains_twice", "from_pretrained_and_generate",
-    "accelerate_saves_and_loads", "accelerate_finds_a_batch_size", "lora_trains_and_merges", *TRL,
+    "accelerate_saves_and_loads", "accelerate_finds_a_batch_size", "lora_trains_and_merges", *MIXED, *TRL,
 )  # fmt: skip
 COMPARED = [name for name in ALONE if name not in RESUMED]
 
@@ -133,6 +135,13 @@ def test_a_frozen_base_is_read_from_nvme_and_never_written(alone: Any) -> None:
     facts = alone.result("lora_trains_and_merges", "tencache")["facts"]
     assert facts["read_nbytes"] > facts["base_nbytes"]
     assert facts["written_nbytes"] < facts["base_nbytes"] // 8
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", MIXED)
+def test_parts_of_another_dtype_are_in_the_tier(alone: Any, together: Any, name: str, ranks: int) -> None:
+    facts = (alone if ranks == 1 else together).result(name, "tencache")["facts"]
+    assert facts["trained in the tier"] >= 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
