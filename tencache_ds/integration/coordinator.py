@@ -145,6 +145,7 @@ class TenCacheCoordinator(FetchingCoordinator):
     def _gather(self, module: Any, params: dict[int, Any], forward: bool) -> None:
         """DeepSpeed's fetch. Modules other than leaves are fetched by one thread at a time: without its lock for them,
         and without its profiler range."""
+        self.forget_unused()
         gathers = self._tencache_gathers
         if gathers is not None:
             gathers.fetch_begins(params.values())

@@ -81,6 +81,18 @@ class FetchingCoordinator(PartitionedParameterCoordinator):
         self._PartitionedParameterCoordinator__step_id += 1
         return True
 
+    def forget_unused(self) -> None:
+        """Takes weights out of DeepSpeed's queue that were recorded for modules before the one at hand, and that these
+        have not asked for. DeepSpeed looks at a module's weights when the recorded pass is over; while it is computed,
+        it may have fewer, as experts under PEFT's adapters, whose weights are another module's for that time. Where no
+        prefetch has taken such an entry out of the queue, as none does for weights on NVMe, DeepSpeed raises an error.
+        """
+        if not self.is_complete_trace():
+            return
+        queue = self._PartitionedParameterCoordinator__param_queue
+        while queue and queue[0].step_id_last_used_at < self._PartitionedParameterCoordinator__step_id:
+            queue.popleft()
+
     def _prefetch_numel(self, forward: bool) -> int:
         """Elements that DeepSpeed may prefetch at this module."""
         numel = int(self._PartitionedParameterCoordinator__prefetch_bucket_sz)

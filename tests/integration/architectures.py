@@ -93,6 +93,13 @@ class Architecture(nn.Module):
             self.model.bfloat16()  # buffers too, which DeepSpeed leaves as they are
         _fill(self.model)
 
+    def add_lora(self, rank: int) -> None:
+        """Freezes the weights and adds low-rank adapters to all linear layers: in fp32, as PEFT does."""
+        import peft
+
+        refused = {"exclude_modules": ["out_proj"]} if self.model.config.model_type.startswith("mamba") else {}
+        self.model = peft.get_peft_model(self.model, peft.LoraConfig(r=rank, target_modules="all-linear", **refused))
+
     def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         labels = torch.randint(0, 2, (2,), generator=generator)
         if self.images:

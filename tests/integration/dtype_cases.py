@@ -21,7 +21,7 @@ from torch import nn
 
 from tencache_ds.planning import observed_steps
 
-NOT_FOR_STOCK = {"number", "tencache", "offload_param", "offload_optimizer", "checkpoint", "device_memory"}
+NOT_FOR_STOCK = {"number", "tencache", "offload_param", "checkpoint", "device_memory"}
 DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "uint8": torch.uint8,
 }  # fmt: skip

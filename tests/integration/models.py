@@ -152,11 +152,11 @@ class HuggingFace(nn.Module):
             self.model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
             self.model.enable_input_require_grads()
 
-    def add_lora(self) -> None:
+    def add_lora(self, rank: int) -> None:
         """Freezes the weights and adds low-rank adapters, as a fine-tuning script does after loading."""
         import peft
 
-        adapter = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"])
+        adapter = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "down_proj"])
         self.model = peft.get_peft_model(self.model, adapter)
 
     def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:

@@ -3,7 +3,7 @@
 ways of using a module twice, of returning weights, of leaving layers out, of adding up what it has used several times.
 
 ``TENCACHE_TEST_ARCHITECTURES=all pytest tests/integration/test_architectures.py`` trains all of them, on one rank and
-on two: three minutes.
+on two: some minutes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,20 @@ SMALL = ("convnext", "mobilenet_v2", "swin")
 RAM = {"offload_param": "cpu", "offload_optimizer": "cpu"}
 
 
+ADAPTED = CHOSEN if ALL else ("bert", "deepseek_v3", "gemma2", "mamba", "mixtral", "t5")
+ADAPTER_RANKS = (128, 64, 8)
+"""In turn; adapters of the first are on NVMe too."""
+
+
 def case_of(name: str, places: str) -> dict[str, Any]:
     case = {
         "model": f"transformers/{name}", "zero_init": name not in BUILT_WHOLE, "steps": 6, "accumulation": 2,
         "clipping": 0.1, "sub_group_size": 60_000, "persistence": 100, "weights": True,
     }  # fmt: skip
+    if places == "adapted":
+        rank = ADAPTER_RANKS[ARCHITECTURES.index(name) % len(ADAPTER_RANKS)]
+        case |= {"lora": True, "lora_rank": rank, "steps": 3, "tencache": {"chunk_size": 2**20}}
+        case |= {"prefetch": 10**6, "max_live": 10**7}  # with less, stock fails where adapters wrap experts
     return case | (RAM if places == "ram" else {})
 
 
@@ -38,6 +47,8 @@ def case_of(name: str, places: str) -> dict[str, Any]:
 def trained(harness: Any, request: pytest.FixtureRequest) -> Any:
     cases = [(name, case_of(name, "ram"), "stock") for name in CHOSEN]
     cases += [(f"{name} {places}", case_of(name, places), "tencache") for name in CHOSEN for places in ("ram", "nvme")]
+    for name in ADAPTED:
+        cases += [(f"{name} adapted", case_of(name, "adapted"), engine) for engine in ("stock", "tencache")]
     return harness.run(cases, ranks=request.param, timeout_s=800)
 
 
@@ -52,3 +63,13 @@ def test_an_architecture(trained: Any, name: str, places: str) -> None:
         assert ours["weights"] == stock["weights"]
         if places == "nvme" and len(trained.ranks) == 1 and name not in (*BUILT_WHOLE, *SMALL):
             assert ours["stats"]["stored_weight_nbytes"] > 0
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_in_fp32_beside_it(trained: Any, name: str) -> None:
+    for rank in trained.ranks:
+        stock, ours = (trained.result(f"{name} adapted", engine, rank) for engine in ("stock", "tencache"))
+        assert ours["initial_weights"] == stock["initial_weights"]
+        assert len(set(stock["losses"])) > 1, "the case does not train"
+        assert ours["losses"] == stock["losses"]
+        assert ours["weights"] == stock["weights"]

@@ -175,7 +175,7 @@ def build(case: dict[str, Any], engine: str, nvme: str, edit: Callable[[nn.Modul
     if edit is not None:
         edit(model)
     if case.get("lora"):
-        model.add_lora()
+        model.add_lora(case.get("lora_rank", 8))
     if case["model"] == "moe_leaf":
         deepspeed.utils.set_z3_leaf_modules(model, [Experts])
     optimizer = optimizer_for(case, model)
