@@ -76,12 +76,12 @@ class Adapted(nn.Module):
 
 
 def base_of(case: dict[str, Any]) -> nn.ModuleList:
-    dtype, trained = DTYPES[case["base"]], case["trains"] != "adapters"
+    dtype, trained = DTYPES[case["base"]], case["trains"] in ("base", "both")
     return nn.ModuleList(Part(WIDTH, WIDTH, dtype, trained=trained) for _ in range(3))
 
 
 def adapters_of(case: dict[str, Any]) -> nn.ModuleList:
-    dtype, trained = DTYPES[case["adapter"]], case["trains"] != "base"
+    dtype, trained = DTYPES[case["adapter"]], case["trains"] in ("adapters", "both")
     return nn.ModuleList(Adapter(case["adapter_rank"], dtype, trained=trained) for _ in range(3))
 
 
@@ -111,6 +111,9 @@ def build(case: dict[str, Any], engine: str, nvme: str) -> Any:
     config = training.config_for(case, engine, nvme)
     torch.manual_seed(case.get("seed", 7))
     model = model_of(case, config)
+    if case["trains"] == "nothing":
+        del config["optimizer"], config["zero_optimization"]["offload_optimizer"]
+        return deepspeed.initialize(model=model, config=config)[0]
     optimizer = training.optimizer_for(case, model)
     if optimizer is not None:
         return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
@@ -147,6 +150,11 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     name = "stock" if checkpoint == "from stock" else engine_name
     engine = build(case, name, nvme)
     at_first = look_at(engine)
+    if case["trains"] == "nothing":
+        losses = predict(engine, generator)
+        result = {"losses": losses, "at first": at_first, "at last": look_at(engine), "facts": {}}
+        engine.destroy()
+        return result
     losses = training.train(engine, STEPS // 2, generator, oracle=name == "stock")
     if checkpoint is not None:
         engine.save_checkpoint(path)
@@ -164,6 +172,14 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     if key:
         stock_results[key] = result
     return result
+
+
+@torch.no_grad()
+def predict(engine: Any, generator: torch.Generator) -> list[str]:
+    """Losses of an engine without optimizer."""
+    engine.eval()
+    batches = [[part.to(engine.device) for part in engine.module.batch(generator)] for _ in range(STEPS)]
+    return [float(engine(*batch)).hex() for batch in batches]
 
 
 def facts_of(engine: Any) -> dict[str, Any]:
