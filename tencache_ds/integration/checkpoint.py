@@ -32,6 +32,9 @@ from tencache_ds.step_guard import Part
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.update import publish
 
+BETA_POWERS = "adam_beta_powers"
+"""Key of a ZeRO-3 optimizer checkpoint that stock DeepSpeed neither writes nor reads."""
+
 
 @dataclass(frozen=True, slots=True)
 class StateKey:
@@ -135,6 +138,8 @@ class CheckpointMixin:
                 states.setdefault(number, {}).update(values)
         saved[OPTIMIZER_STATE_DICT] = packed | {"state": states}
         saved[FP32_FLAT_GROUPS] = [masters[index] for index in range(len(masters))]
+        if self._updater.beta_powers is not None:
+            saved[BETA_POWERS] = self._updater.beta_powers.state_dict()
         return saved
 
     def _saved_state(self, index: int) -> dict[str, Any]:
@@ -221,6 +226,7 @@ class CheckpointMixin:
             self._set_fp32_optimizer_param_groups()
             self.optimizer.load_state_dict(state_dict[OPTIMIZER_STATE_DICT])
             self._clear_fp32_optimizer_param_groups()
+            self._resume_adam(state_dict)
         for index, master in enumerate(masters):
             self._replace_master(index, master.detach(), with_state=load_optimizer_states)
         self._loaded(with_state=load_optimizer_states)
@@ -264,7 +270,14 @@ class CheckpointMixin:
         for group in self.optimizer.param_groups:
             for key, value in saved[OPTIMIZER_STATE_DICT]["param_groups"][0].items():
                 group[key] = [] if key == "params" else value
+        self._resume_adam(saved)
         self._loaded(with_state=True)
+
+    def _resume_adam(self, saved: Mapping[str, Any]) -> None:
+        """Adam's powers of its betas, once states and hyper-parameters are loaded."""
+        if self._updater is not None:
+            groups = [self.optimizer.param_groups[self.sub_group_to_group_id[i]] for i in range(len(self.fp16_groups))]
+            self._updater.resume(saved.get(BETA_POWERS), groups)
 
     def load_module_checkpoint_state_from_checkpoint_dir_stage3(
         self, checkpoint_dir: str, load_from_fp32_weights: bool

@@ -5,7 +5,7 @@ whole sub-group at once for all others. The update itself is :mod:`tencache_ds.t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ import torch
 
 from tencache_ds.integration.cpu_adam_op import LazyCpuAdam
 from tencache_ds.integration.optimizer_states import OptimizerStates
+from tencache_ds.integration.optimizers import updates_by_chunks
 from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, adam_scalars
-from tencache_ds.tensors import empty
 from tencache_ds.tiers.cpu_share import ArithmeticCores
 from tencache_ds.tiers.device_adam import DeviceAdam
 from tencache_ds.tiers.device_update import DeviceUpdate
@@ -55,10 +55,9 @@ class SubGroupUpdater:
         """
         self._optimizer = optimizer
         self._states = states
-        self._op = _DeepSpeedCpuAdam(optimizer)
-        self._powers: BetaPowers | None = None  # of Adam
+        self._adam = LazyCpuAdam.of(optimizer) if updates_by_chunks(optimizer) else None
         limit, scratch = ArithmeticCores(cores, tier.streamed), Scratch()
-        kernels: list[UpdateKernel] = [UnfusedUpdate(self._op, limit, scratch)]
+        kernels: list[UpdateKernel] = [UnfusedUpdate(_DeepSpeedCpuAdam(optimizer), limit, scratch)]
         in_place = in_file = None
         self.one_pass = fused is not None
         """Whether chunks of fp32 state are updated on threads of the update's own, and nothing else of the process."""
@@ -71,6 +70,27 @@ class SubGroupUpdater:
         """Adam on chunks, with the arithmetic of DeepSpeed's CPU Adam on the whole sub-group. Chunks begin at multiples
         of every vector width, so the result is the same bit for bit."""
         self._as_whole = WholeUpdate(tier, gradients, writer, limit, scratch)
+
+    @property
+    def beta_powers(self) -> BetaPowers | None:
+        """Those of the last step of DeepSpeed's CPU Adam; None with any other optimizer."""
+        return None if self._adam is None else self._adam.powers
+
+    def resume(self, saved: Mapping[str, Any] | None, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the powers of the betas to where they were when a checkpoint was saved, after its states.
+
+        Args:
+            saved: their :meth:`BetaPowers.state_dict`. None, in a checkpoint of stock DeepSpeed or of an older version,
+                means that betas never changed: each group of parameters had those that it has now.
+            groups: the hyper-parameters of each sub-group, as loaded.
+        """
+        if self._adam is None:
+            return
+        if saved is None:
+            step, betas = self._states.n_steps(len(groups) - 1), tuple(groups[-1]["betas"])
+            alternate = any(tuple(group["betas"]) != betas for group in groups)
+            saved = {"betas": betas, "step": step, "pow_step": step if alternate else 0}
+        self._adam.powers = BetaPowers(**saved)
 
     def begin_step(self, sub_group: int, group: dict[str, Any], start: int, scale: Any) -> SubGroupStep:
         """Counts a step of a sub-group that is updated by chunks, and captures all that it depends on.
@@ -85,11 +105,13 @@ class SubGroupUpdater:
             The step, for :attr:`by_chunks`.
         """
         number = int(self._states.begin_step(sub_group))
-        scalars = self._scalars(group, self._powers_at(number, group), float(scale))
+        powers = self.beta_powers
+        assert powers is not None
+        scalars = self._scalars(group, powers.at(number, group["betas"]), float(scale))
         # Of its parameter groups none has a parameter now, so this changes nothing, but torch sees that a step was
         # taken: LR schedulers ask for it, profilers show it.
         self._optimizer.step()
-        return SubGroupStep(sub_group, start, number, scale, group, scalars)
+        return SubGroupStep(sub_group, start, number, scale, group, scalars, powers.pow_step)
 
     def update_as_whole(self, sub_group: int, start: int, scale: Any, step: Callable[[], None]) -> None:
         """Any optimizer, through its own ``step()``, with the sub-group's whole state in host memory for as long.
@@ -103,14 +125,6 @@ class SubGroupUpdater:
             step: calls ``optimizer.step()`` for the sub-group's placeholder.
         """
         self._as_whole.run(sub_group, start, scale, self._states.whole(sub_group), step)
-
-    def _powers_at(self, number: int, group: dict[str, Any]) -> tuple[np.float32, np.float32]:
-        """Those of the step's betas. DeepSpeed's op, which keeps its own, counts along for chunks that it updates."""
-        if self._powers is None:
-            self._powers = BetaPowers(self._optimizer.defaults["betas"])
-        for each in self._powers.steps_to_count(number):
-            self._op.count(each, group)
-        return self._powers.at(number, group["betas"])
 
     def _scalars(self, group: dict[str, Any], powers: tuple[np.float32, np.float32], scale: float) -> AdamScalars:
         return adam_scalars(
@@ -126,18 +140,14 @@ class SubGroupUpdater:
 
 
 class _DeepSpeedCpuAdam:
-    """The op of a ``DeepSpeedCPUAdam``: a :class:`~tencache_ds.tiers.unfused_update.AdamOp`.
-
-    It keeps the bias correction of a step between calls with the same step number.
-    """
+    """The op of a ``DeepSpeedCPUAdam``: a :class:`~tencache_ds.tiers.unfused_update.AdamOp`."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     def load(self) -> None:
         """See :meth:`AdamOp.load`."""
-        if isinstance(self._optimizer.ds_opt_adam, LazyCpuAdam):
-            self._optimizer.ds_opt_adam.load_now()
+        LazyCpuAdam.of(self._optimizer).load_now()
 
     def __call__(
         self,
@@ -148,22 +158,18 @@ class _DeepSpeedCpuAdam:
         exp_avg_sq: torch.Tensor,
     ) -> None:
         """See :class:`AdamOp`."""
-        self._call(step.number, step.hyper, master, gradient, exp_avg, exp_avg_sq)
-
-    def count(self, number: int, group: Mapping[str, Any]) -> None:
-        """A step without elements."""
-        nothing = empty(0, torch.float32)
-        self._call(number, group, nothing, nothing, nothing, nothing)
-
-    def _call(self, number: int, group: Mapping[str, Any], *tensors: torch.Tensor) -> None:
-        """On master weights, gradient and moments."""
-        self._optimizer.ds_opt_adam.adam_update(
+        group = step.hyper
+        LazyCpuAdam.of(self._optimizer).update(
+            step.pow_step,
             self._optimizer.opt_id,
-            number,
+            step.number,
             group["lr"],
             *group["betas"],
             group["eps"],
             group["weight_decay"],
             group["bias_correction"],
-            *tensors,
+            master,
+            gradient,
+            exp_avg,
+            exp_avg_sq,
         )

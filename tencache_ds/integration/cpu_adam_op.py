@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's CPU Adam op, compiled and loaded only if it gets elements to update.
+"""DeepSpeed's CPU Adam op, compiled and loaded only if it gets elements to update, with the powers of the betas that a
+run has which never stopped.
 
 ``DeepSpeedCPUAdam`` loads it in its constructor. Where TenCache updates every chunk in one pass, that is a wasted
 minute or more of compilation at the first start. The constructor also has py-cpuinfo, which takes a second in a process
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import TenCacheError
+from tencache_ds.planning.adam_scalars import BetaPowers, single, steps_to_multiply
 from tencache_ds.profiling.processor import processor_field
 from tencache_ds.tensors import empty
 
@@ -24,7 +26,10 @@ logger = logging.getLogger("DeepSpeed.tencache")
 
 
 class LazyCpuAdam:
-    """Stands in for the op's module in one ``DeepSpeedCPUAdam``. Used by the training thread.
+    """Stands in for the op's module in one ``DeepSpeedCPUAdam``. Used by the thread that updates.
+
+    Whoever updates elements, DeepSpeed's ``step()`` or TenCache, the powers of the betas are those of all steps: the op
+    has its own, which are brought there when it gets elements.
 
     Args:
         load: builds and loads the op.
@@ -34,8 +39,17 @@ class LazyCpuAdam:
         self._load = load
         self._op: Any = None
         self._creation: tuple[Any, ...] = ()
-        self._betas: tuple[float, float] = (0.0, 0.0)
-        self._steps = range(0)
+        self._op_powers: tuple[Any, int, int] | None = None  # betas, step of the last ``pow``, step; None if not known
+        self.powers = BetaPowers((0.0, 0.0))
+        """Those of the last step."""
+
+    @classmethod
+    def of(cls, optimizer: Any) -> LazyCpuAdam:
+        """The one of a ``DeepSpeedCPUAdam``, whose op may be loaded already: then it gets one."""
+        if not isinstance(optimizer.ds_opt_adam, cls):
+            op, optimizer.ds_opt_adam = optimizer.ds_opt_adam, cls(lambda: op)
+            optimizer.ds_opt_adam._op = op
+        return optimizer.ds_opt_adam
 
     @property
     def loaded(self) -> bool:
@@ -58,26 +72,36 @@ class LazyCpuAdam:
             self._op.destroy_adam(opt_id)
 
     def adam_update(self, opt_id: int, step: int, lr: float, beta1: float, beta2: float, *arguments: Any) -> None:
-        """Passed on. Of calls without elements, which only count the step, the op hears when it is loaded.
+        """DeepSpeed's call: passed on, unless it is without elements and only counts the step."""
+        self.powers.at(step, (beta1, beta2))
+        if arguments[-1].numel():
+            self.update(self.powers.pow_step, opt_id, step, lr, beta1, beta2, *arguments)
 
-        It updates its powers of beta from step to step, and recomputes them when the step number is not consecutive or
-        the betas change: the history makes no difference.
+    def update(
+        self, pow_step: int, opt_id: int, step: int, lr: float, beta1: float, beta2: float, *arguments: Any
+    ) -> None:
+        """Updates elements with the powers of a step.
+
+        Args:
+            pow_step: the step from whose ``pow`` they have been multiplied up, see :class:`BetaPowers`.
+            opt_id: like all others, as the op takes it.
         """
-        if self._op is None and arguments[-1].numel() == 0:
-            self._count(step, (beta1, beta2))
-            return
         self.load_now()
-        counted, self._steps = self._steps, range(0)
-        for each in counted:
-            self._op.adam_update(opt_id, each, lr, *self._betas, *arguments[:3], *[empty(0, torch.float32)] * 4)
-        self._op.adam_update(opt_id, step, lr, beta1, beta2, *arguments)
+        nothing = [empty(0, torch.float32)] * 4
+        betas = single((beta1, beta2))
 
-    def _count(self, step: int, betas: tuple[float, float]) -> None:
-        if betas == self._betas and self._steps and step == self._steps[-1]:
-            return
-        follows = betas == self._betas and step == self._steps.stop
-        self._steps = range(self._steps.start if follows else step, step + 1)
-        self._betas = betas
+        def count(step: int, betas: tuple[Any, Any] = betas) -> None:
+            self._op.adam_update(opt_id, step, lr, *map(float, betas), *arguments[:3], *nothing)
+
+        if self._op_powers not in ((betas, pow_step, step), (betas, pow_step, step - 1)):
+            count(0, (betas[0] + 1, betas[1]))  # it calls ``pow`` when betas change
+            n_multiplied = steps_to_multiply(betas, pow_step, step)
+            for each in range(pow_step, pow_step + n_multiplied + 1):
+                count(each)
+            if pow_step + n_multiplied < step:
+                count(step)  # a jump, to powers that make no difference any more
+        self._op_powers = (betas, pow_step, step)
+        self._op.adam_update(opt_id, step, lr, beta1, beta2, *arguments)
 
 
 class ProcessorInfo(dict[str, Any]):

@@ -64,6 +64,10 @@ class OptimizerStates:
         """Whether the optimizer has any state for a sub-group."""
         return bool(self._kinds[sub_group]) or bool(self._optimizer.state.get(self._placeholders[sub_group]))
 
+    def n_steps(self, sub_group: int) -> int:
+        """How many steps the optimizer has counted of a sub-group."""
+        return int(self._optimizer.state.get(self._placeholders[sub_group], {}).get("step", 0))
+
     def begin_step(self, sub_group: int) -> Any:
         """Counts a step of a sub-group whose states are zero before the first one; returns the step's number."""
         state = self._optimizer.state[self._placeholders[sub_group]]

@@ -8,11 +8,18 @@ line there is one operation on ``float``; the same operations in double precisio
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 _F = np.float32
+_VANISHED = 26
+"""Binary logarithm of a power of a beta, negated, from which on it is lost beside 1; with a margin for its rounding."""
+
+_FACTORS = 2**16
+"""Multiplied at a time."""
 
 
 class WeightDecay(enum.IntEnum):
@@ -27,41 +34,70 @@ class WeightDecay(enum.IntEnum):
 
 
 class BetaPowers:
-    """``beta1^t`` and ``beta2^t`` of the current step.
+    """``beta1^t`` and ``beta2^t`` of the current step, as DeepSpeed's op arrives at them.
 
-    DeepSpeed multiplies once per step while steps follow one another, and calls ``pow`` when betas change or steps
-    jump, as after a resume: the two differ in the last bit from the third step on. Here a jump multiplies all the way
-    up from the first step instead, so that a run that is stopped and resumed equals the run that never stopped.
+    While steps follow one another with the same betas, it multiplies once per step; when the betas change, because
+    groups of parameters differ or a scheduler changes them, or steps jump, it calls ``pow``. The two differ in the last
+    bit, so the powers depend on the step of the last ``pow``: it is part of the optimizer's state.
 
     Args:
-        betas: of the optimizer.
+        betas: of the last step.
+        step: the last one.
+        pow_step: the step of the last ``pow``; 0 if the powers have been multiplied up from the first step.
     """
 
-    def __init__(self, betas: tuple[float, float]) -> None:
-        self._betas = (_F(betas[0]), _F(betas[1]))
-        self._step = 0
-        self._powers = (_F(1), _F(1))
-
-    def steps_to_count(self, step: int) -> range:
-        """The steps by which ``step`` is reached: itself alone, or all from 0 after a jump.
-
-        DeepSpeed's op, called with each of them, arrives at the same powers as :meth:`at`.
-        """
-        return range(step if step - self._step in (0, 1) else 0, step + 1)
+    def __init__(self, betas: tuple[float, float], step: int = 0, pow_step: int = 0) -> None:
+        self.betas = single(betas)
+        """Of the last step, in single precision."""
+        self.step = step
+        """The last one."""
+        self.pow_step = pow_step
+        """The step from whose power the powers have been multiplied up."""
+        n_multiplied = steps_to_multiply(self.betas, pow_step, step)
+        first, second = _raised(self.betas, pow_step)
+        self._powers = _multiplied(first, self.betas[0], n_multiplied), _multiplied(second, self.betas[1], n_multiplied)
 
     def at(self, step: int, betas: tuple[float, float]) -> tuple[np.float32, np.float32]:
         """The powers of optimizer step ``step``, counted from 1, with the betas of the parameters to be updated."""
-        wanted = (_F(betas[0]), _F(betas[1]))
-        for each in self.steps_to_count(step):
-            if wanted != self._betas:  # groups of parameters differ, or a scheduler changes them: DeepSpeed calls pow
-                self._betas = wanted
-                self._powers = (_F(float(wanted[0]) ** each), _F(float(wanted[1]) ** each))
-            elif each == 0:
-                self._powers = (_F(1), _F(1))
-            elif each != self._step:
-                self._powers = (self._powers[0] * wanted[0], self._powers[1] * wanted[1])
-            self._step = each
+        wanted = single(betas)
+        if wanted != self.betas or step - self.step not in (0, 1):
+            self.betas, self.pow_step = wanted, step
+            self._powers = _raised(wanted, step)
+        elif step != self.step:
+            self._powers = (self._powers[0] * wanted[0], self._powers[1] * wanted[1])
+        self.step = step
         return self._powers
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to keep: the arguments of the constructor."""
+        return {"betas": tuple(map(float, self.betas)), "step": self.step, "pow_step": self.pow_step}
+
+
+def single(betas: tuple[float, float]) -> tuple[np.float32, np.float32]:
+    """Betas in the op's precision."""
+    return _F(betas[0]), _F(betas[1])
+
+
+def steps_to_multiply(betas: tuple[np.float32, np.float32], pow_step: int, step: int) -> int:
+    """How many multiplications after the last ``pow`` make a difference at ``step``.
+
+    From 2^-25 on a power does not change the 1 that it is subtracted from.
+    """
+    last = max(_VANISHED / -math.log2(beta) if 0 < beta < 1 else math.inf if beta > 0 else 0 for beta in betas)
+    return max(int(min(step, last + 1)) - pow_step, 0)
+
+
+def _raised(betas: tuple[np.float32, np.float32], step: int) -> tuple[np.float32, np.float32]:
+    return _F(float(betas[0]) ** step), _F(float(betas[1]) ** step)
+
+
+def _multiplied(power: np.float32, beta: np.float32, times: int) -> np.float32:
+    """``power * beta * beta ...``, rounded after each."""
+    while times:
+        factors = np.full(min(times, _FACTORS) + 1, beta)
+        factors[0] = power
+        power, times = np.multiply.accumulate(factors)[-1], times - (len(factors) - 1)
+    return power
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ class SubGroupStep:
         scale: factor applied to gradients: a float or a 0-dim tensor.
         hyper: the hyper-parameters, an entry of ``optimizer.param_groups``.
         scalars: the inputs of an Adam kernel, derived from all of the above.
+        pow_step: the step from which on Adam's powers of the betas are multiplied.
     """
 
     sub_group: int
@@ -72,6 +73,7 @@ class SubGroupStep:
     scale: Any
     hyper: Mapping[str, Any]
     scalars: AdamScalars
+    pow_step: int = 0
 
 
 class UpdateJob(Protocol):

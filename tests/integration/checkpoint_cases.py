@@ -8,6 +8,7 @@ batches that follow; ``"reload"`` goes back and forth between checkpoints; ``"fp
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from pathlib import Path
@@ -31,24 +32,36 @@ def skip_batches(engine: Any, generator: torch.Generator, steps: int) -> None:
         engine.module.batch(generator)
 
 
+def vary(engine: Any, step: int) -> None:
+    """Hyper-parameters of the next step: each group's follow the steps, its betas until the tenth."""
+    done = engine.global_steps
+    for number, group in enumerate(engine.optimizer.param_groups):
+        group["lr"], group["eps"] = 1e-3 / (1 + done % 3), 1e-8 * (1 + done % 4 + number)
+        group["weight_decay"] = 0.01 * (done % 5)
+        if done < 10:
+            group["betas"] = (0.85 + 0.01 * (done % 7), group["betas"][1])
+
+
 def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     path = os.path.join(folder, "checkpoints", case["checkpoint"])
     if case["action"] == "fp32":
         return read_as_fp32(path) if rank == 0 else {}
     if case["action"] == "reload":
         return reload(case, engine_name, folder, rank)
-    oracle = engine_name == "stock"
     generator = torch.Generator().manual_seed(1000 + rank)
     if case["action"] == "load":
         case = case | {"seed": 99}
     engine = training.build(case, engine_name, os.path.join(folder, "nvme"))
+    if case.get("watched"):
+        engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
     before, after = case.get("before", 3), case.get("after", 5)
+    train = functools.partial(training.train, oracle=engine_name == "stock", hook=vary if case.get("varied") else None)
     result: dict[str, Any] = {}
     if case["action"] == "save":
-        training.train(engine, before, generator, oracle=oracle)
+        train(engine, before, generator)
         for round_ in range(case.get("saves", 1)):
             if round_:
-                training.train(engine, 2, generator, oracle=oracle)
+                train(engine, 2, generator)
             if not case.get("only_train"):
                 engine.save_checkpoint(path, tag=f"save{round_}")
         if case.get("save_16bit_model"):
@@ -58,12 +71,12 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     else:
         skip_batches(engine, generator, before)
         if case.get("trained_before_loading"):
-            training.train(engine, 2, torch.Generator().manual_seed(5), oracle=oracle)
+            train(engine, 2, torch.Generator().manual_seed(5))
         loaded, _ = engine.load_checkpoint(path, **case.get("load_options", {}))
         if loaded is None:
             raise RuntimeError(f"nothing was loaded from {path}")
         result["weights"] = training.digests(engine.module)
-    result["losses"] = training.train(engine, after, generator, oracle=oracle)
+    result["losses"] = train(engine, after, generator)
     result["final_weights"] = training.digests(engine.module)
     engine.destroy()
     return result
@@ -72,11 +85,13 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
 def reload(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     """Losses of a run that goes back to a checkpoint saved before the first step, and to a later one, more than once.
 
-    The checkpoints are its own or, with ``case["loads"]``, another run's.
+    The checkpoints are its own or, with ``case["loads"]``, another run's. The oracle, stock without that, trains again
+    from the beginning instead of loading optimizer state.
     """
     saves = os.path.join(folder, "checkpoints", case["checkpoint"])
     loads = os.path.join(folder, "checkpoints", case.get("loads", case["checkpoint"]))
     generator = torch.Generator().manual_seed(1000 + rank)
+    before = case.get("before", 2)
     engine = training.build(case, engine_name, os.path.join(folder, "nvme"))
     losses: list[str] = []
 
@@ -84,13 +99,17 @@ def reload(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> di
         losses.extend(training.train(engine, steps, generator, oracle=engine_name == "stock"))
 
     def load(tag: str, **options: Any) -> None:
-        if engine.load_checkpoint(loads, tag=tag, **options)[0] is None:
+        nonlocal engine
+        if engine_name == "stock" and "loads" not in case and not options:
+            engine.destroy()
+            engine = training.build(case, engine_name, os.path.join(folder, "nvme"))
+            steps = {"begin": 0, "later": before}[tag]
+            training.train(engine, steps, torch.Generator().manual_seed(1000 + rank), oracle=True)
+        elif engine.load_checkpoint(loads, tag=tag, **options)[0] is None:
             raise RuntimeError(f"nothing was loaded from {loads}")
-        if engine_name == "stock":
-            training.count_steps(engine)
 
     engine.save_checkpoint(saves, tag="begin")
-    train(2)
+    train(before)
     engine.save_checkpoint(saves, tag="later")
     train(1)
     load("begin")

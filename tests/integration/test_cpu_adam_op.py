@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import cpuinfo
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tencache_ds.integration.cpu_adam_op import LazyCpuAdam, ProcessorInfo, loaded_when_needed
+from tencache_ds.planning.adam_scalars import BetaPowers
 from tencache_ds.profiling.processor import processor_field
 
 pytestmark = pytest.mark.timeout(120)
@@ -53,6 +55,44 @@ def test_the_late_op_updates_as_an_early_one(calls: Any, when: int) -> None:
     assert all(torch.equal(*(each.view(torch.int32) for each in pair)) for pair in zip(*states, strict=True))
     op.destroy_adam(990)
     lazy.destroy_adam(991)
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls, st.integers(0, 29), st.booleans())
+def test_a_resumed_op_updates_as_one_that_never_stopped(calls: Any, when: int, early: bool) -> None:
+    op = CPUAdamBuilder().load(verbose=False)
+    op.create_adam(990, *CREATION)
+    resumed = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))])
+    if early:  # with powers of its own, of other steps
+        resumed.ds_opt_adam.adam_update(resumed.opt_id, 3, 1e-3, *BETAS[1], *OPTIONS, *[torch.ones(1)] * 4)
+    stand_in = LazyCpuAdam.of(resumed)
+    assert LazyCpuAdam.of(resumed) is stand_in
+    powers = BetaPowers(BETAS[0])
+    generator = torch.Generator().manual_seed(0)
+    state = [torch.randn(40, generator=generator).abs() for _ in range(4)]
+    for index, (step, betas) in enumerate([*steps_of(calls), (60, BETAS[0]), (61, BETAS[0]), (62, BETAS[0])]):
+        if index == when:
+            stand_in.powers = BetaPowers(**powers.state_dict())
+        powers.at(step, betas)
+        expected, actual = ([tensor.clone() for tensor in state] for _ in range(2))
+        op.adam_update(990, step, 1e-3, *betas, *OPTIONS, *expected)
+        resumed.ds_opt_adam.adam_update(resumed.opt_id, step, 1e-3, *betas, *OPTIONS, *actual)
+        if index >= when:
+            assert all(
+                torch.equal(*(each.view(torch.int32) for each in pair)) for pair in zip(actual, expected, strict=True)
+            )
+    op.destroy_adam(990)
+
+
+def test_powers_of_a_million_steps_are_brought_to_the_op_at_once() -> None:
+    optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))])
+    stand_in = LazyCpuAdam.of(optimizer)
+    stand_in.powers = BetaPowers((0.9, 0.999), 10**6, 0)
+    state = [torch.ones(4) for _ in range(4)]
+    t_start = time.perf_counter()
+    optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 10**6 + 1, 1e-3, 0.9, 0.999, *OPTIONS, *state)
+    assert time.perf_counter() - t_start < 1
+    assert torch.equal(state[0], torch.full((4,), 1 - 1e-3))
 
 
 def test_an_optimizer_that_updates_nothing_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

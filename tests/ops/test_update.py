@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
 import shutil
@@ -191,6 +192,60 @@ def differences(
     if split:
         actual.join(team)
     return actual.differing(expected)
+
+
+SCHEDULES: dict[str, Callable[[int], list[tuple[float, float]]]] = {
+    "constant": lambda step: [(0.9, 0.999)],
+    "groups": lambda step: [(0.9, 0.95), (0.9, 0.95), (0.9, 0.999)],
+    "cycled": lambda step: [(0.85 + 0.1 * abs(step % 200 - 100) / 100, 0.999)],
+    "cycled_for_a_while": lambda step: [(max(0.85, 0.95 - 0.001 * step), 0.99)],
+    "one_group_cycled": lambda step: [(0.9, 0.999), (max(0.9, 0.95 - 0.001 * step), 0.999)],
+}
+"""The betas of each sub-group in a step."""
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_resumed_at_any_step_powers_are_those_of_deepspeed_that_never_stopped(
+    op: Any, team: Any, stock: Any, name: str
+) -> None:
+    """DeepSpeed's own op, which calls ``pow`` when betas change and multiplies from there, is the one that never stops.
+
+    Updates of the same elements with the same gradient: nothing but betas and their powers makes a difference.
+    """
+    schedule, setting = SCHEDULES[name], Setting(64)
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.randn(64, generator=generator).to(setting.gradient_dtype)
+    begin = State.of(torch.zeros(64), setting.weight_dtype)
+    begin.exp_avg.copy_(torch.randn(64, generator=generator))
+    begin.exp_avg_sq.copy_(torch.rand(64, generator=generator))
+    stock.create_adam(STOCK_ID, setting.lr, *schedule(1)[0], setting.eps, 0.0, True, False)
+    masters: dict[int, list[torch.Tensor]] = {}
+    for step in range(1, 405):
+        masters[step] = []
+        for betas in schedule(step):
+            state = copy.deepcopy(begin)
+            stock.adam_update(
+                STOCK_ID, step, setting.lr, *betas, setting.eps, setting.weight_decay, True,
+                state.master, gradient.float(), state.exp_avg, state.exp_avg_sq,
+            )  # fmt: skip
+            masters[step].append(state.master)
+    stock.destroy_adam(STOCK_ID)
+    powers, wrong = BetaPowers(schedule(1)[0]), []
+    for step in range(1, 401):
+        for betas in schedule(step):
+            powers.at(step, betas)
+        resumed = BetaPowers(**powers.state_dict())
+        for later in range(step + 1, step + 4):
+            for betas, expected in zip(schedule(later), masters[later], strict=True):
+                state, here = copy.deepcopy(begin), dataclasses.replace(setting, betas=betas)
+                job = team.adam(
+                    [state.run(gradient, 0, 64)], DTYPES[setting.gradient_dtype], DTYPES[setting.weight_dtype], 0,
+                    scalars_of(op, here, later, resumed),
+                )  # fmt: skip
+                assert job.wait(60)
+                if not torch.equal(state.master, expected):
+                    wrong.append((step, later))
+    assert wrong == []
 
 
 @pytest.mark.parametrize("numel", SIZES)
