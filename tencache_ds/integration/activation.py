@@ -47,6 +47,7 @@ def activate() -> None:
     from tencache_ds.integration.checkpoint import hook_loading
     from tencache_ds.integration.checkpoint_saving import hook_saving
     from tencache_ds.integration.chunked_step import hook_stepping, refuse_void_weights, wait_for_updates
+    from tencache_ds.integration.coordinator import end_gathers_ahead, undone_after_error
     from tencache_ds.integration.cpu_adam_op import loaded_when_needed
     from tencache_ds.integration.muon_kernels import compile_when_called
     from tencache_ds.integration.observing import observatory
@@ -88,18 +89,15 @@ def activate() -> None:
 
     @functools.wraps(enter)
     def __enter__(self: Any) -> Any:
-        if self.enabled:
-            refuse_void_weights(self.params)
-            before_user_gathers(self.params)
+        if not self.enabled:
+            return enter(self)
+        refuse_void_weights(self.params)
+        end_gathers_ahead(self.params)
+        before_user_gathers(self.params)
+        with undone_after_error(self.params) as own:
             if self.src_rank is not None:
-                begin_changes(self.params)
-        try:
+                begin_changes(own)
             result = enter(self)
-        except BaseException:
-            if self.enabled:
-                end_changes(self.params)
-            raise
-        if self.enabled:
             gathered(self.params)
         return result
 

@@ -8,10 +8,12 @@ are free staging buffers, in the order of the last recorded pass and into the ne
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +33,9 @@ from tencache_ds.integration.chunked_step import refuse_void_weights
 from tencache_ds.integration.fetches import FetchingCoordinator
 from tencache_ds.integration.module_weights import awaited_of, has_weights, is_leaf, nbytes_by_id, params_of
 from tencache_ds.integration.ordered_gathers import OrderedGathers
-from tencache_ds.integration.param_swapper import ParamSwapper
-from tencache_ds.integration.suspended_hooks import before_release
+from tencache_ds.integration.param_swapper import ParamSwapper, end_changes
+from tencache_ds.integration.shared_weights import released
+from tencache_ds.integration.suspended_hooks import before_release, is_free
 from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.observability import spans
 from tencache_ds.observability.counters import Event
@@ -41,6 +44,7 @@ from tencache_ds.planning.lookahead import CommitWindow, Walk
 from tencache_ds.profiling.access_trace import AccessTrace
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 
+_coordinators: weakref.WeakSet[TenCacheCoordinator] = weakref.WeakSet()
 _ORDER = ("submodule_order", "param_order", "trace_mode", "params_to_release")
 """Private attributes of DeepSpeed's coordinator that make up its order of modules and what it has derived from that."""
 
@@ -54,6 +58,7 @@ class TenCacheCoordinator(FetchingCoordinator):
         # DeepSpeed caches which parameters to release in one table for all coordinators of the process, which keeps
         # every model. Each gets a table that goes with it.
         self.forget_releases()
+        _coordinators.add(self)
         self._tencache_lock = threading.RLock()
         self._tencache_trace: AccessTrace[int] = AccessTrace()
         self._tencache_reads = Walk(self._tencache_trace)
@@ -288,6 +293,24 @@ class TenCacheCoordinator(FetchingCoordinator):
             self._tencache_gathers.finish()
 
     @uncompiled
+    def end_gathers_of(self, params: Iterable[Any]) -> None:
+        """Waits for gathers that were begun ahead of a module, and releases the weights again. A pass leaves some
+        behind if it is shorter than the order that was recorded, as an evaluation is."""
+        in_flight = self._PartitionedParameterCoordinator__inflight_param_registry
+        ahead = [param for param in params if param in in_flight]
+        if not ahead:
+            return
+        stream = self._PartitionedParameterCoordinator__allgather_stream
+        with get_accelerator().stream(stream):
+            for param in ahead:
+                in_flight.pop(param).wait()
+        if not get_accelerator().is_synchronized_device():
+            get_accelerator().current_stream().wait_stream(stream)
+        for param in ahead:
+            if param.ds_status is ZeroParamStatus.AVAILABLE and is_free(param):
+                self._release(param)
+
+    @uncompiled
     def release_and_reset_all(self, module: Any) -> None:
         """DeepSpeed's release of all weights, before an update or a checkpoint, without its profiler ranges and log
         messages for each."""
@@ -434,6 +457,34 @@ class TenCacheCoordinator(FetchingCoordinator):
 
     def _swappers(self) -> list[ParamSwapper]:
         return list(self._tencache_swappers.values())
+
+
+def end_gathers_ahead(params: Sequence[Any]) -> None:
+    """Parameters are about to be gathered for a user: DeepSpeed leaves out those that are being gathered for a module,
+    and cannot release them."""
+    for coordinator in list(_coordinators):
+        coordinator.end_gathers_of(params)
+
+
+@contextlib.contextmanager
+def undone_after_error(params: Iterable[Any]) -> Iterator[list[Any]]:
+    """Around the gather of parameters for a user: after an error those that it has gathered are released. Gives those
+    that are in no other context of the user's."""
+    own = [param for param in params if not getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0)]
+    missing = [param for param in own if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+    try:
+        yield own
+    except BaseException:
+        for param in own:
+            param.__dict__.pop(DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, None)
+        released(own)
+        end_changes(own)
+        for param in missing:
+            if param.ds_status is ZeroParamStatus.AVAILABLE:
+                param.partition()
+            else:  # DeepSpeed says so when it has gathered all of them
+                free_param(param)
+        raise
 
 
 def _partition(param: Any) -> None:

@@ -55,6 +55,7 @@ SCENARIOS = (
     "step_hooks",
     "forward_inside_gathered",
     "gather_everything",
+    "gather_what_is_ahead",
     "evaluate_between",
     "two_engines",
     "train_destroy_train",

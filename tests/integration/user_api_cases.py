@@ -355,6 +355,93 @@ def gather_everything(engine_name: str, folder: str, rank: int) -> dict[str, Any
     return s.end()
 
 
+def gather_what_is_ahead(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """Weights that DeepSpeed gathers for modules to come. Stock fails with those ("Cannot partition a param in flight",
+    "already in registry"), depending on the sizes, unless it releases them first."""
+    s = Scenario(engine_name, folder, rank, prefetch=200_000, max_live=10**9, persistence=0)
+    model, ahead = s.engine.module, 0
+
+    def now() -> Any:
+        nonlocal ahead
+        ahead += len(model.ds_inflight_param_registry)
+        if s.name == "stock":
+            s.engine.optimizer._get_param_coordinator()._clean_inflight_param_registry()
+        return digests(model)
+
+    for number in range(3):
+        s.train(1)
+        s.engine.eval()
+        with torch.no_grad():
+            s.seen["losses"].append(float(s.engine(*s.batch())).hex())
+        s.engine.train()
+        s.seen[f"after an evaluation {number}"] = now()
+        loss = s.engine(*s.batch())
+        s.seen[f"within a pass {number}"] = now()
+        s.engine.backward(loss)
+        s.engine.step()
+        if s.name == "stock":
+            training.zero_gradients(s.engine)
+    with torch.no_grad():
+        s.engine(*s.batch())
+    assert ahead or s.name != "stock"
+    if s.name == "stock":
+        now()
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        if rank == 0:
+            model.layers[1].weight.data.mul_(0.5)
+    s.engine.optimizer.refresh_fp32_params()
+    s.train()
+    return s.end()
+
+
+def gathers_that_fail(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """At every point of ``GatheredParameters.__enter__``; stock does the same without the failures."""
+    from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, Init
+
+    from tencache_ds.integration import shared_weights
+
+    s = Scenario(engine_name, folder, rank, offload_param="cpu", tencache={"host_memory": "20MiB"})
+    s.train()
+    params = list(s.engine.module.parameters())
+    before = s.seen["before"] = digests(s.engine.module)
+
+    def fail_after(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def fails(*args: Any, **kwargs: Any) -> None:
+            plain(*args, **kwargs)
+            raise MemoryError("made up")
+
+        setattr(owner, name, fails)
+        try:
+            for modifier_rank in (None, 0):
+                context = deepspeed.zero.GatheredParameters(params, modifier_rank=modifier_rank)
+                assert raised(context.__enter__) == "MemoryError: made up", name
+                assert {param.ds_status.name for param in params} == {"NOT_AVAILABLE"}, name
+                assert not any(param.data.numel() for param in params), name
+                assert not any(hasattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR) for param in params), name
+        finally:
+            setattr(owner, name, plain)
+        assert digests(s.engine.module) == before
+
+    if s.name == "tencache":
+        for owner, name in (
+            (Init, "_ensure_availability_of_partitioned_params"),
+            (Init, "_allgather_params_coalesced"),
+            (Init, "_all_gather"),
+            (shared_weights.SharedWeights, "gathered"),
+        ):
+            fail_after(owner, name)
+    with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+        inner = deepspeed.zero.GatheredParameters(params[:2], modifier_rank=0)
+        s.seen["nested"] = raised(inner.__enter__)
+        if rank == 0:
+            params[0].data.mul_(0.5)
+    s.engine.optimizer.refresh_fp32_params()
+    s.train()
+    return s.end()
+
+
 def evaluate_between(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     s = Scenario(engine_name, folder, rank, model="llama", accumulation=2)
     (tokens,) = s.engine.module.batch(torch.Generator().manual_seed(4))
@@ -1179,6 +1266,8 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         gather_within_passes,
         forward_inside_gathered,
         gather_everything,
+        gather_what_is_ahead,
+        gathers_that_fail,
         gathered_and_not_changed,
         evaluate_between,
         data_loader_workers,
