@@ -18,6 +18,7 @@ import select
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ class Channel:
             self._listener.close()
             raise
         atexit.register(self.close)
-        os.register_at_fork(after_in_child=self._leave_to_parent)
+        _channels.add(self)
 
     @property
     def path(self) -> Path:
@@ -162,6 +163,17 @@ class Channel:
             logger.debug("a client of the channel was dropped: %s", error)
         finally:
             self._slots.release()
+
+
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for channel in list(_channels):
+        channel._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)  # once: nothing can be taken off again
 
 
 def _listen(name: str) -> tuple[socket.socket, Path]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,16 @@ def test_a_question_is_answered_and_only_its_user_may_ask(channel: Channel, fold
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(channel.path.lstat().st_mode) == 0o600
     assert endpoints()[0].pid == os.getpid()
+
+
+def test_nothing_keeps_a_closed_channel():
+    servers = [Channel(answer) for _ in range(3)]
+    references = [weakref.ref(server) for server in servers]
+    for server in servers:
+        server.close()
+    del server, servers
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
 
 
 def test_an_error_of_the_answer_reaches_the_one_who_asked(channel: Channel):
