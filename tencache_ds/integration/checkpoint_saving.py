@@ -6,7 +6,8 @@
 An error while a rank's files are written (its state cannot be read back correctly, the file system is full) is kept
 until every rank has written its own. Files carry the suffix ``.partial`` until then. Where DeepSpeed commits the
 checkpoint, right before ``latest`` moves, all ranks agree: either every file gets its name, or none does and every rank
-raises. Stock DeepSpeed lets the other ranks continue and move ``latest``, or leaves them in a collective.
+raises. By then every rank's files are durable, and so are their names when ``latest`` moves. Stock DeepSpeed lets the
+other ranks continue and move ``latest``, or leaves them in a collective.
 
 Tensors that DeepSpeed's own writer would have to hold in memory are deferred (:class:`DeferredTensor`) and streamed
 through pooled buffers. Other checkpoint engines keep tensors for longer, or pass them to another process: they get
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,9 +32,11 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from tencache_ds.errors import CheckpointError
 from tencache_ds.integration.checkpoint import CheckpointMixin, StateKey
-from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, write_archive
+from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, make_durable, write_archive
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tensors import zeros
+
+logger = logging.getLogger("DeepSpeed.tencache")
 
 PARTIAL = ".partial"
 """Ends the name of a file of a checkpoint that is not complete on every rank."""
@@ -74,6 +78,8 @@ class CheckpointSave:
         )
         self._error: Exception | None = None
         self._partial: list[str] = []
+        self._folders: set[str] = set()  # with new names in them
+        self._latest = ""
 
     def run(self, save: Callable[[], Any]) -> Any:
         """Runs DeepSpeed's ``save_checkpoint``. Collective.
@@ -87,6 +93,8 @@ class CheckpointSave:
                 result = save()
                 if self._checkpoint_engine.is_decoupled():  # commits at the end of a later step
                     self._agree()
+                elif self._latest:
+                    self._keep_latest()
             finally:
                 self._discard()  # nothing is left to discard of a complete one
         return result
@@ -126,6 +134,10 @@ class CheckpointSave:
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Makes a folder of the checkpoint."""
+        above = os.path.abspath(path)
+        while not os.path.isdir(above):
+            above = os.path.dirname(above)
+            self._folders.add(above)
         try:
             self._checkpoint_engine.makedirs(path, exist_ok=exist_ok)
         except OSError as error:  # on one rank, and the others are about to wait for it
@@ -136,6 +148,9 @@ class CheckpointSave:
         state_dict = self._with_frozen_weights(state_dict)
         if not self._streams:
             self._checkpoint_engine.save(state_dict, path)
+            if type(self._checkpoint_engine) is TorchCheckpointEngine:
+                make_durable(path)
+                self._folders.add(os.path.dirname(path))
             return
         self._partial.append(path)
         write_archive(state_dict, path + PARTIAL, self._fill, name=os.path.basename(path))
@@ -146,10 +161,14 @@ class CheckpointSave:
         try:
             while self._partial:
                 os.replace(self._partial[-1] + PARTIAL, self._partial[-1])
-                self._partial.pop()
+                self._folders.add(os.path.dirname(self._partial.pop()))
+            for folder in self._folders:
+                make_durable(folder)
         except OSError as error:
             self._error = error
         self._agree()
+        if info.save_latest and dist.get_rank() == 0:
+            self._latest = os.path.join(info.save_dir, "latest")
         return self._checkpoint_engine.commit(info)
 
     # Contents
@@ -208,6 +227,17 @@ class CheckpointSave:
             )
         self._error.add_note('The checkpoint was not saved; "latest" still names the previous one.')
         raise self._error
+
+    def _keep_latest(self) -> None:
+        """Has ``latest``, which DeepSpeed has written, outlive a power failure. Either checkpoint would be a good one:
+        it is no error that the other ranks would have to hear of."""
+        try:
+            make_durable(self._latest)
+            make_durable(os.path.dirname(self._latest))
+        except OSError as error:
+            logger.warning(
+                "the checkpoint was saved, but after a power failure %s may be gone: %s", self._latest, error
+            )
 
     def _discard(self) -> None:
         for path in self._partial:

@@ -155,7 +155,8 @@ class ArchiveFile:
 
 
 def write_archive(obj: Any, path: str, fill: Callable[[ArchiveFile], None], *, name: str | None = None) -> None:
-    """Writes what ``torch.save(obj, path)`` would, with every :class:`DeferredTensor` in ``obj`` as a tensor.
+    """Writes what ``torch.save(obj, path)`` would, with every :class:`DeferredTensor` in ``obj`` as a tensor. Its
+    contents are durable on return; its name is when its folder is (:func:`make_durable`).
 
     Args:
         obj: the object; tensors in memory are written from where they are.
@@ -198,6 +199,7 @@ def write_archive(obj: Any, path: str, fill: Callable[[ArchiveFile], None], *, n
                 file._append(record, _bytes_of_storage(content))
         fill(file)
         file._finish()
+        _sync(file._descriptor, path)
         descriptor, file._descriptor = file._descriptor, -1
         try:
             os.close(descriptor)  # a network file system tells of a failed write here
@@ -208,6 +210,33 @@ def write_archive(obj: Any, path: str, fill: Callable[[ArchiveFile], None], *, n
             os.close(file._descriptor)
         Path(path).unlink(missing_ok=True)
         raise
+
+
+def make_durable(path: str) -> None:
+    """Returns when the contents of a file, or the names in a folder, outlive a power failure; at once where the file
+    system cannot tell, and for a folder that may be written to and not read.
+
+    Raises:
+        StorageError: they do not.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError:
+        return
+    except OSError as error:
+        raise _storage_error("open", path, 0, 0, error) from error
+    try:
+        _sync(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(descriptor: int, path: str) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise _storage_error("fsync", path, 0, 0, error) from error
 
 
 # The object

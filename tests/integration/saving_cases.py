@@ -7,6 +7,7 @@ rank, what ``latest`` names, and which files are in the folder of the tag.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import resource
@@ -74,6 +75,45 @@ class Saver:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
+    @contextmanager
+    def noted_durability(self) -> Iterator[None]:
+        """Notes what is made durable and renamed, and whether ``latest`` has moved by then."""
+        fsync, replace = os.fsync, os.replace
+        events = self.result["events"] = []
+
+        def note(what: str, path: str) -> None:
+            latest = self.folder / "latest"
+            here = os.path.relpath(path, self.folder)
+            events.append([what, here, latest.read_text() if latest.exists() else None])
+
+        def noted_fsync(descriptor: int) -> None:
+            fsync(descriptor)
+            note("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+
+        def noted_replace(source: str, target: str) -> None:
+            replace(source, target)
+            note("replace", target)
+
+        os.fsync, os.replace = noted_fsync, noted_replace
+        try:
+            yield
+        finally:
+            os.fsync, os.replace = fsync, replace
+
+    @contextmanager
+    def failing_fsync(self) -> Iterator[None]:
+        """What a device error says that the kernel met after the write."""
+        fsync = os.fsync
+
+        def fail(descriptor: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        os.fsync = fail if self._here else fsync
+        try:
+            yield
+        finally:
+            os.fsync = fsync
+
     def save(self, attempt: str, tag: str | None = None) -> None:
         tag = tag or attempt
         outcome: dict[str, Any] = {"failure": ""}
@@ -133,7 +173,10 @@ def damaged(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
     s.drain()
     with s.file_limit():
         s.save("full")
-    s.save("again")
+    with s.failing_fsync():
+        s.save("not_durable")
+    with s.noted_durability():
+        s.save("again")
     for path in s.paths:
         shutil.rmtree(path.scratch.folder, ignore_errors=True)  # which another rank may have done
     s.save("names_removed")

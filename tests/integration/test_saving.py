@@ -18,6 +18,7 @@ FAILS = (
     ("damaged", "eio_optimizer", "Input/output error"),
     ("damaged", "eio_frozen_weights", "Input/output error"),
     ("damaged", "full", "File too large"),
+    ("damaged", "not_durable", "Input/output error"),
     ("failed_write", "failed_write", "Input/output error"),
 )
 FAILS_ALONE = (
@@ -91,6 +92,26 @@ def test_the_next_save_is_right_and_training_goes_on(alone: Any, together: Any, 
             assert result[attempt]["files"] == result["good"]["files"]
         assert result["losses"] == expected["losses"]
         assert result["weights"] == expected["weights"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_is_durable_on_every_rank_before_latest_moves(alone: Any, together: Any, ranks: int) -> None:
+    outcome, above = (alone if ranks == 1 else together), []
+    for rank in outcome.ranks:
+        events = outcome.result("damaged", "tencache", rank)["events"]
+        done = [(what, path) for what, path, _ in events]
+        replaced = [path for what, path in done if what == "replace"]
+        assert len(replaced) == 2
+        for path in replaced:
+            assert done.index(("fsync", f"{path}.partial")) < done.index(("replace", path))
+        n_before = max(done.index(("replace", path)) for path in replaced)
+        assert ("fsync", "again") in done[n_before:]
+        if rank == 0:
+            assert done[-2:] == [("fsync", "latest"), ("fsync", ".")]
+            del events[-2:]
+        assert {latest for *_, latest in events} == {"good"}
+        above += [event for event in events if event[:2] == ["fsync", "."]]
+    assert above, "a rank has made the folder of the tag"
 
 
 def test_saving_reads_the_state_once_and_holds_little_of_it(alone: Any) -> None:
