@@ -23,6 +23,7 @@ from tencache_ds.cli.plan_tables import MORE_NBYTES, format_step, places_table
 from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.planning.budget import AUTO_HOST_SHARE
 from tencache_ds.plotting import check_plot_file
+from tencache_ds.profiling.filesystem import existing_parent
 from tencache_ds.profiling.host_memory import available_nbytes
 
 if TYPE_CHECKING:  # they need pydantic, which other commands do without
@@ -137,7 +138,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     if per_rank is None:
         per_rank = int(available * AUTO_HOST_SHARE) // arguments.ranks
     hardware = probe(
-        arguments.nvme_path,
+        None if arguments.nvme_path is None else _measured_folder(arguments.nvme_path),
         seconds=arguments.seconds,
         progress=lambda line: print(line, file=sys.stderr),
     )
@@ -188,6 +189,14 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         limit = _resource_names("the GPU" if hardware.gpu else "arithmetic")[chosen.bound.limit]
         write_plot(arguments.plot, title, chosen, frontier, limit=limit, ranks=training.ranks)
     return 1 if problems else 0
+
+
+def _measured_folder(path: Path) -> Path:
+    """The folder on the drive that exists: training creates the one that it is given."""
+    folder = existing_parent(path)
+    if folder != path.expanduser().resolve():
+        print(f"{path} will be created in {folder}, where the drive is measured", file=sys.stderr)
+    return folder
 
 
 def check_job_alone(arguments: argparse.Namespace) -> None:

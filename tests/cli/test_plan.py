@@ -74,6 +74,23 @@ def test_a_model_that_does_not_fit(argv: list[str], problem: str, capsys: pytest
     assert problem in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_folder_that_training_will_create(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = []
+    monkeypatch.setattr(probe_module, "probe", lambda path, **_: measured.append(path) or MACHINE)
+    absent = tmp_path / "absent" / "scratch"
+    assert main(["plan", "--params", "1B", "--nvme-path", str(absent)]) == 0
+    assert measured == [tmp_path]
+    assert f"{absent} will be created in {tmp_path}" in capsys.readouterr().err
+    assert not absent.exists()
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.undo()
+    assert main(["plan", "--params", "1B", "--nvme-path", str(file)]) == 1
+    assert f"{file} is not a folder" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("machine")
 def test_ranks_share_the_memory_of_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--params", "1B", "--ranks", "4", "--nvme-path", str(tmp_path)]) == 0
