@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class ActivationHooks:
         before = getattr(_active, "saved", None)
         _active.saved = self._saved
         try:
-            with saved_tensors_hooks(self._saved.save, self._unpack):
+            with saved_tensors_hooks(self._saved.save, self._unpack), _aside_for_transforms(self._saved.save):
                 yield
         finally:
             _active.saved = before
@@ -107,6 +107,35 @@ class ActivationHooks:
 
 _active = threading.local()
 """``saved``: the :class:`SavedTensors` of the forward pass that the thread is in."""
+
+
+@contextlib.contextmanager
+def _aside_for_transforms(pack: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Within the block torch's function transforms (``torch.func.grad``, ``vjp``, ``jacrev``, ``hessian``), which
+    refuse to work under hooks for saved tensors, do not find those of ``pack``. What a transform saves stays on the
+    device."""
+    autograd, graph = torch._C._autograd, torch.autograd.graph
+    stock = graph.disable_saved_tensors_hooks
+
+    @contextlib.contextmanager
+    def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
+        hooks = autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None or hooks[0] != pack:  # those of somebody else
+            with stock(error_message):
+                yield
+            return
+        autograd._pop_saved_tensors_default_hooks()
+        try:
+            with stock(error_message):
+                yield
+        finally:
+            autograd._push_saved_tensors_default_hooks(*hooks)
+
+    graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
+    try:
+        yield
+    finally:
+        graph.disable_saved_tensors_hooks = stock
 
 
 class _Inputs:

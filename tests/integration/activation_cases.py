@@ -71,7 +71,23 @@ class Residual(models.Mlp):
         return nn.functional.mse_loss(x.float(), y.float().to(x.device))
 
 
+class Transforms(Residual):
+    """Function transforms in the forward pass, which torch refuses under hooks for saved tensors."""
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def energy(h: torch.Tensor) -> torch.Tensor:
+            return (torch.tanh(h) * h).sum()
+
+        x = super().block(layer, x)
+        _, pull = torch.func.vjp(torch.sin, x)
+        x = x + 0.1 * torch.func.grad(energy)(x) + 0.1 * pull(x)[0]
+        rows = torch.func.vmap(torch.func.grad(energy))(x)
+        return x + 0.1 * rows + torch.func.jacrev(energy)(x[0]) + torch.func.hessian(energy)(x[0, :4]).sum()
+
+
 models.MODELS |= {
+    "transforms": Transforms,
+    "transforms_reentrant": lambda: Transforms("reentrant"),
     "residual": Residual,
     "residual_reentrant": lambda: Residual("reentrant"),
     "residual_nonreentrant": lambda: Residual("nonreentrant"),

@@ -22,6 +22,8 @@ TRAINING: dict[str, dict[str, Any]] = {
     "dropout_reentrant": {"model": "residual_reentrant", "places": RAM},
     "dropout_nonreentrant": {"model": "residual_nonreentrant", "places": NVME},
     "deepspeed_checkpointing": {"model": "residual_deepspeed", "places": NVME},
+    "transforms": {"model": "transforms", "places": NVME, "steps": 6},
+    "transforms_reentrant": {"model": "transforms_reentrant", "places": RAM, "steps": 6},
     "accumulation": {"model": "residual", "accumulation": 3, "places": BOTH, "steps": 8},
     "random_skip": {"model": "random_skip", "places": NVME},
     "lora": {"model": "llama", "lora": True, "places": NVME, "steps": 8},
