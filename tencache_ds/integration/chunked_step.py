@@ -21,6 +21,7 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.model_weights import ModelWeights
 from tencache_ds.integration.uncompiled import uncompiled
+from tencache_ds.integration.watched_shards import updated, watch_update
 from tencache_ds.integration.watched_states import WatchedStates
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.session import Session
@@ -39,7 +40,7 @@ _GUARD_ATTRIBUTE = "tencache_step_guard"
 
 
 @uncompiled
-def wait_for_updates(params: Iterable[Any]) -> None:
+def wait_for_updates(params: Sequence[Any]) -> None:
     """Returns when parameters that are about to be gathered have their new values.
 
     Raises:
@@ -56,6 +57,8 @@ def wait_for_updates(params: Iterable[Any]) -> None:
             by_gate.setdefault(gate, []).append(param.ds_id)
     for gate, keys in by_gate.items():
         gate.wait_for(keys)
+    if by_gate:
+        updated(params)
 
 
 def refuse_void_weights(params: Iterable[Any]) -> None:
@@ -192,6 +195,7 @@ class ChunkedStep:
             work, self._work = self._work, []
             if not isinstance(self._optimizer.state, WatchedStates):  # loading a state dict replaces it
                 self._optimizer.state = WatchedStates(self._optimizer.state, self.finish)
+            self._watch_shards(work)
             self._background.begin(work)
 
     def finish(self) -> None:
@@ -228,6 +232,7 @@ class ChunkedStep:
         except TenCacheError:
             logger.exception("the last optimizer step did not end")
         self._background.close()
+        updated(itertools.chain.from_iterable(self._groups))
         if isinstance(self._optimizer.state, WatchedStates):
             self._optimizer.state = self._optimizer.state.plain()
 
@@ -241,6 +246,12 @@ class ChunkedStep:
         return later / total if total else 0.0
 
     # Mechanics
+
+    def _watch_shards(self, work: Iterable[tuple[SubGroupStep, Sequence[Chunk]]]) -> None:
+        """Of the weights that are about to be updated in the background."""
+        keys = {key for _, chunks in work for chunk in chunks for key in self._weights.keys_of(chunk)}
+        params = (param for param in itertools.chain.from_iterable(self._groups) if param.ds_id in keys)
+        watch_update(params, wait_for_updates)
 
     def _all_chunks(self) -> list[tuple[Chunk, ...]]:
         return [self._state.chunks(index) for index in range(len(self._groups))]

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.integration.param_swapper import ParamSwapper
+from tencache_ds.integration.watched_shards import values_of
 from tencache_ds.observability.counters import Counters, Link
 from tencache_ds.planning.chunks import Chunk, Overlap, overlaps
 from tencache_ds.tiers.weight_home import Home
@@ -99,7 +100,7 @@ class ModelWeights:
             return None
         if in_tier(param):
             return home_in_tier(param).in_host_memory
-        return param.ds_tensor.data if param.ds_tensor.device.type == "cpu" else None
+        return values_of(param) if param.ds_tensor.device.type == "cpu" else None
 
     def sub_group_of(self, key: int) -> int | None:
         """The sub-group of a weight; None of one that the optimizer does not update."""
@@ -243,7 +244,7 @@ def _target(param: Any) -> torch.Tensor:
     """A parameter's shard, to be given its new value, all of it; :func:`_finish` has to follow."""
     if in_tier(param):
         return param.nvme_swapper.engine.weights.begin_update(param.ds_id)
-    return param.ds_tensor.data
+    return values_of(param)
 
 
 def _finish(param: Any) -> None:
@@ -254,7 +255,7 @@ def _finish(param: Any) -> None:
 def _shard(param: Any, following: Sequence[Any]) -> torch.Tensor:
     """A parameter's shard in host memory, and those that follow read ahead; :func:`_end_shard` has to follow."""
     if not in_tier(param):
-        return param.ds_tensor.data
+        return values_of(param)
     weights = param.nvme_swapper.engine.weights
     (shard,) = weights.expose([param.ds_id], for_host=True)
     weights.read_ahead((other.ds_id for other in following if other.nvme_swapper is param.nvme_swapper), for_host=True)

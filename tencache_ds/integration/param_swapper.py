@@ -27,7 +27,7 @@ DeepSpeed keeps two states per parameter: ``param.ds_status`` (is the gathered w
   lost, as with CPU offload, and there is nothing to write. Nor is there if it was not changed: DeepSpeed cannot tell
   (it saves a model in 16 bits within such contexts), so a digest is taken when it is read and when it is to be written.
 - While a shard is not in memory, ``ds_tensor`` is a placeholder: it has the shard's shape and dtype, but all its
-  elements share one NaN. It cannot be mistaken for values, and torch refuses to write to it.
+  elements share one NaN. It cannot be mistaken for values, and refuses to be read or written.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from tencache_ds.engine import TenCacheEngine
 from tencache_ds.integration.config_checks import options_of
 from tencache_ds.integration.engine_building import build_engine
 from tencache_ds.integration.uncompiled import uncompiled
+from tencache_ds.integration.watched_shards import show, show_absent, values_of
 from tencache_ds.io.backends.shutdown import run_before_exit
 from tencache_ds.observability.counters import Access, Link
 from tencache_ds.tensors import filled
@@ -182,7 +183,7 @@ class ParamSwapper:
             for param, shard in zip(params, shards, strict=True):
                 key = param.ds_id
                 direct = self._weights.staged_for_gpu(key)
-                param.ds_tensor.data = shard.clone() if direct else shard
+                show(param, shard.clone() if direct else shard)
                 param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
                 if direct:
                     copied.append(key)
@@ -202,7 +203,7 @@ class ParamSwapper:
         with self._lock:
             for param in params:
                 if self._exposed.pop(param.ds_id, None) is not None:
-                    param.ds_tensor.data = param.ds_tensor.data.clone()
+                    show(param, values_of(param).clone())
                     self._weights.give_back(param.ds_id)
 
     def synchronize_reads(self) -> None:
@@ -291,12 +292,12 @@ class ParamSwapper:
                 if stream not in events:
                     events[stream] = _event_on(stream)
                 del self._exposed[key]
-                param.ds_tensor.data = self._stand_in(param)
+                show_absent(param, self._stand_in(param))
                 self._weights.give_back(key, events[stream], keep=keep(key))
             for key, param in list(self._copied.items()):
                 if param.ds_status is ZeroParamStatus.AVAILABLE:
                     del self._copied[key]
-                    param.ds_tensor.data = self._stand_in(param)
+                    show_absent(param, self._stand_in(param))
 
     def hide_unused(self) -> None:
         """Withdraws weights that were committed but never gathered."""
@@ -320,7 +321,7 @@ class ParamSwapper:
         """Makes a shard resident in device memory (1-D, of its length); the parameter must be unused meanwhile."""
         with self._lock:
             self._weights.to_device(param.ds_id, memory)
-            param.ds_tensor.data = memory
+            show(param, memory)
             param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
     def to_host(self, param: Any) -> None:
@@ -331,7 +332,7 @@ class ParamSwapper:
                 self._hide(param)
                 self._gone(param.ds_id)
             else:
-                param.ds_tensor.data = host
+                show(param, host)
 
     # Changing weights outside the optimizer
 
@@ -350,7 +351,7 @@ class ParamSwapper:
             self._copied_on.pop(key, None)
             self._copied.pop(key, None)
             self._bypassed_host.discard(key)
-            param.ds_tensor.data = self._weights.begin_overwrite(key)
+            show(param, self._weights.begin_overwrite(key))
             self._overwriting.add(key)
         try:
             yield
@@ -358,7 +359,7 @@ class ParamSwapper:
             with self._lock:
                 if key in self._overwriting:
                     self._overwriting.remove(key)
-                    param.ds_tensor.data = self._stand_in(param)
+                    show_absent(param, self._stand_in(param))
                     self._weights.abandon_overwrite(key)
 
     def replace(self, param: Any, value: torch.Tensor) -> None:
@@ -408,7 +409,7 @@ class ParamSwapper:
                     self._bypassed_host.discard(key)
                     self._hide(param)
                 else:
-                    param.ds_tensor.data = self._stand_in(param)
+                    show_absent(param, self._stand_in(param))
                 self._gone(key)
             self._exposed.clear()
             self._copied_on.clear()
@@ -459,7 +460,7 @@ class ParamSwapper:
         return stand_in
 
     def _hide(self, param: Any) -> None:
-        param.ds_tensor.data = self._stand_in(param)
+        show_absent(param, self._stand_in(param))
         param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
 
@@ -491,7 +492,7 @@ def _managed(params: Sequence[Any]) -> list[Any]:
 
 def _digest(param: Any) -> bytes:
     """Of this rank's part of a weight, in its shard in host memory, without padding."""
-    shard = param.ds_tensor.data
+    shard = values_of(param)
     begin = shard.numel() * dist.get_rank(param.ds_process_group)
     part = shard[: max(min(shard.numel(), param.ds_numel - begin), 0)]
     return xxhash.xxh3_128_digest(part.view(torch.uint8).numpy().data)

@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from tencache_ds.errors import TenCacheError
 from tencache_ds.integration import param_swapper
 from tencache_ds.integration.coordinator import TenCacheCoordinator
 from tencache_ds.integration.param_swapper import ParamSwapper
@@ -76,6 +77,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 def make_param(key: int) -> Any:
     param = torch.nn.Parameter(torch.empty(0))
     param.ds_id, param.ds_status = key, ZeroParamStatus.NOT_AVAILABLE
+    param.ds_shape = torch.Size([4])
     param.ds_tensor = torch.empty(0)
     param.ds_tensor.ds_numel = 4
     param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
@@ -103,7 +105,8 @@ def test_a_buffer_waits_until_the_copy_of_another_thread_was_issued(device: Devi
     device.issued["gathers"] = ["copy of 1"]
     registry[param] = object()
     end_of_a_fetch()
-    assert param.ds_tensor.isnan().all()
+    with pytest.raises(TenCacheError, match="its shard is on NVMe"):
+        param.ds_tensor.isnan()
     event = weights.given_back[1]
     assert event is not None
     assert event.after == ["copy of 1"]

@@ -56,6 +56,7 @@ SCENARIOS = (
     "forward_inside_gathered",
     "gather_everything",
     "gather_what_is_ahead",
+    "average_of_shards",
     "evaluate_between",
     "two_engines",
     "train_destroy_train",

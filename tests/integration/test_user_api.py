@@ -87,6 +87,7 @@ OURS = (
     "stats_and_monitor",
     "read_ahead_across_steps",
     "weights_changed_behind_the_back",
+    "shards_on_nvme",
 )
 
 
@@ -141,6 +142,14 @@ def test_as_with_stock(one_rank: Any, name: str) -> None:
 def test_as_with_stock_on_two_ranks(two_ranks: Any, name: str) -> None:
     for rank in two_ranks.ranks:
         assert two_ranks.result(name, "tencache", rank) == two_ranks.result(name, "stock", rank)
+
+
+def test_a_shard_on_nvme_says_what_to_use_instead(one_rank: Any) -> None:
+    result = one_rank.result("shards_on_nvme", "tencache")
+    for error in result["errors"]:
+        assert error.startswith("TenCacheError: ds_tensor of the weight of shape (512, 512)"), error
+        assert "deepspeed.zero.GatheredParameters([param])" in error
+    assert (result["shape"], result["dtype"]) == ([512 * 512], "torch.bfloat16")
 
 
 @pytest.mark.parametrize("name", SPLIT)

@@ -46,6 +46,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from training import build, digests, train
 
 from tencache_ds.errors import TenCacheError
+from tencache_ds.integration.watched_shards import values_of
 
 
 def value_of(tensor: torch.Tensor | None) -> list[Any] | None:
@@ -434,11 +435,60 @@ def gathers_that_fail(engine_name: str, folder: str, rank: int) -> dict[str, Any
             fail_after(owner, name)
     with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
         inner = deepspeed.zero.GatheredParameters(params[:2], modifier_rank=0)
-        s.seen["nested"] = raised(inner.__enter__)
+        s.seen["nested"] = raised(inner.__enter__).partition(":")[0]
         if rank == 0:
             params[0].data.mul_(0.5)
     s.engine.optimizer.refresh_fp32_params()
     s.train()
+    return s.end()
+
+
+def average_of_shards(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """Averages of weights from DeepSpeed's private shards, in several ways, and a change of one."""
+    s = Scenario(engine_name, folder, rank)
+    params = [param for _, param in s.params()]
+    averages = [param.ds_tensor.detach().float().clone() for param in params]
+    for number in range(4):
+        s.train(1)
+        if number == 0:
+            for average, param in zip(averages, params, strict=True):
+                average.mul_(0.5).add_(param.ds_tensor, alpha=0.5)
+        elif number == 1:
+            torch._foreach_lerp_(averages, [param.ds_tensor.data.float() for param in params], 0.25)
+        elif number == 2:
+            for average, param in zip(averages, params, strict=True):
+                average.copy_(average * 0.5 + param.ds_tensor.to(torch.float32) * 0.5)
+            s.seen["sums"] = [float(param.ds_tensor.float().sum()).hex() for param in params]
+        else:
+            params[0].ds_tensor.data.mul_(0.5)
+            with torch.no_grad():
+                params[1].ds_tensor.copy_(torch.ones_like(params[1].ds_tensor))
+        s.seen[f"averages {number}"] = [value_of(average) for average in averages]
+        with torch.no_grad():
+            s.seen["losses"].append(float(s.engine(*s.batch())).hex())
+    return s.seen | {"weights": digests(s.engine.module), "end": s.engine.destroy()}
+
+
+def shards_on_nvme(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    s = Scenario(engine_name, folder, rank)
+    s.train(1)
+    param = s.engine.module.layers[0].weight
+    shard = param.ds_tensor
+    uses: list[Callable[[], Any]] = [
+        lambda: torch.zeros(1).add_(shard),
+        lambda: shard.data,
+        lambda: shard.mul_(0.5),
+        lambda: shard.float(),
+        lambda: shard[0],
+        lambda: torch._foreach_lerp_([torch.zeros(shard.shape)], [shard], 0.5),
+        lambda: copy.deepcopy(shard),
+    ]
+    s.seen["errors"] = [raised(use) for use in uses]
+    s.seen["shape"], s.seen["dtype"] = list(shard.shape), str(shard.dtype)
+    repr(param), repr(shard)
+    with deepspeed.zero.GatheredParameters([param]):
+        s.seen["gathered"] = value_of(param.data)
+    s.train(1)
     return s.end()
 
 
@@ -1011,7 +1061,7 @@ def life_of_an_engine(
     seen["during"] = there()
     seen["updates_on"] = process_settings()["update threads"]
     s.engine.optimizer.tencache.stats()  # waits for the last step
-    views = [param.ds_tensor.data for param in s.engine.module.parameters()]
+    views = [values_of(param) for param in s.engine.module.parameters()]
     views.append(s.engine.optimizer._gradients.segment(s.params()[0][1].ds_id))
     values = [view.clone() for view in views]
     session = s.engine.optimizer.tencache
@@ -1268,6 +1318,8 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         gather_everything,
         gather_what_is_ahead,
         gathers_that_fail,
+        average_of_shards,
+        shards_on_nvme,
         gathered_and_not_changed,
         evaluate_between,
         data_loader_workers,

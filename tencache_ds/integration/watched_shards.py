@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``param.ds_tensor``, DeepSpeed's private shard of a weight, while it does not have the weight's value.
+
+Scripts read and write it, for averages of weights for instance. During a step that continues in the background it waits
+for the weight's update; while the shard is on NVMe it says what to use instead. For as long it is of another class, so
+that nothing else is any slower.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tencache_ds.errors import TenCacheError
+
+_PROPERTIES = (
+    "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad", "grad_fn",
+    "is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "_base", "_version",
+)  # fmt: skip
+_METHODS = (
+    "numel", "nelement", "size", "dim", "stride", "element_size", "is_contiguous", "is_floating_point", "is_complex",
+    "is_signed", "is_pinned", "get_device", "data_ptr", "storage_offset", "untyped_storage", "record_stream",
+    "requires_grad_", "__len__", "__hash__", "__repr__",
+)  # fmt: skip
+_WITHOUT_VALUES = {
+    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+    *(getattr(torch.Tensor, name).__set__ for name in ("data", "grad", "requires_grad")),
+    *(getattr(torch.Tensor, name) for name in _METHODS),
+    torch.empty_like, torch.zeros_like, torch.ones_like, torch.is_floating_point, torch.is_complex, torch.numel,
+}  # fmt: skip
+"""What neither reads nor writes a shard's values."""
+
+
+class WatchedShard(torch.Tensor):
+    """A shard that :attr:`before_use` is called for, before its values are read or written."""
+
+    before_use: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See PyTorch's documentation."""
+        kwargs = kwargs or {}
+        if func not in _WITHOUT_VALUES:
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, WatchedShard):
+                    each.before_use()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+class PendingShard(WatchedShard):
+    """A shard in memory whose update may be under way."""
+
+
+class AbsentShard(WatchedShard):
+    """The placeholder of a shard on NVMe."""
+
+
+def watch_update(params: Iterable[Any], wait: Callable[[Sequence[Any]], None]) -> None:
+    """The update of weights is about to begin; ``wait`` returns when some of them have their new values, and says so to
+    :func:`updated`."""
+    for param in params:
+        if type(param.ds_tensor) is torch.Tensor:
+            param.ds_tensor.before_use = functools.partial(wait, [param])
+            _become(param.ds_tensor, PendingShard)
+
+
+def updated(params: Iterable[Any]) -> None:
+    """Weights have their new values."""
+    for param in params:
+        if type(param.ds_tensor) is PendingShard:
+            _become(param.ds_tensor, torch.Tensor)
+
+
+def show(param: Any, values: torch.Tensor) -> None:
+    """The shard has these values."""
+    _become(param.ds_tensor, torch.Tensor)
+    param.ds_tensor.data = values
+
+
+def show_absent(param: Any, stand_in: torch.Tensor) -> None:
+    """The shard is on NVMe, with this tensor in its place."""
+    show(param, stand_in)
+    param.ds_tensor.before_use = functools.partial(_refuse, param)
+    _become(param.ds_tensor, AbsentShard)
+
+
+def values_of(param: Any) -> torch.Tensor:
+    """The shard as it is now, for those who know what they may do with it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.ds_tensor.data
+
+
+def _become(shard: Any, kind: type[torch.Tensor]) -> None:
+    shard.__class__ = kind
+
+
+def _refuse(param: Any) -> None:
+    raise TenCacheError(
+        f"ds_tensor of the weight of shape {tuple(param.ds_shape)} (ds_id {param.ds_id}) has no values now: its shard "
+        "is on NVMe. Read the weight within deepspeed.zero.GatheredParameters([param]), or change it there with "
+        "modifier_rank=0; deepspeed.utils.safe_get_local_fp32_param(param) gives this rank's part of the master weight"
+    )
