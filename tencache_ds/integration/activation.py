@@ -52,7 +52,7 @@ def activate() -> None:
     from tencache_ds.integration.muon_kernels import compile_when_called
     from tencache_ds.integration.observing import observatory
     from tencache_ds.integration.param_swapper import ParamSwapper, begin_changes, end_changes, swapper_factory
-    from tencache_ds.integration.rank_checks import agree_on_options
+    from tencache_ds.integration.rank_checks import agree_on_options, agree_on_overlap
     from tencache_ds.integration.seams import verify_seams, warn_of_version
     from tencache_ds.integration.shared_weights import gathered, overwriting, released
     from tencache_ds.integration.suspended_hooks import before_release, before_user_gathers, user_releases
@@ -156,6 +156,7 @@ def activate() -> None:
         t_start_s = time.perf_counter()
         with _nothing_left_after_failure(self):
             agree_on_options(self._config)
+            options = agree_on_overlap(options)
             with _substituted_classes(self, options):
                 configured = configure(self, optimizer)
             if not hasattr(configured, "tencache"):

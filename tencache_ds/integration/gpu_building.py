@@ -13,11 +13,10 @@ from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import ConfigError
 from tencache_ds.gpu_homes import GpuHomes, open_device
 from tencache_ds.gpu_moves import GpuMoves
-from tencache_ds.integration.agreement import agreed
+from tencache_ds.integration.agreement import Agreement, Post, agreed, difference
 from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.engine_building import on_cuda
 from tencache_ds.integration.gathered_weights import GatheredWeights
-from tencache_ds.integration.optimizers import updates_by_chunks
 from tencache_ds.items import GpuUsage
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.profiling.fetch_waits import FetchRecorder
@@ -30,24 +29,30 @@ from tencache_ds.tiers.gradients import GradientTier
 logger = logging.getLogger("DeepSpeed.tencache")
 
 
-def open_gpu(optimizer: Any, session: Session, fused: FusedAdam | None) -> tuple[DeviceMemory, DeviceAdam] | None:
-    """GPU memory for weights, gradients and state, where the updates of all ranks know how to use it.
+def open_gpu(session: Session, fused: FusedAdam | None) -> tuple[DeviceMemory, DeviceAdam] | None:
+    """GPU memory for weights, gradients and state, where the updates of all ranks know how to use it. Every rank of the
+    job calls it, also one that has no use for it.
 
     Args:
-        optimizer: the torch optimizer that DeepSpeed wraps.
         session: of the engine.
-        fused: Adam in one pass on the host, if there is one.
+        fused: Adam in one pass on the host; None where there is none, or another optimizer.
     """
-    if not updates_by_chunks(optimizer) or session.options.gpu_memory == 0:
-        return None
     opened = None
-    if fused is not None:
+    if fused is not None and session.options.gpu_memory != 0:
         try:
             opened = open_device(session.surroundings.on_cuda, fused)
         except ConfigError as error:
             logger.warning("GPU memory is not used: %s", error)
-    # Later they decide together what goes there: one that cannot would be waited for.
-    return opened if agreed("whether GPU memory is used", opened is not None, all) else None
+    # Later they decide together what goes there: one that cannot, or may not, would be waited for.
+    used = Agreement.of_job().reach("whether GPU memory is used", opened is not None, _all_use_it)
+    return opened if used else None
+
+
+def _all_use_it(ranks: Sequence[Post]) -> bool:
+    values = [bool(rank.value) for rank in ranks]
+    if any(values) and not all(values):
+        logger.warning("GPU memory is not used: %s", difference("whether they can and may use it", values, ranks))
+    return all(values)
 
 
 def open_memory(options: TenCacheConfig) -> DeviceMemory | None:

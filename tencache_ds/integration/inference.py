@@ -31,7 +31,7 @@ from tencache_ds.integration.model_release import end_passes, finish_gathers, re
 from tencache_ds.integration.module_hooks import lighten_hooks
 from tencache_ds.integration.ordered_gathers import finish_after_forward
 from tencache_ds.integration.outside_needs import outside_needs
-from tencache_ds.integration.rank_checks import agree_on_homes
+from tencache_ds.integration.rank_checks import agree_on_weights
 from tencache_ds.integration.rank_gathers import gathers_as_usual
 from tencache_ds.integration.suspended_hooks import SuspendedHooks, is_free
 from tencache_ds.integration.uncompiled import uncompiled
@@ -113,7 +113,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
         return
     session = session_for(engines, engine._config, options)
     try:
-        agree_on_homes(session.all(), module)
+        agree_on_weights(session.all(), module)
         session.build_staging([])
         homes = None
         if used and memory is not None:

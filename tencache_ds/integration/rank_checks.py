@@ -6,36 +6,31 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
 
 import tencache_ds
+from tencache_ds.config import TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import AgreementError
 from tencache_ds.integration.agreement import Agreement, Post, difference
+from tencache_ds.keys import OPTIONS_KEY
+from tencache_ds.tiers.weight_record import WeightHome
 
-SHAPING_FIELDS = (
-    "reduce_scatter",
-    "reduce_bucket_size",
-    "overlap_comm",
-    "sub_group_size",
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients",
-)
-"""Fields of ``zero_optimization`` that determine the contents and order of collectives. Fields that may differ are not
-listed: folders, pinning, buffers, and TenCache's own options (the smallest ``host_memory`` applies to all)."""
+logger = logging.getLogger("DeepSpeed.tencache")
+
+OWN_FIELDS = frozenset({
+    "offload_param",  # of both the device is compared
+    "offload_optimizer",
+    "cpu_offload_use_pin_memory",
+    "pipeline_loading_checkpoint",
+    "log_trace_cache_warnings",
+})  # fmt: skip
+"""Fields of ``zero_optimization`` that may differ: folders, pinning, buffers and messages. All others are compared, as
+nearly all of them determine the contents or the order of collectives; those of a DeepSpeed to come may, too."""
 
 
 def shaping_options(ds_config: Any) -> dict[str, Any]:
@@ -47,15 +42,19 @@ def shaping_options(ds_config: Any) -> dict[str, Any]:
         "the version of deepspeed": deepspeed.__version__,
         "bf16.enabled": bool(ds_config.bfloat16_config.enabled),
         "fp16.enabled": bool(ds_config.float16_config.enabled),
+        "torch_autocast.enabled": bool(ds_config.torch_autocast_enabled),
+        "torch_autocast.dtype": str(ds_config.torch_autocast_dtype),
+        "communication_data_type": str(ds_config.communication_data_type),
+        "data_types.grad_accum_dtype": str(ds_config.grad_accum_dtype),
         "gradient_accumulation_steps": ds_config.gradient_accumulation_steps,
     }
     for section in ("offload_param", "offload_optimizer"):
         config = getattr(zero, section)
         device = "none" if config is None else config.device
         options[f"zero_optimization.{section}.device"] = str(getattr(device, "value", device))
-    for name in SHAPING_FIELDS:
-        key = type(zero).model_fields[name].alias or name
-        options[f"zero_optimization.{key}"] = getattr(zero, name)
+    values = zero.model_dump(mode="json", exclude=set(OWN_FIELDS), warnings=False)
+    for name, value in values.items():
+        options[f"zero_optimization.{type(zero).model_fields[name].alias or name}"] = value
     return options
 
 
@@ -75,23 +74,6 @@ def compare_options(ranks: Sequence[Post]) -> None:
             )
 
 
-def compare_homes(ranks: Sequence[Post]) -> None:
-    """Compares the places of all weights, lists of ``[name, id, elements, on NVMe]`` in the order of registration.
-
-    Raises:
-        AgreementError: names the first weight that differs, the ranks and their values.
-    """
-    for entries in itertools.zip_longest(*(rank.value for rank in ranks)):
-        if all(entry == entries[0] for entry in entries):
-            continue
-        name = next(entry[0] for entry in entries if entry is not None)
-        raise AgreementError(
-            f"{difference(f'weight {name!r}', [_described(entry) for entry in entries], ranks)}. The weights on "
-            "NVMe determine the contents of a collective, so training would hang or compute wrong results. Build the "
-            "same model, with the same config, on every rank."
-        )
-
-
 def agree_on_options(ds_config: Any) -> None:
     """Checks that every rank selects TenCache, and that its config shapes the same collectives. Every rank of the job
     calls it.
@@ -102,8 +84,30 @@ def agree_on_options(ds_config: Any) -> None:
     Agreement.of_job().reach("the DeepSpeed config", shaping_options(ds_config), compare_options)
 
 
-def agree_on_homes(engines: Sequence[TenCacheEngine], module: Any) -> None:
-    """The weights are in the same places on every rank. Every rank of the job calls it, once all are registered.
+def agree_on_overlap(options: TenCacheConfig) -> TenCacheConfig:
+    """The options with an ``overlap_step`` that all ranks have agreed on: it limits how far the next forward pass
+    gathers ahead. Every rank of the job calls it.
+
+    Raises:
+        AgreementError: not all of them do.
+    """
+    overlaps = Agreement.of_job().reach("whether steps overlap", options.overlap_step, _all_overlap)
+    return options.model_copy(update={"overlap_step": overlaps})
+
+
+def _all_overlap(ranks: Sequence[Post]) -> bool:
+    values = [bool(rank.value) for rank in ranks]
+    if any(values) and not all(values):
+        logger.warning(
+            "%s. No rank's step continues behind the next forward pass.",
+            difference(f'"{OPTIONS_KEY}.overlap_step"', values, ranks),
+        )
+    return all(values)
+
+
+def agree_on_weights(engines: Sequence[TenCacheEngine], module: Any) -> None:
+    """The weights are the same on every rank, and in the same places. Every rank of the job calls it, once all are
+    registered.
 
     Args:
         engines: those that hold the model's weights.
@@ -112,24 +116,46 @@ def agree_on_homes(engines: Sequence[TenCacheEngine], module: Any) -> None:
     Raises:
         AgreementError: names the first weight that differs.
     """
-    names = {param.ds_id: name for name, param in module.named_parameters() if hasattr(param, "ds_id")}
-    homes = [
-        [names.get(home.key, home.name), home.key, home.numel, home.on_nvme]
-        for engine in engines
-        for home in engine.weights.homes.all()
+    homes = {home.key: home for engine in engines for home in engine.weights.homes.all()}
+    params = {name: param for name, param in module.named_parameters() if hasattr(param, "ds_id")}
+    # Weights that are gathered together lie in the order of their ids, which need not be the same numbers.
+    place_of = {key: place for place, key in enumerate(sorted(param.ds_id for param in params.values()))}
+    weights = [
+        [name, place_of[param.ds_id], _described(param, homes.get(param.ds_id))] for name, param in params.items()
     ]
     agreement = Agreement.of_job()
-    digest = hashlib.sha256(json.dumps(homes).encode()).hexdigest()
-    if not agreement.reach("the placement of the weights", digest, _all_equal):
-        agreement.reach("the weight that differs", homes, compare_homes)
+    digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()
+    if not agreement.reach("the weights and their places", digest, _all_equal):
+        agreement.reach("the weight that differs", weights, compare_weights)
+
+
+def compare_weights(ranks: Sequence[Post]) -> None:
+    """Compares all weights, lists of ``[name, number, description]`` in the order of the model.
+
+    Raises:
+        AgreementError: names the first weight that differs, the ranks and their values.
+    """
+    for entries in itertools.zip_longest(*(rank.value for rank in ranks)):
+        if all(entry == entries[0] for entry in entries):
+            continue
+        name = next(entry[0] for entry in entries if entry is not None)
+        values = [
+            "no such weight" if each is None else f"{each[0]!r} (number {each[1]}), {each[2]}" for each in entries
+        ]
+        raise AgreementError(
+            f"{difference(f'weight {name!r}', values, ranks)}. They determine the contents of collectives, so training "
+            "would hang or compute wrong results. Build the same model, with the same config, on every rank."
+        )
 
 
 def _all_equal(ranks: Sequence[Post]) -> bool:
     return all(rank.value == ranks[0].value for rank in ranks)
 
 
-def _described(entry: Sequence[Any] | None) -> str:
-    if entry is None:
-        return "no such weight"
-    name, key, numel, on_nvme = entry
-    return f"{name!r} (id {key}), {numel} elements, {'on NVMe' if on_nvme else 'in host memory'}"
+def _described(param: Any, home: WeightHome | None) -> str:
+    """What of a weight determines collectives."""
+    place = "outside the tiers" if home is None else "on NVMe" if home.on_nvme else "in host memory"
+    kept = ", kept gathered" if param.ds_persist else ""
+    trained = "trained" if param.requires_grad else "frozen"
+    dtype = str(param.dtype).removeprefix("torch.")
+    return f"{int(param.ds_numel)} elements of {dtype}, {trained}{kept}, {place}"

@@ -30,7 +30,7 @@ from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import known_kinds, needed_states, updates_by_chunks
 from tencache_ds.integration.outside_needs import outside_needs, update_needs
 from tencache_ds.integration.param_swapper import ParamSwapper
-from tencache_ds.integration.rank_checks import agree_on_homes
+from tencache_ds.integration.rank_checks import agree_on_weights
 from tencache_ds.integration.shared_weights import SharedWeights
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.pinned_cache import empty_pinned_cache
@@ -85,7 +85,7 @@ class BuildingMixin:
                 'deepspeed.initialize lacks: give both the same "offload_param" section'
             )
         self.tencache = session_for(engines, self._deepspeed_engine()._config, self._tencache_options)
-        agree_on_homes(self.tencache.all(), self.parameter_offload.module)
+        agree_on_weights(self.tencache.all(), self.parameter_offload.module)
         hooks, device = ActivationHooks(), torch.device(get_accelerator().current_device_name())
         moves = self.tencache.build_activations(
             device,
@@ -191,7 +191,7 @@ class BuildingMixin:
             return
         engine = self._require_engine()
         self._fused = fused = engine.fused_adam() if updates_by_chunks(self.optimizer) else None
-        self._device = open_gpu(self.optimizer, engine, fused)
+        self._device = open_gpu(engine, fused)
         self._create_fp32_partitions()
         self._create_next_swappable_fp32_groups()
         self.initialize_optimizer_states()

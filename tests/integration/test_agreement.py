@@ -14,7 +14,7 @@ import torch.distributed
 from tencache_ds.errors import AgreementError
 from tencache_ds.integration import agreement
 from tencache_ds.integration.agreement import Agreement, Post
-from tencache_ds.integration.rank_checks import compare_homes, compare_options
+from tencache_ds.integration.rank_checks import compare_options, compare_weights
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -130,11 +130,11 @@ def test_options_name_the_key_and_the_ranks() -> None:
         compare_options(posts(same, same | {"the version of tencache_ds": "0.2"}))
 
 
-def test_homes_name_the_first_weight_that_differs() -> None:
-    first, second = ["a.weight", 0, 64, True], ["b.weight", 1, 64, False]
-    compare_homes(posts([first, second], [first, second]))
+def test_weights_name_the_first_weight_that_differs() -> None:
+    first, second = ["a.weight", 0, "64 elements, on NVMe"], ["b.weight", 1, "64 elements, in host memory"]
+    compare_weights(posts([first, second], [first, second]))
     with pytest.raises(AgreementError) as caught:
-        compare_homes(posts([first, second], [first, ["b.weight", 1, 64, True]], [first, second]))
+        compare_weights(posts([first, second], [first, ["b.weight", 1, "64 elements, on NVMe"]], [first, second]))
     for fragment in (
         "weight 'b.weight'",
         "64 elements, in host memory on ranks 0, 2 (host0)",
@@ -142,4 +142,4 @@ def test_homes_name_the_first_weight_that_differs() -> None:
     ):
         assert fragment in str(caught.value)
     with pytest.raises(AgreementError, match=r"'b.weight'.* no such weight on rank 0 \(host0\)"):
-        compare_homes(posts([first], [first, second]))
+        compare_weights(posts([first], [first, second]))

@@ -7,9 +7,20 @@ from typing import Any
 
 import pytest
 
+from tencache_ds.config import TenCacheConfig
+
 pytestmark = pytest.mark.timeout(240)
 
 MLP = {"model": "mlp"}
+IN_RAM = MLP | {"offload_param": "cpu"}
+EVERY_OPTION: dict[str, Any] = {
+    "host_memory": "8GiB", "gpu_memory": 0, "staging_memory": "30MB", "chunk_size": 2**16, "overlap_step": False,
+    "split_master": False, "nvme_paths": ["on_rank_1"], "io_backend": "posix", "io_lanes": 3,
+    "io_request_size": 2**13, "io_timeout_s": 100, "verify": "full", "activations": "on", "activation_memory": "1MB",
+    "activation_min_size": 2**10, "gds": "off", "gds_memory": "1MB", "log": "quiet", "poison_buffers": False,
+    "allow_faults": True,
+}  # fmt: skip
+"""Values that rank 1 alone has: whatever reaches a collective is agreed."""
 AUTOMATIC = {"tencache": {"host_memory": None}}
 AGREE: dict[str, dict[str, Any]] = {
     # What a launcher with another number of slots says on one host, and what a host without the variable says.
@@ -18,6 +29,16 @@ AGREE: dict[str, dict[str, Any]] = {
     "host_memory_differs": MLP | {"by_rank": {"0": {"tencache": {"host_memory": "8GiB"}},
                                               "1": {"tencache": {"host_memory": "600KiB"}}}},
     "host_memory_on_one_rank": MLP | AUTOMATIC | {"by_rank": {"1": {"tencache": {"host_memory": 0}}}},
+    "every_option_in_ram": IN_RAM | {"by_rank": {"1": {"tencache": EVERY_OPTION}}},
+    "every_option_on_nvme": MLP | {"by_rank": {"1": {"tencache": EVERY_OPTION}}},
+    "overlap_on_one_rank": IN_RAM | {"by_rank": {"0": {"tencache": {"overlap_step": False}}}},
+    "steps_watched_on_one_rank": IN_RAM | {"by_rank": {"1": {"circumstance": "watched_step"}}},
+    "no_gpu_memory_on_one_rank": MLP | {"circumstance": "device_memory",
+                                        "by_rank": {"1": {"tencache": {"gpu_memory": 0}}}},
+    "gpu_memory_differs": MLP | {"circumstance": "device_memory",
+                                 "by_rank": {"1": {"tencache": {"gpu_memory": "16MB"}}}},
+    "triton_on_one_rank": MLP | {"by_rank": {"0": {"circumstance": "device_memory"},
+                                             "1": {"circumstance": "no_triton"}}},
 }  # fmt: skip
 REFUSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "prefetch_differs": (
@@ -27,6 +48,18 @@ REFUSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "device_differs": (
         MLP | {"by_rank": {"1": {"offload_param": "cpu"}}},
         ('"zero_optimization.offload_param.device"', "nvme on rank 0", "cpu on rank 1"),
+    ),
+    "leaves_differ": (
+        MLP | {"by_rank": {"1": {"zero": {"leaf_module": {"names": ["layers.1"]}}}}},
+        ('"zero_optimization.leaf_module"', "on rank 0", "layers.1", "on rank 1"),
+    ),
+    "dtype_of_gradients_differs": (
+        MLP | {"by_rank": {"1": {"grad_accum_dtype": "fp32"}}},
+        ('"data_types.grad_accum_dtype"', "None on rank 0", "fp32 on rank 1"),
+    ),
+    "frozen_differs": (
+        IN_RAM | {"by_rank": {"1": {"freezes_one": True}}},
+        ("'layers.1.weight'", "trained, outside the tiers on rank 0", "frozen, outside the tiers on rank 1"),
     ),
     "homes_differ": (
         MLP | {"by_rank": {"1": {"circumstance": "another_home"}}},
@@ -47,6 +80,10 @@ def outcome(harness: Any) -> Any:
     )
 
 
+def test_every_option_is_tried() -> None:
+    assert EVERY_OPTION.keys() == TenCacheConfig.model_fields.keys()
+
+
 @pytest.mark.parametrize("name", AGREE)
 def test_what_can_be_agreed_on_is(outcome: Any, name: str) -> None:
     for rank in outcome.ranks:
@@ -55,6 +92,14 @@ def test_what_can_be_agreed_on_is(outcome: Any, name: str) -> None:
         assert result["losses"] == outcome.result("alike", "stock", rank)["losses"]
         assert result["local_ranks"] == 2
         assert result["resident_nbytes"] == outcome.result(name, "tencache", 0)["resident_nbytes"]
+
+
+def test_gpu_memory_is_for_all_ranks_or_for_none(outcome: Any) -> None:
+    for rank in outcome.ranks:
+        assert outcome.result("no_gpu_memory_on_one_rank", "tencache", rank)["gpu_nbytes"] is None
+        assert outcome.result("triton_on_one_rank", "tencache", rank)["gpu_nbytes"] is None
+        assert outcome.result("gpu_memory_differs", "tencache", rank)["gpu_nbytes"] > 2**22
+    assert "GPU memory is not used: the ranks differ in whether they can and may use it" in outcome.finished.log
 
 
 def test_the_smallest_figure_counts_and_is_announced(outcome: Any) -> None:
