@@ -341,8 +341,8 @@ class TenCacheCoordinator(FetchingCoordinator):
                 end = trace.now + len(trace.order)
             self._tencache_reads.go(self._read_one_ahead, end)
 
-    def weights_changed(self) -> None:
-        """The current stream has changed shards in device memory: later gathers find the new values."""
+    def order_gathers(self) -> None:
+        """Later gathers wait for what the current stream has been given: it changes shards in device memory."""
         if not get_accelerator().is_synchronized_device():
             gathers = self._PartitionedParameterCoordinator__allgather_stream
             gathers.wait_stream(get_accelerator().current_stream())

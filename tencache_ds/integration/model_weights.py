@@ -54,6 +54,7 @@ class ModelWeights:
         flats: Sequence[torch.Tensor | None],
         partitions: Sequence[Sequence[Any]],
         counters: Counters,
+        order_gathers: Callable[[], None],
     ) -> None:
         """
         Args:
@@ -61,11 +62,14 @@ class ModelWeights:
             flats: the flat tensor that the shards of a sub-group are views of; None where each has its own memory.
             partitions: the shards of each sub-group, with their lengths.
             counters: where bytes to the device are counted.
+            order_gathers: see :meth:`WeightWriter.order_gathers`.
         """
         self._groups = groups
         self._flats = list(flats)
         self._partitions = partitions
         self._counters = counters
+        self.order_gathers = order_gathers
+        """See :meth:`WeightWriter.order_gathers`."""
         self.leaving: Callable[[int], None] = lambda key: None
         """Called with a weight that is about to leave host memory."""
         self._found_segments: dict[int, tuple[list[int], list[int]]] = {}
@@ -142,11 +146,18 @@ class ModelWeights:
         if flat is not None:
             if get_accelerator().on_accelerator(flat):
                 self._counters.moved(Link.H2D, chunk.numel * flat.element_size())
+                self.order_gathers()
             return
-        params = self._groups[chunk.sub_group]
-        for overlap in self._overlaps(chunk):
+        params = [self._groups[chunk.sub_group][overlap.segment] for overlap in self._overlaps(chunk)]
+        if any(get_accelerator().on_accelerator(param.ds_tensor) for param in params):
+            self.order_gathers()
+        for param, overlap in zip(params, self._overlaps(chunk), strict=True):
             if overlap.last:
-                _finish(params[overlap.segment])
+                _finish(param)
+
+    def addresses(self, sub_group: int) -> tuple[int, ...]:
+        """See :meth:`WeightWriter.addresses`."""
+        return tuple(param.ds_tensor.data_ptr() for param in self._groups[sub_group])
 
     def stored(self, chunk: Chunk) -> bool:
         """See :meth:`WeightWriter.stored`."""
@@ -186,6 +197,7 @@ class ModelWeights:
         for param, start, numel in zip(self._groups[sub_group], *self._segments(sub_group), strict=True):
             _target(param).copy_(master[start : start + numel])
             _finish(param)
+        self.order_gathers()
 
     # Reading
 

@@ -210,7 +210,6 @@ class TenCacheZeroOptimizer_Stage3(
         coordinator = self._get_param_coordinator()
         if self._gpu_homes is not None:
             self._gpu_homes.step_done(record, self._update_seconds)
-            coordinator.weights_changed()
         if self._host_homes is not None:
             self._host_homes.step_done()
         if engine.activations is not None and self._state_moves is not None:

@@ -123,7 +123,11 @@ class BuildingMixin:
         for part in engine.claimed:
             part.weights.set_trainable(param.ds_id for group in self.fp16_groups for param in group)
         self._model_weights = ModelWeights(
-            self.fp16_groups, self.fp16_partitioned_groups_flat, self.fp16_partitioned_groups, engine.counters
+            self.fp16_groups,
+            self.fp16_partitioned_groups_flat,
+            self.fp16_partitioned_groups,
+            engine.counters,
+            self._get_param_coordinator().order_gathers,
         )
         if not self.offload_optimizer:
             engine.build_staging([])

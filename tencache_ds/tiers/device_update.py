@@ -22,19 +22,22 @@ from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.update import Pieces, SubGroupStep
 from tencache_ds.tiers.weight_writer import WeightWriter
 
+Places = tuple[int, int, tuple[int, ...]]
+
 
 @dataclass(slots=True)
 class _Prepared:
     """A sub-group's launch, for as long as nothing changes its place.
 
     Attributes:
-        places: version of the placement, a number that grows with every change.
+        places: versions of the places of state and gradients, and the addresses of weights: the launch has those of
+            all three.
         launch: updates the chunks; None where there are none.
         chunks: the chunks it updates.
         copies: ``(device, host)`` of gradients that have to be copied before.
     """
 
-    places: tuple[int, int]
+    places: Places
     launch: Launch | None
     chunks: list[Chunk]
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -73,7 +76,7 @@ class DeviceUpdate:
         Returns:
             The indices of the chunks that are updated; those whose gradient was replaced at a higher precision are not.
         """
-        places = (self._tier.version, self._gradients.version)
+        places = (self._tier.version, self._gradients.version, self._writer.addresses(step.sub_group))
         prepared = self._prepared.get(step.sub_group)
         if prepared is None or prepared.places != places:
             prepared = self._prepared[step.sub_group] = self._prepare(step.sub_group, step.start, places)
@@ -83,9 +86,10 @@ class DeviceUpdate:
             device.copy_(host, non_blocking=True)
         if prepared.launch is not None:
             prepared.launch(step.scalars)
+            self._writer.order_gathers()
         return frozenset(chunk.index for chunk in prepared.chunks)
 
-    def _prepare(self, sub_group: int, start: int, places: tuple[int, int]) -> _Prepared:
+    def _prepare(self, sub_group: int, start: int, places: Places) -> _Prepared:
         prepared = _Prepared(places, None, [])
         runs: list[Run] = []
         weight_dtype = None

@@ -23,7 +23,14 @@ class WeightWriter(Protocol):
         """
 
     def close(self, chunk: Chunk) -> None:
-        """The values are there."""
+        """The values are there, or on their way: in device memory when the current stream comes to this point. Whatever
+        gathers them waits for that."""
+
+    def order_gathers(self) -> None:
+        """Whatever gathers weights in device memory from now on waits for what the current stream has been given."""
+
+    def addresses(self, sub_group: int) -> tuple[int, ...]:
+        """Where each weight of a sub-group lies now; 0 of one without memory of its own."""
 
     def stored(self, chunk: Chunk) -> bool:
         """Whether a weight that the chunk has elements of is on NVMe."""

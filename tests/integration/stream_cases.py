@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``training.py`` on a GPU whose streams are far apart: what one does not wait for has not happened yet.
 
-Before each gather (``"late": "gathers"``), each module's arithmetic (``"late": "arithmetic"``) or each copy of
-gradients into their bucket (``"late": "reductions"``) the device sleeps. With ``"unordered"`` the stream of arithmetic
-does not wait for the one of gathers, to show that this is noticed.
+Before each gather (``"late": "gathers"``), each module's arithmetic (``"late": "arithmetic"``), each copy of gradients
+into their bucket (``"late": "reductions"``) or each copy of new weights to the device (``"late": "updates"``) the
+device sleeps. With ``"unordered"`` the stream of arithmetic does not wait for the one of gathers, or that one not for
+new weights, to show that this is noticed. All batches are on the device beforehand: the host waits for no copy.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import training
 from deepspeed.runtime.zero import partition_parameters
 
 from tencache_ds.integration.rank_gathers import RankGather
+from tencache_ds.tiers.fused_update import _FusedJob
 
 CYCLES = 4_000_000
 """About two milliseconds."""
@@ -57,6 +59,18 @@ def late_reductions() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def late_updates() -> Iterator[None]:
+    publish = _FusedJob.publish
+
+    def late(self: Any) -> None:
+        torch.cuda._sleep(CYCLES)
+        publish(self)
+
+    with mock.patch.object(_FusedJob, "publish", late):
+        yield
+
+
 def late_arithmetic(engine: Any) -> None:
     def sleep(*_: Any) -> None:
         torch.cuda._sleep(CYCLES)
@@ -72,7 +86,11 @@ def late_arithmetic(engine: Any) -> None:
 
 
 @contextmanager
-def unordered(engine: Any) -> Iterator[None]:
+def unordered(engine: Any, late: str) -> Iterator[None]:
+    if late == "updates":
+        with mock.patch.object(engine.optimizer._model_weights, "order_gathers"):
+            yield
+        return
     gathers = engine.optimizer._get_param_coordinator()._PartitionedParameterCoordinator__allgather_stream
     wait_stream = torch.cuda.Stream.wait_stream
 
@@ -93,6 +111,10 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     engine = training.build(case, engine_name, f"{folder}/nvme")
     generator = torch.Generator().manual_seed(1000 + rank)
     stock = engine_name == "stock"
+    batches = [
+        [tensor.to(engine.device) for tensor in engine.module.batch(generator)] for _ in range(case["steps"] + 1)
+    ]
+    engine.module.batch = lambda generator: batches.pop(0)
     with ExitStack() as stack:
         if not stock:
             pull_apart(engine, case, stack)
@@ -112,10 +134,12 @@ def pull_apart(engine: Any, case: dict[str, Any], stack: ExitStack) -> None:
         stack.enter_context(late_gathers())
     elif case["late"] == "reductions":
         stack.enter_context(late_reductions())
+    elif case["late"] == "updates":
+        stack.enter_context(late_updates())
     else:
         late_arithmetic(engine)
     if case.get("unordered"):
-        stack.enter_context(unordered(engine))
+        stack.enter_context(unordered(engine, case["late"]))
 
 
 def evaluate_while_overwriting(engine: Any, batch: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle, NoGatherHandle, ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 
 from tencache_ds.integration import ordered_gathers
+from tencache_ds.integration.model_weights import ModelWeights
 from tencache_ds.integration.ordered_gathers import FETCHES_AHEAD, OrderedGathers, finish_after_forward
+from tencache_ds.observability.counters import Counters
+from tencache_ds.planning.chunks import Chunk
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -266,6 +270,18 @@ def test_the_host_waits_after_a_forward_pass_that_fails() -> None:
     assert finished == [1]
 
 
+def test_gathers_follow_new_weights_in_device_memory() -> None:
+    device, ordered = get_accelerator().current_device_name(), []
+    chunk = Chunk(0, 0, 0, 8, (), 0)
+    shard = torch.zeros(8, device=device)
+    shard.ds_numel = 8
+    param = SimpleNamespace(ds_id=1, ds_tensor=shard, nvme_swapper=None)
+    for flat in (shard, None):
+        weights = ModelWeights([[param]], [flat], [[shard]], Counters(), lambda: ordered.append(1))
+        weights.close(chunk)
+    assert ordered == [1, 1]
+
+
 IN_RAM = {"offload_param": "cpu", "offload_optimizer": "cpu", "tencache": {"gpu_memory": 0}}
 ON_NVME = {"tencache": {"gpu_memory": 0, "host_memory": 0}}
 CASES: dict[str, dict[str, Any]] = {
@@ -273,7 +289,11 @@ CASES: dict[str, dict[str, Any]] = {
     for late in ("gathers", "arithmetic", "reductions")
     for where, model, places in (("ram", "mlp", IN_RAM), ("nvme", "mlp", ON_NVME), ("llama", "llama", IN_RAM))
 }
-CASES["unordered"] = CASES["gathers_ram"] | {"unordered": True}
+ON_GPU = {"offload_param": "none", "persistence": 0, "sub_group_size": 10**9, "tencache": {"gpu_memory": 0}}
+CASES["updates_nvme"] = {"model": "mlp", "steps": 5, "late": "updates"} | ON_GPU
+CASES["updates_gpu"] = CASES["updates_nvme"] | {"offload_optimizer": "cpu"}
+UNORDERED = {"unordered_gathers": "gathers_ram", "unordered_updates": "updates_gpu"}
+CASES |= {name: CASES[ordered] | {"unordered": True} for name, ordered in UNORDERED.items()}
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +312,7 @@ RANKS = [pytest.param("outcome", marks=pytest.mark.gpu), pytest.param("two_ranks
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "unordered"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in UNORDERED])
 def test_streams_far_apart(request: pytest.FixtureRequest, ranks: str, name: str) -> None:
     outcome = request.getfixturevalue(ranks)
     for rank in outcome.ranks:
@@ -302,6 +322,7 @@ def test_streams_far_apart(request: pytest.FixtureRequest, ranks: str, name: str
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_streams_without_order_are_noticed(request: pytest.FixtureRequest, ranks: str) -> None:
+@pytest.mark.parametrize("name", UNORDERED)
+def test_streams_without_order_are_noticed(request: pytest.FixtureRequest, ranks: str, name: str) -> None:
     outcome = request.getfixturevalue(ranks)
-    assert outcome.result("unordered", "tencache")["losses"] != outcome.result("unordered", "stock")["losses"]
+    assert outcome.result(name, "tencache")["losses"] != outcome.result(name, "stock")["losses"]

@@ -276,6 +276,7 @@ class Weights:
         self.numels = numels
         self.stored_chunks: set[int] = set()
         self.tensors = [torch.zeros(numel, dtype=torch.bfloat16) for numel in numels]
+        self.n_ordered = 0
 
     def open(self, chunk):
         result, start = [], 0
@@ -293,6 +294,12 @@ class Weights:
 
     def stored(self, chunk) -> bool:
         return chunk.index in self.stored_chunks
+
+    def order_gathers(self) -> None:
+        self.n_ordered += 1
+
+    def addresses(self, sub_group: int) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self.tensors)
 
 
 def test_an_update_reaches_every_element_of_every_chunk_there(bench):
@@ -348,6 +355,30 @@ def test_an_update_reaches_every_element_of_every_chunk_there(bench):
     step(500)
     assert update.start(first) == {2}
     assert update.start(SubGroupStep(1, 7 + numel, 1, 1.0, {}, None)) == set()
+
+
+def test_weights_that_moved_alone_are_updated_where_they_are(bench):
+    lengths = (5000, NUMELS[1] - 5000)
+    segments = [GradientSegment(key, start, length) for key, start, length in ((0, 0, 5000), (1, 5000, lengths[1]))]
+    gradients = gradient_tier([segments], torch.bfloat16, bench.storage.counters)
+    weights = Weights(lengths)
+    update = DeviceUpdate(Adam(at_address), 16, bench.tier, gradients, weights)
+    bench.tier.relocate({1: (Place.GPU,) * 2})
+
+    def step() -> None:
+        for key, length in enumerate(lengths):
+            gradients.accumulate(key, torch.ones(length, dtype=torch.bfloat16), first=True)
+        assert update.start(SubGroupStep(1, 0, 1, 1.0, {}, None)) == {0, 1}
+        bench.dense[1][MASTER] += 1
+        gradients.end_step()
+
+    step()
+    former = weights.tensors[1]
+    before, weights.tensors[1] = former.clone(), torch.zeros_like(former)
+    step()
+    assert weights.n_ordered == 2
+    assert torch.equal(torch.cat(weights.tensors), bench.dense[1][MASTER].bfloat16())
+    assert torch.equal(former, before)
 
 
 def test_weights_go_to_a_device_and_come_back(tmp_path):
