@@ -7,6 +7,11 @@ allocated on the compute stream like any other tensor. The host waits for neithe
 because whoever started it keeps a reference until the copy's event is done, or until the compute stream has been made
 to wait for that event: memory freed after that is reused by later work of the compute stream only. ``record_stream``
 is not used, since it delays the reuse until the host next looks.
+
+[Note: streams of the user's] A script may compute on several streams. Autograd saves a tensor on the stream of the node
+that saves it, and needs it back there, but a block may be moved while another stream is the current one. So copies are
+ordered with all streams on which tensors were saved, which usually is one; memory that a copy back fills is recorded
+for the others.
 """
 
 from __future__ import annotations
@@ -26,6 +31,9 @@ _MEASURED_NBYTES = 32 * 2**20
 class Copies(Protocol):
     """Used by one thread at a time. All tensors are 1-D uint8."""
 
+    def saving(self) -> None:
+        """A tensor is saved on the current stream: see [Note: streams of the user's]."""
+
     def out(self, target: torch.Tensor, source: torch.Tensor) -> Event | None:
         """Copies device memory to host memory of the same size.
 
@@ -42,7 +50,8 @@ class Copies(Protocol):
         """
 
     def wait(self, event: Event | None) -> None:
-        """Later work on the current stream waits for a copy; the host does not."""
+        """Later work on the current stream, and on those where tensors were saved, waits for a copy; the host does
+        not."""
 
     def rates(self) -> MoveRates | None:
         """Measured bandwidths; None if unknown."""
@@ -54,6 +63,9 @@ class PlainCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._moved = [[0, 0.0], [0, 0.0]]  # bytes and seconds, out and back
+
+    def saving(self) -> None:
+        """See :meth:`Copies.saving`."""
 
     def out(self, target: torch.Tensor, source: torch.Tensor) -> Event | None:
         """See :meth:`Copies.out`."""
@@ -83,18 +95,24 @@ class PlainCopies:
 
 
 class CudaCopies:
-    """See [Note: streams]."""
+    """See [Note: streams] and [Note: streams of the user's]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._out = torch.cuda.Stream(device)
         self._back = torch.cuda.Stream(device)
+        self._saved_on: set[torch.cuda.Stream] = set()
         self._rates = _measured_rates(device)
+
+    def saving(self) -> None:
+        """See :meth:`Copies.saving`."""
+        self._saved_on.add(torch.cuda.current_stream(self._device))
 
     def out(self, target: torch.Tensor, source: torch.Tensor) -> Event | None:
         """See :meth:`Copies.out`."""
         # Before the block below, in which the current stream is the copy's own.
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        for stream in self._streams():
+            self._out.wait_stream(stream)
         with torch.cuda.stream(self._out):
             target.copy_(source, non_blocking=True)
             return self._out.record_event()
@@ -102,7 +120,10 @@ class CudaCopies:
     def back(self, source: torch.Tensor, after: Event | None) -> tuple[torch.Tensor, Event | None]:
         """See :meth:`Copies.back`."""
         target = empty(source.numel(), torch.uint8, self._device)
-        self._back.wait_stream(torch.cuda.current_stream(self._device))
+        current = torch.cuda.current_stream(self._device)
+        self._back.wait_stream(current)
+        for stream in self._saved_on - {current}:
+            target.record_stream(stream)
         if after is not None:
             self._back.wait_event(cast(torch.cuda.Event, after))
         with torch.cuda.stream(self._back):
@@ -112,7 +133,11 @@ class CudaCopies:
     def wait(self, event: Event | None) -> None:
         """See :meth:`Copies.wait`."""
         if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(cast(torch.cuda.Event, event))
+            for stream in self._streams():
+                stream.wait_event(cast(torch.cuda.Event, event))
+
+    def _streams(self) -> set[torch.cuda.Stream]:
+        return self._saved_on | {torch.cuda.current_stream(self._device)}
 
     def rates(self) -> MoveRates | None:
         """See :meth:`Copies.rates`: of pinned memory, measured before training takes device memory."""

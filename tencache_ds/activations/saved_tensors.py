@@ -174,6 +174,7 @@ class SavedTensors:
         with self._lock, torch.no_grad():
             self._check_open()
             self._collect()
+            self._copies.saving()
             storage = tensor.untyped_storage()
             block = self._by_address.get(storage._cdata)
             if block is None or block.version != tensor._version or block.nbytes != storage.nbytes():

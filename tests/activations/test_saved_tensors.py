@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
+from tencache_ds.activations import copies as copies_module
 from tencache_ds.activations.auto_places import AutoPlaces
 from tencache_ds.activations.blocks import KeptTensor, MovedTensor
-from tencache_ds.activations.copies import PlainCopies
+from tencache_ds.activations.copies import CudaCopies, PlainCopies
 from tencache_ds.activations.host_buffers import HostBuffers
 from tencache_ds.activations.saved_tensors import SavedTensors
 from tencache_ds.errors import InplaceChangeError, StorageError, TenCacheError
@@ -54,6 +56,8 @@ class LateCopies:
         self.queue: list[tuple[StorageWeakRef, torch.Tensor, int, bool, StreamEvent]] = []
         self.n_host_waits = 0
 
+    def saving(self) -> None: ...
+
     def out(self, target: torch.Tensor, source: torch.Tensor) -> StreamEvent:
         return self._add(source.untyped_storage(), target, is_out=True)
 
@@ -86,6 +90,37 @@ class LateCopies:
             else:
                 device.copy_(host[:nbytes])
             event.done = True
+
+
+class Stream:
+    """Remembers the streams that it waits for and the events."""
+
+    def __init__(self) -> None:
+        self.waited: list[Any] = []
+        self.wait_stream = self.wait_event = self.waited.append
+
+    def record_event(self) -> str:
+        return "copied"
+
+
+def test_copies_are_ordered_with_all_streams_that_tensors_were_saved_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, side, other = Stream(), Stream(), Stream()
+    current, recorded = [side], []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(copies_module, "_measured_rates", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
+    copies = CudaCopies(CPU)
+    copies.saving()
+    current[0] = main  # the block is moved while another stream is the current one
+    source, target = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    assert copies.out(target, source) == "copied"
+    assert {*copies._out.waited} == {main, side}
+    copies.wait("copied")  # its memory is freed, and may be of either stream
+    assert (main.waited, side.waited, other.waited) == (["copied"], ["copied"], [])
+    copies.back(target, None)
+    assert recorded == [side]
 
 
 class Rig:

@@ -192,6 +192,78 @@ def test_without_waits_they_are_not(rig):
     assert not same(train(model, model, made.hooks), expected)
 
 
+class Branches(Blocks):
+    """Every second block runs on a stream of the user's, beside the one before it."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth, checkpointing=False)
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main, side = torch.cuda.current_stream(), self.side
+        for left, right in zip(self.layers[::2], self.layers[1::2], strict=True):
+            side.wait_stream(main)
+            x.record_stream(side)
+            with torch.cuda.stream(side):
+                there = self.block(right, x)
+            here = self.block(left, x)
+            main.wait_stream(side)
+            there.record_stream(main)
+            x = here + there
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("late", ["", "out", "back", "compute"])
+def test_blocks_on_a_stream_of_the_user(rig, late):
+    torch.manual_seed(0)
+    model, made = Branches(6).cuda(), rig(late)
+    expected = train(model, model, torch.enable_grad)
+    assert same(train(model, model, torch.enable_grad), expected), "the model itself does not repeat"
+    assert same(train(model, model, made.hooks), expected)
+    assert made.counters.total().nbytes["h2d"] > 8 * 2**20
+
+
+def test_a_block_is_moved_while_another_stream_is_the_current_one():
+    device, side = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
+    copies, n = CudaCopies(device), 2**22
+    source = torch.zeros(n, dtype=torch.uint8, device=device)
+    host = torch.zeros(n, dtype=torch.uint8, pin_memory=True)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        copies.saving()
+        torch.cuda._sleep(10 * APART_CYCLES)
+        source.fill_(7)
+    copies.out(host, source).synchronize()
+    assert host.unique().tolist() == [7]
+
+
+def test_memory_of_another_stream_is_not_reused_under_its_copies():
+    device, side = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
+    copies, n = CudaCopies(device), 2**25
+    host = torch.zeros(n, dtype=torch.uint8, pin_memory=True)
+    with torch.cuda.stream(side):
+        copies.saving()
+        source = torch.full((n,), 7, dtype=torch.uint8, device=device)
+    with torch.cuda.stream(copies._out):
+        torch.cuda._sleep(10 * APART_CYCLES)
+    event = copies.out(host, source)
+    copies.wait(event)
+    del source
+    with torch.cuda.stream(side):
+        torch.full((n,), 1, dtype=torch.uint8, device=device)  # takes the memory that was freed
+    torch.cuda.synchronize()
+    assert host.unique().tolist() == [7]
+    back, event = copies.back(host, None)
+    copies.wait(event)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10 * APART_CYCLES)
+        used = back.clone()
+    del back
+    torch.full((n,), 1, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    assert used.unique().tolist() == [7]
+
+
 def test_compiled_by_inductor(rig):
     model, made = make_model(False), rig("out")
     compiled = torch.compile(model)
