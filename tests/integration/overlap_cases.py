@@ -27,7 +27,7 @@ from tencache_ds.observability.counters import Stall
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.update import ChunkedUpdate
 
-DELAY_S, DELAYED = 0.003, 7
+DELAY_S, DELAYED = 0.003, 4
 """Additional seconds per chunk in the background, and the number of chunks that get them."""
 
 models.MODELS["deep"] = lambda: models.Mlp(depth=10)
@@ -41,11 +41,11 @@ dies_at = 0
 
 
 def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
-    """Small chunks, no persistent weights, and host memory for everything: whatever may wait does."""
+    """A hundred chunks, no persistent weights, and host memory for everything: whatever may wait does."""
     case = {"persistence": 0} | case
     config = plain_config(case, engine, nvme)
     if engine == "tencache":
-        config["tencache"] = {"gpu_memory": 0} | config["tencache"] | {"chunk_size": 2**16, "host_memory": "1GiB"}
+        config["tencache"] = {"gpu_memory": 0} | config["tencache"] | {"chunk_size": 2**18, "host_memory": "1GiB"}
         config["tencache"] |= case.get("tencache", {})
     return config
 

@@ -17,7 +17,7 @@ ENGINES = ("stock", "tencache")
 PAIRS = tuple(itertools.product(ENGINES, ENGINES))
 PROGRAM = "checkpoint_cases.py"
 
-IN_TWO_PLACES = {"host_memory": "10MiB", "chunk_size": 2**16}
+IN_TWO_PLACES = {"host_memory": "10MiB", "chunk_size": 2**18}
 """Weights in RAM, of the optimizer's state about half."""
 ONE_CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 2e-3, "cycle_first_step_size": 7, "cycle_min_mom": 0.8}
 KINDS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from tencache_ds.planning.peak_memory import OVERHEAD_NBYTES
 pytestmark = pytest.mark.timeout(840)
 
 PROGRAM = "gpu_memory_cases.py"
-CHUNKS = {"tencache": {"chunk_size": 2**16}}
+CHUNKS = {"tencache": {"chunk_size": 2**18}}
 RAM = {"offload_param": "cpu", "offload_optimizer": "cpu"}
 
 TRAINING: dict[str, dict[str, Any]] = {
@@ -46,14 +46,14 @@ PARTS: dict[str, dict[str, Any]] = {
         "model": "llama",
         "device_memory": "14MiB",
         "steps": 8,
-        "tencache": {"chunk_size": 2**16, "host_memory": "16MiB"},
+        "tencache": {"chunk_size": 2**18, "host_memory": "16MiB"},
     },
     # Weights and gradients leave 0.2 MiB of host memory for state, until they are in GPU memory.
     "host_memory_freed": {
         "model": "llama",
         "device_memory": "24MiB",
         "steps": 8,
-        "tencache": {"chunk_size": 2**16, "host_memory": "9MiB"},
+        "tencache": {"chunk_size": 2**18, "host_memory": "9MiB"},
     },
     # Base weights are gathered to recompute blocks.
     "lora_recomputed": {
@@ -72,7 +72,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "steps": 8,
         "accumulation": 2,
         "tencache": {
-            "chunk_size": 2**16,
+            "chunk_size": 2**18,
             "host_memory": "16MiB",
             "activations": "auto",
             "activation_min_size": 1024,
@@ -109,7 +109,7 @@ SHRINKS: dict[str, dict[str, Any]] = {
         "model": "llama",
         "shrinks_at": 3,
         "steps": 8,
-        "tencache": {"chunk_size": 2**16, "host_memory": "16MiB"},
+        "tencache": {"chunk_size": 2**18, "host_memory": "16MiB"},
     },
     "shrinks_after_host_memory_was_freed": PARTS["host_memory_freed"] | {"shrinks_at": 3, "steps": 8},
     # Chunks that left GPU memory while their weights were there are split by their next update.
@@ -127,7 +127,7 @@ SPILLS: dict[str, dict[str, Any]] = {
         "nvme_free": 12 * MIB,
         "device_memory": "22MiB",
         "steps": 8,
-        "tencache": {"chunk_size": 2**16, "host_memory": "8MiB"},
+        "tencache": {"chunk_size": 2**18, "host_memory": "8MiB"},
     },
     "spills_all": {"model": "llama", "host_available": 0, "steps": 6} | CHUNKS | RAM,
 }
@@ -139,14 +139,14 @@ FULL_HOST: dict[str, dict[str, Any]] = {
         "device_memory": 0,
         "host_runs_out_at": 3,
         "steps": 16,
-        "tencache": {"chunk_size": 2**16, "host_memory": "60MiB"},
+        "tencache": {"chunk_size": 2**18, "host_memory": "60MiB"},
     },
     "full_host_some_state": {
         "model": "llama",
         "device_memory": "14MiB",
         "host_runs_out_at": 3,
         "steps": 16,
-        "tencache": {"chunk_size": 2**16, "host_memory": "60MiB"},
+        "tencache": {"chunk_size": 2**18, "host_memory": "60MiB"},
     },
 }
 """Everything is in host memory at first, with no store and no staging buffers for state."""

@@ -39,7 +39,7 @@ TRAINING: dict[str, dict[str, Any]] = {
 }
 EVERYTHING = {"model": "random_skip", "accumulation": 2, "clipping": 0.1, "scheduler": True, "persistence": 600}
 LONG: dict[str, dict[str, Any]] = {
-    "long": EVERYTHING | {"weights": True, "steps": 50, "long": True, "tencache": {"host_memory": "9MiB"}},
+    "long": EVERYTHING | {"weights": True, "steps": 40, "long": True, "tencache": {"host_memory": "9MiB"}},
 }
 """Evaluation and checkpoints between steps, a part of the state on NVMe."""
 ALONE: dict[str, dict[str, Any]] = {
