@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -146,6 +147,34 @@ def compare_weights(ranks: Sequence[Post]) -> None:
             f"{difference(f'weight {name!r}', values, ranks)}. They determine the contents of collectives, so training "
             "would hang or compute wrong results. Build the same model, with the same config, on every rank."
         )
+
+
+@contextlib.contextmanager
+def failing_together(topic: str) -> Iterator[None]:
+    """A block that ends on all ranks or on none: an error of one rank within it is raised there, and named by the
+    others. Every rank of the job enters it; at its end none has got further.
+
+    Args:
+        topic: what the block is about.
+
+    Raises:
+        AgreementError: on the ranks that have no error of their own.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    failures = Agreement.of_job().reach(topic, "" if error is None else f"{type(error).__name__}: {error}", _failures)
+    if error is not None:
+        raise error
+    if failures:
+        rank, reason = failures[0]
+        raise AgreementError(f"rank {rank} cannot go on, and no rank can without it: {reason}")
+
+
+def _failures(ranks: Sequence[Post]) -> list[tuple[int, str]]:
+    return [(rank, post.value) for rank, post in enumerate(ranks) if post.value]
 
 
 def _all_equal(ranks: Sequence[Post]) -> bool:

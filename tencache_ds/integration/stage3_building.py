@@ -30,7 +30,7 @@ from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import known_kinds, needed_states, updates_by_chunks
 from tencache_ds.integration.outside_needs import outside_needs, update_needs
 from tencache_ds.integration.param_swapper import ParamSwapper
-from tencache_ds.integration.rank_checks import agree_on_weights
+from tencache_ds.integration.rank_checks import agree_on_weights, failing_together
 from tencache_ds.integration.shared_weights import SharedWeights
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.pinned_cache import empty_pinned_cache
@@ -144,17 +144,17 @@ class BuildingMixin:
         if self._device is not None:
             gpu_nbytes = initial_gpu_nbytes(self._device[0].usage(), self._tencache_options.gpu_memory)
         cuts = self._gradient_cuts()
-        specs, chunk_nbytes = engine.state.plan(
-            numels,
-            kinds,
-            gradient_nbytes,
-            by_chunks=by_chunks,
-            gpu_nbytes=gpu_nbytes,
-            visible=self._model_weights.persistent() if self._tencache_options.overlap_step else None,
-            cuts=cuts,
-        )
-        engine.state.check_space(sum(chunk_nbytes))
-        dist.barrier()  # no rank takes space before every rank has looked
+        with failing_together("the places of optimizer state"):  # no rank takes space before every rank has looked
+            specs, chunk_nbytes = engine.state.plan(
+                numels,
+                kinds,
+                gradient_nbytes,
+                by_chunks=by_chunks,
+                gpu_nbytes=gpu_nbytes,
+                visible=self._model_weights.persistent() if self._tencache_options.overlap_step else None,
+                cuts=cuts,
+            )
+            engine.state.check_space(sum(chunk_nbytes))
         memory = None if self._device is None else self._device[0]
         masters = None
         if self._fused is not None and self._optimizer_on_nvme and self._tencache_options.split_master:

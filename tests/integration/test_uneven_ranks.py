@@ -66,6 +66,7 @@ REFUSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("'layers.1.weight'", "on NVMe on rank 0", "in host memory on rank 1", "same model"),
     ),
 }
+NO_SPACE = MLP | {"by_rank": {"1": {"circumstance": "no_space"}}}
 # Last, for the other rank is left in a collective that nobody completes.
 ON_ONE_RANK = MLP | {"by_rank": {"0": {"circumstance": "impatient"}, "1": {"engine": "stock_nvme"}}}
 
@@ -75,6 +76,7 @@ def outcome(harness: Any) -> Any:
     cases: list[tuple[str, dict[str, Any], str]] = [("alike", MLP, "stock")]
     cases += [(name, case, "tencache") for name, case in AGREE.items()]
     cases += [(name, case, "tencache") for name, (case, _) in REFUSE.items()]
+    cases.append(("no_space_on_one_rank", NO_SPACE, "tencache"))
     return harness.run(
         [*cases, ("on_one_rank", ON_ONE_RANK, "tencache")], ranks=2, program="uneven_cases.py", timeout_s=120
     )
@@ -117,6 +119,14 @@ def test_what_cannot_is_an_error_on_every_rank(outcome: Any, name: str) -> None:
         for fragment in REFUSE[name][1]:
             assert fragment in result["failure"]
         assert result["seconds"] < 20
+
+
+def test_what_fails_on_one_rank_is_an_error_on_every_rank(outcome: Any) -> None:
+    theirs, own = (outcome.result("no_space_on_one_rank", "tencache", rank) for rank in outcome.ranks)
+    assert own["failure"].startswith("SpaceError: ")
+    assert theirs["failure"].startswith("AgreementError: rank 1 cannot go on, and no rank can without it: SpaceError: ")
+    assert "are missing" in theirs["failure"]
+    assert max(theirs["seconds"], own["seconds"]) < 20
 
 
 def test_a_rank_without_tencache_is_named(outcome: Any) -> None:

@@ -77,9 +77,19 @@ def watched_step() -> Iterator[None]:
     handle.remove()
 
 
+@contextlib.contextmanager
+def no_space() -> Iterator[None]:
+    """Nothing is free where optimizer state goes."""
+    from tencache_ds import state_building
+
+    with mock.patch.object(state_building, "_free_together", return_value=0):
+        yield
+
+
 CIRCUMSTANCES: dict[str, Callable[[], Any]] = {
     "": contextlib.nullcontext, "another_home": another_home, "impatient": impatient, "watched_step": watched_step,
     "device_memory": device_memory, "no_triton": functools.partial(device_memory, usable=False),
+    "no_space": no_space,
 }  # fmt: skip
 
 
