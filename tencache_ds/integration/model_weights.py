@@ -33,12 +33,12 @@ def home_in_tier(param: Any) -> Home:
 
 def cast_shard(param: Any, dtype: torch.dtype) -> None:
     """Gives a partitioned parameter's shard another dtype, to which it is rounded; in the weight tier or beside it."""
-    shard = param.ds_tensor.data
-    if shard.dtype == dtype:
+    if param.ds_tensor.dtype == dtype:
         return
     if in_tier(param):
         param.nvme_swapper.cast(param, dtype)
         return
+    shard = values_of(param)
     cast = shard.to(dtype)
     param.ds_tensor.data = get_accelerator().pin_memory(cast) if shard.is_pinned() else cast
 

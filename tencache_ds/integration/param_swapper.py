@@ -380,7 +380,7 @@ class ParamSwapper:
             value = self._weights.read(key)
             self._weights.drop([key])
             self._stand_ins.pop(key, None)
-            param.ds_tensor.data = self._register(param, value.numel(), dtype).copy_(value)
+            show(param, self._register(param, value.numel(), dtype).copy_(value))
             param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
             self._write([param])
 
