@@ -251,7 +251,7 @@ class BuildingMixin:
         self._sub_group_starts = list(starts)
 
     def _plan_peak(self) -> None:
-        engine, later_state, update = self._require_engine(), 0, 0
+        engine, later_state, update = self.tencache, 0, 0
         if self._state is not None:
             numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
             later_state, update = update_needs(self.optimizer, self._state, numels, fused=self._fused is not None)

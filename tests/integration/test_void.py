@@ -71,7 +71,7 @@ UNDONE: dict[str, dict[str, Any]] = {
 }
 """What leaves it undone: it is tried again."""
 
-MIXED = {"mixed": {"where": "gradients", "mixed": True, **ACCUMULATED}}
+MIXED = {"mixed": {"where": "gradients", "at": 2, "mixed": True, **ACCUMULATED}}
 
 ON_ONE_RANK = ("first_chunk", "training_thread_storage", "ram", "load_half_way")
 UNDONE_ON_ONE_RANK = {"beginning": {"where": "begin"}}
