@@ -369,8 +369,9 @@ def test_a_budget_is_filled_and_kept(one_rank: Any) -> None:
 
 def test_host_memory_that_becomes_free_takes_state_from_nvme(one_rank: Any) -> None:
     two, three = (one_rank.result(name, "tencache")["stats"] for name in ("some_state", "three_places"))
-    # Which weights take a part of the 14 MiB depends on how long each was waited for.
-    assert min(three["gpu_state_nbytes"], two["gpu_state_nbytes"]) > 9 * 2**20
+    # Which weights take a part of the 14 MiB depends on how long each was waited for. All of them leave 9.6 MiB to
+    # state and its gradients, in whole chunks.
+    assert min(three["gpu_state_nbytes"], two["gpu_state_nbytes"]) > 7.5 * 2**20
     assert three["resident_state_nbytes"] > 6 * 2**20
     moved = three["last_step"]["nbytes"]["nvme_read"]
     assert 0 < moved < two["last_step"]["nbytes"]["nvme_read"]
