@@ -21,7 +21,7 @@ RAM = {"offload_param": "cpu", "offload_optimizer": "cpu"}
 
 TRAINING: dict[str, dict[str, Any]] = {
     name: {"model": name, "weights": True, "steps": 8}
-    for name in ("mlp", "random_skip", "unused", "tied", "external", "moe_leaf", "llama_reentrant", "gpt2", "post_norm")
+    for name in ("mlp", "random_skip", "unused", "tied", "external", "moe_leaf", "llama_reentrant")
 } | {
     "lora": {"model": "llama", "lora": True, "weights": True, "steps": 8},
     "ram": {"model": "post_norm", "weights": True, "steps": 8} | RAM,
@@ -31,7 +31,13 @@ TRAINING: dict[str, dict[str, Any]] = {
     "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1, "steps": 8},
     "accumulation_random_skip": {"model": "random_skip", "accumulation": 2, "steps": 8},
     "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2, "steps": 8},
-    "two_groups_scheduler": {"model": "gpt2", "optimizer": "two_groups", "scheduler": True, "steps": 8},
+    "two_groups_scheduler": {
+        "model": "gpt2",
+        "optimizer": "two_groups",
+        "scheduler": True,
+        "weights": True,
+        "steps": 8,
+    },
     "host_memory_automatic": {"model": "llama", "tencache": {"host_memory": None}, "steps": 6},
 }
 """Everything goes to GPU memory after the first step."""

@@ -122,7 +122,7 @@ def resumed(harness: Any, one_rank: Any, folder: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def two_ranks(harness: Any) -> Any:
-    cases = {name: TRAINING[name] for name in ON_TWO_RANKS} | LONG
+    cases = {name: TRAINING[name] for name in ON_TWO_RANKS} | {"long": LONG["long"] | {"steps": 20}}
     return harness.run(both(cases), ranks=2, program=PROGRAM, timeout_s=380)
 
 
