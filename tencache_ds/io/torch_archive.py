@@ -62,6 +62,8 @@ class DeferredTensor:
         storage = _DeferredStorage(self)
         hooks: collections.OrderedDict[str, Any] = collections.OrderedDict()
         arguments = (storage, 0, (self.numel,), (1,), self.requires_grad, hooks)
+        if _storage_type(self.dtype) is torch.UntypedStorage:
+            return torch._utils._rebuild_tensor_v3, (*arguments, self.dtype)
         return torch._utils._rebuild_tensor_v2, arguments
 
 
@@ -263,7 +265,8 @@ def _pickle(obj: Any) -> _Structure:
             storage: Any
             if isinstance(item, _DeferredStorage):
                 tensor, kind = item.tensor, _storage_type(item.tensor.dtype)
-                return ("storage", kind, numbered(tensor, id(tensor), kind), "cpu", tensor.numel)
+                numel = tensor.nbytes if kind is torch.UntypedStorage else tensor.numel
+                return ("storage", kind, numbered(tensor, id(tensor), kind), "cpu", numel)
             if isinstance(item, torch.storage.TypedStorage):
                 storage, kind, numel = item._untyped_storage, getattr(torch, item._pickle_storage_type()), item._size()
             elif torch.is_storage(item):
@@ -280,7 +283,11 @@ def _pickle(obj: Any) -> _Structure:
 
 
 def _storage_type(dtype: torch.dtype) -> Any:
-    return getattr(torch, empty(0, dtype)._typed_storage()._pickle_storage_type())
+    """The class by which a file names storages of a dtype; those of newer dtypes, as of 8-bit floats, are untyped."""
+    try:
+        return getattr(torch, empty(0, dtype)._typed_storage()._pickle_storage_type())
+    except KeyError:
+        return torch.UntypedStorage
 
 
 def _nbytes_of(content: bytes | torch.UntypedStorage | DeferredTensor) -> int:
