@@ -249,7 +249,7 @@ def universal(harness: Any, saved: Any, saved_by_two: Any) -> Path:
     """The folder of universal checkpoints: of one rank by each engine, and of two ranks by ours."""
     folder = saved.finished.folder
     shutil.copytree(saved_by_two.finished.folder / "checkpoints" / "adamw-tencache", folder / "checkpoints" / "two")
-    for checkpoint in ("adamw-stock", "adamw-tencache", "two"):
+    for checkpoint in ("adamw-stock", "adamw-tencache", "two", "late-tencache"):
         make_universal(harness, folder / "checkpoints" / checkpoint)
     return folder
 
@@ -268,6 +268,7 @@ def universal_loaded(harness: Any, universal: Path) -> Any:
         for loader in ENGINES
     ]
     cases += [("two", universal_case("two"), loader) for loader in ENGINES]
+    cases.append(("late", universal_case("late-tencache", before=KINDS["late"]["before"]), "tencache"))
     return harness.run(cases, program=PROGRAM, folder=universal, timeout_s=200)
 
 
@@ -275,6 +276,11 @@ def test_universal_checkpoint(universal_loaded: Any) -> None:
     expected = universal_loaded.result("stock_everything", "stock")
     for saver, loader in PAIRS:
         assert universal_loaded.result(f"{saver}_everything", loader) == expected, (saver, loader)
+
+
+def test_a_late_universal_checkpoint_has_the_powers_of_betas(saved: Any, universal_loaded: Any) -> None:
+    expected, actual = saved.result("save_late", "stock"), universal_loaded.result("late", "tencache")
+    assert (actual["losses"], actual["final_weights"]) == (expected["losses"], expected["final_weights"])
 
 
 @pytest.mark.parametrize("name", UNIVERSAL_LOADS)
