@@ -32,6 +32,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from tencache_ds.errors import CheckpointError
 from tencache_ds.integration.checkpoint import CheckpointMixin, StateKey
+from tencache_ds.integration.watched_shards import values_of
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, make_durable, write_archive
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tensors import zeros
@@ -106,13 +107,14 @@ class CheckpointSave:
         engine.checkpoint_engine = _Delegate(self._checkpoint_engine, self)
         for name in _WRITERS:
             setattr(engine, name, self._kept(getattr(engine, name)))
+        engine._get_param_fragment_func = self._fragment
         self._optimizer.defers_state = self._streams
         try:
             yield
         finally:
             self._optimizer.defers_state = False
             engine.checkpoint_engine = self._checkpoint_engine
-            for name in _WRITERS:
+            for name in (*_WRITERS, "_get_param_fragment_func"):
                 delattr(engine, name)
 
     def _kept(self, write: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,6 +174,10 @@ class CheckpointSave:
         return self._checkpoint_engine.commit(info)
 
     # Contents
+
+    def _fragment(self, param: Any) -> torch.Tensor:
+        """What DeepSpeed saves of a frozen weight; of one in the tier a placeholder, see below."""
+        return values_of(param).cpu()
 
     def _with_frozen_weights(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Frozen weights are in the weight tier, and DeepSpeed saves them by their shard's tensor."""

@@ -135,6 +135,7 @@ SEAMS: tuple[Seam, ...] = (
                 "keeps its errors",
             ),
             ("_save_zero_checkpoint", ("save_path", "tag"), "keeps its errors"),
+            ("_get_param_fragment_func", ("param",), "gives it placeholders of frozen weights"),
             (
                 "load_module_state_dict",
                 (
