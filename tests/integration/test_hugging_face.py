@@ -28,7 +28,8 @@ TOGETHER = (
 )  # fmt: skip
 IN_GPU_MEMORY = (
     "trainer_takes_the_best_model", "trainer_trains_twice", "from_pretrained_and_generate",
-    "accelerate_saves_and_loads", "accelerate_finds_a_batch_size", "lora_trains_and_merges", *MIXED, *TRL,
+    "accelerate_saves_and_loads", "accelerate_finds_a_batch_size", "lora_trains_and_merges", "lora_of_every_linear",
+    *TRL,
 )  # fmt: skip
 COMPARED = [name for name in ALONE if name not in RESUMED]
 
