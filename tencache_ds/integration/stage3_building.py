@@ -309,6 +309,7 @@ class BuildingMixin:
         gathers = [param.all_gather for param in stored]
         for param in stored:
             param.all_gather = _no_gather
+            param.data = param.data.to(param.ds_tensor.dtype)  # which it shows after a gather
         try:
             super().create_reduce_and_remove_grad_hooks()
         finally:

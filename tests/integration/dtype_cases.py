@@ -56,7 +56,10 @@ class Adapter(nn.Module):
         self.scale = Part(1, WIDTH, dtype, trained=trained)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(self.down(x)) * torch.sigmoid(self.scale(x).float()).to(x.dtype)
+        x = (
+            x if self.down.weight.dtype is torch.uint8 else x.to(self.down.weight.dtype)
+        )  # as PEFT does, before the weight is gathered
+        return self.up(self.down(x)) * torch.sigmoid(self.scale(x).float())
 
 
 class Adapted(nn.Module):
@@ -149,7 +152,9 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     checkpoint = case.get("checkpoint")
     name = "stock" if checkpoint == "from stock" else engine_name
     engine = build(case, name, nvme)
-    at_first = look_at(engine)
+    at_first: dict[str, Any] = {"shown": {name: str(param.dtype) for name, param in engine.module.named_parameters()}}
+    if case["accumulation"] == 2:  # after which parameters show other dtypes
+        at_first |= look_at(engine)
     if case["trains"] == "nothing":
         losses = predict(engine, generator)
         result = {"losses": losses, "at first": at_first, "at last": look_at(engine), "facts": {}}
