@@ -142,12 +142,15 @@ def look_at(engine: Any) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    number = case["number"]
     if engine_name == "stock":
-        case = {key: value for key, value in case.items() if key not in NOT_FOR_STOCK}
+        # The oracle never stops, but where stock resumes: of what TenCache has saved as of what it has saved itself.
+        resumes = {key: value for key, value in case.items() if (key, value) == ("checkpoint", "to stock")}
+        case = {key: value for key, value in case.items() if key not in NOT_FOR_STOCK} | resumes
     key = str(sorted(case.items())) if engine_name == "stock" else ""
     if key in stock_results:
         return stock_results[key]
-    nvme, path = os.path.join(folder, "nvme"), os.path.join(folder, f"checkpoint-{case.get('number')}")
+    nvme, path = os.path.join(folder, "nvme"), os.path.join(folder, f"checkpoint-{engine_name}-{number}")
     generator = torch.Generator().manual_seed(1000 + rank)
     checkpoint = case.get("checkpoint")
     name = "stock" if checkpoint == "from stock" else engine_name
@@ -168,8 +171,6 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
         engine = build(case | {"seed": 99}, name, nvme)
         if engine.load_checkpoint(path)[0] is None:
             raise RuntimeError(f"nothing was loaded from {path}")
-        if name == "stock":
-            training.count_steps(engine)
     losses += training.train(engine, STEPS - STEPS // 2, generator, oracle=name == "stock")
     result = {"losses": losses, "at first": at_first, "at last": look_at(engine)}
     result["facts"] = facts_of(engine) if name == "tencache" else {}

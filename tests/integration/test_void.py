@@ -14,8 +14,10 @@ import pytest
 pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = "void_cases.py"
-ALONE = {"overlap_step": False}
-RAM = {"host_memory": "1GiB"}
+ON_CPU = {"gpu_memory": 0}
+"""State whose update is that of the CPU, on a GPU too."""
+ALONE = ON_CPU | {"overlap_step": False}
+RAM = ON_CPU | {"host_memory": "1GiB"}
 COMMON = {"model": "mlp", "zero": {"gather_16bit_weights_on_model_save": True}}
 ACCUMULATED = {"accumulation": 2, "clipping": 0.5}
 SCHEDULED = {"scheduler": True}
@@ -41,8 +43,11 @@ def io(rule: str, **more: Any) -> dict[str, Any]:
 VOID: dict[str, dict[str, Any]] = {
     "first_chunk": chunk("error", 1, tencache=ALONE),
     **{f"training_thread_{what}": chunk(what, tencache=ALONE) for what in RAISES},
-    **{f"background_{what}": chunk(what, 12, behind=True) for what in ("error", "interrupt", "storage")},
-    "signal_behind": chunk("signal", 12, behind=True),
+    **{
+        f"background_{what}": chunk(what, 12, behind=True, tencache=ON_CPU)
+        for what in ("error", "interrupt", "storage")
+    },
+    "signal_behind": chunk("signal", 12, behind=True, tencache=ON_CPU),
     "ram": chunk("error", tencache=RAM | ALONE),
     "ram_background": chunk("error", 12, behind=True, tencache=RAM),
     "native_read": io("op=read,after=14", tencache=ALONE),
@@ -51,7 +56,7 @@ VOID: dict[str, dict[str, Any]] = {
     "after_the_last_chunk_interrupt": {"where": "post_step", "what": "interrupt"},
     "scheduler": {"where": "scheduler", **SCHEDULED},
     "accumulated": chunk("error", tencache=ALONE, **ACCUMULATED),
-    "accumulated_background": chunk("error", 12, behind=True, **ACCUMULATED),
+    "accumulated_background": chunk("error", 12, behind=True, tencache=ON_CPU, **ACCUMULATED),
     "not_offloaded": {"where": "scale", **NOT_OFFLOADED},
     "load_at_its_beginning": {"where": "load"},
     "another_engine": chunk("error", tencache=ALONE, rebuilt=True),
