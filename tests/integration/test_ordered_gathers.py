@@ -289,7 +289,9 @@ CASES: dict[str, dict[str, Any]] = {
     for late in ("gathers", "arithmetic", "reductions")
     for where, model, places in (("ram", "mlp", IN_RAM), ("nvme", "mlp", ON_NVME), ("llama", "llama", IN_RAM))
 }
-ON_GPU = {"offload_param": "none", "persistence": 0, "sub_group_size": 10**9, "tencache": {"gpu_memory": 0}}
+# DeepSpeed's timer of throughput waits for the device before each forward pass.
+ON_GPU = {"offload_param": "none", "persistence": 0, "sub_group_size": 10**9, "tencache": {"gpu_memory": 0},
+          "config": {"timers": {"throughput": {"enabled": False}}}}  # fmt: skip
 CASES["updates_nvme"] = {"model": "mlp", "steps": 5, "late": "updates"} | ON_GPU
 CASES["updates_gpu"] = CASES["updates_nvme"] | {"offload_optimizer": "cpu"}
 UNORDERED = {"unordered_gathers": "gathers_ram", "unordered_updates": "updates_gpu"}
@@ -321,8 +323,12 @@ def test_streams_far_apart(request: pytest.FixtureRequest, ranks: str, name: str
         assert ours["evaluated"] == stock["evaluated"] * 3
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", UNORDERED)
+# On one rank a weight in GPU memory is its own gathered value: nothing is copied that could come too early.
+NOTICED = [pytest.param("unordered_gathers", *each.values, marks=each.marks) for each in RANKS]
+NOTICED.append(pytest.param("unordered_updates", "two_ranks", marks=pytest.mark.multigpu))
+
+
+@pytest.mark.parametrize(("name", "ranks"), NOTICED)
 def test_streams_without_order_are_noticed(request: pytest.FixtureRequest, ranks: str, name: str) -> None:
     outcome = request.getfixturevalue(ranks)
     assert outcome.result(name, "tencache")["losses"] != outcome.result(name, "stock")["losses"]
