@@ -267,10 +267,11 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     try:
         sequence.run()
     except BaseException as error:
-        if not case.get("alone"):
-            print("\n".join(sequence.log), file=sys.stderr, flush=True)
-            raise RuntimeError(f"seed {sequence.seed}: {type(error).__name__}: {error}") from error
-        return {"failed": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - t_start}
+        print("\n".join(sequence.log), file=sys.stderr, flush=True)
+        failure = f"{type(error).__name__} after {time.monotonic() - t_start:.1f} s: {error}"
+        if case.get("alone") and not torch.cuda.is_available():  # else the harness would end the other rank
+            return {"failed": failure}
+        raise RuntimeError(f"seed {sequence.seed}: {failure}") from error
     result: dict[str, Any] = {"ended": sequence.ended, "steps": len(sequence.history), "log": sequence.log}
     if not sequence.ended:
         here = {

@@ -66,7 +66,8 @@ REFUSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("'layers.1.weight'", "on NVMe on rank 0", "in host memory on rank 1", "same model"),
     ),
 }
-NO_SPACE = MLP | {"by_rank": {"1": {"circumstance": "no_space"}}}
+NO_SPACE = MLP | {"by_rank": {"0": {"tencache": {"gpu_memory": 0}},
+                             "1": {"circumstance": "no_space", "tencache": {"gpu_memory": 0}}}}  # fmt: skip
 # Last, for the other rank is left in a collective that nobody completes.
 ON_ONE_RANK = MLP | {"by_rank": {"0": {"circumstance": "impatient"}, "1": {"engine": "stock_nvme"}}}
 

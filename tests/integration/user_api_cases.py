@@ -470,7 +470,7 @@ def average_of_shards(engine_name: str, folder: str, rank: int) -> dict[str, Any
 
 
 def shards_on_nvme(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
-    s = Scenario(engine_name, folder, rank)
+    s = Scenario(engine_name, folder, rank, tencache={"gpu_memory": 0})
     s.train(1)
     param = s.engine.module.layers[0].weight
     shard = param.ds_tensor
