@@ -10,6 +10,9 @@ everything that trains on, reads or saves weights and states raises :class:`Void
 that has replaced all of what may have changed, and has itself come to its end. A failure before the first change leaves
 the step undone, and it may be tried again.
 
+Ctrl-C need not make a step void: the interrupt is raised when the step, or the load, has come to its end. A second one
+is raised at once.
+
 Ranks meet where a step begins, where its update ends, and where a checkpoint is saved or loaded
 (:meth:`StepGuard.together`). A rank that has failed says so and does not wait; the others raise at the same place.
 """
@@ -18,9 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from tencache_ds.errors import StorageError, TenCacheError, VoidStepError
 
@@ -97,16 +101,17 @@ class StepGuard:
         if self._in_step:
             yield
             return
-        self._in_step = True
-        try:
-            yield
-        except BaseException as error:
-            self._failed(error)
-            raise
-        else:
-            self._ended()
-        finally:
-            self._in_step = False
+        with _interrupts_deferred():
+            self._in_step = True
+            try:
+                yield
+            except BaseException as error:
+                self._failed(error)
+                raise
+            else:
+                self._ended()
+            finally:
+                self._in_step = False
 
     @contextlib.contextmanager
     def change(self, part: Part = Part.TRAINED) -> Iterator[None]:
@@ -155,21 +160,22 @@ class StepGuard:
         if self._loading:
             yield
             return
-        self._loading = True
-        self._replaced.clear()
-        was_void = self.void
-        try:
-            yield
-        except BaseException as error:
-            self._failed(error)
-            raise
-        else:
-            if not was_void or self._parts <= self._replaced:
-                with self._lock:
-                    self._phase, self._reason, self._cause = _Phase.WHOLE, "", None
-                    self._parts.clear()
-        finally:
-            self._loading = False
+        with _interrupts_deferred():
+            self._loading = True
+            self._replaced.clear()
+            was_void = self.void
+            try:
+                yield
+            except BaseException as error:
+                self._failed(error)
+                raise
+            else:
+                if not was_void or self._parts <= self._replaced:
+                    with self._lock:
+                        self._phase, self._reason, self._cause = _Phase.WHOLE, "", None
+                        self._parts.clear()
+            finally:
+                self._loading = False
 
     def replaced(self, part: Part) -> None:
         """All of this part has been loaded."""
@@ -238,3 +244,28 @@ class StepGuard:
             if isinstance(error, StorageError):
                 self._cause = error.copied()
                 self._cause.__cause__ = self._cause.__context__ = None
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Within the block, which Python's main thread has entered, the first SIGINT waits for its end; then, and for the
+    second one at once, the user's or Python's handler is called, which usually raises ``KeyboardInterrupt``."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[Any] = []
+
+    def defer(number: int, frame: Any) -> None:
+        received.append(frame)
+        if len(received) > 1:
+            received.clear()
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            handler(signal.SIGINT, received[0])

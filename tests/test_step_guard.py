@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch.distributed
@@ -101,6 +104,40 @@ def test_a_step_within_a_step_is_part_of_it():
     with pytest.raises(Failure):
         fail()
     assert guard.void
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_interrupt_waits_for_the_end_of_a_step_and_a_second_one_does_not(n):
+    guard, handler, ended = StepGuard(Alone()), signal.getsignal(signal.SIGINT), []
+
+    def step() -> None:
+        with guard.step():
+            guard.begin_change()
+            for _ in range(n):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.05)
+            ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert guard.void == (n == 2) == (not ended)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_handler_of_the_users_own_is_called_later_and_an_ignored_signal_stays_so():
+    guard, seen = StepGuard(Alone()), []
+    former = signal.signal(signal.SIGINT, lambda *_: seen.append(guard.void))
+    try:
+        with guard.loading():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not seen
+        assert seen == [False]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with guard.step():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def test_an_update_in_the_background_decides_when_it_ends():

@@ -322,6 +322,8 @@ class TenCacheCoordinator(FetchingCoordinator):
             param.ds_active_sub_modules.clear()
             if param.ds_status is ZeroParamStatus.AVAILABLE:
                 self._release(param)
+            elif param.ds_status is ZeroParamStatus.INFLIGHT and dist.get_world_size() == 1:
+                _partition(param)  # an interrupt came between its gather, which waits for no other rank, and the handle
         for param in params:
             if param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"{param.ds_summary()} expected to be released")

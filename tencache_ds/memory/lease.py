@@ -84,7 +84,7 @@ class Returns(Protocol):
         """HELD → RETURNING; with an event, the slot comes back when the event is done."""
 
     def finish_return(self, lease: Lease) -> None:
-        """RETURNING → RETURNED."""
+        """HELD or RETURNING → RETURNED."""
 
     def lose(self, lease: Lease) -> None:
         """RETURNING → LOST: the device may touch the slot at any time."""
@@ -191,8 +191,8 @@ class Lease:
         Raises:
             LeaseError: it was released before.
         """
-        self._pool.begin_return(self, None)
-        self._pool.finish_return(self)
+        self.require_held("it was released twice")
+        self._pool.finish_return(self)  # at once: an interrupt in between would leave it coming back for ever
 
     def release_after(self, event: Event) -> None:
         """Give the slot back when ``event`` is done (a CUDA event recorded after the last copy from or to the buffer).

@@ -282,7 +282,7 @@ class BufferPool:
                 self._settled.notify_all()
 
     def finish_return(self, lease: Lease) -> None:
-        """RETURNING → RETURNED; see :class:`~tencache_ds.memory.lease.Returns`."""
+        """HELD or RETURNING → RETURNED; see :class:`~tencache_ds.memory.lease.Returns`."""
         self._finish_returns((lease,))
 
     def lose(self, lease: Lease) -> None:

@@ -29,7 +29,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 RAISES = {"error": "RuntimeError", "memory": "MemoryError", "storage": "StorageError", "interrupt": "KeyboardInterrupt",
-          "exit": "SystemExit", "signal": "KeyboardInterrupt"}  # fmt: skip
+          "exit": "SystemExit"}  # fmt: skip
 
 
 def chunk(what: str, at: int = 6, **more: Any) -> dict[str, Any]:
@@ -47,7 +47,6 @@ VOID: dict[str, dict[str, Any]] = {
         f"background_{what}": chunk(what, 12, behind=True, tencache=ON_CPU)
         for what in ("error", "interrupt", "storage")
     },
-    "signal_behind": chunk("signal", 12, behind=True, tencache=ON_CPU),
     "ram": chunk("error", tencache=RAM | ALONE),
     "ram_background": chunk("error", 12, behind=True, tencache=RAM),
     "native_read": io("op=read,after=14", tencache=ALONE),
@@ -76,6 +75,13 @@ UNDONE: dict[str, dict[str, Any]] = {
 }
 """What leaves it undone: it is tried again."""
 
+WHOLE = {
+    "signal_in_a_step": chunk("signal", tencache=ALONE),
+    "signal_behind_a_step": chunk("signal", 12, behind=True, tencache=ON_CPU),
+    "signal_in_a_load": {"where": "load", "what": "signal"},
+}
+"""Interrupts that wait for the end of what they come into."""
+
 MIXED = {"mixed": {"where": "gradients", "at": 2, "mixed": True, **ACCUMULATED}}
 
 ON_ONE_RANK = ("first_chunk", "training_thread_storage", "ram", "load_half_way")
@@ -98,7 +104,11 @@ def cases_of(void: dict[str, Any], undone: dict[str, Any], **more: Any) -> list[
 
 @pytest.fixture(scope="module")
 def alone(harness: Any) -> Any:
-    return harness.run(cases_of(VOID | MIXED, UNDONE), program=PROGRAM, timeout_s=380)
+    return harness.run(
+        cases_of(VOID | MIXED | {n: c | {"whole": True} for n, c in WHOLE.items()}, UNDONE),
+        program=PROGRAM,
+        timeout_s=380,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +150,12 @@ def test_what_fails_before_the_first_change_is_tried_again(alone: Any, name: str
     assert result["failure"] == RAISES[UNDONE[name].get("what", "error")]
     assert result["again"] == "done"
     check_right(alone, name, UNDONE[name])
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_signal_waits_for_the_end_of_a_step_or_a_load(alone: Any, name: str) -> None:
+    assert alone.result(name, "tencache")["failure"] == "KeyboardInterrupt"
+    check_right(alone, name, WHOLE[name])
 
 
 def test_gradients_of_a_micro_step_that_failed_are_in_the_way_of_the_step(alone: Any) -> None:

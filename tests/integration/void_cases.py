@@ -248,7 +248,7 @@ def meet_the_fault(job: Job, result: dict[str, Any]) -> None:
     if not loads and case["where"] not in ("forward", "gradients"):
         for number in range(step * job._n_micro, (step + 1) * job._n_micro):
             loss = engine(*job.batch(number))
-            if case.get("again"):
+            if case.get("again") or case.get("whole"):
                 result["losses"].append(float(loss.detach().float()).hex())
             engine.backward(loss)
             if number + 1 < (step + 1) * job._n_micro:
@@ -272,6 +272,9 @@ def meet_the_fault(job: Job, result: dict[str, Any]) -> None:
 
     with fault(case, engine) if here and not case.get("mixed") else contextlib.nullcontext():
         result["failure"] = attempt(use)
+    if case.get("whole"):
+        result["again"] = "done" if not loads else ""
+        return
     if case.get("mixed"):
         engine.backward(engine(*job.batch()))
         result["mixed"] = attempt(engine.step)
