@@ -36,6 +36,7 @@ plain_config = training.config_for
 plain_finish = ChunkedUpdate._finish
 plain_edit = ExtentStore.edit
 in_background: list[int] = []
+each_delayed_s = 0.0
 edits: list[ExtentEdit] = []
 dies_at = 0
 
@@ -53,6 +54,7 @@ def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
 def slow_finish(self: ChunkedUpdate, *args: Any) -> None:
     if threading.current_thread().name.startswith("tencache-update"):
         in_background.append(1)
+        time.sleep(each_delayed_s)
         if len(in_background) % DELAYED == 0:
             time.sleep(DELAY_S)
         if len(in_background) == dies_at:
@@ -168,8 +170,10 @@ def run_behind_update(case: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:
+    global each_delayed_s
     in_background.clear()
     edits.clear()
+    each_delayed_s = case.get("delay_s", 0.0)
     if case.get("model") == "deep":
         return run_behind_update(case, folder)
     if "recovers" in case:

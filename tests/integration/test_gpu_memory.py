@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(840)
 
 PROGRAM = "gpu_memory_cases.py"
 CHUNKS = {"tencache": {"chunk_size": 2**18}}
+SMALL_CHUNKS = {"tencache": {"chunk_size": 2**16}}
 RAM = {"offload_param": "cpu", "offload_optimizer": "cpu"}
 
 TRAINING: dict[str, dict[str, Any]] = {
@@ -46,13 +47,13 @@ PARTS: dict[str, dict[str, Any]] = {
     # The shards of the llama take 4.4 MiB, its state with gradients 30.6.
     "weights": {"model": "llama", "device_memory": "3MiB", "weights": True, "steps": 8} | CHUNKS,
     "no_weights_fit": {"model": "llama", "device_memory": 0, "steps": 8} | CHUNKS,
-    "some_state": {"model": "llama", "device_memory": "14MiB", "clipping": 0.1, "steps": 8} | CHUNKS,
+    "some_state": {"model": "llama", "device_memory": "14MiB", "clipping": 0.1, "steps": 8} | SMALL_CHUNKS,
     "some_state_ram": {"model": "llama", "device_memory": "14MiB", "weights": True, "steps": 8} | CHUNKS | RAM,
     "three_places": {
         "model": "llama",
         "device_memory": "14MiB",
         "steps": 8,
-        "tencache": {"chunk_size": 2**18, "host_memory": "16MiB"},
+        "tencache": {"chunk_size": 2**16, "host_memory": "16MiB"},
     },
     # Weights and gradients leave 0.2 MiB of host memory for state, until they are in GPU memory.
     "host_memory_freed": {
@@ -375,9 +376,8 @@ def test_a_budget_is_filled_and_kept(one_rank: Any) -> None:
 
 def test_host_memory_that_becomes_free_takes_state_from_nvme(one_rank: Any) -> None:
     two, three = (one_rank.result(name, "tencache")["stats"] for name in ("some_state", "three_places"))
-    # Which weights take a part of the 14 MiB depends on how long each was waited for. All of them leave 9.6 MiB to
-    # state and its gradients, in whole chunks.
-    assert min(three["gpu_state_nbytes"], two["gpu_state_nbytes"]) > 7.5 * 2**20
+    # Which weights take a part of the 14 MiB depends on how long each was waited for.
+    assert min(three["gpu_state_nbytes"], two["gpu_state_nbytes"]) > 9 * 2**20
     assert three["resident_state_nbytes"] > 6 * 2**20
     moved = three["last_step"]["nbytes"]["nvme_read"]
     assert 0 < moved < two["last_step"]["nbytes"]["nvme_read"]
