@@ -101,17 +101,13 @@ class StepGuard:
         if self._in_step:
             yield
             return
-        with _interrupts_deferred():
+        with self._coming_to_its_end():
             self._in_step = True
             try:
                 yield
-            except BaseException as error:
-                self._failed(error)
-                raise
-            else:
-                self._ended()
             finally:
                 self._in_step = False
+            self._ended()
 
     @contextlib.contextmanager
     def change(self, part: Part = Part.TRAINED) -> Iterator[None]:
@@ -160,22 +156,18 @@ class StepGuard:
         if self._loading:
             yield
             return
-        with _interrupts_deferred():
+        with self._coming_to_its_end():
             self._loading = True
             self._replaced.clear()
             was_void = self.void
             try:
                 yield
-            except BaseException as error:
-                self._failed(error)
-                raise
-            else:
-                if not was_void or self._parts <= self._replaced:
-                    with self._lock:
-                        self._phase, self._reason, self._cause = _Phase.WHOLE, "", None
-                        self._parts.clear()
             finally:
                 self._loading = False
+            if not was_void or self._parts <= self._replaced:
+                with self._lock:
+                    self._phase, self._reason, self._cause = _Phase.WHOLE, "", None
+                    self._parts.clear()
 
     def replaced(self, part: Part) -> None:
         """All of this part has been loaded."""
@@ -222,6 +214,16 @@ class StepGuard:
             raise
 
     # Mechanics
+
+    @contextlib.contextmanager
+    def _coming_to_its_end(self) -> Iterator[None]:
+        """Around a step or a load: an interrupt waits for its end, and whatever else ends it early makes it void."""
+        with _interrupts_deferred():
+            try:
+                yield
+            except BaseException as error:
+                self._failed(error)
+                raise
 
     def _ended(self) -> None:
         with self._lock:

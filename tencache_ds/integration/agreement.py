@@ -14,7 +14,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +76,7 @@ class Agreement:
     @classmethod
     def of_job(cls) -> Agreement:
         """All ranks of the initialized process group, for as long as its collectives may take."""
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        if world_size == 1:
-            return cls(None, rank, 1, 0.0)
-        store = torch.distributed.distributed_c10d._get_default_store()
-        return cls(store, rank, world_size, store.timeout.total_seconds())
+        return cls(*_job())
 
     def reach(self, topic: str, value: Any, decide: Callable[[Sequence[Post]], Any]) -> Any:
         """The result of ``decide`` for the posts of all ranks, in rank order: the same on each of them.
@@ -96,13 +92,8 @@ class Agreement:
         mine = Post(socket.gethostname(), topic, value)
         if self._world_size == 1:
             return decide([mine])
-        try:
+        with _noticing_a_lost_store(self._rank, f"while the ranks were agreeing on {topic}"):
             return self._reach(mine, decide)
-        except torch.distributed.DistNetworkError as error:
-            raise AgreementError(
-                f"rank {self._rank} lost the store of the process group while the ranks were agreeing on {topic}: "
-                f"the process that hosts it, usually rank 0, has ended; see its log ({error})"
-            ) from error
 
     def _reach(self, mine: Post, decide: Callable[[Sequence[Post]], Any]) -> Any:
         # The store counts, so that no state outlives its decision: the n-th meeting of each rank is the same one.
@@ -188,11 +179,7 @@ class JobVotes:
     @classmethod
     def of_job(cls, name: str) -> JobVotes:
         """All ranks of the initialized process group, for as long as its collectives may take."""
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        if world_size == 1:
-            return cls(name, None, rank, 1, 0.0)
-        store = torch.distributed.distributed_c10d._get_default_store()
-        return cls(name, store, rank, world_size, store.timeout.total_seconds())
+        return cls(name, *_job())
 
     def passed(self, point: str) -> list[int]:
         """See :meth:`~tencache_ds.step_guard.Votes.passed`.
@@ -204,7 +191,7 @@ class JobVotes:
             return []
         number = self._next(point)
         key = self._key(point, number)
-        try:
+        with _noticing_a_lost_store(self._rank, f"at {point}"):
             votes = self._store.add(key, 1)
             if votes == self._world_size and number > 1:  # so all have left the point before
                 self._store.delete_key(self._key(point, number - 1))
@@ -212,11 +199,6 @@ class JobVotes:
             if votes < _FAILED:
                 return []
             return [rank for rank in range(self._world_size) if self._store.check([f"{key}/{rank}"])]
-        except torch.distributed.DistNetworkError as error:
-            raise AgreementError(
-                f"rank {self._rank} lost the store of the process group at {point}: the process that hosts it, usually "
-                f"rank 0, has ended; see its log ({error})"
-            ) from error
 
     def failed(self, point: str) -> None:
         """See :meth:`~tencache_ds.step_guard.Votes.failed`."""
@@ -253,6 +235,26 @@ class JobVotes:
             pause_s = min(2 * pause_s, LONGEST_VOTE_PAUSE_S)
             votes = self._store.add(key, 0)
         return votes
+
+
+def _job() -> tuple[Any, int, int, float]:
+    """Store, rank, number of ranks and timeout of the initialized process group; no store for one rank alone."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size == 1:
+        return None, rank, 1, 0.0
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return store, rank, world_size, store.timeout.total_seconds()
+
+
+@contextlib.contextmanager
+def _noticing_a_lost_store(rank: int, when: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.distributed.DistNetworkError as error:
+        raise AgreementError(
+            f"rank {rank} lost the store of the process group {when}: the process that hosts it, usually rank 0, has "
+            f"ended; see its log ({error})"
+        ) from error
 
 
 _WHY_MISSING = (

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,11 +47,9 @@ def wait_for_updates(params: Sequence[Any]) -> None:
         TenCacheError: their update failed.
         VoidStepError: the last step has left them with values of two steps.
     """
+    refuse_void_weights(params)
     by_gate: dict[UpdateGate, list[int]] = {}
     for param in params:
-        guard = getattr(param, _GUARD_ATTRIBUTE, None)
-        if guard is not None:
-            guard.check()
         gate = getattr(param, _GATE_ATTRIBUTE, None)
         if gate is not None:
             by_gate.setdefault(gate, []).append(param.ds_id)
@@ -71,12 +69,25 @@ def refuse_void_weights(params: Iterable[Any]) -> None:
         guard.check()
 
 
-def guard_weights(params: Sequence[Any], guard: StepGuard) -> None:
-    """From now on the guard knows whether these parameters may be used. A void step of an earlier engine stays void."""
-    for former in {former for param in params if (former := getattr(param, _GUARD_ATTRIBUTE, None)) is not None}:
-        guard.inherit(former)
+@contextlib.contextmanager
+def guarding_weights(params: Sequence[Any], guard: StepGuard) -> Iterator[None]:
+    """Around the building of an engine: from now on its guard knows whether these parameters may be used. A void step
+    of an earlier engine is not in the way, and stays void; an engine that cannot be built leaves the guards as they
+    were."""
+    formers = [getattr(param, _GUARD_ATTRIBUTE, None) for param in params]
     for param in params:
         setattr(param, _GUARD_ATTRIBUTE, guard)
+    try:
+        yield
+    except BaseException:
+        for param, former in zip(params, formers, strict=True):
+            if former is None:
+                delattr(param, _GUARD_ATTRIBUTE)
+            else:
+                setattr(param, _GUARD_ATTRIBUTE, former)
+        raise
+    for former in {former for former in formers if former is not None}:
+        guard.inherit(former)
 
 
 def unguard_weights(params: Sequence[Any], guard: StepGuard) -> None:

@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.integration.checkpoint import CheckpointMixin
-from tencache_ds.integration.chunked_step import guard_weights, refuse_void_state_dict, unguard_weights
+from tencache_ds.integration.chunked_step import guarding_weights, refuse_void_state_dict, unguard_weights
 from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.current_stream import ask_for_streams_quickly
 from tencache_ds.integration.gradient_buckets import GradientBucketsMixin
@@ -78,7 +78,6 @@ class TenCacheZeroOptimizer_Stage3(
         self.step_guard = StepGuard(JobVotes.of_job(f"engine {next(_numbers)}"))
         """Knows whether the last step is void."""
         self._update_passed: Callable[[], None] = lambda: None
-        guard_weights(list(module.parameters()), self.step_guard)
         offload = kwargs.get("offload_optimizer_config")
         try:
             refuse_optimizer(
@@ -86,7 +85,7 @@ class TenCacheZeroOptimizer_Stage3(
                 offloaded=offload is not None and offload.device != "none",
                 on_gpu=get_accelerator().device_name() != "cpu",
             )
-            with self.step_guard.loading():  # a model with a void step is there to have a checkpoint loaded
+            with guarding_weights(list(module.parameters()), self.step_guard):
                 super().__init__(module, init_optimizer, *args, **kwargs)
         except BaseException:
             # The weights stay their model's, which may get another engine with another config.
@@ -308,7 +307,6 @@ class TenCacheZeroOptimizer_Stage3(
             return False
         self._weights_changing = True
         self._drop_staged_weights()
-        self.step_guard.begin_change()
         return True
 
     def _drop_staged_weights(self) -> None:
