@@ -33,30 +33,46 @@ def load_async_io() -> ModuleType:
 
 
 def load_pin_memory() -> ModuleType:
-    """The pin_memory op (``pin_handle``): page-locked host memory without CUDA. Any thread.
+    """The pin_memory op (``pin_handle``): page-locked host memory without CUDA. Any thread. A DeepSpeed without it has
+    the same methods in its aio handles.
 
     Raises:
         ConfigError: names the missing part and the package to install.
     """
+    if _builder("PinMemoryBuilder") is None:
+        handles = ModuleType("pin_memory")
+        handles.pin_handle = load_async_io().aio_handle
+        return handles
     return _load("PinMemoryBuilder", "pin_memory")
 
 
 def _load(builder_name: str, op_name: str) -> ModuleType:
+    builder = _builder(builder_name)
+    if builder is None:
+        from deepspeed.accelerator import get_accelerator
+
+        raise ConfigError(
+            f"DeepSpeed has no {op_name} op for the accelerator {get_accelerator().device_name()!r}: "
+            'set "io_backend": "posix"'
+        )
+    return load_op(builder, op_name)
+
+
+def _builder(name: str) -> Any:
+    """DeepSpeed's builder of an op for the current accelerator; None if it has none.
+
+    Raises:
+        ConfigError: there is no DeepSpeed.
+    """
     try:
         from deepspeed.accelerator import get_accelerator
     except ImportError as error:
         raise ConfigError(
-            f"DeepSpeed's {op_name} op is not available: deepspeed cannot be imported ({error}); "
-            "install it with `pip install deepspeed`"
+            f"DeepSpeed's ops are not available: deepspeed cannot be imported ({error}); install it with "
+            "`pip install deepspeed`"
         ) from error
-    accelerator = get_accelerator()
-    builder = accelerator.create_op_builder(builder_name)
-    if builder is None or type(builder).__name__ == "NotImplementedBuilder":
-        raise ConfigError(
-            f"DeepSpeed has no {op_name} op for the accelerator {accelerator.device_name()!r}: "
-            'set "io_backend": "posix"'
-        )
-    return load_op(builder, op_name)
+    builder = get_accelerator().create_op_builder(name)
+    return None if type(builder).__name__ == "NotImplementedBuilder" else builder
 
 
 def load_op(builder: Any, op_name: str, *, without: str = 'set "io_backend": "posix"') -> ModuleType:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
 import time
 from collections.abc import Iterator
@@ -27,12 +26,9 @@ _NOTHING_TO_DO = (
 
 
 def activate() -> None:
-    """Verifies every seam, then installs TenCache's side of them. Idempotent.
+    """Installs TenCache's side of every seam, once they are verified. Idempotent.
 
     Each replacement looks at the config it is called with and leaves other engines in the process to DeepSpeed.
-
-    Raises:
-        SeamError: the installed DeepSpeed differs from the tested one; nothing was replaced.
     """
     import deepspeed
     from deepspeed import comm as dist
@@ -49,15 +45,15 @@ def activate() -> None:
     from tencache_ds.integration.chunked_step import hook_stepping, refuse_void_weights, wait_for_updates
     from tencache_ds.integration.coordinator import end_gathers_ahead, undone_after_error
     from tencache_ds.integration.cpu_adam_op import loaded_when_needed
+    from tencache_ds.integration.module_weights import begin_user_gather, end_user_gather
     from tencache_ds.integration.muon_kernels import compile_when_called
     from tencache_ds.integration.observing import observatory
     from tencache_ds.integration.param_swapper import ParamSwapper, begin_changes, end_changes, swapper_factory
     from tencache_ds.integration.rank_checks import agree_on_options, agree_on_overlap
-    from tencache_ds.integration.seams import verify_seams, warn_of_version
+    from tencache_ds.integration.seams import warn_of_version
     from tencache_ds.integration.shared_weights import gathered, overwriting, released
     from tencache_ds.integration.suspended_hooks import before_release, before_user_gathers, user_releases
 
-    verify_seams()
     warn_of_version(deepspeed.__version__, dist.get_rank() if dist.is_initialized() else 0)
     compile_when_called()
     hook_saving(engine_module.DeepSpeedEngine)
@@ -99,6 +95,7 @@ def activate() -> None:
                 begin_changes(own)
             result = enter(self)
             gathered(self.params)
+        begin_user_gather(self.params)
         return result
 
     @functools.wraps(leave)
@@ -108,6 +105,7 @@ def activate() -> None:
                 return leave(self, *error)
         finally:
             if self.enabled:
+                end_user_gather(self.params)
                 released(self.params)
                 end_changes(self.params)
 
@@ -180,11 +178,13 @@ def _announce(session: Session, ds_config: Any, seconds: float) -> None:
 
     import tencache_ds
     from tencache_ds.integration.announcing import announce, announce_summary_at_end
+    from tencache_ds.integration.seams import left_to_deepspeed
 
-    reason = getattr(ds_config, REASON_ATTRIBUTE)
+    reason, left = getattr(ds_config, REASON_ATTRIBUTE), ", ".join(left_to_deepspeed())
     announce(
         f"TenCache {tencache_ds.__version__} is active with DeepSpeed {deepspeed.__version__}"
-        f"{f', because {reason}' if reason else ''}: per rank {session.describe()}; built in {seconds:.1f} s",
+        f"{f', because {reason}' if reason else ''}: per rank {session.describe()}; built in {seconds:.1f} s"
+        f"{f'. Left to this version of DeepSpeed: {left}' if left else ''}",
         session.options,
     )
     unused = getattr(ds_config, UNUSED_ATTRIBUTE)
@@ -204,10 +204,12 @@ def _announce_nothing_to_do(options: TenCacheConfig) -> None:
 @contextlib.contextmanager
 def _substituted_classes(engine: Any, options: Any) -> Iterator[None]:
     """DeepSpeed's stage-3 classes, replaced while one engine chooses its own; afterwards they are as before."""
-    # Before the substitution: this module subclasses the stock optimizer when it is first imported.
-    importlib.import_module("deepspeed.runtime.superoffload.superoffload_stage3")
-
     from deepspeed.runtime.zero import parameter_offload, stage3
+
+    from tencache_ds.integration.adapters.installed import calls
+
+    # Before the substitution: they subclass the stock optimizer when they are first imported.
+    calls.import_optimizers()
 
     from tencache_ds.integration.coordinator import TenCacheCoordinator
     from tencache_ds.integration.stage3 import TenCacheZeroOptimizer_Stage3

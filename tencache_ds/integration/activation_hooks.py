@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tencache_ds.activations.blocks import KeptTensor, MovedTensor
 from tencache_ds.activations.saved_tensors import SavedTensors
 from tencache_ds.integration.module_weights import params_of
+from tencache_ds.integration.seams import Feature, works
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -221,6 +222,8 @@ def hook_passes(engine_class: Any, checkpointing: Any) -> None:
             return stock_backward(self, *args, **kwargs)
 
     engine_class.backward = backward
+    if not works(Feature.ACTIVATIONS):
+        return
     stock_engine = checkpointing._get_cpu_offload_engine
 
     @functools.wraps(stock_engine)

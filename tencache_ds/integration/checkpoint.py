@@ -26,6 +26,7 @@ from deepspeed.checkpoint.constants import (
 
 from tencache_ds.errors import CheckpointError, TenCacheError
 from tencache_ds.integration.model_weights import in_tier
+from tencache_ds.integration.seams import Feature, require
 from tencache_ds.io.torch_archive import DeferredTensor
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.step_guard import Part
@@ -247,12 +248,13 @@ class CheckpointMixin:
             for index in range(len(self.fp16_groups)):
                 self._copy_weights_to_master(index)
 
-    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str, *args: Any) -> None:
         """Loads a universal checkpoint's master weights and optimizer states."""
+        require(Feature.UNIVERSAL)
         self._finish_step()
         self.step_guard.begin_change()
         if self._keeps_stock_memory:
-            super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
+            super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir, *args)
             self._loaded(with_state=True)
             return
         path = os.path.join(checkpoint_dir, "zero", "optimizer_state.pt")
@@ -288,6 +290,7 @@ class CheckpointMixin:
             checkpoint_dir: its folder.
             load_from_fp32_weights: whether master weights are the saved ones, or follow from the rounded weights.
         """
+        require(Feature.UNIVERSAL)
         self._finish_step()
         self.step_guard.begin_change()
         if self._keeps_stock_memory:
@@ -304,7 +307,7 @@ class CheckpointMixin:
         master = self.fp32_partitioned_groups_flat[index]
         folder = os.path.join(checkpoint_dir, "zero")
         pieces = [
-            self.load_hp_checkpoint_state(os.path.join(folder, self.param_names[param]), kind, param=param)
+            self.universal_state(os.path.join(folder, self.name_of(param)), kind, param)
             for param in self.fp16_groups[index]
         ]
         return torch.cat([piece.reshape(-1) for piece in pieces]).to(master.device, master.dtype)

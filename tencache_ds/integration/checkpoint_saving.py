@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from tencache_ds.errors import CheckpointError
+from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.checkpoint import CheckpointMixin, StateKey
 from tencache_ds.integration.watched_shards import values_of
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, make_durable, write_archive
@@ -62,7 +64,9 @@ def hook_saving(engine_class: Any) -> None:
     def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self.optimizer, CheckpointMixin):
             return stock(self, *args, **kwargs)
-        return CheckpointSave(self).run(lambda: stock(self, *args, **kwargs))
+        asked = inspect.signature(stock).bind(self, *args, **kwargs).arguments
+        latest = os.path.join(str(asked["save_dir"]), "latest") if asked.get("save_latest", True) else ""
+        return CheckpointSave(self, latest).run(lambda: stock(self, *args, **kwargs))
 
     engine_class.save_checkpoint = save_checkpoint
 
@@ -70,17 +74,17 @@ def hook_saving(engine_class: Any) -> None:
 class CheckpointSave:
     """One call of ``save_checkpoint`` on this rank. See [Note: a checkpoint is all or nothing]."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, latest: str) -> None:
         self._engine = engine
         self._optimizer: Any = engine.optimizer
         self._checkpoint_engine = engine.checkpoint_engine
-        self._streams = (
-            type(self._checkpoint_engine) is TorchCheckpointEngine and self._checkpoint_engine.zipfile_serialization
+        self._streams = type(self._checkpoint_engine) is TorchCheckpointEngine and calls.writes_archives(
+            self._checkpoint_engine
         )
         self._error: Exception | None = None
         self._partial: list[str] = []
         self._folders: set[str] = set()  # with new names in them
-        self._latest = ""
+        self._latest = latest if dist.get_rank() == 0 else ""
 
     def run(self, save: Callable[[], Any]) -> Any:
         """Runs DeepSpeed's ``save_checkpoint``. Collective.
@@ -92,7 +96,7 @@ class CheckpointSave:
         with self._substitutes():
             try:
                 result = save()
-                if self._checkpoint_engine.is_decoupled():  # commits at the end of a later step
+                if calls.commits_later(self._checkpoint_engine):  # commits at the end of a later step
                     self._agree()
                 elif self._latest:
                     self._keep_latest()
@@ -169,8 +173,6 @@ class CheckpointSave:
         except OSError as error:
             self._error = error
         self._agree()
-        if info.save_latest and dist.get_rank() == 0:
-            self._latest = os.path.join(info.save_dir, "latest")
         return self._checkpoint_engine.commit(info)
 
     # Contents
@@ -223,8 +225,8 @@ class CheckpointSave:
         failed = _ranks_where(self._error is not None)
         if not failed:
             return
-        if self._checkpoint_engine.is_decoupled():
-            self._checkpoint_engine.commit_info = None  # so that a later step does not complete this one
+        if calls.commits_later(self._checkpoint_engine):
+            calls.forget_commit(self._checkpoint_engine)  # so that a later step does not complete this one
         ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
         if self._error is None:
             raise CheckpointError(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.cpu_adam_op import LazyCpuAdam
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import updates_by_chunks
@@ -88,9 +89,10 @@ class SubGroupUpdater:
             return
         if saved is None:
             step, betas = self._states.n_steps(len(groups) - 1), tuple(groups[-1]["betas"])
-            alternate = any(tuple(group["betas"]) != betas for group in groups)
-            saved = {"betas": betas, "step": step, "pow_step": step if alternate else 0}
-        self._adam.powers = BetaPowers(**saved)
+            jumped = any(tuple(group["betas"]) != betas for group in groups)
+            jumped |= calls.pow_when_repeated and len(groups) > 1
+            saved = {"betas": betas, "step": step, "pow_step": step if jumped else 0}
+        self._adam.powers = BetaPowers(**saved, pow_when_repeated=calls.pow_when_repeated)
 
     def begin_step(self, sub_group: int, group: dict[str, Any], start: int, scale: Any) -> SubGroupStep:
         """Counts a step of a sub-group that is updated by chunks, and captures all that it depends on.

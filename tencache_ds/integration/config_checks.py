@@ -12,6 +12,7 @@ from deepspeed.runtime.swap_tensor.constants import AIO
 
 from tencache_ds.config import Gds, TenCacheConfig, Verify, options_from
 from tencache_ds.errors import ConfigError
+from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.aio_section import check_aio_section
 from tencache_ds.integration.path_checks import check_nvme_path
 from tencache_ds.keys import ENGINE_KEY, ENGINE_NAME, FAULTS_VARIABLE, OPTIONS_KEY, ZERO_KEY
@@ -143,17 +144,17 @@ def _refuse_combinations(ds_config: Any) -> None:
     weights_on_nvme = weights is not None and weights.device == "nvme"
     refused = (
         (
-            getattr(zero, "zenflow", None) is not None,
+            calls.uses_zenflow(zero),
             f"{ZERO_KEY}.zenflow",
             "ZenFlow replaces the same optimizer steps",
         ),
         (
-            optimizer is not None and optimizer.super_offload,
+            optimizer is not None and calls.uses_super_offload(optimizer),
             f"{ZERO_KEY}.offload_optimizer.super_offload",
             "SuperOffload replaces the same optimizer class",
         ),
         (
-            bool(getattr(ds_config.compile_config, "deepcompile", False)),
+            calls.uses_deepcompile(ds_config),
             "compile.deepcompile",
             "DeepCompile schedules the gathers of weights itself",
         ),

@@ -81,8 +81,12 @@ def _load_everything() -> None:
     """Imports all that a config needs that asks for TenCache.
 
     Raises:
+        SeamError: the installed DeepSpeed is not one that TenCache works with.
         InstallationError: names what cannot be imported and the remedy.
     """
+    from tencache_ds.integration.seams import verify_seams
+
+    verify_seams()
     try:
         for name in _NEEDED:
             importlib.import_module(f"tencache_ds.integration.{name}")
@@ -91,7 +95,6 @@ def _load_everything() -> None:
 
         raise InstallationError(
             f'the config selects "{ENGINE_KEY}": "{ENGINE_NAME}", but TenCache cannot be loaded: '
-            f"{type(error).__name__}: {error}. Reinstall it with its requirements (pip install --force-reinstall "
-            f'tencache-ds; "tencache doctor" checks the rest), or remove "{ENGINE_KEY}" to run with DeepSpeed\'s own '
-            "offload."
+            f"{type(error).__name__}: {error}. Reinstall it (pip install --force-reinstall --no-deps tencache-ds; "
+            f'"tencache doctor" checks the rest), or remove "{ENGINE_KEY}" to run with DeepSpeed\'s own offload.'
         ) from error

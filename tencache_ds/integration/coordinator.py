@@ -20,20 +20,25 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.partition_parameters import (
-    DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR,
-    ZeroParamStatus,
-    free_param,
-)
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
 
 from tencache_ds.integration import rank_gathers
+from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.chunked_step import refuse_void_weights
 from tencache_ds.integration.fetches import FetchingCoordinator
-from tencache_ds.integration.module_weights import awaited_of, has_weights, is_leaf, nbytes_by_id, params_of
+from tencache_ds.integration.module_weights import (
+    awaited_of,
+    has_weights,
+    is_leaf,
+    n_user_gathers,
+    nbytes_by_id,
+    params_of,
+)
 from tencache_ds.integration.ordered_gathers import OrderedGathers
 from tencache_ds.integration.param_swapper import ParamSwapper, end_changes
+from tencache_ds.integration.seams import Feature, works
 from tencache_ds.integration.shared_weights import released
 from tencache_ds.integration.suspended_hooks import before_release, is_free
 from tencache_ds.integration.uncompiled import uncompiled
@@ -156,11 +161,11 @@ class TenCacheCoordinator(FetchingCoordinator):
             gathers.fetch_begins(params.values())
         try:
             with self.bounded_prefetch(forward):
-                if is_leaf(module):
+                if is_leaf(module) or not works(Feature.FETCHES):
                     super().fetch_sub_module(module, forward)
                 else:
                     if not forward:
-                        self._PartitionedParameterCoordinator__active_backward_submodules[module.ds_id] = module
+                        self.backward_begins(module)
                     self._fetch_sub_module_impl(module, forward, False)
         finally:
             if gathers is not None:
@@ -168,9 +173,12 @@ class TenCacheCoordinator(FetchingCoordinator):
 
     def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
         """DeepSpeed's release of a module's weights, without its profiler ranges and log messages."""
-        recomputed = submodule.__dict__["ds_recompute_parameters"]
-        in_backward = self._PartitionedParameterCoordinator__active_backward_submodules
-        if torch.compiler.is_compiling() or is_leaf(submodule) or not (forward or in_backward) or recomputed:
+        if (
+            torch.compiler.is_compiling()
+            or is_leaf(submodule)
+            or not works(Feature.FETCHES)
+            or not self.releases_own_weights(submodule, forward)
+        ):
             super().release_sub_module(submodule, forward)
             return
         recorder = self.fetch_recorder if submodule.training else None
@@ -182,7 +190,7 @@ class TenCacheCoordinator(FetchingCoordinator):
                 submodule, self._PartitionedParameterCoordinator__step_id
             )
         if not forward:
-            in_backward.pop(key, None)
+            self.backward_ends(submodule)
         for param in params.values():
             users = param.ds_active_sub_modules
             users.discard(key)
@@ -207,15 +215,15 @@ class TenCacheCoordinator(FetchingCoordinator):
         spans.phase("forward")
         refuse_void_weights(self.trained[:1])  # all weights of a model have one guard
         # With weights on NVMe every module is an occasion to read further ahead.
-        may_pass_over = not self._tencache_swappers and all(param.requires_grad for param in self.trained)
+        may_pass_over = (
+            works(Feature.HOOKS) and not self._tencache_swappers and all(param.requires_grad for param in self.trained)
+        )
         if may_pass_over and self.is_record_trace():
             self._leave_out_modules_without_weights()
         super().reset_step()
         self._tencache_passes_over = may_pass_over and self.is_complete_trace()
         in_order = self._PartitionedParameterCoordinator__param_order
-        behind_update = self.update_may_continue and not any(
-            getattr(entry.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) for entry in in_order
-        )
+        behind_update = self.update_may_continue and not any(n_user_gathers(entry.param) for entry in in_order)
         self.update_may_continue = False
         self.begin_fetches(behind_update=behind_update)
         self._tencache_forward = True
@@ -472,13 +480,13 @@ def end_gathers_ahead(params: Sequence[Any]) -> None:
 def undone_after_error(params: Iterable[Any]) -> Iterator[list[Any]]:
     """Around the gather of parameters for a user: after an error those that it has gathered are released. Gives those
     that are in no other context of the user's."""
-    own = [param for param in params if not getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0)]
+    own = [param for param in params if not n_user_gathers(param)]
     missing = [param for param in own if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
     try:
         yield own
     except BaseException:
         for param in own:
-            param.__dict__.pop(DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, None)
+            calls.forget_contexts(param)
         released(own)
         end_changes(own)
         for param in missing:

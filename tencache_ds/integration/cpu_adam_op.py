@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import TenCacheError
+from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.planning.adam_scalars import BetaPowers, single, steps_to_multiply
 from tencache_ds.profiling.processor import processor_field
 from tencache_ds.tensors import empty
@@ -40,7 +41,7 @@ class LazyCpuAdam:
         self._op: Any = None
         self._creation: tuple[Any, ...] = ()
         self._op_powers: tuple[Any, int, int] | None = None  # betas, step of the last ``pow``, step; None if not known
-        self.powers = BetaPowers((0.0, 0.0))
+        self.powers = BetaPowers((0.0, 0.0), pow_when_repeated=calls.pow_when_repeated)
         """Those of the last step."""
 
     @classmethod
@@ -93,13 +94,12 @@ class LazyCpuAdam:
         def count(step: int, betas: tuple[Any, Any] = betas) -> None:
             self._op.adam_update(opt_id, step, lr, *map(float, betas), *arguments[:3], *nothing)
 
-        if self._op_powers not in ((betas, pow_step, step), (betas, pow_step, step - 1)):
+        there = self._op_powers == (betas, pow_step, step) and not calls.pow_when_repeated
+        if not there and self._op_powers != (betas, pow_step, step - 1):
             count(0, (betas[0] + 1, betas[1]))  # it calls ``pow`` when betas change
-            n_multiplied = steps_to_multiply(betas, pow_step, step)
-            for each in range(pow_step, pow_step + n_multiplied + 1):
+            # To the step before, for the last multiplication. Or it jumps, to powers that make no difference any more.
+            for each in range(pow_step, pow_step + steps_to_multiply(betas, pow_step, step)):
                 count(each)
-            if pow_step + n_multiplied < step:
-                count(step)  # a jump, to powers that make no difference any more
         self._op_powers = (betas, pow_step, step)
         self._op.adam_update(opt_id, step, lr, beta1, beta2, *arguments)
 

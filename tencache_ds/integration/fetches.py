@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
+from tencache_ds.integration.adapters.installed import Coordinator
 from tencache_ds.integration.module_weights import is_leaf
 from tencache_ds.integration.ordered_gathers import OrderedGathers
+from tencache_ds.integration.seams import Feature, works
 
 
-class FetchingCoordinator(PartitionedParameterCoordinator):
+class FetchingCoordinator(Coordinator):
     """DeepSpeed's coordinator with its own course of fetches. Used by the thread that computes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -54,7 +55,7 @@ class FetchingCoordinator(PartitionedParameterCoordinator):
         Returns:
             Whether that is so. Otherwise nothing has happened, and it is for DeepSpeed's fetch.
         """
-        if not self.is_complete_trace() or is_leaf(module):
+        if not self.is_complete_trace() or is_leaf(module) or not works(Feature.FETCHES):
             return False
         if forward and torch._C._current_graph_task_id() != -1:
             return False  # a recomputed module, for whose frozen weights DeepSpeed keeps account
@@ -74,7 +75,7 @@ class FetchingCoordinator(PartitionedParameterCoordinator):
             return False
         key = module.ds_id
         if not forward:
-            self._PartitionedParameterCoordinator__active_backward_submodules[key] = module
+            self.backward_begins(module)
         for param in params.values():
             in_flight.pop(param, None)
             param.ds_active_sub_modules.add(key)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from tencache_ds.integration.seams import Feature, works
 from tencache_ds.integration.uncompiled import uncompiled
 
 COLLECTED_NUMEL = 32 * 2**20
@@ -50,6 +51,9 @@ class GradientBucketsMixin:
     @uncompiled
     def _DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket(self, param: Any) -> None:
         """DeepSpeed's addition of a gradient to a bucket."""
+        if not works(Feature.BUCKETS):
+            super()._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket(param)
+            return
         bucket, grad = self.ipg_buckets[self.get_param_comm_dtype(param)], param.grad
         numel = grad.numel()
         fits = self.contiguous_gradients and bucket.elements + numel <= self.reduce_bucket_size
@@ -67,10 +71,10 @@ class GradientBucketsMixin:
             self._copy_collected()
 
     @uncompiled
-    def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self, communication_data_type: Any) -> None:
+    def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self, *args: Any) -> None:
         """DeepSpeed's reduction of a bucket."""
         self._copy_collected()
-        super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(communication_data_type)
+        super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(*args)
 
     def _copy_collected(self) -> None:
         """Copies the collected gradients to their places. After a backward pass that was interrupted, DeepSpeed takes

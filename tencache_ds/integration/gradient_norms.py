@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.utils import get_norm_dtype
+
+from tencache_ds.integration.adapters.installed import calls
 
 NORM_PART_NUMEL = 250_000_000
 """Of longer gradients DeepSpeed computes the norm in parts."""
@@ -36,7 +37,7 @@ class GradientNormsMixin:
         if grad_buffer.numel() > NORM_PART_NUMEL:
             self.norm_for_param_grads[key] = self._constant_buffered_norm2(grad_buffer)
             return
-        self._simple_norms[key] = grad_buffer.view(-1).to(get_norm_dtype()).norm(2)
+        self._simple_norms[key] = grad_buffer.view(-1).to(calls.norm_dtype()).norm(2)
         self.norm_for_param_grads.pop(key, None)
 
     def _get_norm_groups(self) -> Any:

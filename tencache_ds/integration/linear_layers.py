@@ -16,20 +16,22 @@ import torch
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.partition_parameters import zero3_linear_wrap
 
+from tencache_ds.integration.seams import Feature, works
+
 _compute = LinearFunctionForZeroStage3.forward
 _users: set[object] = set()
 
 
 def skip_autograd_without_gradients() -> Callable[[], None]:
     """Takes the place of DeepSpeed's function in ``torch.nn.functional``, for the whole process. Nothing happens where
-    another function is there.
+    another function is there, or where DeepSpeed's cannot be called without its context.
 
     Returns:
         Ends it for this caller; after the last one DeepSpeed's function is back. Idempotent.
     """
     user = object()
     _users.add(user)
-    if torch.nn.functional.linear is zero3_linear_wrap:
+    if works(Feature.LINEAR) and torch.nn.functional.linear is zero3_linear_wrap:
         torch.nn.functional.linear = linear
 
     def end() -> None:

@@ -19,6 +19,7 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.debug import debug_clear_module_and_param_names
 
+from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.suspended_hooks import is_free
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -47,7 +48,7 @@ def release_after_failure(engine: Any) -> None:
     Args:
         engine: the half-built ``DeepSpeedEngine``.
     """
-    for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+    for handle in calls.engine_hooks(engine):
         handle.remove()
     debug_clear_module_and_param_names()
     release_model(engine.module)

@@ -34,6 +34,7 @@ from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 
 from tencache_ds.integration.module_weights import is_leaf
+from tencache_ds.integration.seams import Feature, works
 from tencache_ds.integration.uncompiled import uncompiled
 
 Hook = Callable[..., Any]
@@ -56,6 +57,8 @@ def lighten_hooks(offload: Any, *, trains: bool = True) -> None:
         trains: whether there are backward passes.
     """
     offload.get_param_coordinator().trained = list(offload.module.parameters()) if trains else []
+    if not works(Feature.HOOKS):
+        return
     _lighten(offload)
     register = offload._register_deepspeed_module
 

@@ -9,6 +9,8 @@ from typing import Any
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 
+_N_CONTEXTS = "tencache_n_user_gathers"
+
 
 def is_leaf(module: Any) -> bool:
     """Whether DeepSpeed gathers a module and all that it consists of at once (``set_z3_leaf_modules``)."""
@@ -34,6 +36,26 @@ def has_weights(module: Any) -> bool:
         if param is not None:
             return True
     return False
+
+
+def begin_user_gather(params: Iterable[Any]) -> None:
+    """Parameters were gathered in a ``GatheredParameters``."""
+    for param in params:
+        setattr(param, _N_CONTEXTS, n_user_gathers(param) + 1)
+
+
+def end_user_gather(params: Iterable[Any]) -> None:
+    """That context is over."""
+    for param in params:
+        if n_user_gathers(param) > 1:
+            setattr(param, _N_CONTEXTS, n_user_gathers(param) - 1)
+        else:
+            param.__dict__.pop(_N_CONTEXTS, None)
+
+
+def n_user_gathers(param: Any) -> int:
+    """How many ``GatheredParameters`` hold a parameter now."""
+    return param.__dict__.get(_N_CONTEXTS, 0)
 
 
 def awaited_of(params: dict[int, Any]) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 
+from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.observability.monitor import monitor_events
 from tencache_ds.session import Session
 
@@ -35,8 +36,4 @@ class StepMonitor:
 def samples_after_step(deepspeed_engine: Any) -> int:
     """What ``global_samples`` will be, at which DeepSpeed's own events of the step are: it is raised only after the
     optimizer's step has returned."""
-    batch: int = deepspeed_engine.train_batch_size()
-    if not deepspeed_engine.managed_gradient_accumulation():
-        micro_batches = deepspeed_engine._unmanaged_backward_count
-        batch = batch // deepspeed_engine.gradient_accumulation_steps() * micro_batches
-    return int(deepspeed_engine.global_samples + batch)
+    return int(deepspeed_engine.global_samples + calls.step_samples(deepspeed_engine))

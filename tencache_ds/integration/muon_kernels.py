@@ -13,13 +13,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tencache_ds.integration.seams import Feature, works
+
 MODULE = "deepspeed.runtime.zero.muon.muon_optimizer"
 
 
 def compile_when_called() -> None:
     """Imports DeepSpeed's Muon without loading torch's compiler. Nothing happens where it has been imported, or where
     this version of DeepSpeed has none."""
-    if MODULE in sys.modules:
+    if MODULE in sys.modules or not works(Feature.MUON):
         return
     compiler = importlib.import_module("deepspeed.runtime.compiler")
     compile_now = compiler.compile

@@ -45,11 +45,12 @@ import xxhash
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.integration.config_checks import options_of
 from tencache_ds.integration.engine_building import build_engine
+from tencache_ds.integration.module_weights import n_user_gathers
 from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.integration.watched_shards import show, show_absent, values_of
 from tencache_ds.io.backends.shutdown import run_before_exit
@@ -280,7 +281,7 @@ class ParamSwapper:
             for key, param in list(self._exposed.items()):
                 if not issued(param):
                     continue
-                if getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
+                if n_user_gathers(param):
                     continue  # the user may change it and have it written from this buffer
                 if get_accelerator().is_synchronized_device():
                     if _shares_storage(param.data, param.ds_tensor):

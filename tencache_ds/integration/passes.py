@@ -49,11 +49,11 @@ class PassesMixin:
     def backward_prologue(self) -> None:
         """The start of a backward pass."""
         self.step_guard.check()
+        super().backward_prologue()
         self._adds_gradients = False
         spans.phase("backward")
         if self.activation_hooks is not None:
             self.activation_hooks.begin_backward()
-        super().backward_prologue()
 
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
         """DeepSpeed's; in a backward pass without its hooks memory is looked at here."""

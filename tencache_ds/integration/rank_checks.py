@@ -17,6 +17,7 @@ import tencache_ds
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import AgreementError
+from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.agreement import Agreement, Post, difference
 from tencache_ds.keys import OPTIONS_KEY
 from tencache_ds.tiers.weight_record import WeightHome
@@ -38,13 +39,15 @@ def shaping_options(ds_config: Any) -> dict[str, Any]:
     """The values of a parsed DeepSpeed config, and of this environment, that must be equal on every rank, by the user's
     keys."""
     zero = ds_config.zero_config
+    bf16, fp16 = calls.half_precision(ds_config)
+    autocast, autocast_dtype = calls.autocast(ds_config)
     options: dict[str, Any] = {
         "the version of tencache_ds": tencache_ds.__version__,
         "the version of deepspeed": deepspeed.__version__,
-        "bf16.enabled": bool(ds_config.bfloat16_config.enabled),
-        "fp16.enabled": bool(ds_config.float16_config.enabled),
-        "torch_autocast.enabled": bool(ds_config.torch_autocast_enabled),
-        "torch_autocast.dtype": str(ds_config.torch_autocast_dtype),
+        "bf16.enabled": bf16,
+        "fp16.enabled": fp16,
+        "torch_autocast.enabled": autocast,
+        "torch_autocast.dtype": autocast_dtype,
         "communication_data_type": str(ds_config.communication_data_type),
         "data_types.grad_accum_dtype": str(ds_config.grad_accum_dtype),
         "gradient_accumulation_steps": ds_config.gradient_accumulation_steps,

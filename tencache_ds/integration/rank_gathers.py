@@ -16,9 +16,11 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.chunked_step import wait_for_updates
+from tencache_ds.integration.seams import Feature, works
 from tencache_ds.tensors import empty
 
 
@@ -28,7 +30,8 @@ def gathers_as_usual(zero_config: Any) -> bool:
     Args:
         zero_config: its parsed ``zero_optimization`` section.
     """
-    return not (zero_config.use_all_reduce_for_fetch_params or zero_config.allgather_sequential)
+    prescribes = zero_config.use_all_reduce_for_fetch_params or calls.gathers_one_by_one(zero_config)
+    return works(Feature.GATHERS) and not prescribes
 
 
 def gathered_here(params: Iterable[Any], *, least_ranks: int = 2) -> bool:
@@ -41,7 +44,7 @@ def gathered_here(params: Iterable[Any], *, least_ranks: int = 2) -> bool:
             param.ds_secondary_tensor is not None
             or param.ds_zero_param_process_group is not None
             or hasattr(shard, "ds_quant_scale")
-            or get_allgather_dtype(param, shard) != shard.dtype
+            or calls.gather_dtype(param, shard) != shard.dtype
         ):
             return False
         groups[id(param.ds_process_group)] = param.ds_process_group

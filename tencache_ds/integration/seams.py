@@ -1,35 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every place of DeepSpeed that TenCache plugs into, with the signature it was tested with.
+"""Every place of DeepSpeed that TenCache plugs into: its signature in the newest version, and who needs it.
 
-All of them are verified before anything is replaced: a mismatch is an error that names the seam and the version,
-never a half-patched run.
+All of them are verified before anything is imported that depends on them, or replaced. One that differs is an error
+that names the seam and the version, never a half-patched run; or its feature stays with DeepSpeed, if training is right
+without it. Seams of the newest version that an older one gets from :mod:`.adapters` are not asked for.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion
-
 from tencache_ds.errors import SeamError
+from tencache_ds.integration.adapters.changes import changes_after
+from tencache_ds.integration.adapters.versions import OLDEST, SUPPORTED, TESTED, is_supported, nearest, precedes
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
-TESTED_VERSIONS = ("0.19.8",)
-SUPPORTED_VERSIONS = ">=0.19.8,<0.20"
-"""The range that the package declares; a test compares the two."""
 
-_RUNTIME = "deepspeed.runtime"
-_PARAMETERS = f"{_RUNTIME}.zero.partition_parameters"
-_COORDINATOR = f"{_RUNTIME}.zero.partitioned_param_coordinator"
-_STAGE3 = f"{_RUNTIME}.zero.stage3"
-_TORCH_CHECKPOINTS = f"{_RUNTIME}.checkpoint_engine.torch_checkpoint_engine"
+class Feature(Enum):
+    """A feature of TenCache, or a part of its host path.
+
+    Values: what the log says is left to DeepSpeed where the feature is off, None if there is no training without it and
+    empty if a user would not notice; and its group in reports.
+    """
+
+    TRAINING = None, "training"
+    RANKS = None, "several ranks"
+    CHECKPOINTS = None, "checkpoints"
+    UNIVERSAL = "universal checkpoints", "universal checkpoints"
+    ACTIVATIONS = "inputs of its own activation checkpointing", "activations"
+    LINEAR = "linear layers in inference", "inference"
+    FETCHES = "fetches and releases of modules", "host path"
+    GATHERS = "gathers of several ranks", "host path"
+    BUCKETS = "buckets of gradients", "host path"
+    HOOKS = "hooks on modules", "host path"
+    MUON = "", "host path"
+
+    @property
+    def group(self) -> str:
+        """Its group in reports."""
+        return self.value[1]
+
+    @property
+    def essential(self) -> bool:
+        """Whether there is no training without the feature."""
+        return self.value[0] is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,414 +60,437 @@ class Seam:
 
     Attributes:
         module: dotted module name.
-        path: attribute path within the module.
-        parameters: parameter names in order (``self`` included), or None when only existence matters.
-        uses: name-mangled attributes that the function's code must mention, because we read or set them too.
+        signature: attribute path within the module, and its parameters in order if they matter; ``...`` at their end
+            where further ones are passed on as they come.
+        feature: of TenCache that needs it.
         purpose: TenCache's use of it.
+        uses: private attributes that the function's code must mention, because they are read or set here too.
     """
 
     module: str
-    path: str
-    parameters: tuple[str, ...] | None
+    signature: str
+    feature: Feature
     purpose: str
     uses: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The attribute path."""
+        return self.signature.partition("(")[0]
 
     @property
     def name(self) -> str:
         """Dotted name for messages."""
         return f"{self.module}.{self.path}"
 
-    def resolve(self) -> Any:
-        """The object at this seam.
-
-        Raises:
-            SeamError: it does not exist.
-        """
-        target: Any = importlib.import_module(self.module)
+    def mismatch(self) -> str:
+        """How the installed DeepSpeed differs here; empty if it does not."""
+        try:
+            target: Any = importlib.import_module(self.module)
+        except ModuleNotFoundError:
+            return "there is no such module"
         for part in self.path.split("."):
             if not hasattr(target, part):
-                raise SeamError(_mismatch(self, f"it has no {part!r}"))
+                return f"it has no {part!r}"
             target = inspect.getattr_static(target, part) if isinstance(target, type) else getattr(target, part)
-        return target
+        if "(" in self.signature:
+            target = _undecorated(target)
+            found = tuple(inspect.signature(target).parameters)
+            listed = self.signature.partition("(")[2].rstrip(")")
+            expected = tuple(name.strip() for name in listed.split(",") if name.strip())
+            passed_on = expected[-1:] == ("...",)
+            if (found[: len(expected) - 1] != expected[:-1]) if passed_on else (found != expected):
+                return f"its parameters are {found}, expected {expected}"
+        for name in self.uses:
+            if name not in _names(target):
+                return f"it does not use {name!r}"
+        return ""
 
+
+def _private(owner: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"_{owner}__{name}" for name in names)
+
+
+def _seams(module: str, feature: Feature, *entries: tuple[Any, ...], within: str = "") -> tuple[Seam, ...]:
+    """Seams of one module, or of one class of it, from ``(signature, purpose)`` or ``(signature, purpose, uses)``."""
+    prefix = f"{within}." if within else ""
+    return tuple(Seam(f"deepspeed.{module}", prefix + entry[0], feature, *entry[1:]) for entry in entries)
+
+
+_COORDINATOR, _STAGE3 = "PartitionedParameterCoordinator", "DeepSpeedZeroOptimizer_Stage3"
+_in_coordinator = functools.partial(_seams, "runtime.zero.partitioned_param_coordinator", within=_COORDINATOR)
+_in_stage3 = functools.partial(_seams, "runtime.zero.stage3", within=_STAGE3)
+_in_engine = functools.partial(_seams, "runtime.engine", within="DeepSpeedEngine")
+_PARAMETERS = "runtime.zero.partition_parameters"
+_READ = "is read"
 
 SEAMS: tuple[Seam, ...] = (
-    Seam(f"{_RUNTIME}.config", "DeepSpeedConfig._initialize_params", ("self", "param_dict"), "reads the config keys"),
-    Seam(
-        f"{_RUNTIME}.engine",
-        "DeepSpeedEngine._configure_basic_optimizer",
-        ("self", "model_parameters"),
-        "defers loading of the CPU Adam op",
+    *_seams("accelerator", Feature.TRAINING, ("get_accelerator()", "computes where DeepSpeed does")),
+    *_seams("utils", Feature.TRAINING, ("logger", _READ)),
+    *_seams(
+        "utils.debug", Feature.TRAINING, ("debug_clear_module_and_param_names()", "releases a model with its engine")
     ),
-    Seam("deepspeed.ops.adam.cpu_adam", "CPUAdamBuilder", None, "defers loading of the CPU Adam op"),
-    Seam(
-        f"{_RUNTIME}.engine",
-        "DeepSpeedEngine._configure_zero_optimizer",
-        ("self", "optimizer"),
-        "selects the stage-3 optimizer and coordinator classes for one engine",
+    *_seams(
+        "runtime.config",
+        Feature.TRAINING,
+        ("DeepSpeedConfig._initialize_params(self, param_dict)", "reads the config keys"),
     ),
-    Seam(f"{_RUNTIME}.engine", "DeepSpeedEngine.forward", ("self", "inputs", "kwargs"), "moves activations"),
-    Seam(
-        f"{_RUNTIME}.engine",
-        "DeepSpeedEngine.backward",
-        ("self", "loss", "retain_graph", "scale_wrt_gas"),
-        "advises when GPU memory runs out",
+    *_in_engine(
+        Feature.TRAINING,
+        ("_configure_basic_optimizer(self, model_parameters)", "defers loading of the CPU Adam op"),
+        ("_configure_zero_optimizer(self, optimizer)", "selects the classes of one engine"),
+        ("forward(self, inputs, kwargs)", "moves activations"),
+        ("backward(self, ...)", "advises when GPU memory runs out"),
+        ("step(self, ...)", "knows a step from end to end"),
+        ("_take_model_step(self, ...)", "knows a step from end to end"),
+        ("managed_gradient_accumulation(self)", "places figures of a step"),
     ),
-    *(
-        Seam(f"{_RUNTIME}.engine", f"DeepSpeedEngine.{name}", ("self", "lr_kwargs"), "knows a step from end to end")
-        for name in ("step", "_take_model_step")
+    *_in_engine(
+        Feature.CHECKPOINTS,
+        (
+            "save_checkpoint(self, save_dir, tag, client_state, save_latest, ...)",
+            "streams checkpoints, and completes them on all ranks or on none",
+        ),
+        (
+            "load_checkpoint(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, "
+            "load_module_only, ...)",
+            "ends a void step",
+        ),
+        ("_save_checkpoint(self, ...)", "keeps its errors"),
+        ("_save_moe_checkpoint(self, ...)", "keeps its errors"),
+        ("_save_zero_checkpoint(self, ...)", "keeps its errors"),
+        ("_get_param_fragment_func(self, param)", "gives it placeholders of frozen weights"),
+        (
+            "load_module_state_dict(self, checkpoint, strict, custom_load_fn, fetch_z3_params, ...)",
+            "loads frozen weights through the weight tier",
+        ),
     ),
-    Seam(f"{_RUNTIME}.engine", "DeepSpeedEngine.managed_gradient_accumulation", ("self",), "places figures of a step"),
-    *(
-        Seam(f"{_RUNTIME}.activation_checkpointing.checkpointing", name, parameters, "moves checkpointed inputs")
-        for name, parameters in (
-            ("_get_cpu_offload_engine", ()),
-            ("get_offloaded_activations_for_backward", ("args", "engine")),
-            ("restore_offloaded_activations", ("tensors", "engine")),
-            ("CPU_CHECKPOINT", None),
-            ("PARTITION_ACTIVATIONS", None),
-        )
+    *_seams(
+        "checkpoint.constants",
+        Feature.CHECKPOINTS,
+        *((name, _READ) for name in ("FP32_FLAT_GROUPS", "FROZEN_PARAM_FRAGMENTS", "LOSS_SCALER")),
+        ("OPTIMIZER_STATE_DICT", _READ),
     ),
-    Seam(
-        f"{_RUNTIME}.engine",
-        "DeepSpeedEngine.save_checkpoint",
-        ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
-        "streams checkpoints, and completes them on all ranks or on none",
+    *_seams(
+        "runtime.checkpoint_engine.torch_checkpoint_engine",
+        Feature.CHECKPOINTS,
+        ("__init__(self, config_params)", "detects the format that DeepSpeed writes"),
+        ("save(self, state_dict, path)", "writes the files instead"),
+        ("commit(self, ...)", "makes all ranks agree"),
+        ("makedirs(self, path, exist_ok)", "keeps its errors"),
+        within="TorchCheckpointEngine",
     ),
-    *(
-        Seam(f"{_RUNTIME}.engine", f"DeepSpeedEngine.{name}", ("self", *parameters), purpose)
-        for name, parameters, purpose in (
-            (
-                "load_checkpoint",
+    *_seams("ops.adam", Feature.TRAINING, ("DeepSpeedCPUAdam", "is updated by chunks")),
+    *_seams("ops.adam.cpu_adam", Feature.TRAINING, ("CPUAdamBuilder", "defers loading of the CPU Adam op")),
+    *_seams("ops.adagrad", Feature.TRAINING, ("DeepSpeedCPUAdagrad", "knows its states")),
+    *_seams("ops.lion", Feature.TRAINING, ("DeepSpeedCPULion", "knows its states")),
+    *_seams(
+        "runtime.activation_checkpointing.checkpointing",
+        Feature.ACTIVATIONS,
+        ("_get_cpu_offload_engine()", "moves checkpointed inputs"),
+        ("get_offloaded_activations_for_backward(args, engine)", "moves checkpointed inputs"),
+        ("restore_offloaded_activations(tensors, engine)", "moves checkpointed inputs"),
+        ("CPU_CHECKPOINT", "moves checkpointed inputs"),
+        ("PARTITION_ACTIVATIONS", "moves checkpointed inputs"),
+    ),
+    *_seams(
+        "runtime.swap_tensor.constants",
+        Feature.TRAINING,
+        *((f"AIO{name}", _READ) for name in ("", "_BLOCK_SIZE", "_INTRA_OP_PARALLELISM", "_OVERLAP_EVENTS")),
+        *((f"AIO_{name}", _READ) for name in ("QUEUE_DEPTH", "SINGLE_SUBMIT", "USE_GDS")),
+    ),
+    *_seams("runtime.swap_tensor.aio_config", Feature.TRAINING, ("get_aio_config(param_dict)", "reads the section")),
+    *_seams(
+        "runtime.swap_tensor.partitioned_param_swapper",
+        Feature.TRAINING,
+        ("PartitionedParamStatus.NOT_AVAILABLE", "says where shards are"),
+    ),
+    *_seams("runtime.zero.offload_config", Feature.TRAINING, ("OffloadDeviceEnum.nvme", _READ)),
+    *_seams(
+        _PARAMETERS,
+        Feature.TRAINING,
+        ("AsyncPartitionedParameterSwapper.__init__(self, ds_config, model_dtype)", "replaces the weight swapper"),
+        (
+            "Init._partition_param(self, param, buffer, has_been_updated, ...)",
+            "provides the write buffer of an updated weight",
+        ),
+        ("Init._ensure_availability_of_partitioned_params(self, params)", "waits for updates"),
+        ("DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", "releases what a failed GatheredParameters has gathered"),
+        ("GatheredParameters.__enter__(self)", "keeps the values of weights that may be changed"),
+        ("GatheredParameters.__exit__(self, exc)", "notices weights that were changed"),
+        ("ZeroParamStatus.INFLIGHT", _READ),
+        ("NoGatherHandle", "has streams wait instead of the host"),
+        ("NoGatherCoalescedHandle", "has streams wait instead of the host"),
+        ("free_param(param)", "releases a module's weights"),
+    ),
+    *_seams(
+        _PARAMETERS,
+        Feature.RANKS,
+        ("Init._validate_remote_device(self, remote_device, ds_config)", "compares the ranks' configs"),
+    ),
+    *_seams(
+        _PARAMETERS,
+        Feature.GATHERS,
+        ("get_allgather_dtype(param, param_ds_tensor)", "gathers the shards of several ranks"),
+    ),
+    *_seams(
+        "runtime.zero.linear",
+        Feature.LINEAR,
+        ("LinearFunctionForZeroStage3.forward(input, weight, bias)", "computes linear layers without gradients"),
+    ),
+    *_seams(
+        _PARAMETERS,
+        Feature.LINEAR,
+        ("zero3_linear_wrap(input, weight, bias)", "computes linear layers without gradients"),
+    ),
+    *_seams(
+        "runtime.zero.parameter_offload",
+        Feature.TRAINING,
+        ("PartitionedParameterCoordinator", "replaces the coordinator"),
+        ("FWD_MODULE_STACK", "knows the modules that are in forward"),
+    ),
+    *_seams(
+        "runtime.zero.parameter_offload",
+        Feature.HOOKS,
+        (
+            "DeepSpeedZeRoOffload._register_deepspeed_module(self, module, count)",
+            "puts lighter hooks on modules, or none where they have nothing to do",
+        ),
+    ),
+    *_seams("runtime.zero.linear", Feature.HOOKS, ("LinearFunctionForZeroStage3.forward", "is called quickly")),
+    *_seams("runtime.zero.utils", Feature.HOOKS, ("apply_to_tensors_only(function, value, ...)", "looks into outputs")),
+    *_in_coordinator(
+        Feature.TRAINING,
+        (
+            "__init__(self, prefetch_bucket_sz, max_reuse_distance_in_numel, max_available_parameters_in_numel, "
+            "allgather_stream, inflight_param_registry, prefetch_nvme, ...)",
+            "follows the order of accesses",
+            _private(
+                _COORDINATOR, "max_n_available_params", "max_ongoing_fetch_events", "n_available_params", "param_order",
+                "param_queue", "prefetch_bucket_sz", "step_id", "submodule_order", "trace_mode",
+            ),
+        ),
+        ("_invalidate_trace(self)", "records the order of modules anew"),
+        ("fetch_sub_module(self, current_submodule, forward)", "reads ahead, and reclaims staging buffers"),
+        ("trace_prologue(self, sub_module)", "follows the modules"),
+        ("record_module(self, sub_module)", "follows the modules"),
+        (
+            "reset_step(self)",
+            "detects the start of a forward pass, and leaves modules without weights out of their order",
+            _private(_COORDINATOR, "step_id_module_fetched_for"),
+        ),
+        (
+            f"_{_COORDINATOR}__all_gather_params_(self, params, forward, quantize)",
+            "has streams wait for gathers, instead of the host",
+            _private(_COORDINATOR, "allgather_stream", "inflight_param_registry"),
+        ),
+        (f"_{_COORDINATOR}__params_to_release", "releases a module's weights"),
+        ("release_and_reset_all(self, module)", "waits for the copies of shards before they are updated"),
+    ),
+    *_seams(
+        "runtime.zero.partitioned_param_coordinator",
+        Feature.TRAINING,
+        ("iter_params(module, recurse)", "knows a module's weights"),
+    ),
+    *_in_coordinator(
+        Feature.FETCHES,
+        (
+            "_fetch_sub_module_impl(self, current_submodule, forward, is_leaf)",
+            "gathers a module's weights",
+            _private(
+                _COORDINATOR, "active_backward_submodules", "inflight_param_registry",
+                "most_recent_step_id_param_fetched_for", "param_queue", "step_id",
+            ),
+        ),
+        (
+            "release_sub_module(self, submodule, forward)",
+            "releases a module's weights",
+            _private(_COORDINATOR, "active_backward_submodules", "params_to_release"),
+        ),
+    ),
+    *_seams("runtime.compiler", Feature.MUON, ("compile()", "leaves the compiler alone until Muon needs it")),
+    *_in_stage3(
+        Feature.TRAINING,
+        *(
+            (signature, purpose, _private(_STAGE3, "param_id_to_grad_partition"))
+            for signature, purpose in (
+                ("_setup_for_real_optimizer(self)", "allocates the gradient buffer exactly"),
                 (
-                    "load_dir",
-                    "tag",
-                    "load_module_strict",
-                    "load_optimizer_states",
-                    "load_lr_scheduler_states",
-                    "load_module_only",
-                    "custom_load_fn",
+                    "partition_grads(self, params_to_release, grad_partitions)",
+                    "accumulates gradients in host memory",
                 ),
-                "ends a void step",
-            ),
-            ("_save_checkpoint", ("save_dir", "tag", "client_state", "exclude_frozen_parameters"), "keeps its errors"),
-            (
-                "_save_moe_checkpoint",
-                ("save_dir", "tag", "client_state", "exclude_frozen_parameters"),
-                "keeps its errors",
-            ),
-            ("_save_zero_checkpoint", ("save_path", "tag"), "keeps its errors"),
-            ("_get_param_fragment_func", ("param",), "gives it placeholders of frozen weights"),
-            (
-                "load_module_state_dict",
-                (
-                    "checkpoint",
-                    "strict",
-                    "custom_load_fn",
-                    "fetch_z3_params",
-                    "z3_params_to_fetch",
-                    "allowed_missing_keys",
-                ),
-                "loads frozen weights through the weight tier",
-            ),
-        )
-    ),
-    *(
-        Seam(
-            f"{_RUNTIME}.checkpoint_engine.torch_checkpoint_engine",
-            f"TorchCheckpointEngine.{name}",
-            parameters,
-            purpose,
-        )
-        for name, parameters, purpose in (
-            ("__init__", ("self", "config_params"), "detects the format that DeepSpeed writes"),
-            ("save", ("self", "state_dict", "path"), "writes the files instead"),
-            ("commit", ("self", "info"), "makes all ranks agree"),
-            ("makedirs", ("self", "path", "exist_ok"), "keeps its errors"),
-        )
-    ),
-    Seam(
-        _PARAMETERS,
-        "AsyncPartitionedParameterSwapper.__init__",
-        ("self", "ds_config", "model_dtype"),
-        "replaces the weight swapper",
-    ),
-    Seam(
-        _PARAMETERS,
-        "Init._validate_remote_device",
-        ("self", "remote_device", "ds_config"),
-        "compares the ranks' configs before a model is partitioned",
-    ),
-    Seam(
-        _PARAMETERS,
-        "Init._partition_param",
-        ("self", "param", "buffer", "has_been_updated", "free_data"),
-        "provides the write buffer of an updated weight",
-    ),
-    Seam(_PARAMETERS, "Init._ensure_availability_of_partitioned_params", ("self", "params"), "waits for updates"),
-    Seam(_PARAMETERS, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None, "tracks weights held by GatheredParameters"),
-    Seam(_PARAMETERS, "GatheredParameters.__enter__", ("self",), "keeps the values of weights that may be changed"),
-    Seam(_PARAMETERS, "GatheredParameters.__exit__", ("self", "exc"), "notices weights that were changed"),
-    Seam(f"{_RUNTIME}.zero.parameter_offload", "PartitionedParameterCoordinator", None, "replaces the coordinator"),
-    Seam(
-        f"{_RUNTIME}.zero.parameter_offload",
-        "DeepSpeedZeRoOffload._register_deepspeed_module",
-        ("self", "module", "count"),
-        "takes hooks off modules where they have nothing to do, and lighter ones in the places of others",
-    ),
-    Seam(f"{_RUNTIME}.zero.parameter_offload", "FWD_MODULE_STACK", None, "knows the modules that are in forward"),
-    Seam(
-        f"{_RUNTIME}.zero.linear",
-        "LinearFunctionForZeroStage3.forward",
-        ("input", "weight", "bias"),
-        "computes linear layers where there are no gradients",
-    ),
-    Seam(
-        _PARAMETERS,
-        "zero3_linear_wrap",
-        ("input", "weight", "bias"),
-        "computes linear layers where there are no gradients",
-    ),
-    Seam(
-        _COORDINATOR,
-        "PartitionedParameterCoordinator._invalidate_trace",
-        ("self",),
-        "records the order of modules anew",
-    ),
-    Seam(
-        _COORDINATOR,
-        "PartitionedParameterCoordinator.__init__",
-        (
-            "self",
-            "prefetch_bucket_sz",
-            "max_reuse_distance_in_numel",
-            "max_available_parameters_in_numel",
-            "allgather_stream",
-            "inflight_param_registry",
-            "prefetch_nvme",
-            "timers",
-            "zero_quantized_weights",
-            "zero_quantized_nontrainable_weights",
-            "fast_sharding_for_leaf_module",
-            "log_trace_cache_warnings",
+            )
         ),
-        "follows the order of accesses",
+        ("_update_scale(self, has_overflow)", "knows that a step begins"),
+        ("clear_backward_seen_flag(self)", "forgets the gradients of a backward pass that was interrupted"),
+        ("zero_grad(self, set_to_none)", "lets micro-steps begin anew"),
+        ("_get_param_partition_group(self, param)", "accumulates gradients in host memory"),
+        ("_get_param_partition_rank(self, param)", "accumulates gradients in host memory"),
         (
-            "_PartitionedParameterCoordinator__max_n_available_params",
-            "_PartitionedParameterCoordinator__max_ongoing_fetch_events",
-            "_PartitionedParameterCoordinator__n_available_params",
-            "_PartitionedParameterCoordinator__param_order",
-            "_PartitionedParameterCoordinator__param_queue",
-            "_PartitionedParameterCoordinator__prefetch_bucket_sz",
-            "_PartitionedParameterCoordinator__step_id",
-            "_PartitionedParameterCoordinator__submodule_order",
-            "_PartitionedParameterCoordinator__trace_mode",
+            "_offload_grad_partition_at_boundary(self, param, grad_buffer, offload_fp32_gradients, "
+            "offload_fp32_offsets)",
+            "keeps only the norm of a finished gradient",
+        ),
+        ("_get_norm_groups(self)", "computes the norms of all gradients together"),
+        ("_constant_buffered_norm2(self, input, buffer_size)", "computes the norms of all gradients together"),
+        ("_configure_offloading(self, offload_optimizer_config, offload_param_config)", "takes over NVMe offload"),
+        ("_create_param_groups_fp16_flat_cpu_memory(self)", "keeps weights in memory of their exact size"),
+        ("_create_fp32_partitions(self)", "puts master weights into the optimizer tier"),
+        ("initialize_optimizer_states(self)", "avoids a pass over the state"),
+        ("create_reduce_and_remove_grad_hooks(self)", "installs hooks without reading the weights"),
+        ("_prepare_sub_group(self, sub_group_id, timer_names)", "streams chunks instead of sub-groups"),
+        ("unscale_and_clip_grads(self, sub_group_id, total_norm)", "unscales per chunk"),
+        ("_optimizer_step(self, sub_group_id)", "updates chunk by chunk"),
+        ("_reassign_or_swap_out_partitioned_parameters(self, sub_group_id)", "publishes weights per chunk"),
+        ("_release_sub_group(self, sub_group_id, timer_names)", "streams chunks instead of sub-groups"),
+        ("_partitioned_params_swap_out(self, i)", "writes weights back through the weight tier"),
+        ("has_overflow(self, partition_gradients)", "checks gradients without a copy of them"),
+        ("step(self, ...)", "brackets the update"),
+        ("backward_prologue(self)", "marks the start of a backward pass"),
+        ("backward_epilogue(self)", "marks its end"),
+        ("independent_gradient_partition_epilogue(self)", "knows the end of a backward pass"),
+        ("reduce_ready_partitions_and_remove_grads(self, param)", "looks at memory in a backward pass"),
+        ("_partition_all_parameters(self)", "keeps weights in GPU memory gathered"),
+        ("_post_step(self, ...)", "lets ranks agree on an update, and gathers persistent weights at once"),
+        ("_get_fp32_grad_state_partition(self, param, release_swap_buffers)", "reads gradients"),
+        ("set_fp32_grad_for_param(self, value, param)", "replaces gradients"),
+        ("set_local_grad_for_param(self, value, param)", "replaces gradients"),
+        ("update_fp32_grad_for_param_vectorized(self, update_func, param_list)", "replaces gradients"),
+        ("get_fp32_grad_partitions(self)", "reads gradients"),
+        ("_get_fp32_opt_state_partition(self, param, release_swap_buffers, optim_state_key)", "reads state"),
+        ("set_full_hp_param(self, value, param, optim_state_key)", "writes state"),
+        ("set_local_hp_param(self, value, param, optim_state_key)", "writes state"),
+        ("destroy(self)", "closes the engine"),
+    ),
+    *_seams("runtime.zero.utils", Feature.TRAINING, ("get_norm_dtype()", "computes norms as DeepSpeed does")),
+    *_in_stage3(
+        Feature.BUCKETS,
+        ("get_param_comm_dtype(self, param)", "finds a gradient's bucket"),
+        (f"_{_STAGE3}__add_grad_to_ipg_bucket(self, param)", "copies several gradients into their bucket at once"),
+        (
+            f"_{_STAGE3}__reduce_and_partition_ipg_grads(self, communication_data_type)",
+            "copies several gradients into their bucket at once",
+            _private(_STAGE3, "avg_scatter_grads"),
         ),
     ),
-    Seam(
-        _COORDINATOR,
-        "PartitionedParameterCoordinator.fetch_sub_module",
-        ("self", "current_submodule", "forward"),
-        "reads ahead, and reclaims staging buffers",
+    *_in_stage3(
+        Feature.CHECKPOINTS,
+        ("_rigid_state_dict(self)", "saves what CPU offload would save"),
+        ("_rigid_load_state_dict(self, state_dict, load_optimizer_states)", "loads what CPU offload saved"),
+        ("_restore_from_bit16_weights(self)", "refreshes master weights"),
+        ("checkpoint_event_prologue(self)", "reclaims unused weights"),
+        ("checkpoint_event_epilogue(self)", "gathers weights in GPU memory again"),
     ),
-    Seam(
-        _COORDINATOR,
-        "PartitionedParameterCoordinator._fetch_sub_module_impl",
-        ("self", "current_submodule", "forward", "is_leaf"),
-        "gathers a module's weights",
+    *_in_stage3(
+        Feature.UNIVERSAL,
+        ("load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir, ...)", "loads them"),
         (
-            "_PartitionedParameterCoordinator__active_backward_submodules",
-            "_PartitionedParameterCoordinator__inflight_param_registry",
-            "_PartitionedParameterCoordinator__most_recent_step_id_param_fetched_for",
-            "_PartitionedParameterCoordinator__param_queue",
-            "_PartitionedParameterCoordinator__step_id",
+            "load_module_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir, load_from_fp32_weights)",
+            "loads their weights",
         ),
+        ("load_hp_checkpoint_state(self, folder, key, param)", "reads them"),
+        ("_load_global_state_stage3(self, sd)", "loads their scalars"),
     ),
-    Seam(
-        _COORDINATOR,
-        "PartitionedParameterCoordinator.release_sub_module",
-        ("self", "submodule", "forward"),
-        "releases a module's weights",
-        (
-            "_PartitionedParameterCoordinator__active_backward_submodules",
-            "_PartitionedParameterCoordinator__params_to_release",
-        ),
-    ),
-    *(
-        Seam(_COORDINATOR, f"PartitionedParameterCoordinator.{name}", ("self", "sub_module"), "follows the modules")
-        for name in ("trace_prologue", "record_module")
-    ),
-    Seam(
-        _COORDINATOR,
-        "PartitionedParameterCoordinator.reset_step",
-        ("self",),
-        "detects the start of a forward pass, and leaves modules without weights out of their order",
-        ("_PartitionedParameterCoordinator__step_id_module_fetched_for",),
-    ),
-    Seam(_PARAMETERS, "free_param", ("param",), "releases a module's weights"),
-    Seam(_PARAMETERS, "get_allgather_dtype", ("param", "param_ds_tensor"), "gathers the shards of several ranks"),
-    Seam(_COORDINATOR, "iter_params", ("module", "recurse"), "releases all weights"),
-    Seam(f"{_RUNTIME}.compiler", "compile", (), "leaves the compiler alone until Muon needs it"),
-    Seam(
-        _COORDINATOR,
-        "PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params_",
-        ("self", "params", "forward", "quantize"),
-        "has streams wait for the gathers of one rank, instead of the host",
-        (
-            "_PartitionedParameterCoordinator__allgather_stream",
-            "_PartitionedParameterCoordinator__inflight_param_registry",
-        ),
-    ),
-    Seam(
-        _COORDINATOR,
-        "PartitionedParameterCoordinator.release_and_reset_all",
-        ("self", "module"),
-        "waits for the copies of shards before they are updated",
-    ),
-    Seam(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer",
-        ("self",),
-        "allocates the gradient buffer exactly",
-        ("_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",),
-    ),
-    Seam(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3.partition_grads",
-        ("self", "params_to_release", "grad_partitions"),
-        "accumulates gradients in host memory",
-        ("_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",),
-    ),
-    Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._update_scale", ("self", "has_overflow"), "knows that a step begins"),
-    Seam(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3.clear_backward_seen_flag",
-        ("self",),
-        "forgets the gradients of a backward pass that was interrupted",
-    ),
-    Seam(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3.zero_grad",
-        ("self", "set_to_none"),
-        "lets micro-steps begin anew",
-    ),
-    *(
-        Seam(
-            _STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{name}", ("self", "param"), "accumulates gradients in host memory"
-        )
-        for name in ("_get_param_partition_group", "_get_param_partition_rank", "get_param_comm_dtype")
-    ),
-    Seam(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket",
-        ("self", "param"),
-        "copies several gradients into their bucket at once",
-    ),
-    Seam(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
-        ("self", "communication_data_type"),
-        "copies several gradients into their bucket at once",
-        ("_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",),
-    ),
-    Seam(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3._offload_grad_partition_at_boundary",
-        ("self", "param", "grad_buffer", "offload_fp32_gradients", "offload_fp32_offsets"),
-        "keeps only the norm of a finished gradient",
-    ),
-    Seam(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3._get_norm_groups",
-        ("self",),
-        "computes the norms of all gradients together",
-    ),
-    Seam(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2",
-        ("self", "input", "buffer_size"),
-        "computes the norms of all gradients together",
-    ),
-    Seam(f"{_RUNTIME}.zero.utils", "get_norm_dtype", (), "computes the norms of all gradients together"),
-    *(
-        Seam(_STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{name}", ("self", *parameters), purpose)
-        for name, parameters, purpose in (
-            ("_configure_offloading", ("offload_optimizer_config", "offload_param_config"), "takes over NVMe offload"),
-            ("_create_param_groups_fp16_flat_cpu_memory", (), "keeps weights in memory of their exact size"),
-            ("_create_fp32_partitions", (), "puts master weights into the optimizer tier"),
-            ("initialize_optimizer_states", (), "avoids a pass over the state"),
-            ("create_reduce_and_remove_grad_hooks", (), "installs hooks without reading the weights"),
-            ("_prepare_sub_group", ("sub_group_id", "timer_names"), "streams chunks instead of sub-groups"),
-            ("unscale_and_clip_grads", ("sub_group_id", "total_norm"), "unscales per chunk"),
-            ("_optimizer_step", ("sub_group_id",), "updates chunk by chunk"),
-            ("_reassign_or_swap_out_partitioned_parameters", ("sub_group_id",), "publishes weights per chunk"),
-            ("_release_sub_group", ("sub_group_id", "timer_names"), "streams chunks instead of sub-groups"),
-            ("_partitioned_params_swap_out", ("i",), "writes weights back through the weight tier"),
-            ("has_overflow", ("partition_gradients",), "checks gradients without a copy of them"),
-            ("step", ("closure",), "brackets the update"),
-            ("backward_prologue", (), "marks the start of a backward pass in traces"),
-            ("backward_epilogue", (), "marks its end"),
-            ("reduce_ready_partitions_and_remove_grads", ("param",), "looks at memory in a backward pass"),
-            ("_partition_all_parameters", (), "keeps weights in GPU memory gathered"),
-            ("_post_step", ("timer_names",), "lets ranks agree on an update, and gathers persistent weights at once"),
-            ("_get_fp32_grad_state_partition", ("param", "release_swap_buffers"), "reads gradients"),
-            ("set_fp32_grad_for_param", ("value", "param"), "replaces gradients"),
-            ("set_local_grad_for_param", ("value", "param"), "replaces gradients"),
-            ("update_fp32_grad_for_param_vectorized", ("update_func", "param_list"), "replaces gradients"),
-            ("get_fp32_grad_partitions", (), "reads gradients"),
-            ("_get_fp32_opt_state_partition", ("param", "release_swap_buffers", "optim_state_key"), "reads state"),
-            ("set_full_hp_param", ("value", "param", "optim_state_key"), "writes state"),
-            ("set_local_hp_param", ("value", "param", "optim_state_key"), "writes state"),
-            ("_rigid_state_dict", (), "saves what CPU offload would save"),
-            ("_rigid_load_state_dict", ("state_dict", "load_optimizer_states"), "loads what CPU offload saved"),
-            ("_restore_from_bit16_weights", (), "refreshes master weights"),
-            ("load_hp_checkpoint_state_from_checkpoint_dir_stage3", ("checkpoint_dir",), "loads universal checkpoints"),
-            (
-                "load_module_checkpoint_state_from_checkpoint_dir_stage3",
-                ("checkpoint_dir", "load_from_fp32_weights"),
-                "loads the weights of universal checkpoints",
-            ),
-            ("load_hp_checkpoint_state", ("folder", "key", "param"), "reads universal checkpoints"),
-            ("checkpoint_event_prologue", (), "reclaims unused weights"),
-            ("checkpoint_event_epilogue", (), "gathers weights in GPU memory again"),
-            ("destroy", (), "closes the engine"),
-        )
-    ),
-)
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A seam that the installed DeepSpeed does not have as it is needed."""
+
+    seam: Seam
+    problem: str
+
+
+def mismatches(version: str, seams: Iterable[Seam] = SEAMS) -> tuple[Mismatch, ...]:
+    """Where the installed DeepSpeed differs.
+
+    Args:
+        version: of it.
+        seams: to look at, but for those that this version gets from its adapters.
+    """
+    adapted = frozenset().union(*(change.lacks for change in changes_after(version)))
+    found = ((seam, seam.mismatch()) for seam in seams if seam.name not in adapted)
+    return tuple(Mismatch(seam, problem) for seam, problem in found if problem)
+
+
+@functools.cache
+def _installed() -> tuple[Mismatch, ...]:
+    return mismatches(deepspeed_version())
+
+
+def deepspeed_version() -> str:
+    """The version of the installed DeepSpeed."""
+    import deepspeed
+
+    return str(deepspeed.__version__)
+
+
+@functools.cache
+def works(feature: Feature) -> bool:
+    """Whether a feature that can be left to DeepSpeed has its seams in the installed one."""
+    return all(mismatch.seam.feature is not feature for mismatch in _installed())
+
+
+def left_to_deepspeed() -> tuple[str, ...]:
+    """What the installed DeepSpeed does itself, for the log."""
+    features = dict.fromkeys(mismatch.seam.feature for mismatch in _installed())
+    return tuple(feature.value[0] for feature in features if feature.value[0])
+
+
+def require(feature: Feature) -> None:
+    """Called where a feature is asked for by name.
+
+    Raises:
+        SeamError: the installed DeepSpeed differs where it plugs in.
+    """
+    for mismatch in _installed():
+        if mismatch.seam.feature is feature:
+            raise _error(mismatch)
+
+
+def verify_seams() -> None:
+    """Checks the installed DeepSpeed, before anything is imported that depends on its version.
+
+    Raises:
+        SeamError: it is older than the oldest supported one, or a seam that training needs is missing or has another
+            signature; names it, the version and the nearest one that is tested.
+    """
+    version = deepspeed_version()
+    if precedes(version, OLDEST):
+        raise SeamError(f"DeepSpeed {version} is older than what TenCache works with ({SUPPORTED}). {_remedy(version)}")
+    for mismatch in _installed():
+        if mismatch.seam.feature.essential:
+            raise _error(mismatch)
+
+
+def _error(mismatch: Mismatch) -> SeamError:
+    seam, version = mismatch.seam, deepspeed_version()
+    return SeamError(
+        f"DeepSpeed {version} differs at {seam.name}, which TenCache needs for {seam.feature.group} "
+        f"({seam.purpose}): {mismatch.problem}. {_remedy(version)}"
+    )
+
+
+def _remedy(version: str) -> str:
+    return (
+        f"TenCache was tested with DeepSpeed {', '.join(TESTED)}: install the nearest one (pip install "
+        f'deepspeed=={nearest(version)}), or remove "offload_engine": "tencache" from the DeepSpeed config to run '
+        "without TenCache."
+    )
 
 
 def warn_of_version(version: str, rank: int) -> None:
     """Says on rank 0 that a DeepSpeed is not one of those that TenCache declares, though every seam is as expected."""
-    try:
-        is_supported = SpecifierSet(SUPPORTED_VERSIONS).contains(version, prereleases=True)
-    except InvalidVersion:
-        is_supported = False
-    if not is_supported and rank == 0:
+    if not is_supported(version) and rank == 0:
         logger.warning(
             "DeepSpeed %s is outside the range that TenCache is tested with (%s). All signatures that it "
             "depends on are as expected, but the code behind them may have changed, and the results of training with "
             "it: install deepspeed==%s, or first compare some steps with those of DeepSpeed's own CPU offload.",
             version,
-            SUPPORTED_VERSIONS,
-            TESTED_VERSIONS[-1],
+            SUPPORTED,
+            nearest(version),
         )
-
-
-def verify_seams() -> None:
-    """Checks every seam against the installed DeepSpeed, before anything is replaced.
-
-    Raises:
-        SeamError: a seam is missing or has another signature; names it and the version.
-    """
-    for seam in SEAMS:
-        target = _undecorated(seam.resolve())
-        if seam.parameters is not None:
-            parameters = tuple(inspect.signature(target).parameters)
-            if parameters != seam.parameters:
-                raise SeamError(_mismatch(seam, f"its parameters are {parameters}, expected {seam.parameters}"))
-        for name in seam.uses:
-            if name not in _names(target):
-                raise SeamError(_mismatch(seam, f"it does not use {name!r}"))
 
 
 def _undecorated(target: Any) -> Any:
@@ -462,13 +507,3 @@ def _undecorated(target: Any) -> Any:
 def _names(function: Callable[..., Any]) -> set[str]:
     code = function.__code__
     return {*code.co_names, *code.co_freevars, *code.co_varnames}
-
-
-def _mismatch(seam: Seam, what: str) -> str:
-    import deepspeed
-
-    return (
-        f"DeepSpeed {deepspeed.__version__} differs at {seam.name} ({seam.purpose}): {what}. TenCache was tested with "
-        f"DeepSpeed {', '.join(TESTED_VERSIONS)}: install that version, or remove "
-        '"offload_engine": "tencache" from the DeepSpeed config to run without TenCache.'
-    )

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from tencache_ds.errors import TenCacheError
+from tencache_ds.integration.adapters.installed import ZeroOptimizer
+from tencache_ds.integration.adapters.installed import calls as deepspeed_calls
 from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunked_step import guarding_weights, refuse_void_state_dict, unguard_weights
@@ -57,7 +58,7 @@ class TenCacheZeroOptimizer_Stage3(
     StateAccessMixin,
     GradientBucketsMixin,
     GradientNormsMixin,
-    DeepSpeedZeroOptimizer_Stage3,
+    ZeroOptimizer,
 ):
     """``DeepSpeedZeroOptimizer_Stage3`` with weights, gradients and optimizer state in TenCache's tiers."""
 
@@ -118,13 +119,13 @@ class TenCacheZeroOptimizer_Stage3(
         if self._gradients is None:
             return super().partition_grads(params_to_release, grad_partitions)
         self._chunked_step.wait_for_gradients(params_to_release)
-        accelerator, last = get_accelerator(), self.is_gradient_accumulation_boundary()
+        accelerator, last = get_accelerator(), self.at_boundary()
         stream = None if accelerator.is_synchronized_device() else accelerator.current_stream()
         rank = self._get_param_partition_rank(params_to_release[0])  # a bucket has one process group
         buffers = []
         for param, partition in zip(params_to_release, grad_partitions, strict=False):
             if param.partition_numel() * rank < param.ds_numel:
-                self._offload_boundary_param_ids.add(param.ds_id)
+                self.note_reduced(param)
                 accumulated = self._gradients.accumulate(param.ds_id, partition, first=self.micro_step_id == 0)
                 buffers.append(self._gradients.segment(param.ds_id)[: partition.numel()])
                 if last:
@@ -136,22 +137,15 @@ class TenCacheZeroOptimizer_Stage3(
             param.grad = None
         return buffers
 
-    def clear_backward_seen_flag(self) -> None:
-        """A forward pass begins."""
-        if self._backward_hook_state.backward_active_depth > 0:
-            self._forget_interrupted_backward()
-        super().clear_backward_seen_flag()
-
-    def _forget_interrupted_backward(self) -> None:
+    def forget_interrupted_backward(self) -> None:
         """Gradients on their way into the buffer when an exception ended a backward pass are not of the next one. What
         has been added to those of earlier micro-steps cannot be taken out again."""
-        for bucket in self.ipg_buckets.values():
-            bucket.clear_params()
+        self.empty_buckets()
         self._collected, self._collected_numel = [], 0
         for param in itertools.chain.from_iterable(self.fp16_groups):
             param.grad = None
         self.params_already_reduced = dict.fromkeys(self.params_already_reduced, False)
-        self._backward_hook_state.backward_active_depth = 0
+        self.end_backward()
         self._gradients_mixed |= self._adds_gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -404,7 +398,7 @@ class TenCacheZeroOptimizer_Stage3(
     def _forget_passes(self) -> None:
         """What passes before a load have left of their micro-steps, where it cannot be used: as in an engine that has
         just been built, the next one is the first of a step."""
-        self._forget_interrupted_backward()
+        self.forget_interrupted_backward()
         self.zero_grad()
         if self._gradients is not None:
             self._gradients.end_step()
@@ -412,8 +406,7 @@ class TenCacheZeroOptimizer_Stage3(
             self.reset_cpu_buffers()
         deepspeed_engine = self._deepspeed_engine()
         if deepspeed_engine is not None:
-            deepspeed_engine.micro_steps = 0
-            deepspeed_engine._running_engine_step = False
+            deepspeed_calls.forget_micro_steps(deepspeed_engine)
 
     def _require_engine(self) -> Session:
         """The session, with the last step over.

@@ -201,9 +201,7 @@ class BuildingMixin:
         self.initialize_optimizer_states()
         dist.barrier()
         if self.contiguous_gradients:
-            for dtype, bucket in self.ipg_buckets.items():
-                device = get_accelerator().current_device_name()
-                bucket.buffer = empty(self.reduce_bucket_size, dtype, device)
+            self.allocate_buckets(self.reduce_bucket_size)
         self._updater = SubGroupUpdater(
             self.optimizer,
             self._state,

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.integration.module_hooks import Hooks, unchanged
-from tencache_ds.integration.module_weights import params_of
+from tencache_ds.integration.module_weights import n_user_gathers, params_of
 from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.planning.patience import Patience
 
@@ -402,5 +402,5 @@ def _hook_dicts(module: torch.nn.Module) -> tuple[Hooks, Hooks]:
 
 def is_free(param: Any) -> bool:
     """Whether no module, gather or user has a parameter now."""
-    held = getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) or param.ds_active_sub_modules
+    held = n_user_gathers(param) or param.ds_active_sub_modules
     return not held and param.ds_status is not ZeroParamStatus.INFLIGHT

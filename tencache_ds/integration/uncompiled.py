@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from deepspeed.runtime.compiler import lazy_disable
+import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """A function that the compiler neither traces nor looks into; a decorator too. It costs a microsecond a call."""
-    return cast(Function, lazy_disable(function))
+    """A function that the compiler neither traces nor looks into; a decorator too. It costs a microsecond a call, and
+    does not import the compiler, as ``torch.compiler.disable`` would."""
+    return cast(Function, torch._disable_dynamo(function))

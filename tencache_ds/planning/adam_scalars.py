@@ -44,9 +44,14 @@ class BetaPowers:
         betas: of the last step.
         step: the last one.
         pow_step: the step of the last ``pow``; 0 if the powers have been multiplied up from the first step.
+        pow_when_repeated: whether it also calls ``pow`` for the second sub-group of a step and those after it, as
+            DeepSpeed's op did before it was told a step from its repetition.
     """
 
-    def __init__(self, betas: tuple[float, float], step: int = 0, pow_step: int = 0) -> None:
+    def __init__(
+        self, betas: tuple[float, float], step: int = 0, pow_step: int = 0, *, pow_when_repeated: bool = False
+    ) -> None:
+        self._pow_when_repeated = pow_when_repeated
         self.betas = single(betas)
         """Of the last step, in single precision."""
         self.step = step
@@ -58,12 +63,15 @@ class BetaPowers:
         self._powers = _multiplied(first, self.betas[0], n_multiplied), _multiplied(second, self.betas[1], n_multiplied)
 
     def at(self, step: int, betas: tuple[float, float]) -> tuple[np.float32, np.float32]:
-        """The powers of optimizer step ``step``, counted from 1, with the betas of the parameters to be updated."""
+        """The powers of optimizer step ``step``, counted from 1, with the betas of the parameters to be updated. Called
+        once for each sub-group.
+        """
         wanted = single(betas)
-        if wanted != self.betas or step - self.step not in (0, 1):
+        repeated = step == self.step
+        if wanted != self.betas or step - self.step not in (0, 1) or (repeated and self._pow_when_repeated):
             self.betas, self.pow_step = wanted, step
             self._powers = _raised(wanted, step)
-        elif step != self.step:
+        elif not repeated:
             self._powers = (self._powers[0] * wanted[0], self._powers[1] * wanted[1])
         self.step = step
         return self._powers

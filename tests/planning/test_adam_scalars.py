@@ -53,6 +53,19 @@ def test_all_sub_groups_of_a_step_have_the_same_powers() -> None:
     assert powers.at(10, BETAS) == powers.at(10, BETAS) == straight(10).at(10, BETAS)
 
 
+def test_of_a_repeated_step_the_first_is_multiplied_and_the_others_are_not() -> None:
+    """What DeepSpeed's op did before 0.19, which took a step for a jump when the second sub-group came with it."""
+    powers = BetaPowers(BETAS, pow_when_repeated=True)
+    singles = [np.float32(beta) for beta in BETAS]
+    raised = [tuple(np.float32(float(beta) ** step) for beta in singles) for step in range(40)]
+    for step in range(1, 40):
+        multiplied = tuple(power * beta for power, beta in zip(raised[step - 1], singles, strict=True))
+        assert [powers.at(step, BETAS) for _ in range(3)] == [multiplied, raised[step], raised[step]]
+    assert any(raised[step][1] != raised[step - 1][1] * singles[1] for step in range(1, 40)), "they never differ"
+    resumed = BetaPowers(**powers.state_dict(), pow_when_repeated=True)
+    assert resumed.at(40, BETAS) == powers.at(40, BETAS)
+
+
 def test_other_betas_take_the_power_function_as_in_deepspeed() -> None:
     powers, other = straight(7), (0.8, 0.99)
     expected = tuple(np.float32(float(np.float32(beta)) ** 7) for beta in other)

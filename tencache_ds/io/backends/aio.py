@@ -79,6 +79,11 @@ class AioBackend(PosixBackend):
         if queue_depth < 1:
             raise ConfigError(f"aio.queue_depth must be at least 1, not {queue_depth}")
         op = load_async_io()
+        if not hasattr(op.aio_handle, "is_pinned"):
+            raise ConfigError(
+                "the async_io op of this DeepSpeed does not tell which buffers it takes without a copy: set "
+                '"io_backend": "native" or "posix", or install a newer DeepSpeed'
+            )
         _check_kernel_limit(n_lanes * _N_CONTEXTS_PER_HANDLE * queue_depth)
         self._handles: list[Any] = [
             op.aio_handle(block_nbytes, queue_depth, single_submit, overlap_events, 1) for _ in range(n_lanes)
