@@ -22,7 +22,6 @@ import torch
 import training
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import checkpoint
 
 import tencache_ds
 from tencache_ds.errors import InplaceChangeError, StorageError
@@ -34,44 +33,7 @@ ACT_AT = 3
 """The step in which a case does what it is about."""
 
 
-class Residual(models.Mlp):
-    """Layers with dropout, views and an operation in place, under one kind of checkpointing or none."""
-
-    def __init__(self, checkpointing: str = "") -> None:
-        super().__init__(width=256, depth=5)
-        self.checkpointing = checkpointing
-        self.breaks = ""
-
-    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        x = torch.randn(32, self.width, generator=generator)
-        return x, x.roll(1, dims=1)
-
-    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        left, right = torch.tanh(layer(x)).chunk(2, dim=1)
-        mixed = nn.functional.dropout(torch.cat((right.t().contiguous().t(), left), dim=1), 0.1)
-        return nn.functional.leaky_relu(x + mixed, 0.3, inplace=True)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        import deepspeed
-
-        x = x.to(self.layers[0].weight.dtype).requires_grad_()
-        for index, layer in enumerate(self.layers):
-            if self.breaks == "exception" and index == 3:
-                raise ZeroDivisionError
-            if self.checkpointing == "deepspeed":
-                x = deepspeed.checkpointing.checkpoint(lambda h, layer=layer: self.block(layer, h), x)
-            elif self.checkpointing:
-                x = checkpoint(self.block, layer, x, use_reentrant=self.checkpointing == "reentrant")
-            else:
-                x = self.block(layer, x)
-            if self.breaks == "inplace" and index == 2:
-                scaled = torch.sigmoid(x)
-                x = x + scaled
-                scaled.mul_(2)
-        return nn.functional.mse_loss(x.float(), y.float().to(x.device))
-
-
-class Transforms(Residual):
+class Transforms(models.Residual):
     """Function transforms in the forward pass, which torch refuses under hooks for saved tensors."""
 
     def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -88,10 +50,6 @@ class Transforms(Residual):
 models.MODELS |= {
     "transforms": Transforms,
     "transforms_reentrant": lambda: Transforms("reentrant"),
-    "residual": Residual,
-    "residual_reentrant": lambda: Residual("reentrant"),
-    "residual_nonreentrant": lambda: Residual("nonreentrant"),
-    "residual_deepspeed": lambda: Residual("deepspeed"),
 }
 
 

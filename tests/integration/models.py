@@ -8,6 +8,7 @@ from collections.abc import Callable
 import architectures
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Mlp(nn.Module):
@@ -126,6 +127,43 @@ class MoeLeaf(nn.Module):
         return nn.functional.mse_loss(x.float(), y.float().to(x.device))
 
 
+class Residual(Mlp):
+    """Layers with dropout, views and an operation in place, under one kind of checkpointing or none."""
+
+    def __init__(self, checkpointing: str = "") -> None:
+        super().__init__(width=256, depth=5)
+        self.checkpointing = checkpointing
+        self.breaks = ""
+
+    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        x = torch.randn(32, self.width, generator=generator)
+        return x, x.roll(1, dims=1)
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        left, right = torch.tanh(layer(x)).chunk(2, dim=1)
+        mixed = nn.functional.dropout(torch.cat((right.t().contiguous().t(), left), dim=1), 0.1)
+        return nn.functional.leaky_relu(x + mixed, 0.3, inplace=True)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        import deepspeed
+
+        x = x.to(self.layers[0].weight.dtype).requires_grad_()
+        for index, layer in enumerate(self.layers):
+            if self.breaks == "exception" and index == 3:
+                raise ZeroDivisionError
+            if self.checkpointing == "deepspeed":
+                x = deepspeed.checkpointing.checkpoint(lambda h, layer=layer: self.block(layer, h), x)
+            elif self.checkpointing:
+                x = checkpoint(self.block, layer, x, use_reentrant=self.checkpointing == "reentrant")
+            else:
+                x = self.block(layer, x)
+            if self.breaks == "inplace" and index == 2:
+                scaled = torch.sigmoid(x)
+                x = x + scaled
+                scaled.mul_(2)
+        return nn.functional.mse_loss(x.float(), y.float().to(x.device))
+
+
 class HuggingFace(nn.Module):
     """A causal language model of transformers, made from a config (nothing is downloaded)."""
 
@@ -197,6 +235,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "external": External,
     "moe_leaf": MoeLeaf,
+    "residual": Residual,
+    "residual_reentrant": lambda: Residual("reentrant"),
+    "residual_nonreentrant": lambda: Residual("nonreentrant"),
+    "residual_deepspeed": lambda: Residual("deepspeed"),
     "llama": lambda: HuggingFace("llama"),
     "llama_reentrant": lambda: HuggingFace("llama", checkpointing="reentrant"),
     "llama_nonreentrant": lambda: HuggingFace("llama", checkpointing="nonreentrant"),
