@@ -16,6 +16,7 @@ from unittest import mock
 import checkpoint_cases
 import torch
 import training
+from deepspeed.accelerator import get_accelerator
 
 
 def hold_gathered(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
@@ -76,6 +77,15 @@ def make_universal(case: dict[str, Any], engine_name: str, folder: str, rank: in
     return {}
 
 
+def checkpoint_with_deepspeed(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """DeepSpeed's own activation checkpointing. Before 0.19.8 it makes a stream without a use, and a CPU has none."""
+    accelerator = get_accelerator()
+    if not accelerator.is_synchronized_device():
+        return training.run_case(case, engine_name, folder, rank)
+    with mock.patch.object(type(accelerator), "Stream", staticmethod(lambda device: None)):
+        return training.run_case(case, engine_name, folder, rank)
+
+
 def fail_a_step(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     """A step that fails half-way, everything that is tried then, and training from the checkpoint before it."""
     if engine_name == "stock":
@@ -91,6 +101,7 @@ ACTIONS: dict[str, Callable[[dict[str, Any], str, str, int], dict[str, Any]]] = 
     "load": checkpoint_cases.run,
     "hold_gathered": hold_gathered,
     "make_universal": make_universal,
+    "checkpoint_with_deepspeed": checkpoint_with_deepspeed,
     "fail_a_step": fail_a_step,
 }
 
@@ -100,7 +111,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
 
 
 def writes_no_files(case: dict[str, Any]) -> bool:
-    return case["action"] in ("train", "hold_gathered", "fail_a_step")
+    return case["action"] not in ("save", "load", "make_universal")
 
 
 if __name__ == "__main__":

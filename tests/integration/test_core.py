@@ -34,7 +34,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "lora": {"model": "llama", "lora": True},
     "checkpointing_nonreentrant": {"model": "llama_nonreentrant"},
     "checkpointing_reentrant": {"model": "llama_reentrant"},
-    "checkpointing_of_deepspeed": {"model": "residual_deepspeed"},
+    "checkpointing_of_deepspeed": {"model": "residual_deepspeed", "action": "checkpoint_with_deepspeed"},
     "moe_leaf": {"model": "moe_leaf"},
 }
 COMMON = {"action": "train", "weights": True, "steps": 6}
@@ -144,13 +144,18 @@ def test_weights_held_gathered_over_steps(core: Any, place: str, record: Callabl
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_checkpoint_resumes_exactly_whoever_saved_it(core: Any, name: str, record: Callable[[Any], None]) -> None:
+    """With TenCache. Stock does not know from which step Adam's powers were multiplied up: its own resume is not exact
+    where that shows, but the same from either checkpoint.
+    """
     for rank in core.ranks:
         uninterrupted = core.result(f"save_{name}", "stock", rank)
-        assert core.result(f"save_{name}", "tencache", rank)["losses"] == uninterrupted["losses"]
-        for saver, loader in PAIRS:
-            resumed = core.result(f"load_{name}_of_{saver}", loader, rank)
+        assert core.result(f"save_{name}", "tencache", rank) == uninterrupted
+        for saver in ENGINES:
+            resumed = core.result(f"load_{name}_of_{saver}", "tencache", rank)
             for what in ("losses", "final_weights"):
-                assert resumed[what] == uninterrupted[what], f"{what}: saved by {saver}, loaded by {loader}"
+                assert resumed[what] == uninterrupted[what], f"{what} of {saver}'s checkpoint"
+        of_stock, of_tencache = (core.result(f"load_{name}_of_{saver}", "stock", rank) for saver in ENGINES)
+        assert of_tencache == of_stock
     record(uninterrupted)
 
 
