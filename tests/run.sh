@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # All checks in one command: sets everything up, lints, checks types, builds DeepSpeed's operators, runs the tests.
 # Arguments go to pytest: paths there replace the whole of tests/. TENCACHE_TEST_WORKERS sets how many tests run at a time.
+# Without arguments the exactness core follows on other DeepSpeed versions: TENCACHE_TEST_LINES has the arguments of
+# .ci/lines.py (by default --oldest; empty: none).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../.ci/environment.sh"
 cd "$TENCACHE_ROOT"
@@ -40,4 +42,10 @@ else
     workers="${TENCACHE_TEST_WORKERS:-0}" # tests on one GPU measure and fill its memory: one at a time
 fi
 # Without the option pytest-xdist begins with the files of most tests, and a few long ones come last.
-exec python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "${ordered[@]}" "$@"
+python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "${ordered[@]}" "$@"
+
+lines="${TENCACHE_TEST_LINES---oldest}"
+if [ $# = 0 ] && [ -n "$lines" ] && [ "${DS_ACCELERATOR:-}" = cpu ]; then
+    # shellcheck disable=SC2086 # several words
+    python .ci/lines.py $lines
+fi
