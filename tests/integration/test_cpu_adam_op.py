@@ -16,6 +16,7 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tencache_ds.integration.adapters import installed
 from tencache_ds.integration.cpu_adam_op import LazyCpuAdam, ProcessorInfo, loaded_when_needed
 from tencache_ds.planning.adam_scalars import BetaPowers
 from tencache_ds.profiling.processor import processor_field
@@ -72,12 +73,12 @@ def test_a_resumed_op_updates_as_one_that_never_stopped(calls: Any, when: int, e
         resumed.ds_opt_adam.adam_update(resumed.opt_id, 3, 1e-3, *BETAS[1], *OPTIONS, *[torch.ones(1)] * 4)
     stand_in = LazyCpuAdam.of(resumed)
     assert LazyCpuAdam.of(resumed) is stand_in
-    powers = BetaPowers(BETAS[0])
+    powers = BetaPowers(BETAS[0], pow_when_repeated=installed.calls.pow_when_repeated)
     generator = torch.Generator().manual_seed(0)
     state = [torch.randn(40, generator=generator).abs() for _ in range(4)]
     for index, (step, betas) in enumerate([*steps_of(calls), (60, BETAS[0]), (61, BETAS[0]), (62, BETAS[0])]):
         if index == when:
-            stand_in.powers = BetaPowers(**powers.state_dict())
+            stand_in.powers = BetaPowers(**powers.state_dict(), pow_when_repeated=installed.calls.pow_when_repeated)
         powers.at(step, betas)
         expected, actual = ([tensor.clone() for tensor in state] for _ in range(2))
         op.adam_update(990, step, 1e-3, *betas, *OPTIONS, *expected)
