@@ -11,14 +11,17 @@ import math
 import os
 import statistics
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from tencache_ds.planning.bound import STATE_NBYTES
 from tencache_ds.profiling.hardware import Hardware
+from tencache_ds.str_enum import StrEnum
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Record(BaseModel):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, field_validator
@@ -18,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from tencache_ds.errors import ConfigError
 from tencache_ds.keys import OPTIONS_KEY
 from tencache_ds.spelling import did_you_mean
+from tencache_ds.str_enum import StrEnum
 
 _UNITS = {
     "": 1,

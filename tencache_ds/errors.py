@@ -7,8 +7,13 @@ Each one names what is wrong and the remedy. Catching :class:`TenCacheError` cat
 from __future__ import annotations
 
 import copy
+import sys
+import warnings
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class TenCacheError(Exception):
@@ -122,3 +127,20 @@ class VoidStepError(TenCacheError, RuntimeError):
 class InplaceChangeError(TenCacheError, RuntimeError):
     """A tensor that backward needs was modified in place after the forward pass had saved it; autograd raises a
     ``RuntimeError`` for the same reason: names the tensor and both versions."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note, which Python prints below the error. Python 3.10 prints none: there the message ends with it, and
+    where an error has no message that could be changed, a warning says it."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+        return
+    error.__notes__ = [*getattr(error, "__notes__", ()), note]
+    for index, argument in enumerate(error.args):
+        if isinstance(argument, str):
+            text = f"{argument}\n{note}"
+            error.args = (*error.args[:index], text, *error.args[index + 1 :])
+            if isinstance(error, OSError) and error.strerror == argument:  # which its message is made of
+                error.strerror = text
+            return
+    warnings.warn(note, stacklevel=2)

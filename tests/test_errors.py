@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import errno
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -18,6 +20,7 @@ from tencache_ds.errors import (
     SpaceError,
     StorageError,
     TenCacheError,
+    add_note,
 )
 
 STORAGE_ERRORS = [StorageError, CorruptionError, SpaceError]
@@ -74,13 +77,40 @@ def test_a_storage_error_without_errno_or_tag_does_not_mention_them():
 @pytest.mark.parametrize("copied", [lambda error: pickle.loads(pickle.dumps(error)), StorageError.copied])
 def test_a_storage_error_survives_copying(kind, copied):
     error = kind("read", "/scratch/weights.bin", 8192, 4096, "Input/output error", errno=errno.EIO, tag="a")
-    error.add_note("a remedy")
+    add_note(error, "a remedy")
     again = copied(error)
     assert again is not error
     assert (type(again), str(again), again.args, again.errno) == (kind, str(error), error.args, errno.EIO)
     assert vars(again) == vars(error)
-    again.add_note("another one")
+    add_note(again, "another one")
     assert error.__notes__ == ["a remedy"]
+
+
+NOTED = {
+    "ours": "TenCacheError('what is wrong')",
+    "storage": "StorageError('read', '/scratch/w.bin', 0, 1, 'what is wrong')",
+    "a copy": "pickle.loads(pickle.dumps(noted(StorageError('read', '/scratch/w.bin', 0, 1, 'what is wrong'))))",
+    "of the system": "OSError(28, 'what is wrong', '/scratch/w.bin')",
+    "of no text": "ValueError(b'what is wrong')",
+}
+
+
+@pytest.mark.parametrize("made", NOTED.values(), ids=NOTED)
+def test_a_note_reaches_the_user(made: str) -> None:
+    """On Python 3.10 as well, where the interpreter prints no notes."""
+    lines = [
+        "import pickle, warnings",
+        "from tencache_ds.errors import StorageError, TenCacheError, add_note",
+        "def noted(error):",
+        "    add_note(error, 'a remedy')",
+        "    return error",
+        f"error = {made}",
+        "raise error if hasattr(error, '__notes__') else noted(error)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.count("a remedy") == 1
+    assert "what is wrong" in done.stderr
 
 
 def test_a_copied_error_keeps_its_reason_and_not_its_traceback():

@@ -154,7 +154,7 @@ def test_the_variables_that_switch_it_on_and_off(value, on):
 
 PARSE = """
 import importlib.abc, sys
-import torch, deepspeed
+import tencache_ds, torch, deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
 
 class Broken(importlib.abc.MetaPathFinder):

@@ -191,7 +191,7 @@ def file_of(folder: Path, stem: str, kind: str) -> Path:
 
 def now() -> str:
     """ISO 8601, UTC."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def last_error(log: str) -> str:

@@ -8,11 +8,12 @@ figure that was not measured is NaN.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+
+from tencache_ds.str_enum import StrEnum
 
 from ..record import Benchmark, Caps, Configuration, DeviceProfile, Memory, Placement, Run, Step
 from .text import gib, plain

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def measure_path(folder: Path, seconds: float, advance: Callable[[float], None] 
         warnings.append(f'"io_backend": "auto" selects {backend} here: {reason}')
     return PathResult(
         path=str(folder),
-        measured_at=datetime.now(UTC).replace(microsecond=0),
+        measured_at=datetime.now(timezone.utc).replace(microsecond=0),
         seconds=seconds,
         filesystem=system.kind,
         device=device.name if device is not None else "",

@@ -31,7 +31,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from tencache_ds.errors import CheckpointError
+from tencache_ds.errors import CheckpointError, add_note
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.checkpoint import CheckpointMixin, StateKey
 from tencache_ds.integration.watched_shards import values_of
@@ -233,7 +233,7 @@ class CheckpointSave:
                 f"the checkpoint was not saved: {ranks} could not write their part; see the error there. "
                 '"latest" still names the previous checkpoint, and training can continue from here'
             )
-        self._error.add_note('The checkpoint was not saved; "latest" still names the previous one.')
+        add_note(self._error, 'The checkpoint was not saved; "latest" still names the previous one.')
         raise self._error
 
     def _keep_latest(self) -> None:

@@ -64,7 +64,9 @@ def hook_config_module(module: ModuleType) -> None:
             activate()
         except Exception as error:
             if choice.by_environment:  # the messages speak of a key that this config does not have
-                error.add_note(_NOTE)
+                from tencache_ds.errors import add_note
+
+                add_note(error, _NOTE)
             raise
         setattr(self, REASON_ATTRIBUTE, f"{ENABLE_VARIABLE} is set" if choice.by_environment else "")
 

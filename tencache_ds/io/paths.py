@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tencache_ds.errors import SpaceError, StorageError
+from tencache_ds.errors import SpaceError, StorageError, add_note
 from tencache_ds.io.backends.protocol import StorageBackend
 from tencache_ds.io.backends.ticket import StorageCancelledError
 from tencache_ds.io.former_scratch import warn_of_former_leftovers
@@ -178,7 +178,7 @@ class NvmePaths:
             return
         for path in self.paths:
             if os.path.dirname(error.path) == path.scratch.folder:
-                error.add_note(what_was_on(path.root, path.contents()))
+                add_note(error, what_was_on(path.root, path.contents()))
 
     def close(self) -> None:
         """Closes all stores and backends, even if one of them raises."""

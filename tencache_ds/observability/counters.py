@@ -7,7 +7,6 @@ user gets from ``tencache_ds.stats(engine)``.
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
 from collections.abc import Iterator
@@ -16,9 +15,10 @@ from dataclasses import dataclass, field
 
 from tencache_ds.observability.paths import PathStats
 from tencache_ds.observability.spans import Category, span
+from tencache_ds.str_enum import StrEnum
 
 
-class Link(enum.StrEnum):
+class Link(StrEnum):
     """A path that bytes move over."""
 
     NVME_READ = "nvme_read"
@@ -27,7 +27,7 @@ class Link(enum.StrEnum):
     D2H = "d2h"
 
 
-class Stall(enum.StrEnum):
+class Stall(StrEnum):
     """Why a training thread stood still."""
 
     WEIGHT_READ = "weight_read"
@@ -52,7 +52,7 @@ class Stall(enum.StrEnum):
     """An activation had to be saved, but NVMe had not yet written those before it."""
 
 
-class Access(enum.StrEnum):
+class Access(StrEnum):
     """The place of a weight when training requested it."""
 
     RESIDENT = "resident"
@@ -68,7 +68,7 @@ class Access(enum.StrEnum):
     """Not requested before: read while the training waited."""
 
 
-class Event(enum.StrEnum):
+class Event(StrEnum):
     """Things worth counting that should be rare."""
 
     DIVERGENCE = "divergence"

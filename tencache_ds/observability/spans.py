@@ -9,7 +9,6 @@ also an NVTX range. There is one recorder per process: threads, drives and cores
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
 import threading
 import time
@@ -18,13 +17,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tencache_ds.str_enum import StrEnum
+
 MAX_SPANS = 200_000
 """Spans that a recorder keeps, about 60 MB. Those that come later are counted and dropped."""
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
 
 
-class Category(enum.StrEnum):
+class Category(StrEnum):
     """What a span is about. Its exclusive time on the training thread is attributed accordingly."""
 
     PHASE = "phase"

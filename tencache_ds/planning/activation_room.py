@@ -17,11 +17,11 @@ everything stays again, and twice as many if that was wrong.
 from __future__ import annotations
 
 import math
-from enum import StrEnum
 
 from tencache_ds.items import GpuUsage
 from tencache_ds.planning.look import pause_s
 from tencache_ds.planning.patience import Patience
+from tencache_ds.str_enum import StrEnum
 
 UNKNOWN_SHARE = 0.125
 """Of the memory that is free when a pass begins: what it may take before its activations move, if nothing is known."""

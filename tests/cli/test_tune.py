@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def result(path: Path, **changes: Any) -> PathResult:
     settings = tencache_grid("native")[0]
     values: dict[str, Any] = {
         "path": str(path),
-        "measured_at": datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
+        "measured_at": datetime(2026, 1, 2, 3, 4, tzinfo=timezone.utc),
         "seconds": 10.0,
         "filesystem": "ext4",
         "device": "Fast 1",

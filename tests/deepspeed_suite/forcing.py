@@ -10,9 +10,10 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from tencache_ds.str_enum import StrEnum
 
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_param", "offload_optimizer")

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
+from tencache_ds.str_enum import StrEnum
 from tests.deepspeed_suite.forcing import Mode, Seen, changes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 class Outcome(StrEnum):

@@ -149,8 +149,7 @@ class Saver:
 
 
 def digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def undisturbed(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:

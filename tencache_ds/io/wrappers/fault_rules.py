@@ -22,17 +22,17 @@ The single word ``none`` installs the wrapper without a rule, for :meth:`.faults
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from tencache_ds.errors import ConfigError
 from tencache_ds.io.backends.ticket import Operation
 from tencache_ds.keys import FAULTS_VARIABLE
+from tencache_ds.str_enum import StrEnum
 
 VARIABLE = FAULTS_VARIABLE
 
 
-class Kind(enum.StrEnum):
+class Kind(StrEnum):
     """The fault of a request; see the module's table."""
 
     eio = "eio"
