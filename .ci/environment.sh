@@ -31,8 +31,8 @@ install_system_packages() {
         fail "apt-get could not install: $*"
 }
 
-python_is_usable() { # can run the package: 3.11 or later
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+python_is_usable() { # can run the package: 3.10 or later
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
 }
 
 python_has_headers() { # with which DeepSpeed's operators are compiled
@@ -42,17 +42,16 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
 
 find_python() {
     local name
-    for name in python3 python3.13 python3.12 python3.11 python; do
+    for name in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do
         if command -v "$name" >/dev/null && python_is_usable "$name"; then command -v "$name"; return 0; fi
     done
     return 1
 }
 
-system_python() { # the oldest name of a fitting Python in this release of Debian or Ubuntu; nothing if it has none
+system_python() { # the name of a fitting Python in this release of Debian or Ubuntu; nothing if it has none
     local ID="" VERSION_ID=""
     [ -r /etc/os-release ] && . /etc/os-release
     case "$ID:$VERSION_ID" in
-        ubuntu:22.*) echo python3.11 ;;
         debian:9 | debian:10 | debian:11 | ubuntu:1* | ubuntu:20.* | ubuntu:21.*) return 1 ;;
         *) echo python3 ;;
     esac
@@ -76,26 +75,33 @@ system_packages_missing() { # one name per line; $1 is the Python that will be u
 
 has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
 
-installed_torch() { # prints the version of a torch that the package accepts (2.5 or later), if there is one
+installed_torch() { # prints the version of a torch that the package accepts (2.4 or later), if there is one
     "$1" - <<'PY' 2>/dev/null
 from importlib.metadata import version
 found = version("torch")
-if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) >= (2, 5):
+if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) >= (2, 4):
     print(found)
 PY
 }
 
 requirements_met() { # everything the package and the extras require is installed already
     "$1" - "$TENCACHE_ROOT/pyproject.toml" "$TENCACHE_EXTRAS" <<'PY' 2>/dev/null
-import sys, tomllib
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pip._vendor.packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
 
 project = tomllib.load(open(sys.argv[1], "rb"))
 wanted = project["project"]["dependencies"] + project["build-system"]["requires"]
 for extra in filter(None, sys.argv[2].split(",")):
     wanted += project["project"]["optional-dependencies"][extra]
 for requirement in map(Requirement, wanted):
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        continue
     try:
         if not requirement.specifier.contains(version(requirement.name), prereleases=True):
             sys.exit(1)
@@ -148,7 +154,7 @@ prepare_environment() {
         install_system_packages "${missing[@]}"
         [ -n "$python" ] || python="$(find_python)" || true
     fi
-    [ -n "$python" ] || fail "Python 3.11 or later is needed and this release has none: install it (for example with
+    [ -n "$python" ] || fail "Python 3.10 or later is needed and this release has none: install it (for example with
     https://docs.astral.sh/uv), make a virtual environment with it, activate that, then start again."
     if [ ! -x "$TENCACHE_VENV/bin/python" ]; then
         say "making $TENCACHE_VENV with $("$python" --version)"
@@ -159,7 +165,7 @@ prepare_environment() {
         fi
     fi
     python="$TENCACHE_VENV/bin/python"
-    python_is_usable "$python" || fail "$python is older than Python 3.11; set TENCACHE_VENV to another environment"
+    python_is_usable "$python" || fail "$python is older than Python 3.10; set TENCACHE_VENV to another environment"
 
     stamp="$TENCACHE_VENV/.tencache-ready-${TENCACHE_EXTRAS:-plain}"
     key="$(cd "$TENCACHE_ROOT" && { cat pyproject.toml setup.py .ci/constraints.txt .ci/environment.sh; pwd; } |

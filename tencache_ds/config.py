@@ -310,8 +310,8 @@ class TenCacheConfig(BaseModel):
 
     gds: Gds = Gds.auto
     """Whether weights are read from NVMe straight into GPU memory: GPUDirect Storage, through KvikIO
-    (``pip install 'tencache-ds[gds-cu13]'``, or ``gds-cu12``). At startup a file of 64 MiB is written to each path and
-    read both ways ([how it works](how_it_works.md#weights-straight-into-gpu-memory))."""
+    (``pip install 'tencache-ds[gds-cu13]'``, or ``gds-cu12``; Python 3.11 or later). At startup a file of 64 MiB is
+    written to each path and read both ways ([how it works](how_it_works.md#weights-straight-into-gpu-memory))."""
 
     gds_memory: Size | None = None
     """GPU memory per rank that ``gds`` reads into. Allocated once, with exactly this size. A value that is too small is

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``deepspeed --module tencache_ds.run train.py ...``: activates TenCache explicitly, then runs a script.
 
-For environments where torch's entry points are switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``) or torch is older
-than 2.5. The script sees the same ``sys.argv`` and ``__main__`` as without this wrapper.
+For environments where torch's entry points are switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``) or torch is 2.4,
+which loads none. The script sees the same ``sys.argv`` and ``__main__`` as without this wrapper.
 """
 
 from __future__ import annotations

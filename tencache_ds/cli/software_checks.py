@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tencache_ds import __version__
 from tencache_ds.cli.finding import Finding, Level
@@ -21,6 +22,7 @@ from tencache_ds.ops.build_lock import build_locks, is_held, remedy
 DISTRIBUTION = "tencache-ds"
 AUTOLOAD_GROUP = "torch.backends"
 AUTOLOAD_NAME = "tencache_ds"
+FIRST_AUTOLOADING_TORCH = "2.5"
 CHECKED_REQUIREMENTS = ("torch", "deepspeed")
 HEADER_FOLDERS = (Path("/usr/include"), Path("/usr/local/include"))
 
@@ -75,11 +77,14 @@ def check_versions(
     return findings
 
 
-def check_autoload(environment: Mapping[str, str] | None = None) -> Finding:
+def check_autoload(
+    environment: Mapping[str, str] | None = None, version_of: Callable[[str], str] = metadata.version
+) -> Finding:
     """Whether ``import torch`` activates TenCache in every process without a change to the script.
 
     Args:
         environment: variables to inspect; those of this process when omitted.
+        version_of: version of an installed distribution, or :class:`importlib.metadata.PackageNotFoundError`.
     """
     environment = os.environ if environment is None else environment
     by_hand = "import tencache_ds in the script, or start it with: deepspeed --module tencache_ds.run train.py"
@@ -88,6 +93,17 @@ def check_autoload(environment: Mapping[str, str] | None = None) -> Finding:
     if AUTOLOAD_NAME not in {point.name for point in metadata.entry_points(group=AUTOLOAD_GROUP)}:
         return Finding(
             Level.WARNING, "activation", "the entry point is not installed, so scripts do not load TenCache", by_hand
+        )
+    try:
+        torch = version_of("torch")
+    except metadata.PackageNotFoundError:  # which check_versions() reports
+        torch = FIRST_AUTOLOADING_TORCH
+    if Version(torch).release < Version(FIRST_AUTOLOADING_TORCH).release:  # which 2.5.0a0 of a container has as well
+        return Finding(
+            Level.WARNING,
+            "activation",
+            f"torch {torch} loads no entry points (torch {FIRST_AUTOLOADING_TORCH} and later do)",
+            by_hand,
         )
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         return Finding(

@@ -29,6 +29,9 @@ def versions(**installed: str):
     return version_of
 
 
+WITH_AUTOLOAD = versions(torch="2.5.1")
+
+
 def by_subject(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.subject: finding for finding in findings}
 
@@ -64,12 +67,21 @@ class TestVersions:
 
     def test_declared_ranges_are_those_of_the_package(self) -> None:
         declared = metadata.requires("tencache-ds") or []
-        assert any(line.startswith("deepspeed") and ">=0.19.8" in line for line in declared)
+        assert any(line.startswith("deepspeed") and ">=0.16.4" in line for line in declared)
 
 
 class TestActivation:
     def test_entry_point_is_installed(self) -> None:
-        assert software_checks.check_autoload({}).level is Level.OK
+        assert software_checks.check_autoload({}, WITH_AUTOLOAD).level is Level.OK
+
+    @pytest.mark.parametrize(
+        ("torch", "level"),
+        [("2.4.1+cu121", Level.WARNING), ("2.5.0a0+872d972e41.nv24.8", Level.OK), ("2.5.0", Level.OK)],
+    )
+    def test_a_torch_without_entry_points_names_the_other_ways(self, torch: str, level: Level) -> None:
+        finding = software_checks.check_autoload({}, versions(torch=torch))
+        assert finding.level is level
+        assert ("import tencache_ds" in (finding.remedy or "")) == (level is Level.WARNING)
 
     @pytest.mark.parametrize(
         ("environment", "level"),
@@ -81,17 +93,17 @@ class TestActivation:
         ],
     )
     def test_variables_that_switch_it_off(self, environment: dict[str, str], level: Level) -> None:
-        assert software_checks.check_autoload(environment).level is level
+        assert software_checks.check_autoload(environment, WITH_AUTOLOAD).level is level
 
     @pytest.mark.parametrize(("value", "said"), [("1", True), ("0", False)])
     def test_the_variable_that_switches_it_on_is_named(self, value: str, said: bool) -> None:
-        finding = software_checks.check_autoload({"TENCACHE_ENABLE": value})
+        finding = software_checks.check_autoload({"TENCACHE_ENABLE": value}, WITH_AUTOLOAD)
         assert finding.level is Level.OK
         assert ("TENCACHE_ENABLE" in finding.text) == said
 
     def test_absent_entry_point_names_the_other_ways(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
-        finding = software_checks.check_autoload({})
+        finding = software_checks.check_autoload({}, WITH_AUTOLOAD)
         assert finding.level is Level.WARNING
         assert "tencache_ds.run" in finding.remedy
 
