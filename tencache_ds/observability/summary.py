@@ -23,44 +23,50 @@ WORTH_SAYING = 0.05
 
 
 def summary(stats: Stats) -> list[str]:
-    """The lines for the end of a run; none if it took no optimizer step."""
+    """The lines for the end of a run; none if it took no optimizer step. NVMe is named where there is an NVMe path."""
     total = stats.total
     if not total.step:
         return []
+    has_nvme = bool(stats.paths)
     waits = {name: total.stall_seconds.get(cause.value, 0.0) for cause, name in _WAITS.items()}
     waited = sum(waits.values())
     share = waited / total.seconds if total.seconds else 0.0
     last = "" if stats.last_step is None else f", the last one {stats.last_step.seconds:.2f} s"
     lines = [f"{total.step} optimizer steps in {_duration(total.seconds)} since the engine was built{last}"]
     causes = ", ".join(f"{seconds:.1f} s for {name}" for name, seconds in waits.items() if seconds >= 0.05)
-    lines.append(f"waited for NVMe for {waited:.1f} s ({share:.1%} of the time){f': {causes}' if causes else ''}")
+    if has_nvme:
+        lines.append(f"waited for NVMe for {waited:.1f} s ({share:.1%} of the time){f': {causes}' if causes else ''}")
     if total.seconds:
         parts = {name: spent / total.seconds for name, spent in shares(asdict(total)).items()}
-        lines.append(
-            f"{parts['compute']:.0%} of the time was forward and backward, {parts['update']:.0%} the optimizer step, "
-            f"{parts['NVMe']:.0%} waits for NVMe"
-        )
+        line = f"{parts['compute']:.0%} of the time was forward and backward, {parts['update']:.0%} the optimizer step"
+        if has_nvme:
+            line += f", {parts['NVMe']:.0%} waits for NVMe"
+        elif parts["NVMe"] >= 0.005:  # without NVMe, nothing but copies to and from the GPU holds staging buffers
+            line += f", {parts['NVMe']:.0%} waits for staging buffers"
+        lines.append(line)
     if total.background_seconds:
         waited_for_update = total.stall_seconds.get(Stall.UPDATE.value, 0.0)
         hidden = max(total.background_seconds - waited_for_update, 0.0)
         lines.append(f"{hidden:.1f} s of the optimizer steps were hidden behind forward passes")
-    read, written = total.nbytes.get("nvme_read", 0), total.nbytes.get("nvme_write", 0)
-    lines.append(
-        f"NVMe: {gib(read)} read, {gib(written)} written, per step {gib(read // total.step)} and "
-        f"{gib(written // total.step)}"
-    )
+    if has_nvme:
+        read, written = total.nbytes.get("nvme_read", 0), total.nbytes.get("nvme_write", 0)
+        lines.append(
+            f"NVMe: {gib(read)} read, {gib(written)} written, per step {gib(read // total.step)} and "
+            f"{gib(written // total.step)}"
+        )
     lines.append(
         f"at the end: in GPU memory {gib(stats.gpu_weight_nbytes + stats.gpu_gradient_nbytes + stats.gpu_state_nbytes)}"
-        f", in RAM {gib(stats.resident_weight_nbytes + stats.resident_state_nbytes)} of weights and state, on NVMe "
-        f"{gib(stats.stored_nbytes)}"
+        f", in RAM {gib(stats.resident_weight_nbytes + stats.resident_state_nbytes)} of weights and state"
+        f"{f', on NVMe {gib(stats.stored_nbytes)}' if has_nvme else ''}"
     )
     moved_nbytes = stats.host_activation_nbytes + stats.nvme_activation_nbytes
     if moved_nbytes:
         lines.append(
             f"activations between forward and backward: {gib(stats.gpu_activation_nbytes)} in GPU memory, "
-            f"{gib(stats.host_activation_nbytes)} in RAM, {gib(stats.nvme_activation_nbytes)} on NVMe"
+            f"{gib(stats.host_activation_nbytes)} in RAM"
+            f"{f', {gib(stats.nvme_activation_nbytes)} on NVMe' if has_nvme else ''}"
         )
-    if share >= WORTH_SAYING:
+    if has_nvme and share >= WORTH_SAYING:
         lines.append(
             "more RAM or GPU memory, another drive (tencache.nvme_paths) or a larger batch would shorten these waits; "
             "`tencache plan --job` estimates by how much while it runs"

@@ -6,11 +6,13 @@ from __future__ import annotations
 import dataclasses
 
 from tencache_ds.observability.counters import Counters, Stall, Stats, StepRecord
+from tencache_ds.observability.paths import PathStats
 from tencache_ds.observability.summary import summary
 
 GIB = 2**30
 
 EMPTY = Counters().total()
+NVME = (PathStats("/nvme", "native", 0, 0, 0.0, 0.0, None, ()),)
 
 
 def record(step: int, seconds: float, **figures: object) -> StepRecord:
@@ -31,7 +33,7 @@ def test_a_run_that_waits_for_nvme_is_told_what_helps():
     )
     stats = Stats(
         total, record(200, 1.98), gpu_state_nbytes=GIB, gpu_weight_nbytes=GIB, resident_state_nbytes=3 * GIB,
-        stored_nbytes=7 * GIB,
+        stored_nbytes=7 * GIB, paths=NVME,
     )  # fmt: skip
     assert summary(stats) == [
         "200 optimizer steps in 6.7 min since the engine was built, the last one 1.98 s",
@@ -47,9 +49,29 @@ def test_a_run_that_waits_for_nvme_is_told_what_helps():
 
 
 def test_a_run_that_waits_for_nothing_needs_no_advice():
-    lines = summary(Stats(record(3, 9000.0), record(3, 1.0)))
+    lines = summary(Stats(record(3, 9000.0), record(3, 1.0), paths=NVME))
     assert len(lines) == 5
     assert "in 2.5 h since" in lines[0]
     assert lines[1] == "waited for NVMe for 0.0 s (0.0% of the time)"
     assert lines[2] == "100% of the time was forward and backward, 0% the optimizer step, 0% waits for NVMe"
     assert not any("hidden" in line or "drive" in line for line in lines)
+
+
+def test_without_nvme_there_is_no_word_of_it():
+    stats = Stats(
+        record(3, 10.0, update_seconds=2.0), record(3, 1.0), resident_state_nbytes=GIB, host_activation_nbytes=GIB
+    )
+    assert summary(stats) == [
+        "3 optimizer steps in 10.0 s since the engine was built, the last one 1.00 s",
+        "80% of the time was forward and backward, 20% the optimizer step",
+        "at the end: in GPU memory 0.00 GiB, in RAM 1.00 GiB of weights and state",
+        "activations between forward and backward: 0.00 GiB in GPU memory, 1.00 GiB in RAM",
+    ]
+
+
+def test_without_nvme_waits_for_staging_buffers_are_named():
+    lines = summary(Stats(record(3, 10.0, stall_seconds={Stall.BUFFER: 2.0}), record(3, 1.0)))
+    assert lines[1] == (
+        "80% of the time was forward and backward, 0% the optimizer step, 20% waits for staging buffers"
+    )
+    assert len(lines) == 3
