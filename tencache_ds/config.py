@@ -198,11 +198,12 @@ DEFAULT_ACTIVATIONS = Activations.off
 
 
 class Log(StrEnum):
-    """The amount of output on rank 0 when all is well; warnings are always shown."""
+    """The amount of output on rank 0 when all is well; warnings go to the logger ``DeepSpeed.tencache`` in any case."""
 
     normal = "normal"
     """One line when an engine is built, one when the placement changes, and a summary of a few lines when the engine is
-    destroyed or the process ends: steps, waits for NVMe by cause, bytes read and written, what lived where."""
+    destroyed or the process ends: steps, waits for NVMe by cause, bytes read and written, what lived where. They are
+    printed to standard output, whatever the log level is."""
 
     quiet = "quiet"
     """Warnings only."""

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages shown to the user once, independent of DeepSpeed's log level, which hides INFO by default."""
+"""Messages shown to the user exactly once, whatever levels, handlers and filters a framework gives to loggers.
+
+They are printed, not logged: DeepSpeed's logger hides INFO by default, and its level alone does not tell whether
+anything is written. transformers, for one, sets the logger to INFO and leaves DeepSpeed's handler at WARNING.
+"""
 
 from __future__ import annotations
 
 import atexit
-import logging
+import contextlib
 import os
 import weakref
 
 from deepspeed import comm as dist
-from deepspeed.utils import logger as deepspeed_logger
 
 from tencache_ds.config import Log, TenCacheConfig
 from tencache_ds.observability.counters import Stats
@@ -50,4 +53,6 @@ def _say_summary(stats: Stats) -> None:
 
 
 def _say(message: str) -> None:
-    (deepspeed_logger.info if deepspeed_logger.isEnabledFor(logging.INFO) else print)(message)
+    # A closed stream or a terminal that is gone must not end the training, no more than it does for a logger.
+    with contextlib.suppress(OSError, ValueError):
+        print(message, flush=True)
