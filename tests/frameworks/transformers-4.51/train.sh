@@ -1,0 +1,1 @@
+source "$HERE/../transformers/train.sh"
