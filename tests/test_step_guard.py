@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tencache_ds.errors import TenCacheError, VoidStepError
+from tencache_ds.integration import agreement
 from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.step_guard import Part, StepGuard
 
@@ -287,3 +288,23 @@ def test_a_rank_that_never_comes_is_an_error():
     store = torch.distributed.HashStore()
     with pytest.raises(TenCacheError, match="1 of 2 ranks did not come to a step within 0 s"):
         JobVotes("engine", store, 0, 2, 0.2).passed("a step")
+
+
+def test_ranks_that_never_come_are_named_once_all_others_wait(monkeypatch):
+    monkeypatch.setattr(agreement, "PATIENCE_S", 0.1)
+    store, errors = torch.distributed.HashStore(), {}
+
+    def waits(rank):
+        try:
+            JobVotes("engine", store, rank, 4, 1.0).passed("a step")
+        except TenCacheError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=waits, args=(rank,)) for rank in (0, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(errors) == [0, 3]
+    for error in errors.values():
+        assert error.startswith("ranks 1, 2 did not come to a step within 1 s: ")

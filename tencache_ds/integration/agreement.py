@@ -222,19 +222,27 @@ class JobVotes:
             waited_s = time.monotonic() - t_start
             if waited_s > self._timeout_s:
                 raise AgreementError(
-                    f"{self._world_size - votes} of {self._world_size} ranks did not come to {point} within "
-                    f"{self._timeout_s:.0f} s: they have failed, see their logs"
+                    f"{self._absent(key, votes)} did not come to {point} within {self._timeout_s:.0f} s: see the logs "
+                    "there for the failure, of a process or of a node, and start the job again from a checkpoint"
                 )
             if waited_s > PATIENCE_S and not said:
                 said = True
+                self._store.set(f"{key}/{self._rank} waits", "")
                 logger.warning(
-                    "rank %d is waiting at %s for %d of %d ranks: they are slower, or have failed (see their logs)",
-                    self._rank, point, self._world_size - votes, self._world_size,
+                    "rank %d is waiting at %s for %s: they are slower, or have failed (see their logs)",
+                    self._rank, point, self._absent(key, votes),
                 )  # fmt: skip
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_VOTE_PAUSE_S)
             votes = self._store.add(key, 0)
         return votes
+
+    def _absent(self, key: str, votes: int) -> str:
+        """Who has not come, by rank where all others have said that they wait."""
+        ranks = [rank for rank in range(self._world_size) if not self._store.check([f"{key}/{rank} waits"])]
+        if len(ranks) == self._world_size - votes:
+            return _names(ranks)
+        return f"{self._world_size - votes} of {self._world_size} ranks"
 
 
 def _job() -> tuple[Any, int, int, float]:
