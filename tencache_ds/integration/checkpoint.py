@@ -26,6 +26,7 @@ from deepspeed.checkpoint.constants import (
 
 from tencache_ds.errors import CheckpointError, TenCacheError
 from tencache_ds.integration.model_weights import in_tier
+from tencache_ds.integration.node_storage import agree_on_checkpoint
 from tencache_ds.integration.seams import Feature, require
 from tencache_ds.io.torch_archive import DeferredTensor
 from tencache_ds.planning.chunks import Chunk
@@ -56,6 +57,7 @@ def hook_loading(engine_class: Any) -> None:
             return stock_load(self, *args, **kwargs)
         asked = inspect.signature(stock_load).bind(self, *args, **kwargs).arguments
         whole = asked.get("load_optimizer_states", True) and not asked.get("load_module_only", False)
+        agree_on_checkpoint(self, asked["load_dir"], asked.get("tag"))
         with self.optimizer.loading_together(whole=whole):
             return stock_load(self, *args, **kwargs)
 

@@ -34,6 +34,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from tencache_ds.errors import CheckpointError, add_note
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.checkpoint import CheckpointMixin, StateKey
+from tencache_ds.integration.node_storage import LATEST, latest_of_node
 from tencache_ds.integration.watched_shards import values_of
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, make_durable, write_archive
 from tencache_ds.planning.chunks import Chunk
@@ -65,8 +66,8 @@ def hook_saving(engine_class: Any) -> None:
         if not isinstance(self.optimizer, CheckpointMixin):
             return stock(self, *args, **kwargs)
         asked = inspect.signature(stock).bind(self, *args, **kwargs).arguments
-        latest = os.path.join(str(asked["save_dir"]), "latest") if asked.get("save_latest", True) else ""
-        return CheckpointSave(self, latest).run(lambda: stock(self, *args, **kwargs))
+        latest_in = str(asked["save_dir"]) if asked.get("save_latest", True) else ""
+        return CheckpointSave(self, latest_in).run(lambda: stock(self, *args, **kwargs))
 
     engine_class.save_checkpoint = save_checkpoint
 
@@ -74,7 +75,7 @@ def hook_saving(engine_class: Any) -> None:
 class CheckpointSave:
     """One call of ``save_checkpoint`` on this rank. See [Note: a checkpoint is all or nothing]."""
 
-    def __init__(self, engine: Any, latest: str) -> None:
+    def __init__(self, engine: Any, save_dir: str) -> None:
         self._engine = engine
         self._optimizer: Any = engine.optimizer
         self._checkpoint_engine = engine.checkpoint_engine
@@ -84,7 +85,9 @@ class CheckpointSave:
         self._error: Exception | None = None
         self._partial: list[str] = []
         self._folders: set[str] = set()  # with new names in them
-        self._latest = latest if dist.get_rank() == 0 else ""
+        self._save_dir = save_dir
+        """Where ``latest`` is to be written; empty if it is not."""
+        self._latest = self._own_latest = ""
 
     def run(self, save: Callable[[], Any]) -> Any:
         """Runs DeepSpeed's ``save_checkpoint``. Collective.
@@ -163,6 +166,9 @@ class CheckpointSave:
 
     def commit(self, info: Any) -> Any:
         """Gives the files their names once they are there on every rank. Collective."""
+        own_latest = latest_of_node(self._engine, self._save_dir) if self._save_dir else None
+        if own_latest is not None:
+            self._kept(self._prepare_latest)(own_latest, calls.tag_of(info))
         self._agree()
         try:
             while self._partial:
@@ -173,7 +179,20 @@ class CheckpointSave:
         except OSError as error:
             self._error = error
         self._agree()
+        if own_latest is not None:
+            os.replace(own_latest + PARTIAL, own_latest)
+            self._latest = own_latest
+        if self._save_dir and dist.get_rank() == 0:
+            self._latest = os.path.join(self._save_dir, LATEST)
         return self._checkpoint_engine.commit(info)
+
+    def _prepare_latest(self, path: str, tag: str) -> None:
+        """Writes what becomes ``latest`` on a node where DeepSpeed writes none, while a full drive is an error of all
+        ranks."""
+        self._own_latest = path
+        with open(path + PARTIAL, "w", encoding="utf-8") as file:
+            file.write(tag)
+        make_durable(path + PARTIAL)
 
     # Contents
 
@@ -252,6 +271,9 @@ class CheckpointSave:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path + PARTIAL)
         self._partial = []
+        if self._own_latest:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._own_latest + PARTIAL)
 
 
 class _Delegate:

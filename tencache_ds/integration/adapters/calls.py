@@ -94,6 +94,10 @@ class Calls:
         """Whether a checkpoint is committed at the end of a later step."""
         return bool(checkpoint_engine.is_decoupled())
 
+    def tag_of(self, commit_info: Any) -> str:
+        """The tag of a checkpoint that is committed."""
+        return str(commit_info.tag)
+
     def forget_commit(self, checkpoint_engine: Any) -> None:
         """A checkpoint that would be committed later is not committed."""
         checkpoint_engine.commit_info = None

@@ -20,6 +20,13 @@ class WholeFetches:
         super().fetch_sub_module(module, forward)
 
 
+class CommitsByTag:
+    """Calls before 0.18.6."""
+
+    def tag_of(self, commit_info: Any) -> str:
+        return str(commit_info)
+
+
 class UnseenBackward:
     """The optimizer before 0.18.5, which does not know that a backward pass was interrupted."""
 
@@ -87,7 +94,7 @@ class UnnamedParameters:
 
 
 CHANGES = (
-    Change("0.18.6", coordinator=WholeFetches),
+    Change("0.18.6", calls=CommitsByTag, coordinator=WholeFetches),
     Change(
         "0.18.5",
         frozenset({f"{_STAGE3}.clear_backward_seen_flag"}),
