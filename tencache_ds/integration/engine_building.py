@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as dist
@@ -18,6 +19,7 @@ from tencache_ds.integration.agreement import Agreement, Post
 from tencache_ds.integration.aio_section import aio_settings
 from tencache_ds.io.scratch import device_of
 from tencache_ds.planning.budget import HostBudget, RankMemory, plan_host_memory
+from tencache_ds.profiling.filesystem import file_system_of
 from tencache_ds.profiling.host_cores import CoreQuota, core_quotas
 from tencache_ds.profiling.host_memory import MemoryDomain, memory_domains
 from tencache_ds.session import Session
@@ -48,7 +50,9 @@ def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:
     if rank == 0:
         if budget.warning:
             logger.warning(budget.warning)
-        _warn_of_shared_devices(surroundings.weights_paths + surroundings.optimizer_paths, bool(options.nvme_paths))
+        paths = surroundings.weights_paths + surroundings.optimizer_paths
+        _warn_of_shared_devices(paths, bool(options.nvme_paths))
+        _warn_of_network_folders(paths)
     return TenCacheEngine(options, surroundings)
 
 
@@ -122,4 +126,17 @@ def _warn_of_shared_devices(paths: tuple[str, ...], several: bool) -> None:
                 "the NVMe paths %s are on the same file system: they share its space and its bandwidth, so "
                 'several paths gain nothing. "tencache.nvme_paths" is for folders on different drives.',
                 " and ".join(shared),
+            )
+
+
+def _warn_of_network_folders(paths: tuple[str, ...]) -> None:
+    """Warns about paths that nodes may share: their ranks' files do not meet, but their traffic does."""
+    for path in dict.fromkeys(paths):
+        system = file_system_of(Path(path))
+        if system.over_network:
+            logger.warning(
+                "the NVMe path %s is on %s, a file system over the network: all nodes that use it share its bandwidth "
+                "and its space. Name a folder on a drive that each node has, by the same path on all of them.",
+                path,
+                system.kind,
             )
