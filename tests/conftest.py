@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tests a machine can run: those marked ``gpu`` or ``multigpu`` need CUDA devices and are deselected without;
-so are those marked ``gds``, which need KvikIO.
+so are those marked ``gds``, which need KvikIO, and those marked ``nodes`` without ``TENCACHE_TEST_NODES``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     has_kvikio = importlib.util.find_spec("kvikio") is not None
+    makes_nodes = bool(os.environ.get("TENCACHE_TEST_NODES"))
     needed = {"gpu": 1, "multigpu": 2}
     kept, dropped = [], []
     for item in items:
         enough = all(devices >= count for mark, count in needed.items() if item.get_closest_marker(mark))
         enough = enough and (has_kvikio or item.get_closest_marker("gds") is None)
+        enough = enough and (makes_nodes or item.get_closest_marker("nodes") is None)
         (kept if enough else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
