@@ -21,7 +21,7 @@ class WholeFetches:
 
 
 class CommitsByTag:
-    """Calls before 0.18.6."""
+    """Calls before 0.18.4."""
 
     def tag_of(self, commit_info: Any) -> str:
         return str(commit_info)
@@ -94,13 +94,14 @@ class UnnamedParameters:
 
 
 CHANGES = (
-    Change("0.18.6", calls=CommitsByTag, coordinator=WholeFetches),
+    Change("0.18.6", coordinator=WholeFetches),
     Change(
         "0.18.5",
         frozenset({f"{_STAGE3}.clear_backward_seen_flag"}),
         calls=ParallelGathers,
         optimizer=UnseenBackward,
     ),
+    Change("0.18.4", calls=CommitsByTag),
     Change(
         "0.18.3",
         frozenset({f"{_STAGE3}.backward_prologue", f"{_STAGE3}.backward_epilogue"}),
