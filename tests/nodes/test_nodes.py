@@ -17,7 +17,7 @@ from tests.integration.conftest import Outcome
 from tests.nodes.cluster import LOCAL_DRIVE, Cluster, NodeSpec, what_is_missing
 from tests.nodes.jobs import Job
 
-pytestmark = [pytest.mark.nodes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(1800)]
 
 RANKS = range(4)
 DRIVE = f"{LOCAL_DRIVE}/nvme"
