@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(840)
+pytestmark = pytest.mark.timeout(1900)
 
 PROGRAM = "core_cases.py"
 ENGINES = ("stock", "tencache")
@@ -105,7 +105,7 @@ def failing_cases(ranks: int) -> list[Case]:
 @pytest.fixture(scope="module", params=RANKS, ids=[f"ranks{ranks}" for ranks in RANKS])
 def core(request: pytest.FixtureRequest, harness: Any) -> Any:
     cases = [*training_cases(), *checkpoint_cases(), *failing_cases(request.param), *universal_cases()]
-    return harness.run(cases, ranks=request.param, program=PROGRAM, timeout_s=800)
+    return harness.run(cases, ranks=request.param, program=PROGRAM, timeout_s=1800)
 
 
 @pytest.fixture
