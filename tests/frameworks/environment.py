@@ -51,7 +51,8 @@ class Environment:
 
     def versions(self) -> str:
         """Those that matter, as ``name version``."""
-        installed = dict(line.split("==") for line in self.python("-m", "pip", "freeze").splitlines() if "==" in line)
+        lines = [line for line in self.python("-m", "pip", "freeze").splitlines() if "==" in line]
+        installed = {package(line): line.partition("==")[2] for line in lines}
         return ", ".join(f"{name} {installed[name]}" for name in SHOWN if name in installed)
 
     def python(self, *words: str) -> str:
