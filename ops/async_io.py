@@ -41,7 +41,7 @@ def load_pin_memory() -> ModuleType:
     """
     if _builder("PinMemoryBuilder") is None:
         handles = ModuleType("pin_memory")
-        handles.pin_handle = load_async_io().aio_handle
+        handles.__dict__["pin_handle"] = load_async_io().aio_handle
         return handles
     return _load("PinMemoryBuilder", "pin_memory")
 
