@@ -9,7 +9,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 # Before the sources, so that a change to them does not install these again. torch stays the image's.
-RUN pip install --no-cache-dir 'deepspeed>=0.19.8,<0.20' 'setuptools>=77' ninja
+RUN pip install --no-cache-dir 'deepspeed>=0.16.4,<0.20' 'setuptools>=77' ninja
 
 COPY . /opt/tencache
 RUN TENCACHE_BUILD_OPS=1 pip install --no-cache-dir --no-build-isolation '/opt/tencache[bench]'
