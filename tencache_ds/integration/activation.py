@@ -40,6 +40,7 @@ def activate() -> None:
         return
     from tencache_ds.integration import inference, other_engines
     from tencache_ds.integration.activation_hooks import hook_passes
+    from tencache_ds.integration.adapters.installed import calls
     from tencache_ds.integration.checkpoint import hook_loading
     from tencache_ds.integration.checkpoint_saving import hook_saving
     from tencache_ds.integration.chunked_step import hook_stepping, refuse_void_weights, wait_for_updates
@@ -56,6 +57,7 @@ def activate() -> None:
 
     warn_of_version(deepspeed.__version__, dist.get_rank() if dist.is_initialized() else 0)
     compile_when_called()
+    calls.complete_gathers(partition_parameters.Init)
     hook_saving(engine_module.DeepSpeedEngine)
     hook_loading(engine_module.DeepSpeedEngine)
     hook_stepping(engine_module.DeepSpeedEngine)

@@ -215,6 +215,10 @@ SEAMS: tuple[Seam, ...] = (
             "provides the write buffer of an updated weight",
         ),
         ("Init._ensure_availability_of_partitioned_params(self, params)", "waits for updates"),
+        (
+            "Init._allgather_params_coalesced(self, param_list, hierarchy, quantize)",
+            "gathers several parameters whole on a CPU",
+        ),
         ("DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", "releases what a failed GatheredParameters has gathered"),
         ("GatheredParameters.__enter__(self)", "keeps the values of weights that may be changed"),
         ("GatheredParameters.__exit__(self, exc)", "notices weights that were changed"),

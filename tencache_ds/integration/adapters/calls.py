@@ -62,6 +62,13 @@ class Calls:
 
         param.__dict__.pop(DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, None)
 
+    def complete_gathers(self, init: Any) -> None:
+        """Has a gather of several parameters return when all of them are there.
+
+        Args:
+            init: the class ``deepspeed.zero.Init``.
+        """
+
     def import_optimizers(self) -> None:
         """Imports the modules with subclasses of the ZeRO-3 optimizer."""
         importlib.import_module("deepspeed.runtime.superoffload.superoffload_stage3")

@@ -4,6 +4,8 @@ parameters in ``GatheredParameters``."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,25 @@ from tencache_ds.integration.adapters.changes import Change
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+
+
+class GathersOfLastOnly:
+    """Calls before 0.19.8, which waits for the last one of the collectives of several parameters. On a device that is
+    enough; gloo's, on a CPU, do not end in order: weights were read before they were there, and changes overwritten."""
+
+    def complete_gathers(self, init: Any) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        gather = init._allgather_params_coalesced
+        if not get_accelerator().is_synchronized_device():
+            return
+
+        @functools.wraps(gather)
+        def one_by_one(self: Any, param_list: Sequence[Any], hierarchy: Any = 0, quantize: bool = False) -> None:
+            for param in param_list:
+                gather(self, [param], hierarchy, quantize)
+
+        init._allgather_params_coalesced = one_by_one
 
 
 class NormsInDouble:
@@ -88,6 +109,7 @@ class PowersOfJumps:
 
 
 CHANGES = (
+    Change("0.19.8", calls=GathersOfLastOnly),
     Change("0.19.6", frozenset({"deepspeed.runtime.zero.utils.get_norm_dtype"}), calls=NormsInDouble),
     Change("0.19.5", frozenset({f"{_STAGE3}._offload_grad_partition_at_boundary"}), optimizer=BoundaryAttribute),
     Change(
