@@ -44,7 +44,7 @@ fi
 # Without the option pytest-xdist begins with the files of most tests, and a few long ones come last.
 python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "${ordered[@]}" "$@"
 
-lines="${TENCACHE_TEST_LINES---oldest}"
+lines="${TENCACHE_TEST_LINES-}"
 if [ $# = 0 ] && [ -n "$lines" ] && [ "${DS_ACCELERATOR:-}" = cpu ]; then
     # shellcheck disable=SC2086 # several words
     python .ci/lines.py $lines
