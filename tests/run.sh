@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # All checks in one command: sets everything up, lints, checks types, builds DeepSpeed's operators, runs the tests.
 # Arguments go to pytest: paths there replace the whole of tests/. TENCACHE_TEST_WORKERS sets how many tests run at a time.
-# Without arguments the exactness core follows on other DeepSpeed versions: TENCACHE_TEST_LINES has the arguments of
-# .ci/lines.py (by default --oldest; empty: none).
+# With TENCACHE_TEST_LINES the exactness core follows on other DeepSpeed versions: it has the arguments of
+# .ci/lines.py, such as --oldest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../.ci/environment.sh"
 cd "$TENCACHE_ROOT"
