@@ -43,6 +43,8 @@ class Feature(Enum):
     HOOKS = "hooks on modules", "host path"
     MUON = "", "host path"
 
+    __hash__ = object.__hash__  # that of enumerations is a Python function, and works() is asked at every module
+
     @property
     def group(self) -> str:
         """Its group in reports."""

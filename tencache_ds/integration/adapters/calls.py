@@ -3,10 +3,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
 import torch
+
+
+@functools.cache
+def _imported(module: str, name: str) -> Any:
+    """A function of DeepSpeed that older versions lack, for every weight: an import statement takes longer."""
+    return getattr(importlib.import_module(module), name)
 
 
 class Calls:
@@ -46,15 +53,11 @@ class Calls:
 
     def norm_dtype(self) -> torch.dtype:
         """In which norms of gradients are computed."""
-        from deepspeed.runtime.zero.utils import get_norm_dtype
-
-        return get_norm_dtype()
+        return _imported("deepspeed.runtime.zero.utils", "get_norm_dtype")()
 
     def gather_dtype(self, param: Any, shard: torch.Tensor) -> torch.dtype:
         """In which a weight is gathered."""
-        from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
-
-        return get_allgather_dtype(param, shard)
+        return _imported("deepspeed.runtime.zero.partition_parameters", "get_allgather_dtype")(param, shard)
 
     def forget_contexts(self, param: Any) -> None:
         """A ``GatheredParameters`` that has failed to gather a parameter does not hold it."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -57,4 +56,4 @@ class NewestOptimizer:
             key: kind of state.
             param: the parameter.
         """
-        return self.load_hp_checkpoint_state(os.fspath(folder), key, param=param)
+        return self.load_hp_checkpoint_state(folder, key, param=param)
