@@ -56,9 +56,11 @@ def latest_of_node(engine: Any, folder: str) -> str | None:
 
 
 def _named_by(path: str) -> str:
-    """What a ``latest`` says, for messages."""
+    """What a ``latest`` says, for messages; where it cannot be read, why: the other ranks wait for an answer."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", errors="replace") as file:
             return f"tag {file.read().strip()!r}"
     except FileNotFoundError:
         return f"none, because {path} is not there"
+    except OSError as error:
+        return f"none, because {path} cannot be read ({error.strerror})"

@@ -14,7 +14,8 @@ import training
 
 def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     """Trains two steps, saves, and loads in a new engine; ``case["lost_by"]`` names a rank whose ``latest`` is gone by
-    then, and ``case["blocked_on"]`` one whose ``latest`` cannot be written."""
+    then, ``case["damaged_on"]`` one whose ``latest`` cannot be read, and ``case["blocked_on"]`` one whose ``latest``
+    cannot be written."""
     drive = Path(folder, f"{case['name']}_drive{rank}")
     drive.mkdir()
     if case.get("blocked_on") == rank:
@@ -34,8 +35,10 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
         state = generator.get_state()
         result["losses"] = training.train(engine, 2, generator, oracle=False)
         engine.destroy()
-        if case.get("lost_by") == rank:
+        if rank in (case.get("lost_by"), case.get("damaged_on")):
             (drive / "latest").unlink()
+        if case.get("damaged_on") == rank:
+            (drive / "latest").mkdir()
         torch.distributed.barrier()
         engine = training.build(case | config | {"seed": 99}, engine_name, os.path.join(folder, "nvme"))
         for tag in case.get("loads", ()):

@@ -13,6 +13,7 @@ MLP = {"model": "mlp"}
 CASES: dict[str, dict[str, Any]] = {
     "kept": MLP | {"loads": [None]},
     "lost": MLP | {"loads": [None, "second"], "lost_by": 1},
+    "damaged": MLP | {"loads": [None, "second"], "damaged_on": 1},
     "blocked": MLP | {"blocked_on": 1},
 }
 
@@ -35,13 +36,16 @@ def test_every_drive_has_latest_and_the_files_of_its_rank(outcome: Any) -> None:
         assert result["losses_after_loading"] == result["losses"]
 
 
-def test_a_drive_without_latest_is_named_and_the_tag_helps(outcome: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "problem"), [("lost", "is not there"), ("damaged", "cannot be read (Is a directory)")]
+)
+def test_a_drive_without_latest_is_named_and_the_tag_helps(outcome: Any, name: str, problem: str) -> None:
     for rank in outcome.ranks:
-        result = outcome.result("lost", "tencache", rank)
+        result = outcome.result(name, "tencache", rank)
         assert result["failure"].startswith(
             "AgreementError: the ranks differ in the checkpoint to load: tag 'second' on rank 0 ("
         )
-        assert "lost_drive1/latest is not there on rank 1 (" in result["failure"]
+        assert f"{name}_drive1/latest {problem} on rank 1 (" in result["failure"]
         assert result["losses_after_loading"] == result["losses"]
 
 

@@ -3,6 +3,6 @@
 
 Each module ``v0_*`` holds what its line of DeepSpeed brought, as :class:`~.changes.Change`: how an older DeepSpeed is
 brought up to it. :mod:`.installed` applies those that the installed version lacks. What an older version does worse,
-but right, is no change: a seam of a part that can be left out (:class:`~tencache_ds.integration.seams.Part`) decides by
-itself.
+but right, is no change: a seam of a feature that can be left to DeepSpeed
+(:class:`~tencache_ds.integration.seams.Feature`) decides by itself.
 """
