@@ -168,7 +168,7 @@ class Run(Measurement):
 
 
 SMALLEST_SIZE_NBYTES = 10**7
-"""Of a setting that is written in GB."""
+"""Smallest size that a setting in GB can mean."""
 
 
 def setting_label(knob: str, value: Any) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 POLL_S = 0.01
-"""Of a waiting program. Checking one file takes microseconds and does not disturb another run."""
+"""Interval at which a waiting program looks. Checking one file takes microseconds and does not disturb another run."""
 
 
 @dataclass(frozen=True, slots=True)

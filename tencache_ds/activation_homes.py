@@ -26,7 +26,7 @@ from tencache_ds.surroundings import Surroundings
 logger = logging.getLogger("DeepSpeed.tencache")
 
 BUFFER_SHARE = 1.125
-"""Of a block's bytes, what its buffer may take."""
+"""Largest size of a buffer, as a multiple of its block's."""
 
 STAGING_NBYTES = 512 * 2**20
 """Host memory for activations on their way to and from NVMe: at most this, or four of the largest."""
@@ -110,7 +110,7 @@ class ActivationHomes:
 
     @property
     def figures(self) -> ActivationFigures:
-        """Of the last pass. Any thread."""
+        """Figures of the last pass. Any thread."""
         return self.saved.figures
 
     # What GpuHomes decides, for "auto"
@@ -126,7 +126,7 @@ class ActivationHomes:
             self.auto.measure(clock)
 
     def measured(self) -> dict[int, MoveCost]:
-        """Of each that was moved in the last step, what that has cost."""
+        """Cost of each block that was moved in the last step, by its position."""
         return {} if self.auto is None else self.auto.measured()
 
     def follow(self, leaving: Iterable[int]) -> None:

@@ -148,7 +148,7 @@ class TenCacheEngine:
 
     @property
     def host_left_nbytes(self) -> int:
-        """Of this rank's ``host_memory``, what neither weights nor reservations take. Negative if they take more."""
+        """Bytes of this rank's ``host_memory`` beside weights and reservations. Negative if these take more."""
         with self._shared.lock:
             weights = sum(tier.homes.resident_nbytes for tier in self._shared.tiers)
             return self.surroundings.host_nbytes - weights - self._shared.reserved_nbytes

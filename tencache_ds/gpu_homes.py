@@ -50,13 +50,13 @@ COPY_TIMEOUT_S = 600.0
 """A copy within host memory takes milliseconds; where it takes this long, nothing else gets on either."""
 
 QUANTUM_SHARE = 0.5
-"""Of the headroom: so much more state leaves than has to, because each time the device is waited for."""
+"""Share of the headroom that leaves in addition to what has to, because each move waits for the device."""
 
 INITIAL_SHARE = 0.7
 """Upper limit for state that fits nowhere else, as a share of the memory that is free before the first pass."""
 
 HIDDEN_SHARE = 0.02
-"""Of the time that a weight's copies take: what they cost even where the device never waits for them."""
+"""Share of a weight's copy time that is lost even where the device never waits for the copy."""
 
 MORE_NBYTES = 8 * 2**30
 """The log estimates the gain from this much additional GPU memory."""
@@ -103,7 +103,7 @@ class MovableActivations(Protocol):
         """In the next step all move that can be back in time, and what each costs is measured."""
 
     def measured(self) -> Mapping[int, MoveCost]:
-        """Of each that was moved in the last step, by its position, what that has cost."""
+        """Cost of each block that was moved in the last step, by its position."""
 
     def follow(self, leaving: Iterable[int]) -> None:
         """From now on these move, and others only where they do not fit."""
@@ -300,7 +300,7 @@ class GpuHomes:
         )
 
     def _staging_nbytes(self) -> int:
-        """Of the buffers for chunks; 0 where no state is on NVMe."""
+        """Bytes of the buffers for chunks; 0 where no state is on NVMe."""
         return self._tier.n_buffers * max(self._tier.chunk_nbytes, default=0)
 
     def _budget(self, usage: GpuUsage) -> tuple[GpuBudget, int]:
@@ -309,7 +309,7 @@ class GpuHomes:
         return budget, self._agree("GPU memory", budget.nbytes, min)
 
     def _chunks(self, shards: Sequence[Shard]) -> list[list[StateChunk]]:
-        """Of each sub-group, as far as its state may be there: Adam's, in single precision, of weights that may."""
+        """Chunks of each sub-group whose state may be there: Adam's, in single precision, of weights that may."""
         groups: list[list[StateChunk]] = []
         index_of = {shard.key: index for index, shard in enumerate(shards)}
         for index in range(self._n_sub_groups):

@@ -66,27 +66,27 @@ class GpuMoves:
         self._weight_moves = WeightMoves(memory, weights)
         state.free_unused = self.free_unused_host_memory
         self.state_nbytes = state.tier.device_nbytes
-        """Of state in GPU memory. Asked for between modules: not a sum over all chunks."""
+        """Bytes of state in GPU memory. Asked for between modules: not a sum over all chunks."""
 
     # Contents
 
     @property
     def weight_nbytes(self) -> int:
-        """Of weights in GPU memory."""
+        """Bytes of weights in GPU memory."""
         return self._weight_moves.nbytes
 
     @property
     def gradient_nbytes(self) -> int:
-        """Of gradients in GPU memory."""
+        """Bytes of gradients in GPU memory."""
         return self._gradients.device_nbytes
 
     @property
     def nbytes(self) -> int:
-        """Of all of it."""
+        """Bytes of state, weights and gradients in GPU memory."""
         return self.weight_nbytes + self.gradient_nbytes + self.state_nbytes
 
     def counts(self) -> list[int]:
-        """Of each sub-group how many chunks are there, counted from its first."""
+        """Number of chunks of each sub-group that are there, counted from its first."""
         return [self._tier.places(index).count(Place.GPU) for index in range(len(self._sub_groups))]
 
     def note(self) -> None:
@@ -94,8 +94,8 @@ class GpuMoves:
         self._accounts.note_gpu(weight_nbytes=self.weight_nbytes, gradient_nbytes=self.gradient_nbytes)
 
     def needed(self, sub_group: int) -> list[tuple[int, ...]]:
-        """Of each chunk of a sub-group the weights (keys) that it has elements of: without them on the device it is not
-        updated there."""
+        """Weights (keys) that each chunk of a sub-group has elements of: without them on the device it is not updated
+        there."""
         runs: list[tuple[int, ...]] = []
         ends = list(itertools.accumulate(numel for _, numel in self._sub_groups[sub_group]))
         keys = [key for key, _ in self._sub_groups[sub_group]]
@@ -106,8 +106,8 @@ class GpuMoves:
         return runs
 
     def freed_gradient_nbytes(self, sub_group: int) -> list[int]:
-        """Of each chunk of a sub-group the host memory of gradients that becomes free with it, when it and all before
-        it are in GPU memory."""
+        """Host memory of gradients that becomes free with each chunk of a sub-group, when it and all before it are in
+        GPU memory."""
         first = sum(self._tier.numel(index) for index in range(sub_group))
         ends = {first + chunk.start + chunk.numel: chunk.index for chunk in self._tier.chunks(sub_group)}
         result = [0] * len(ends)
@@ -148,7 +148,7 @@ class GpuMoves:
         return nbytes + self._weights.free_unused()
 
     def bring_back(self, nbytes: int) -> int:
-        """Of what had to leave, and of what never was there, as much as fits; returns how much that was."""
+        """Moves evicted items, then new ones, into GPU memory up to ``nbytes``; returns the bytes moved."""
         self._state.before()
         before = self.nbytes
         nbytes -= self._weight_moves.bring_back(nbytes)

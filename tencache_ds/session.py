@@ -180,7 +180,7 @@ class Session:
         return self._engines[0].host_left_nbytes
 
     def count_host(self, nbytes: int) -> None:
-        """More of it is taken by gradients or optimizer state, or less."""
+        """Adds ``nbytes`` (may be negative) to the host memory in use by gradients and optimizer state."""
         self._reserved_nbytes += nbytes
         self._engines[0].reserve_host_memory(nbytes)
 
@@ -197,7 +197,7 @@ class Session:
         self._placement, self._predicted_seconds, self._settled = placement, predicted_seconds, True
 
     def plan_peak(self, others: OutsideNeeds) -> None:
-        """Limits what this rank's memory will be at its highest, when the first places are decided.
+        """Computes an upper bound of this rank's peak memory from the initial placement.
 
         Args:
             others: what DeepSpeed and the optimizer need.

@@ -153,7 +153,7 @@ class Staging:
     # Figures
 
     def stats(self) -> list[PoolStats]:
-        """Of each pool in host memory."""
+        """Figures of each pool in host memory."""
         return [pool.stats() for pool in self._pools if pool is not self.gpu.pool]
 
     @property

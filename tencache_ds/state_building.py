@@ -29,8 +29,8 @@ from tencache_ds.tiers.sub_group import Kinds, SubGroupSpec
 logger = logging.getLogger("DeepSpeed.tencache")
 
 HOST_SHARE_WITHOUT_NVME = 0.9
-"""Of the available host memory: so much may take gradients and optimizer state that must not go to NVMe, before GPU
-memory does."""
+"""Share of the available host memory that gradients and optimizer state barred from NVMe may take before GPU memory
+takes them."""
 
 
 class StateBuilder:

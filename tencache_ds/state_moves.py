@@ -20,7 +20,7 @@ class HostAccounts(Protocol):
         """The unused part of this rank's host memory."""
 
     def count_host(self, nbytes: int) -> None:
-        """More of it is taken by gradients or optimizer state, or less."""
+        """Adds ``nbytes`` (may be negative) to the host memory in use by gradients and optimizer state."""
 
 
 class StateMoves:

@@ -77,11 +77,11 @@ class StepObserver:
 
     @property
     def typical_share(self) -> float:
-        """Of a time in the passes of the last observed step: what it is in a typical one."""
+        """Factor that scales a time of the last observed step to a typical step."""
         return self._steps.typical.passes / max(self._steps.last.passes, 1e-6)
 
     def waits(self) -> Mapping[int, FetchWait]:
-        """Of each weight, in the last observed step."""
+        """Wait for each weight in the last observed step."""
         return {} if self._recorder is None else self._recorder.waits()
 
     def close(self) -> None:

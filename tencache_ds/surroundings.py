@@ -52,5 +52,5 @@ class Surroundings:
 
     @property
     def cores_beside_training(self) -> int:
-        """Of :attr:`cores`, those that the optimizer's update and copies may keep busy while a pass runs."""
+        """Number of :attr:`cores` that the optimizer's update and copies may keep busy while a pass runs."""
         return cores.cores_beside_training(self.cores, on_gpu=self.on_cuda)

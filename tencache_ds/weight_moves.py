@@ -79,7 +79,7 @@ class WeightMoves:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights in GPU memory."""
+        """Bytes of the weights in GPU memory."""
         return sum(self._there.values())
 
     @property
@@ -109,8 +109,8 @@ class WeightMoves:
         return True
 
     def bring_back(self, nbytes: int) -> int:
-        """Of those that had to leave, as many as fit into ``nbytes``, the last to leave first; returns their bytes.
-        Between two passes."""
+        """Moves evicted weights back into GPU memory up to ``nbytes``, the last to leave first; returns the bytes
+        moved. Between two passes."""
         brought = 0
         try:
             for key, size in reversed(list(self._out.items())):

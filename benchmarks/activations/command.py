@@ -26,7 +26,8 @@ EXIT_PROBLEM = 1
 EXIT_INTERRUPTED = 130
 
 EXPANDABLE = "expandable_segments:True"
-"""Of long sequences each tensor is large, and their sizes differ: without, much of the memory is lost between them."""
+"""Setting of torch's allocator: tensors of long sequences are large and differ in size, and without it much memory is
+lost between them."""
 
 SYSTEMS = {
     "keep": "TenCache, activations stay on the GPU",

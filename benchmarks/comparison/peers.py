@@ -19,7 +19,7 @@ from ..record import Placement, Workload
 
 GIB = 2**30
 NBYTES_PER_PARAM = WEIGHT_NBYTES + GRADIENT_NBYTES + STATE_NBYTES
-"""Of this ``host_memory_share`` is a share."""
+"""Bytes that ``host_memory_share`` is a share of."""
 
 Knobs = Mapping[str, Any]
 

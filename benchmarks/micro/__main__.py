@@ -24,7 +24,7 @@ from .variants import RAW, Variant
 
 BENCHMARKS = {"pool": pool.run, "storage": storage.run, "latency": latency.run, "cpu_update": cpu_update.run}
 SHARES = {"pool": 0.1, "storage": 0.5, "latency": 0.15, "cpu_update": 0.25}
-"""Of the budget, relative to the others that are run."""
+"""Shares of the budget, relative to the others that are run."""
 
 VARIANTS = {"storage": storage.VARIANTS, "latency": latency.VARIANTS}
 """What ``--variants`` can choose from."""

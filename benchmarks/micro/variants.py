@@ -25,7 +25,7 @@ from .area import Work
 
 BLOCK_NBYTES = 1 << 20
 QUEUE_DEPTH = 32
-"""Of DeepSpeed's op and of TenCache's own, in all variants."""
+"""Queue depth of DeepSpeed's op and of TenCache's own, in all variants."""
 
 PIECE_NBYTES: int = TenCacheConfig.model_fields["io_request_size"].default
 """The piece size of the posix and aio backends, as in training."""

@@ -24,7 +24,7 @@ PLACES = ("gpu_weight", "gpu_gradient", "gpu_state", "resident_weight", "residen
 """Where TenCache keeps what, as its statistics name it."""
 
 Losses = tuple[tuple[str, ...], ...]
-"""Of each micro-step of each step: exact hexadecimal floats."""
+"""Losses of each micro-step of each step: exact hexadecimal floats."""
 
 
 class Tier(StrEnum):

@@ -24,7 +24,7 @@ class Prediction(NamedTuple):
 
 
 def predictions(figures: Iterable[Figures]) -> list[Prediction]:
-    """Of each configuration with something on NVMe, for every one that differs in host memory and has more in RAM."""
+    """Predictions of each configuration with something on NVMe for every one that has more in RAM and is else alike."""
     ours = [f for f in figures if f.is_ours and f.measured and f.stats.get("last_step") and "paths" in f.stats]
     found = []
     for _, alike in itertools.groupby(sorted(ours, key=_other_settings), key=_other_settings):

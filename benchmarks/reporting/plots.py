@@ -26,7 +26,7 @@ from .text import GB, GIB, number
 
 WIDTH_IN = 8.0
 OURS = (BLUE, SKY, "#004C78", "#3A8FC4", "#8CC9EF", "#00304D")
-"""Of TenCache's configurations: blue, told apart by their lightness."""
+"""Colours of TenCache's configurations: blue, told apart by their lightness."""
 
 PEERS = (VERMILION, GREEN, PURPLE, "#B8860B", "#7B6FB0", "#666666", "#8C3B00", "#4C8C2B")
 PHASES = {"forward": SKY, "backward": BLUE, "update": ORANGE}

@@ -214,7 +214,7 @@ class Page:
         return rows
 
     def loss_scales(self) -> list[list[str]]:
-        """Of each run its skipped steps and its loss scales; empty if no step was skipped and all scales are alike."""
+        """Skipped steps and loss scales of each run; empty if no step was skipped and all scales are alike."""
         runs = [(f.label, run) for f in self.figures.values() for run in f.runs]
         length = min((len(run.steps) for _, run in runs), default=0)
         scales = {tuple(step.loss_scale for step in run.steps[:length]) for _, run in runs}

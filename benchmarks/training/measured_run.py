@@ -81,7 +81,7 @@ class Trainee(ABC):
 
     @abstractmethod
     def loss_scale(self) -> float | None:
-        """Of the micro-steps to come; None without one."""
+        """Loss scale of the micro-steps to come; None without one."""
 
     @abstractmethod
     def n_skipped(self) -> int:
@@ -358,7 +358,7 @@ class MeasuredRun:
 
 
 def _difference(counts: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Of two records of the same nested counters, of each counter the later value less the earlier one."""
+    """Later values less earlier ones of two records of the same nested counters."""
     return {
         key: _difference(value, before[key]) if isinstance(value, Mapping) else value - before[key]
         for key, value in counts.items()

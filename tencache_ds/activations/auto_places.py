@@ -85,7 +85,7 @@ class AutoPlaces:
         self._room.wanted = True
 
     def measured(self) -> dict[int, MoveCost]:
-        """Of each block that was moved in the last step, by its position, what that has cost."""
+        """Cost of each block that was moved in the last step, by its position."""
         return {} if self.waits is None else self.waits.costs()
 
     def follow(self, leaving: Iterable[int]) -> None:
@@ -129,7 +129,7 @@ class AutoPlaces:
 
     @property
     def to_move_nbytes(self) -> int | None:
-        """Of this pass, in bytes of the recorded one; None: all that can be back in time."""
+        """Bytes to move in this pass, counted in the recorded one; None: all that can be back in time."""
         return None if self.waits is not None else max(self._room.to_move_nbytes(), 0)
 
     @property
@@ -153,7 +153,7 @@ class AutoPlaces:
 
     @property
     def excess_nbytes(self) -> int:
-        """Of what has stayed, what has to move after all."""
+        """Bytes kept on the GPU that must now be offloaded."""
         return self._room.excess_nbytes
 
     def kept(self, nbytes: int) -> None:

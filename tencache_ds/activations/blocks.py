@@ -125,8 +125,7 @@ class Block:
 
     @property
     def current_version(self) -> int:
-        """Of the tensors that were saved, wherever their bytes are: more than :attr:`version` after a change in
-        place."""
+        """Version of the saved tensors, wherever their bytes are: above :attr:`version` after a change in place."""
         return int(self._witness._version)
 
     @property

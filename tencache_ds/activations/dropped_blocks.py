@@ -53,7 +53,7 @@ class DroppedBlocks:
         return arriving_nbytes
 
     def tickets(self) -> Iterator[Ticket]:
-        """Of requests that are not over yet, as far as :meth:`collect` has seen them."""
+        """Tickets of requests that are not over yet, as far as :meth:`collect` has seen them."""
         return (ticket for remains in self._busy for ticket in remains.tickets if not ticket.done)
 
     def requests(self) -> Iterator[tuple[torch.Tensor, Ticket]]:
@@ -64,7 +64,7 @@ class DroppedBlocks:
                     yield remains.buffer, ticket
 
     def events(self) -> Iterator[Event]:
-        """Of copies of which no end was seen."""
+        """Events of copies whose end was not seen."""
         return (event for remains in (*self.queue, *self._busy) for event in remains.events)
 
     def forget(self) -> None:

@@ -7,7 +7,7 @@ from tencache_ds.planning.activation_policy import RecordedPass, SavedBlock
 
 
 class PassRecorder:
-    """Of one forward and backward pass."""
+    """Recorder of one forward and backward pass."""
 
     def __init__(self) -> None:
         self._saved: list[tuple[int, float]] = []

@@ -38,7 +38,7 @@ class Reloads:
         self._stored = stored
         self._counters = counters
         self.arriving_nbytes = 0
-        """Of blocks copied to the device, or being copied, that backward has not needed yet."""
+        """Bytes of blocks copied to the device, or being copied, that backward has not needed yet."""
         self.n_ahead = self.n_late = 0
         """Blocks of the pass that were on their way when they were needed, and those that were not."""
         self._blocks: Sequence[weakref.ref[Block]] = ()

@@ -54,7 +54,7 @@ logger = logging.getLogger("DeepSpeed.tencache")
 
 @dataclass(frozen=True, slots=True)
 class ActivationFigures:
-    """Of the last pass, when its backward began.
+    """Figures of the last pass, taken when its backward began.
 
     Attributes:
         kept_nbytes: saved tensors of at least the smallest size that stayed in device memory.
@@ -411,7 +411,7 @@ class SavedTensors:
 
     @property
     def figures(self) -> ActivationFigures:
-        """Of the last pass. Any thread."""
+        """Figures of the last pass. Any thread."""
         return self._figures
 
     @property
@@ -421,7 +421,7 @@ class SavedTensors:
 
     @property
     def live_nbytes(self) -> int:
-        """Of the blocks that a graph still needs, wherever they are."""
+        """Bytes of the blocks that a graph still needs, wherever they are."""
         with self._lock:
             return sum(block.nbytes for block in self._live)
 

@@ -53,7 +53,7 @@ class StoredBlocks:
 
     @property
     def buffer_nbytes(self) -> int:
-        """Of staging buffers, used and free."""
+        """Bytes of staging buffers, used and free."""
         return self._staging.allocated_nbytes
 
     def take_buffer(self, block: Block) -> None:

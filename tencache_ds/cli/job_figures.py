@@ -10,7 +10,7 @@ from tencache_ds.observability.channel_client import Process
 
 
 def latest_engine(process: Process) -> dict[str, Any]:
-    """Of several engines in a process, the one that takes steps."""
+    """The engine of a process that took the last step, where there are several."""
     return min(process.snapshot["engines"], key=lambda engine: (engine["steps"] == 0, engine["seconds_in_step"]))
 
 

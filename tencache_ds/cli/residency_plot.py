@@ -11,7 +11,7 @@ from tencache_ds.plotting import BLUE, DPI, INK, ORANGE, VERMILION, bare, new_fi
 
 GIB = 2**30
 COLOURS = (BLUE, ORANGE, VERMILION)
-"""Of :data:`PLACES`."""
+"""Colours of :data:`PLACES`."""
 
 KINDS = ("weights", "gradients", "optimizer state")
 

@@ -34,7 +34,7 @@ FILL_SHARE = 0.15
 SCREENING_SHARE = 0.35
 SCREENING_ROUNDS = 2
 N_CHALLENGERS = 2
-"""Of each side: they meet the default in the finals."""
+"""Settings from each side that meet the default in the finals."""
 
 _Key = tuple[str, int]
 """Side (``"tencache"`` or ``"stock"``) and index in its grid; 0 is the default."""

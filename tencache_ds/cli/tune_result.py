@@ -72,7 +72,7 @@ class Choice(BaseModel):
 
     @property
     def gain(self) -> float:
-        """Of the best over the default, as a fraction."""
+        """Gain of the best over the default, as a fraction."""
         return self.best.bytes_per_s / self.default.bytes_per_s - 1
 
     def _n_changes(self, one: Measured) -> int:

@@ -30,7 +30,7 @@ logger = logging.getLogger("DeepSpeed.tencache")
 
 
 class ActivationHooks:
-    """Of one engine. Used by the training thread."""
+    """Hooks of one engine. Used by the training thread."""
 
     def __init__(self) -> None:
         self._saved: SavedTensors | None = None
@@ -160,8 +160,8 @@ class _Inputs:
 
 
 def _elements(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Of the main input, all sequences together: by its name in transformers, else of the first tensor; 0 if there is
-    none."""
+    """Elements of the main input, all sequences together: by its name in transformers, else of the first tensor; 0 if
+    there is none."""
     main = kwargs.get(getattr(module, "main_input_name", ""))
     for value in (main, kwargs.get("inputs_embeds"), *args, *kwargs.values()):
         if isinstance(value, torch.Tensor):

@@ -259,7 +259,7 @@ class ChunkedStep:
     # Mechanics
 
     def _watch_shards(self, work: Iterable[tuple[SubGroupStep, Sequence[Chunk]]]) -> None:
-        """Of the weights that are about to be updated in the background."""
+        """Watches the shards of the weights that are about to be updated in the background."""
         keys = {key for _, chunks in work for chunk in chunks for key in self._weights.keys_of(chunk)}
         params = (param for param in itertools.chain.from_iterable(self._groups) if param.ds_id in keys)
         watch_update(params, wait_for_updates)
@@ -268,8 +268,8 @@ class ChunkedStep:
         return [self._state.chunks(index) for index in range(len(self._groups))]
 
     def _chunks_that_may_wait(self, chunks: Sequence[Sequence[Chunk]]) -> Sequence[Sequence[Chunk]]:
-        """Of each sub-group the chunks of fp32 Adam in host memory or on NVMe whose weights are in host memory, and
-        gathered before anybody sees them."""
+        """Chunks of fp32 Adam, by sub-group, in host memory or on NVMe whose weights are in host memory, and gathered
+        before anybody sees them."""
         in_use = self._weights.in_use()
         key = (in_use, self._state.version)
         if self._may_wait is None or self._may_wait[0] != key:

@@ -282,8 +282,8 @@ class TenCacheCoordinator(FetchingCoordinator):
         return True
 
     def _leave_out_modules_without_weights(self) -> None:
-        """Of the order that was recorded in the last pass. Not while it is recorded: DeepSpeed notices within a pass
-        that a module uses a weight of another one."""
+        """Removes modules without weights from the order that was recorded in the last pass. Not while it is recorded:
+        DeepSpeed notices within a pass that a module uses a weight of another one."""
         order = [
             module
             for module in self._PartitionedParameterCoordinator__submodule_order

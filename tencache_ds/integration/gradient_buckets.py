@@ -22,7 +22,7 @@ COLLECTED_NUMEL = 32 * 2**20
 """Elements of the gradients that are collected, at most. So much more device memory may be in use for a moment."""
 
 COLLECTED_SHARE = 1 / 16
-"""At most, too, of DeepSpeed's ``reduce_bucket_size``: who makes that small has no memory to spare."""
+"""Upper bound as a share of ``reduce_bucket_size``, which users shrink when memory is scarce."""
 
 
 @dataclass(frozen=True, slots=True)

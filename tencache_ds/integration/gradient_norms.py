@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from tencache_ds.integration.adapters.installed import calls
 
 NORM_PART_NUMEL = 250_000_000
-"""Of longer gradients DeepSpeed computes the norm in parts."""
+"""Elements above which DeepSpeed computes the norm of a gradient in parts."""
 
 
 class GradientNormsMixin:

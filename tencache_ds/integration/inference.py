@@ -83,7 +83,7 @@ class InferenceWeights(GatheredWeights):
         return min(self._fixed_nbytes if all_there else self._passing[1], limit_nbytes)
 
     def gathered_nbytes(self) -> int:
-        """Of weights that have been gathered in this pass and not released: DeepSpeed's own count."""
+        """Bytes of weights that have been gathered in this pass and not released: DeepSpeed's own count."""
         return self._coordinator.gathered_numel * min(self._element_nbytes)
 
     def idle(self, key: int) -> bool:

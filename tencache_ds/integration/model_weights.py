@@ -117,7 +117,7 @@ class ModelWeights:
             self._flats[sub_group] = None
 
     def persistent(self) -> list[list[tuple[int, int]]]:
-        """Of each sub-group the ``(first element, end)`` of the weights that DeepSpeed keeps gathered."""
+        """``(first element, end)`` of the weights of each sub-group that DeepSpeed keeps gathered."""
         return [
             [
                 (start, start + numel)

@@ -37,7 +37,7 @@ from tencache_ds.session import Session
 logger = logging.getLogger("DeepSpeed.tencache")
 
 POLL_S = 0.25
-"""How often it is looked whether the one who wants a trace is still there."""
+"""Interval at which the connection of a trace's reader is polled."""
 
 _ATTEMPTS = 3
 

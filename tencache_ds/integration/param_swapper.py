@@ -492,7 +492,7 @@ def _managed(params: Sequence[Any]) -> list[Any]:
 
 
 def _digest(param: Any) -> bytes:
-    """Of this rank's part of a weight, in its shard in host memory, without padding."""
+    """Digest of this rank's part of a weight, in its shard in host memory, without padding."""
     shard = values_of(param)
     begin = shard.numel() * dist.get_rank(param.ds_process_group)
     part = shard[: max(min(shard.numel(), param.ds_numel - begin), 0)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sees to it that no weight changes, or leaves host memory, while master weights are stored as the difference to it.
+"""Rejoins split master weights before their weight changes or leaves host memory.
 See [Note: whose bits a master weight shares] in :mod:`tencache_ds.tiers.split_master`.
 
 DeepSpeed changes weights in three ways. The optimizer's step writes the chunks itself. Loading a checkpoint replaces

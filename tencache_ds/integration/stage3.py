@@ -48,7 +48,7 @@ from tencache_ds.tiers.kinds import MASTER
 logger = logging.getLogger("DeepSpeed.tencache")
 OVERFLOW_CHECK_NUMEL = 16 * 2**20
 _numbers = itertools.count()
-"""Of the engines of this process; ranks build theirs in the same order."""
+"""Numbers of the engines of this process; ranks build theirs in the same order."""
 
 
 class TenCacheZeroOptimizer_Stage3(

@@ -267,8 +267,8 @@ class BuildingMixin:
         )
 
     def _gradient_cuts(self) -> list[list[int]]:
-        """Of each sub-group the elements where another buffer of gradients begins: where gradients may move to GPU
-        memory, theirs in host memory becomes free buffer by buffer."""
+        """Elements of each sub-group where another buffer of gradients begins: where gradients may move to GPU memory,
+        theirs in host memory becomes free buffer by buffer."""
         if self._device is None or not updates_by_chunks(self.optimizer):
             return [[] for _ in self.fp16_groups]
         return [

@@ -80,7 +80,7 @@ class SuspendedHooks:
         self._order: dict[str, Any] | None = None  # of modules with hooks, as DeepSpeed's coordinator has it
         self._n_incomplete = 0  # steps in which it could have been suspended
         self.n_changes = 0
-        """Of :attr:`modules`, so far."""
+        """Number of changes of :attr:`modules` so far."""
         self._hooks = [
             block.register_forward_pre_hook(uncompiled(lambda *_: relieve()))
             for blocks in offload.module.modules()
@@ -263,9 +263,8 @@ class SuspendedHooks:
     def _recomputed(
         self, chosen: Collection[torch.nn.Module], used_by: Mapping[torch.nn.Module, Sequence[Any]]
     ) -> set[torch.nn.Module]:
-        """Of the chosen modules those around frozen weights that are gathered. When a block is recomputed, DeepSpeed
-        gathers them, and releases them when the block is through backward: without hooks on the block, when the whole
-        model is."""
+        """Chosen modules around frozen weights that are gathered. When a block is recomputed, DeepSpeed gathers them,
+        and releases them when the block is through backward: without hooks on the block, when the whole model is."""
         if all(self._requires_grad):
             return set()
         gather = {
@@ -347,7 +346,7 @@ def user_releases(params: Iterable[Any]) -> Iterator[None]:
 
 
 def _gather(params: Iterable[Any]) -> None:
-    """Not by ``all_gather``, which copies a parameter that is alone in its list."""
+    """Gathers with ``all_gather_coalesced``: ``all_gather`` copies a single parameter."""
     missing = [param for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
     if missing:
         with torch.no_grad():

@@ -52,12 +52,12 @@ class ExtentEdit:
 
     @property
     def read_position(self) -> int:
-        """Of the word in each page, in 8 bytes."""
+        """Position of the word in each page, in 8 bytes."""
         return 0 if self._before is None else sampled_position(self._before.generation)
 
     @property
     def written_position(self) -> int:
-        """Of the word in each page, in 8 bytes."""
+        """Position of the word in each page, in 8 bytes."""
         return 0 if self._after is None else sampled_position(self._after.generation)
 
     def keep(self) -> None:

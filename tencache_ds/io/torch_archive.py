@@ -30,7 +30,7 @@ from tencache_ds.tensors import empty
 PICKLE_PROTOCOL = 2
 FORMAT_VERSION = b"3\n"
 STORAGE_ALIGNMENT_NBYTES = 64
-"""Of a storage in the file, as ``torch.save`` does it: what ``torch.load(mmap=True)`` hands out is aligned too."""
+"""Alignment of a storage in the file, that of ``torch.save``: what ``torch.load(mmap=True)`` returns is aligned too."""
 
 _WRITE_NBYTES = 16 * 2**20
 _ZIP64_LIMIT = 0xFFFFFFFF

@@ -93,7 +93,7 @@ class RankSummary:
 
 
 def summarize(contents: dict[str, Any]) -> list[RankSummary]:
-    """Of each rank in a trace file.
+    """Summary of each rank in a trace file.
 
     Args:
         contents: see :func:`tencache_ds.observability.trace_file.trace_events`.

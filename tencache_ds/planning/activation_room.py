@@ -24,7 +24,7 @@ from tencache_ds.planning.patience import Patience
 from tencache_ds.str_enum import StrEnum
 
 UNKNOWN_SHARE = 0.125
-"""Of the memory that is free when a pass begins: what it may take before its activations move, if nothing is known."""
+"""Share of the memory free at the start of a pass that it may take before its activations move, if nothing is known."""
 
 FORWARD_SHARE = 0.5
 """The same for a pass whose size was predicted: what it may take before activations move that were to stay."""
@@ -187,8 +187,8 @@ class ActivationRoom:
 
     @property
     def excess_nbytes(self) -> int:
-        """Of what has stayed, what has to move after all: everything if nothing is known about the pass; otherwise 0 or
-        less until half of the rest is taken as well."""
+        """Bytes kept on the GPU that must now be offloaded: everything if nothing is known about the pass; otherwise 0
+        or less until half of the rest is taken as well."""
         if self._is_unknown:
             return self._kept_nbytes if self.crowded else 0
         if self._now_nbytes <= (self._limit_nbytes + self._free_nbytes) // 2:
@@ -213,7 +213,7 @@ class ActivationRoom:
         return self.cause in (Cause.UNKNOWN, Cause.FAILED)
 
     def kept(self, nbytes: int) -> None:
-        """So much of what was saved stays."""
+        """Records ``nbytes`` kept on the GPU."""
         self._kept_nbytes += nbytes
 
     def moved(self, nbytes: int) -> None:

@@ -53,7 +53,7 @@ class BetaPowers:
     ) -> None:
         self._pow_when_repeated = pow_when_repeated
         self.betas = single(betas)
-        """Of the last step, in single precision."""
+        """Betas of the last step, in single precision."""
         self.step = step
         """The last one."""
         self.pow_step = pow_step

@@ -26,7 +26,7 @@ WEIGHT_NBYTES, GRADIENT_NBYTES, STATE_NBYTES = 2, 2, 12
 """Per parameter: 16-bit weights and gradients, fp32 master weights and two moments."""
 
 SPLIT_NBYTES = 2
-"""Of the state: the half of a master weight that a bfloat16 weight in host memory tells."""
+"""Bytes saved per element: the half of a master weight that a bfloat16 weight in host memory tells."""
 
 
 class Resource(StrEnum):

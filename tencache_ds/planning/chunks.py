@@ -25,7 +25,7 @@ RESIDENT_CHUNK_NBYTES = 128 * 2**20
 """Where no chunk passes through a buffer: a quarter of the Python for an update that goes on beside a forward pass."""
 
 GAP_SHARE = 1 / 8
-"""Of a chunk: elements apart with less between them are not worth chunks of their own."""
+"""Share of a chunk: elements with a smaller gap between them are not worth chunks of their own."""
 
 GRADIENT_BUFFER_NUMEL = 32 * 2**20
 """The gradients of at least so many elements share a buffer, which is freed as a whole: a dozen chunks, so that a cut

@@ -49,7 +49,7 @@ class Training:
 
     @property
     def nbytes(self) -> int:
-        """Of weights, gradients and optimizer state together."""
+        """Bytes of weights, gradients and optimizer state together."""
         return self.numel * (self.weight_nbytes + self.gradient_nbytes + self.state_nbytes)
 
 

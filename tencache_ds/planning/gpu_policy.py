@@ -228,7 +228,7 @@ class StepCosts:
     activations: dict[int, SavedItem]
 
     def plan(self, chunks: Sequence[Sequence[StateChunk]], budget_nbytes: int, least: int = 0) -> GpuPlan:
-        """With what is in GPU memory a step is shortest."""
+        """Chooses the GPU contents that minimize the step time."""
         activations = list(self.activations.values())
         return plan_gpu(self.weights, chunks, budget_nbytes, self.rates, least=least, activations=activations)
 
@@ -245,7 +245,7 @@ class StepCosts:
 
     @property
     def seconds(self) -> list[float]:
-        """Of each weight and then of each activation."""
+        """Seconds saved by each weight and then by each activation."""
         return [weight.seconds for weight in self.weights] + [each.seconds for each in self.activations.values()]
 
 
@@ -272,7 +272,7 @@ class _Knapsack:
         return float(self.seconds[order[n:]].sum()), int(self.host[taken].sum() + self.host[order[:n]].sum())
 
     def choose(self, budget: int, taken: Array, seconds_of_update: Callable[[Array], Any]) -> Array:
-        """Of each item whether it is chosen beside those that are taken: greedily, but for those around the point
+        """Whether each item is chosen beside those that are taken: greedily, but for those around the point
         where that ends.
 
         Args:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from tencache_ds.planning.patience import Patience
 
 FLOOR_SHARE = 0.03
-"""Of the memory: less than that available, and the kernel begins to look for victims."""
+"""Share of the memory: with less available, the kernel begins to look for victims."""
 
 LEAST_FLOOR_NBYTES = 2**30
 

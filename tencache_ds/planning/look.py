@@ -7,7 +7,7 @@ LOOK_EVERY_S = 0.002
 """Memory is looked at no more often than this."""
 
 LOOK_SHARE = 0.01
-"""Of the time, what looking at memory may take: most looks take 10 microseconds, with some virtual GPUs 200."""
+"""Share of the time that looking at memory may take: most looks take 10 microseconds, with some virtual GPUs 200."""
 
 LONGEST_PAUSE_S = 0.02
 """Between two looks, whatever they take: one that was interrupted must not hide the rest of the pass."""

@@ -9,8 +9,8 @@ and the loss, where nothing is measured.
 from __future__ import annotations
 
 SMALLEST_SHARE = 0.1
-"""Of the recorded peak: below that, what was taken says little about the rest. DeepSpeed may fetch more or fewer layers
-ahead, which is nothing that the rest is in proportion to."""
+"""Share of the recorded peak below which what was taken says little about the rest. DeepSpeed may fetch more or fewer
+layers ahead, which is nothing that the rest is in proportion to."""
 
 
 class MemoryCurve:

@@ -21,7 +21,7 @@ from tencache_ds.planning.memory_curve import MemoryCurve
 from tencache_ds.planning.patience import Patience
 
 SPARE_SHARE = 0.25
-"""Of the headroom: so much more than a pass is expected to take is kept free."""
+"""Share of the headroom kept free in addition to what a pass is expected to take."""
 
 LOST_SHARE = 0.1
 """Fragmentation, as a share of the memory that a pass is going to take."""

@@ -35,7 +35,7 @@ one before while the passes are far from what they will be."""
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of one step, in seconds.
+    """Times of one step, in seconds.
 
     Attributes:
         forward: of its first forward pass.
@@ -51,12 +51,12 @@ class StepTimes:
 
     @property
     def passes(self) -> float:
-        """Of the step without its update."""
+        """Seconds of the step without its update."""
         return self.forward + self.other_passes
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return self.passes + self.update
 
 

@@ -58,18 +58,18 @@ class ObservedStep:
 
     @property
     def hidden_seconds(self) -> float:
-        """Of the update, what the next forward pass hides."""
+        """Seconds of the update that the next forward pass hides."""
         return max(self.behind_seconds - self.behind_wait_seconds, 0.0)
 
     @property
     def passes_seconds(self) -> float:
-        """Of forward and backward passes, without waits for weights."""
+        """Seconds of forward and backward passes, without waits for weights."""
         exposed = max(self.update_seconds - self.hidden_seconds, 0.0)
         return max(self.seconds - self.weight_wait_seconds - exposed, 0.0)
 
     @property
     def arithmetic_seconds(self) -> float:
-        """Of the update, without its waits for NVMe."""
+        """Seconds of the update, without its waits for NVMe."""
         return max(self.update_seconds - self.update_wait_seconds, 0.0)
 
 

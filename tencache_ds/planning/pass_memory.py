@@ -19,7 +19,7 @@ from tencache_ds.planning.look import LOOK_EVERY_S, pause_s
 from tencache_ds.planning.patience import Patience
 
 SPARE_SHARE = 0.25
-"""Of what a pass is expected to take: so much more is kept free, for what is lost between allocations."""
+"""Share of what a pass is expected to take that is kept free in addition, for what is lost between allocations."""
 
 AMPLE = 4
 """Times the headroom. With so much available a pass of known size runs short only if it takes several times what any

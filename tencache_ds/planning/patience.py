@@ -30,7 +30,7 @@ class Patience:
         self._tried = True
 
     def step_done(self) -> bool:
-        """A step is over; whether it was disturbed, so that counting begins anew."""
+        """Ends a step; returns whether it was disturbed, in which case counting begins anew."""
         disturbed, self._disturbed = self._disturbed, False
         self._quiet = 0 if disturbed else self._quiet + 1
         return disturbed

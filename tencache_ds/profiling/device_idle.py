@@ -49,8 +49,8 @@ class SynchronousIdle:
 
 
 class CudaIdle:
-    """Of the current CUDA stream. A thread outside Python asks the driver whether its work is done, at even intervals:
-    one that needed the interpreter would ask when the training thread has just launched something.
+    """Idle time of the current CUDA stream. A thread outside Python asks the driver at even intervals whether its work
+    is done: one that needed the interpreter would ask when the training thread has just launched something.
 
     It stops with this object, and before the interpreter exits: a script may end in a step that is observed, and the
     driver must not be asked while it is unloaded. And after a time: where a step fails and its engine is dropped, hooks

@@ -75,7 +75,7 @@ class FetchWait:
 
 @dataclass(slots=True)
 class _Fetch:
-    """Of one module's weights. Times are those of the host, in seconds.
+    """Fetch of one module's weights. Times are those of the host, in seconds.
 
     Attributes:
         t_start: when it began.
@@ -98,12 +98,12 @@ class _Fetch:
 
     @property
     def gather_seconds(self) -> float:
-        """Of all gathers."""
+        """Seconds of all gathers."""
         return sum(seconds for seconds, _ in self.gathers)
 
     @property
     def release_seconds(self) -> float:
-        """Of all releases."""
+        """Seconds of all releases."""
         return sum(seconds for seconds, _ in self.releases)
 
 
@@ -196,8 +196,8 @@ class FetchRecorder:
         return self._host.seconds_between(start, self._t_end)
 
     def waits(self) -> dict[int, FetchWait]:
-        """Of each weight. After the device was waited for; ends the recording. What belongs to several is divided by
-        their bytes, but the host's time for a gather equally."""
+        """Wait for each weight. After the device was waited for; ends the recording. What belongs to several is divided
+        by their bytes, but the host's time for a gather equally."""
         self.close()
         waits: dict[int, FetchWait] = {}
         for start in range(0, len(self._fetches), _NEIGHBOURS):
@@ -240,7 +240,7 @@ class FetchRecorder:
                 _add(waits, key, FetchWait(overhead_seconds=exposed * seconds * share))
 
     def _exposed_share(self, fetches: Sequence[_Fetch], end: Any) -> float:
-        """Of the host's time for hooks that wait for nothing, the part that lengthens the passes.
+        """Share of the host's time for hooks that wait for nothing by which the passes get longer.
 
         Args:
             fetches: successive ones.
@@ -254,12 +254,12 @@ class FetchRecorder:
         return min(max(idle_seconds, 0.0) / max(seconds, 1e-9), 1.0)
 
     def _waited_seconds(self, fetch: _Fetch) -> float:
-        """Of the device, for one that waits."""
+        """Seconds that the device waits for a fetch that makes it wait."""
         return max(self._clock.seconds_between(fetch.before, fetch.after), 0.0)
 
 
 def _shares(weights: Mapping[int, int]) -> list[tuple[int, float]]:
-    """Of each weight its share of their bytes."""
+    """Share of each weight in their bytes."""
     nbytes = max(sum(weights.values()), 1)
     return [(key, part / nbytes) for key, part in weights.items()]
 

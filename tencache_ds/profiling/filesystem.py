@@ -56,10 +56,10 @@ class BlockDevice:
     """The block device under a folder: a partition or volume, described by the disks it consists of."""
 
     models: tuple[str, ...]
-    """Of its disks, sorted; a disk without a model is called by its driver or name."""
+    """Models of its disks, sorted; a disk without a model is called by its driver or name."""
 
     serials: tuple[str, ...]
-    """Of its disks where they have one, sorted."""
+    """Serial numbers of its disks where they have one, sorted."""
 
     disks_nbytes: int
     """Size of its disks together: what "a drive write" means. 0 if the kernel does not say."""

@@ -52,7 +52,7 @@ class MoveWaits:
         self._in_host[position] = place is Place.HOST
 
     def costs(self) -> dict[int, MoveCost]:
-        """Of each block that was moved, by its position. After the device was waited for."""
+        """Cost of each block that was moved, by its position. After the device was waited for."""
         waits: dict[int, float] = {}
         for position, before, after in self._waits:
             seconds = max(self._clock.seconds_between(before, after), 0.0)

@@ -145,7 +145,7 @@ def _address(tensor: torch.Tensor, element: int) -> int:
 
 
 def _address_among(pieces: Pieces, element: int) -> int:
-    """Of an element in the tensor that holds it; 0 where none does."""
+    """Address of an element in the tensor that holds it; 0 where none does."""
     for first, tensor in pieces:
         if first <= element < first + tensor.numel():
             return _address(tensor, element - first)

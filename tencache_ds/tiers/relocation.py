@@ -105,7 +105,7 @@ class StateRelocation:
 
     @staticmethod
     def _pieces(whole: SubGroup, cut: SubGroup, chunk: Chunk) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each kind the bytes of a chunk in its own home, and in the tensors of the whole sub-group."""
+        """Bytes of a chunk, kind by kind, in its own home and in the tensors of the whole sub-group."""
         home = cut.device[chunk.index] if chunk.index in cut.device else cut.resident[chunk.index]
         return [
             (

@@ -97,7 +97,7 @@ class SubGroup:
         return covering
 
     def dtype(self, kind: str) -> torch.dtype:
-        """Of one kind of state.
+        """Dtype of one kind of state.
 
         Raises:
             KeyError: the state does not exist (yet).

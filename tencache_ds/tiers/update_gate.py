@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who needs a weight while an update is under way waits here for its new value, and for nothing else.
+"""Blocks readers of a weight until its update is published, and no longer.
 
 A weight's gradient is read by the same chunks, so the same gate keeps the next backward pass from overwriting it.
 """

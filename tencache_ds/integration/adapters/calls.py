@@ -17,7 +17,7 @@ def _imported(module: str, name: str) -> Any:
 
 
 class Calls:
-    """Of the installed DeepSpeed."""
+    """Functions and attributes of the installed DeepSpeed."""
 
     pow_when_repeated = False
     """Whether the CPU Adam op calls ``pow`` for all sub-groups of a step but the first: see

@@ -33,7 +33,7 @@ from tencache_ds.layout import PAGE_NBYTES
 
 _first_write_lock = threading.Lock()
 _first_write_done = threading.Event()
-"""Of the process, as the op's once-flag is."""
+"""Set after the first write of the process: the op's once-flag is the process's too."""
 
 _N_CONTEXTS_PER_HANDLE = 2
 """An ``aio_handle`` sets up one kernel context for itself and one for its worker thread."""

@@ -27,7 +27,7 @@ from tencache_ds.planning.gds import GdsTrial
 TRIAL_NBYTES = 64 << 20
 MAX_REPEATS = 5
 MAX_SECONDS = 2.0
-"""Of measuring, on slow disks; both ways are measured at least once."""
+"""Longest measurement, on slow disks; both ways are measured at least once."""
 
 
 def obstacle(on_cuda: bool, verify: str) -> str:
