@@ -14,6 +14,8 @@ KEPT = re.compile(r"(eval_|train_)?(loss|grad_norm|learning_rate|(mean_)?token_a
 """Metrics that depend on the training alone; the others are times, rates and memory."""
 ACTIVE = "is active with DeepSpeed"
 SUMMARY = "optimizer steps in"
+ERROR = re.compile(r"^(\[\w+\]: ?)?[\w.]*(Error|Exception)\b.*$", re.MULTILINE)
+"""The last line of a traceback, after the rank that torchrun writes before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Run:
         saved: SHA-256 of each saved file of weights, by its path in the output folder.
         n_active: how often the activation line was printed.
         n_summaries: how often the summary at the end was.
-        last_line: of the log.
+        reason: first error in the log; its last line if there is none.
     """
 
     code: int | None
@@ -34,15 +36,19 @@ class Run:
     saved: dict[str, str]
     n_active: int
     n_summaries: int
-    last_line: str
+    reason: str
 
     @classmethod
     def of(cls, code: int | None, log: str, output: Path) -> Run:
         """Reads the log and the output folder of a training that has ended."""
-        lines = [line.strip() for line in log.splitlines() if line.strip()]
-        return cls(
-            code, tuple(metrics(log)), saved(output), log.count(ACTIVE), log.count(SUMMARY), lines[-1] if lines else ""
-        )
+        return cls(code, tuple(metrics(log)), saved(output), log.count(ACTIVE), log.count(SUMMARY), reason_in(log))
+
+
+def reason_in(log: str) -> str:
+    """Why a training ended early. Launchers add errors of their own, and warnings behind them."""
+    error = ERROR.search(log)
+    lines = [error[0]] if error is not None else log.split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def metrics(log: str) -> list[dict[str, float]]:
@@ -86,7 +92,7 @@ class Comparison:
         if self.failure:
             return [self.failure]
         failed = [
-            f"{engine} ended with {'a time-out' if run.code is None else f'exit status {run.code}'}: {run.last_line}"
+            f"{engine} ended with {'a time-out' if run.code is None else f'exit status {run.code}'}: {run.reason}"
             for engine, run in self.runs.items()
             if run.code != 0
         ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.frameworks.__main__ import main, names
-from tests.frameworks.comparison import Comparison, Run, metrics, saved, table
+from tests.frameworks.comparison import Comparison, Run, metrics, reason_in, saved, table
 from tests.frameworks.environment import reason, replaced
 from tests.frameworks.training import config_for
 
@@ -91,6 +91,21 @@ def test_the_reason_in_the_output_of_pip():
         "Cannot install a and b. ResolutionImpossible"
     )
     assert reason("killed") == "killed"
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("step 1\n[rank0]: ValueError: no GPU\nraise CalledProcessError\nCalledProcessError: 1\nW: old\n",
+         "[rank0]: ValueError: no GPU"),
+        ("  assert n > 0\nAssertionError\n", "AssertionError"),
+        ("torch.cuda.OutOfMemoryError: too large\nexit", "torch.cuda.OutOfMemoryError: too large"),
+        ("step 1\nKilled\n\n", "Killed"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_failure(log, expected):
+    assert reason_in(log) == expected
 
 
 def test_one_line_asks_for_tencache():
