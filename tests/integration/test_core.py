@@ -31,6 +31,8 @@ TRAINED: dict[str, dict[str, Any]] = {
     "mlp": {"model": "mlp"},
     "llama": {"model": "llama"},
     "accumulation_clipping": {"model": "llama", "accumulation": 3, "clipping": 0.1},
+    "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2},
+    "torch_adamw": {"model": "mlp", "optimizer": "torch_adamw"},
     "lora": {"model": "llama", "lora": True},
     "checkpointing_nonreentrant": {"model": "llama_nonreentrant"},
     "checkpointing_reentrant": {"model": "llama_reentrant"},
