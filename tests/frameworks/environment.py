@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SHOWN = ("llamafactory", "ms-swift", "trl", "transformers", "accelerate", "deepspeed", "torch")
+SHOWN = ("axolotl", "llamafactory", "ms-swift", "trl", "transformers", "accelerate", "deepspeed", "torch")
 
 
 class InstallationFailed(Exception):

@@ -120,10 +120,10 @@ def test_every_framework_says_what_it_needs():
         assert any(
             line.startswith("deepspeed==") for line in (HERE / name / "requirements.txt").read_text().splitlines()
         )
-    assert {"llamafactory", "ms-swift", "transformers", "trl"} <= set(names())
+    assert {"axolotl", "llamafactory", "ms-swift", "transformers", "trl"} <= set(names())
 
 
 def test_an_unknown_framework_is_named(capsys):
     with pytest.raises(SystemExit):
         main(["trls", "--work", "nowhere"])
-    assert "no such framework: trls; there are llamafactory" in capsys.readouterr().err
+    assert "no such framework: trls; there are axolotl, llamafactory" in capsys.readouterr().err
