@@ -31,7 +31,7 @@ from tests.tiers.test_device_places import CHUNK_NBYTES, NUMELS, Bench
 pytestmark = pytest.mark.timeout(60)
 
 UNIT = CHUNK_NBYTES
-"""Of memory here: a chunk of state. All weights together take 0.84 of it."""
+"""Unit of memory here: a chunk of state. All weights together take 0.84 of it."""
 
 WEIGHTS = {0: 8192, 1: NUMELS[0] * 2 - 8192, 2: NUMELS[1] * 2}
 """Bytes of bf16 shards: two of the first sub-group, one of the second."""

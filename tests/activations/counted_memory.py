@@ -48,7 +48,7 @@ class CountedMemory(TorchDispatchMode):
             self.nbytes -= self._storages.pop(key)[1]
 
     def alive_nbytes(self, without: Collection[int] = ()) -> int:
-        """Of the storages that still live, but for some, by ``_cdata``."""
+        """Bytes of the storages that still live, but for some, by ``_cdata``."""
         gc.collect()
         self._forget()
         return sum(nbytes for key, (_, nbytes) in self._storages.items() if key not in without)

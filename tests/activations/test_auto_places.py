@@ -97,7 +97,7 @@ def assert_trains(training: Auto, rows: list[int]) -> None:
 
 
 def peak_nbytes(rows: int) -> int:
-    """Of a step without hooks."""
+    """Peak of a step without hooks."""
     model, memory = Layers(depth=8), CountedMemory()
     x = torch.randn(rows, 64)
     with memory:

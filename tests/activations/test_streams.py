@@ -27,7 +27,7 @@ from tencache_ds.observability.counters import Counters
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 APART_CYCLES = 4_000_000
-"""Of the GPU's clock: about 2 ms, a hundred times the copy of a block here."""
+"""Cycles of the GPU's clock: about 2 ms, a hundred times the copy of a block here."""
 
 STEPS = 4
 

@@ -103,7 +103,7 @@ def test_what_went_wrong_is_said(tmp_path: Path, timeout_s: float, error: str) -
 
 
 class FakeMachine:
-    """Of known figures."""
+    """A machine of known figures."""
 
     def build_operators(self) -> None:
         pass

@@ -153,7 +153,7 @@ class Forcing:
         return __init__
 
     def _zero_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Of ``zero.Init``: without a config its weights would stay where no mode could reach them."""
+        """Constructor of ``zero.Init``: without a config its weights would stay where no mode could reach them."""
 
         def __init__(instance: Any, *args: Any, **kwargs: Any) -> None:
             names = ("config_dict_or_path", "config", "remote_device", "param_swapper")

@@ -115,7 +115,7 @@ def one_step(engine: Any, generator: torch.Generator, act: str) -> dict[str, Any
 
 
 peaks: dict[str, int] = {}
-"""Of counted memory, by the rows of the run that had no limit."""
+"""Peaks of counted memory, by the rows of the run that had no limit."""
 
 
 class Counting:

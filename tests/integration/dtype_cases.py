@@ -47,7 +47,7 @@ class Part(nn.Module):
 
 
 class Adapter(nn.Module):
-    """Of low rank, with a weight of its own that is small enough to stay gathered."""
+    """Adapter of low rank, with a weight of its own that is small enough to stay gathered."""
 
     def __init__(self, rank: int, dtype: torch.dtype, *, trained: bool) -> None:
         super().__init__()

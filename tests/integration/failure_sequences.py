@@ -29,7 +29,7 @@ from tencache_ds.io.wrappers.fault_rules import VARIABLE
 
 N_ACTIONS = 14
 MOST_STEPS = 9
-"""Of a history: stock trains each again."""
+"""Longest history: stock trains each again."""
 
 ON_ALL_RANKS = ("forward", "gradients", "norm", "begin", "scale", "chunk", "load")
 """Where failures come in the same place on every rank, or on one alone."""

@@ -41,7 +41,7 @@ from tests.tiers.ordinary_device import OrdinaryDevice
 plain_config = training.config_for
 AMPLE_NBYTES = 4 * 2**30
 CAPACITY = {"nbytes": AMPLE_NBYTES}
-"""Of the ordinary memory that stands in for a device's."""
+"""Size of the ordinary memory that stands in for a device's."""
 
 NOT_FOR_STOCK = {"tencache", "capacity", "device_memory", "moves", "places", "shrinks_at", "host_available",
                  "nvme_free", "host_runs_out_at", "beside_zero_init"}  # fmt: skip
@@ -217,7 +217,7 @@ def finish_beside_zero_init(engine: Any) -> None:
 
 
 class RememberedRecorder(FetchRecorder):
-    """Of which the last one tells what it has recorded."""
+    """Recorder of which the last one made tells what it has recorded."""
 
     waits_of_last: ClassVar[list[FetchWait]] = []
 
@@ -286,7 +286,7 @@ class FullHost:
     def __init__(self, step: int) -> None:
         self._steps = (step, step + 5)
         self.resident_nbytes: list[int] = []
-        """Of optimizer state, after each step."""
+        """Bytes of optimizer state after each step."""
 
     def __call__(self, engine: Any, step: int) -> None:
         homes = engine.optimizer._host_homes

@@ -33,7 +33,7 @@ VOCABULARY = 2048  # of the weights only those of 100,000 elements go to NVMe wh
 SMALL_WEIGHTS_TOO = {"stage3_param_persistence_threshold": 100}
 SEQUENCE = 8
 WIDE = 512
-"""Of a model with adapters: a weight is below the size that goes to NVMe on most of the others."""
+"""Width of a model with adapters: a weight is below the size that goes to NVMe on most of the others."""
 KEPT_METRICS = ("step", "epoch", "loss", "grad_norm", "learning_rate", "eval_loss", "test_loss")
 
 

@@ -36,14 +36,14 @@ PREFIXES = (
     "LD_", "MKL_", "NCCL_", "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "TENCACHE_", "TOKENIZERS_", "TORCH",
     "TRANSFORMERS_", "TRL_", "XDG_",
 )  # fmt: skip
-"""Of variables that may have an effect on a training."""
+"""Prefixes of variables that may have an effect on a training."""
 
 NOT_OF_THE_PROCESSOR = ("mhz", "bogomips", "processor", "core id", "apicid", "physical id", "siblings", "cpu cores")
 """What differs between cores or from one look at ``/proc/cpuinfo`` to the next."""
 
 
 def digest(value: Any) -> str:
-    """Of anything that JSON can express."""
+    """Digest of anything that JSON can express."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -97,7 +97,7 @@ def compiled_ops() -> dict[str, str]:
 
 @functools.cache
 def processor() -> list[str]:
-    """Of the first core, and the GPU if there is one."""
+    """Names of the first core, and of the GPU if there is one."""
     import torch
 
     first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()

@@ -74,7 +74,7 @@ LOADED_OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
     "optimizer_on_the_device_without_states": ("torch_adamw", ON_THE_DEVICE | WITHOUT),
     "optimizer_on_the_device_module_only": ("torch_adamw", ON_THE_DEVICE | MODULE_ONLY),
 }
-"""Of the checkpoint of a kind, only a part is loaded, or into an engine that keeps it elsewhere."""
+"""Kinds whose checkpoint is loaded in part, or into an engine that keeps it elsewhere."""
 TWO_RANK_LOADED_OTHERWISE = ("frozen_without_optimizer_states",)
 UNIVERSAL_LOADS: dict[str, dict[str, Any]] = {
     "everything": {},

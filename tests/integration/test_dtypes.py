@@ -34,7 +34,7 @@ ADAPTER_RANKS = (63, 64, 127, 128, 256)
 
 
 PRECISIONS = ("bf16", "bf16", "fp32") + (("fp16",) if torch.cuda.is_available() else ())
-"""Of training; the CPU accelerator may have no fp16."""
+"""Precisions of training; the CPU accelerator may have no fp16."""
 
 
 def matrix() -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 PROGRAM = "fault_cases.py"
 STOP_WITHIN_S = 10.0
 IO_TIMEOUT_S = 1.0
-"""Of the cases that hang; closing an engine takes a few times as long."""
+"""Time-out of the cases that hang; closing an engine takes a few times as long."""
 N_STEPS = 5
 
 

@@ -25,7 +25,7 @@ _PRIVATE = "_PartitionedParameterCoordinator__"
 
 
 class Handle:
-    """Of weights that are gathered together: the first call of :meth:`wait` is for all of them."""
+    """Handle of weights that are gathered together: the first call of :meth:`wait` is for all of them."""
 
     def __init__(self, params: list[Any], log: list[Any]) -> None:
         self.params, self.log, self.is_over = params, log, False

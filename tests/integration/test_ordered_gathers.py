@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 class Event:
-    """Of a device on which nothing is over before the host waits for it."""
+    """Event of a device on which nothing is over before the host waits for it."""
 
     def __init__(self) -> None:
         self.synchronized = False

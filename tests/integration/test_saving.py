@@ -29,7 +29,7 @@ FAILS_ALONE = (
 )
 FAILING_RANK = 1
 STAGING_NBYTES = 2**25
-"""Of the measured case: buffers that training may not have touched yet."""
+"""Staging buffers of the measured case, that training may not have touched yet."""
 
 
 def cases(names: tuple[str, ...], **more: Any) -> list[tuple[str, dict[str, Any], str]]:

@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ignored": {"signal": HUP, "ignored": "after"},
 }
 ENDS_WITH = {"interrupt": 130, "handler": 0, "ignored": 0}
-"""Of those that do not die of the signal."""
+"""Exit status of those that do not die of the signal."""
 
 
 @pytest.fixture(scope="module")

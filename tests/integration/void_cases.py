@@ -207,7 +207,7 @@ def partial_loads(job: Job) -> dict[str, Callable[[], Any]]:
 
 
 def make_a_damaged_copy(job: Job) -> None:
-    """Of the checkpoint: the optimizer state of every rank ends early."""
+    """Copies the checkpoint and damages it: the optimizer state of every rank ends early."""
     import deepspeed
 
     deepspeed.comm.barrier()

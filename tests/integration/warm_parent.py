@@ -42,7 +42,7 @@ MODULES = (
 )
 OPS = ("ShareMemCommBuilder", "CPUAdamBuilder", "AsyncIOBuilder")
 SECONDS_TO_END = 30.0
-"""Of a rank that is told to, as under DeepSpeed's launcher."""
+"""Longest time that a rank takes to end when it is told to, as under DeepSpeed's launcher."""
 
 
 @dataclass(frozen=True, slots=True)

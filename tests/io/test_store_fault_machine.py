@@ -62,7 +62,7 @@ PICK = st.integers(0, 2**16)
 ERRNOS = {Kind.eio: errno.EIO, Kind.enospc: errno.ENOSPC, Kind.eacces: errno.EACCES, Kind.erofs: errno.EROFS,
           Kind.lost: errno.ENODEV}  # fmt: skip
 SILENT = (Kind.torn, Kind.bitflip)
-"""Of a write: success is reported, and the bytes are not there."""
+"""Faults of a write that reports success although the bytes are not there."""
 
 
 class WatchedFaults(FaultBackend):

@@ -27,7 +27,7 @@ POISONED = -1
 LOST = -2
 """In the model: the device dropped the last write without an error."""
 CANCELLED = -3
-"""Of a request: it was cancelled."""
+"""Result of a request that was cancelled."""
 
 
 class Gate:

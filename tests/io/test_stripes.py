@@ -64,7 +64,7 @@ def make(folders, *, preallocate_nbytes=0, growth_nbytes=4 * PAGE, n_files=2):
 
 
 def size(space, folder):
-    """Of both files on a path."""
+    """Bytes of both files on a path."""
     return sum(os.fstat(space.descriptor(f"{folder}/{index}")).st_size for index in range(2))
 
 

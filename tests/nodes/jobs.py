@@ -23,7 +23,7 @@ VARIABLES = {
     "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
-"""Of the ranks. DeepSpeed's launcher passes few of its own on: the others are in ``.deepspeed_env``."""
+"""Variables of the ranks. DeepSpeed's launcher passes few of its own on: the others are in ``.deepspeed_env``."""
 
 
 class Job:

@@ -42,7 +42,7 @@ def sampler() -> tuple[Any, Callable[[], object]]:
 
 
 def blocked() -> dict[str, set[signal.Signals]]:
-    """Of each thread of the operators the blocked signals."""
+    """Signals that each thread of the operators blocks."""
     masks = {}
     for task in Path("/proc/self/task").iterdir():
         if not (task / "comm").read_text().startswith("tencache-"):

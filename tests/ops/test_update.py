@@ -61,7 +61,7 @@ class State:
     exp_avg_sq: torch.Tensor
     weight: torch.Tensor
     remainder: torch.Tensor | None = None
-    """Of split master weights: then ``master`` and ``exp_avg_sq`` are those of the last :meth:`join`."""
+    """Remainder of split master weights: with it, ``master`` and ``exp_avg_sq`` are those of the last :meth:`join`."""
 
     @classmethod
     def of(cls, master: torch.Tensor, weight_dtype: torch.dtype) -> State:

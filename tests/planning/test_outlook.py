@@ -90,7 +90,7 @@ H100 = ObservedStep(
     nvme_nbytes=7.978 * GB, stored_state_nbytes=int(3.989 * GB), state_in_memory_nbytes=int(3.989 * GB),
     staging_nbytes=int(0.402 * GB),
 )  # fmt: skip
-"""Of 364 M parameters, with all of the state on a disk (docs/benchmarks/frontier_h100_2026-11-26.md)."""
+"""Steps of 364 M parameters, with all of the state on a disk (docs/benchmarks/frontier_h100_2026-11-26.md)."""
 
 
 @pytest.mark.parametrize(("stored_gb", "measured_s"), [(2.938, 2.179), (1.899, 1.400), (0.859, 0.613)])

@@ -24,7 +24,7 @@ class Gpu:
         self.left = 0
         self.spare = 0
         self.limit = 0
-        """Of weights that are gathered in each pass, where some are not in GPU memory."""
+        """Limit of weights that are gathered in each pass, where some are not in GPU memory."""
 
     def usage(self, taken: int = 0) -> GpuUsage:
         allocated = self.weights + self.cache + taken

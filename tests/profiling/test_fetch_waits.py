@@ -159,7 +159,7 @@ class Queue:
         self.idle = Idle()
 
     def work(self, usual: float) -> None:
-        """Of the host."""
+        """Works on the host for as long."""
         self.host += self._vary(usual)
 
     def launch(self, host: float, device: float) -> None:

@@ -12,7 +12,7 @@ from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 
 
 class OrdinaryGradientMemory:
-    """Of the host; what is given back must not be looked at."""
+    """Memory of the host; what is given back must not be looked at."""
 
     def __init__(self) -> None:
         self.nbytes = 0

@@ -33,7 +33,7 @@ HOMES: dict[str, tuple[Place, ...]] = {
     "resident": (Place.HOST,),
     "mixed": (Place.HOST, Place.NVME),
 }
-"""Of a sub-group's chunks, over and over; none where the sub-group is whole in host memory."""
+"""Places of a sub-group's chunks, over and over; none where the sub-group is whole in host memory."""
 EVERY_HOME = pytest.mark.parametrize("home", HOMES)
 
 
