@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,12 @@ ASKED_ONCE = Path(__file__).parent / "asked_once"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives this process and all that it starts py-cpuinfo's answer: see ``asked_once/cpuinfo.py``."""
+    """Gives this process and all that it starts py-cpuinfo's answer: see ``asked_once/cpuinfo.py``. Restores Ctrl-C
+    where it is ignored, as a shell has it for what it starts in the background: some tests interrupt themselves."""
     import cpuinfo
+
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     if "CPUINFO_ANSWER" in os.environ:
         return  # a worker of pytest-xdist, whose parent has asked

@@ -33,6 +33,7 @@ DeepSpeed keeps two states per parameter: ``param.ds_status`` (is the gathered w
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import threading
@@ -64,6 +65,7 @@ SMALLEST_STORED_NBYTES = 64 * 2**10
 def swapper_factory(stock: Callable[[Any, torch.dtype], Any]) -> Callable[[Any, torch.dtype], Any]:
     """Replaces DeepSpeed's swapper class: builds ours for configs that select TenCache, else the stock one."""
 
+    @functools.wraps(stock, updated=())
     def make_param_swapper(ds_config: Any, model_dtype: torch.dtype) -> Any:
         options = options_of(ds_config)
         if options is None:

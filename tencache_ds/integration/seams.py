@@ -92,6 +92,7 @@ class Seam:
         except ModuleNotFoundError:
             return "there is no such module"
         for part in self.path.split("."):
+            target = inspect.unwrap(target)  # once TenCache is active, some are its own around DeepSpeed's
             if not hasattr(target, part):
                 return f"it has no {part!r}"
             target = inspect.getattr_static(target, part) if isinstance(target, type) else getattr(target, part)

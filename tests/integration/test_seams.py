@@ -7,6 +7,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -130,6 +132,13 @@ def resolved(base: Any) -> type:
 
 def test_the_installed_version_has_every_seam() -> None:
     assert mismatches(seams.deepspeed_version()) == ()
+
+
+def test_it_has_every_seam_where_tencache_is_active() -> None:
+    script = "from tencache_ds.integration import activation, seams; activation.activate(); "
+    script += "print('MISMATCHES', seams.mismatches(seams.deepspeed_version()))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "MISMATCHES ()" in done.stdout, done.stderr[-2000:]
 
 
 def deepspeeds_names() -> Iterator[tuple[Path, str]]:
