@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .record import Benchmark, Run
+from .reporting.text import gist
 
 TIMES = ("forward_s", "backward_s", "update_s", "storage_wait_s")
 TRAFFIC = ("nvme_read_nbytes", "nvme_write_nbytes")
@@ -69,7 +70,7 @@ def _row(run: Run) -> dict[str, Any]:
     row: dict[str, Any] = {
         "round": run.round,
         "outcome": run.outcome.value,
-        "error": (run.error.strip().splitlines() or [""])[-1].strip()[:200],
+        "error": gist(run.error) if run.error else "",
         "parameters": run.numel,
         "steps": len(measured),
     }

@@ -10,7 +10,7 @@ MOST_MORE_STEPS = 12
 """Steps by which the warm-up is extended at most where a system has not settled."""
 
 STEPS_AFTER_SETTLING = 2
-"""Steps of the warm-up: the first one compiles what the later ones need."""
+"""Steps of the warm-up after a system has settled: the first one compiles what the later ones need."""
 
 
 def has_settled(session: Any) -> bool:

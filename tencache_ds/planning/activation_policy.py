@@ -16,7 +16,7 @@ MOST_AHEAD_NBYTES = 128 * 2**20
 """Device memory for blocks that are reloaded before backward needs them: at 50 GB/s, 2.7 ms of copies."""
 
 LEAST_ROUNDS_AHEAD = 8
-"""Least number of parts of a pass's moved bytes, one of which is reloaded ahead at most."""
+"""Parts of the moved bytes of a pass, at most one of which is reloaded ahead."""
 
 
 @dataclass(frozen=True, slots=True)

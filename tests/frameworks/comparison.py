@@ -47,8 +47,7 @@ class Run:
 def reason_in(log: str) -> str:
     """Why a training ended early. Launchers add errors of their own, and warnings behind them."""
     error = ERROR.search(log)
-    lines = [error[0]] if error is not None else log.split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return error[0].strip() if error is not None else log.strip().rpartition("\n")[2].strip()
 
 
 def metrics(log: str) -> list[dict[str, float]]:

@@ -159,7 +159,7 @@ class Queue:
         self.idle = Idle()
 
     def work(self, usual: float) -> None:
-        """Works on the host for as long."""
+        """Keeps the host busy for about as long as usual."""
         self.host += self._vary(usual)
 
     def launch(self, host: float, device: float) -> None:
