@@ -48,7 +48,11 @@ def native_ops() -> dict[str, object]:
         "tencache_ds.ops", ROOT / "ops" / "__init__.py", submodule_search_locations=[str(ROOT / "ops")]
     )
     sys.modules["tencache_ds.ops"] = importlib.util.module_from_spec(spec)
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+
     from tencache_ds.ops.tencache_aio import TenCacheAioBuilder
+    from tencache_ds.ops.tencache_lend import TenCacheLendBuilder
     from tencache_ds.ops.tencache_update import TenCacheUpdateBuilder
 
     builders = [TenCacheUpdateBuilder()]
@@ -58,6 +62,8 @@ def native_ops() -> dict[str, object]:
         print(
             "tencache_aio is not compiled: libaio or its headers are missing (apt install libaio-dev)", file=sys.stderr
         )
+    if torch.version.cuda is not None and CUDA_HOME is not None:
+        builders.append(TenCacheLendBuilder())
     return {
         "ext_modules": [builder.extension(ROOT) for builder in builders],
         "cmdclass": {"build_ext": BuildExtension},

@@ -20,6 +20,7 @@ from tencache_ds.errors import ConfigError
 from tencache_ds.ops.build_lock import told_what_takes_so_long
 
 _ON_LIBAIO = ("async_io", "tencache_aio")
+_ON_CUDA = ("async_io", "tencache_lend")
 _lock = threading.Lock()
 
 
@@ -115,7 +116,7 @@ def _missing(builder: Any, op_name: str) -> list[str]:
         causes.append(f"the C++ compiler {compiler!r} is missing (`apt install build-essential`)")
     if op_name in _ON_LIBAIO and has_compiler and not _links_libaio(builder):
         causes.append("libaio or its headers are missing (`apt install libaio-dev`)")
-    if op_name == "async_io" and get_accelerator().device_name() == "cuda":
+    if op_name in _ON_CUDA and get_accelerator().device_name() == "cuda":
         from torch.utils import cpp_extension
 
         if cpp_extension.CUDA_HOME is None and cpp_extension.ROCM_HOME is None:

@@ -17,18 +17,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from tencache_ds.config import Share, TenCacheConfig
-from tencache_ds.errors import TenCacheError
+from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.gpu_limit import limit_nbytes
 from tencache_ds.gpu_moves import GpuMoves
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.observability.counters import StepRecord
+from tencache_ds.ops.tencache_lend import load_tencache_lend
 from tencache_ds.planning.gpu_budget import GpuBudget, gpu_budget
 from tencache_ds.planning.gpu_policy import GpuPlan, SavedItem, StateChunk, StepCosts, UpdateRates, Weight
 from tencache_ds.planning.look import pause_s
@@ -76,7 +77,18 @@ def open_device(on_cuda: bool, fused: FusedAdam) -> tuple[DeviceMemory, DeviceAd
         if not fused.copy(target, source).wait(COPY_TIMEOUT_S):
             raise TenCacheError(f"a copy of {source.nbytes} bytes in host memory was not done after {COPY_TIMEOUT_S} s")
 
-    return CudaMemory(device, copy), TritonAdam(device, tail_contracted=fused.tail_contracted)
+    memory = CudaMemory(device, copy, _open_lent_memory(device))
+    return memory, TritonAdam(device, tail_contracted=fused.tail_contracted)
+
+
+def _open_lent_memory(device: torch.device) -> Any | None:
+    """GPU memory that torch's allocator can take back; None where that is not possible."""
+    try:
+        torch.cuda.init()
+        return load_tencache_lend().open_device(device.index)
+    except (ConfigError, RuntimeError) as error:  # RuntimeError: another allocator than torch's own is in use
+        logger.warning("optimizer state leaves GPU memory between modules only, not within an allocation: %s", error)
+        return None
 
 
 def initial_gpu_nbytes(usage: GpuUsage, wanted: int | Share | None) -> int:
@@ -121,6 +133,7 @@ class GpuHomes:
         shards: the weights that may be there, in the same order on every rank.
         moves: carries out the decisions.
         host_left_nbytes: what of this rank's host memory nothing has taken.
+        host_room_nbytes: host memory that state may take at once where an allocation needs its GPU memory.
         hidden_share: the share of the update outside GPU memory that overlaps the next forward pass.
         without_fetches: whether modules whose weights are there run without a fetch.
         agree: among all ranks.
@@ -140,6 +153,7 @@ class GpuHomes:
         moves: GpuMoves,
         *,
         host_left_nbytes: Callable[[], int],
+        host_room_nbytes: Callable[[], int],
         hidden_share: Callable[[], float],
         without_fetches: bool,
         agree: Agree,
@@ -155,6 +169,7 @@ class GpuHomes:
         self._shards = shards
         self._moves = moves
         self._host_left_nbytes = host_left_nbytes
+        self._host_room_nbytes = host_room_nbytes
         self._hidden_share = hidden_share
         self._without_fetches = without_fetches
         self._agree = agree
@@ -172,6 +187,8 @@ class GpuHomes:
         self._t_next_look_s = 0.0
         self._stuck = False
         self._left_nbytes = 0
+        self._taken_nbytes = memory.taken_nbytes
+        memory.step_done(host_room_nbytes())
         memory.record()
 
     # Between two steps
@@ -193,7 +210,12 @@ class GpuHomes:
             record: its figures.
             update_seconds: what the optimizer took of it, all sub-groups together; 0 if the step was skipped.
         """
+        self._note_taken()
+        if self._left_nbytes:
+            self._moves.collect()
+            self._moves.release_gradients()
         if not self._planned:
+            self._report_left()
             t_start_s = time.perf_counter()
             self._plan(record, update_seconds)
             self._planning_seconds = time.perf_counter() - t_start_s
@@ -201,6 +223,28 @@ class GpuHomes:
             self._adapt()
         self._forward_seconds = None
         self._watch.step_done(self._memory.usage())
+        if self._memory.lends:
+            self._memory.step_done(self._host_room_nbytes())
+
+    def _note_taken(self) -> None:
+        """Counts what training has taken back within allocations. Cheap, unless it has."""
+        nbytes = self._memory.taken_nbytes - self._taken_nbytes
+        if nbytes:
+            self._taken_nbytes += nbytes
+            self._watch.released(nbytes)
+            self._left_nbytes += nbytes
+
+    def _report_left(self) -> bool:
+        """Says what has left GPU memory in this step, if anything has."""
+        if not self._left_nbytes:
+            return False
+        logger.warning(
+            "training needed GPU memory in this step: %s of optimizer state left it, %s are still there",
+            gib(self._left_nbytes),
+            gib(self._moves.state_nbytes),
+        )
+        self._left_nbytes = 0
+        return True
 
     def _adapt(self) -> None:
         """Gives back what training needs, and takes what it no longer does."""
@@ -208,13 +252,7 @@ class GpuHomes:
         short_nbytes = watch.short_nbytes(usage, None)
         if short_nbytes > 0 and not self._stuck:
             self._give_back(short_nbytes, weights_too=True)
-        if self._left_nbytes:
-            logger.warning(
-                "training needed GPU memory in this step: %s of optimizer state left it, %s are still there",
-                gib(self._left_nbytes),
-                gib(self._moves.state_nbytes),
-            )
-            self._left_nbytes = 0
+        if self._report_left():
             return
         spare_nbytes = min(watch.spare_nbytes(), self._allowed_nbytes(usage))
         if spare_nbytes > 0 and self._moves.bring_back(spare_nbytes):
@@ -425,6 +463,7 @@ class GpuHomes:
         watch = self._watch
         place = watch.next_place()
         if watch.recording:
+            self._note_taken()
             watch.record(self._memory.allocated_nbytes())
         if not self._planned:
             return
@@ -432,6 +471,7 @@ class GpuHomes:
         if now_s < self._t_next_look_s or not self._lock.acquire(blocking=False):
             return
         try:
+            self._note_taken()
             short_nbytes = watch.short_nbytes(self._memory.usage(), place)
             t_looked_s = time.monotonic()
             self._t_next_look_s = t_looked_s + pause_s(t_looked_s - now_s)

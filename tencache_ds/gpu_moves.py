@@ -179,6 +179,15 @@ class GpuMoves:
 
     # Out of GPU memory
 
+    def collect(self) -> int:
+        """Takes note of state whose memory training has taken back within an allocation; returns its bytes. What
+        exceeds the host memory then goes to NVMe, if it may."""
+        nbytes = self._state.collect()
+        self.state_nbytes = self._tier.device_nbytes
+        if nbytes and self._state.accounts.host_left_nbytes < 0:
+            self._state.leave_host_memory(-self._state.accounts.host_left_nbytes)
+        return nbytes
+
     def release_state(self, nbytes: int) -> int:
         """Releases at least ``nbytes`` of state, from the end of the update; returns the number released. Also within a
         pass, because only the optimizer uses state.
@@ -186,7 +195,7 @@ class GpuMoves:
         Raises:
             MemoryLimitError: it has nowhere to go.
         """
-        self._state.before()
+        self.collect()
         before, counts = self.state_nbytes, self.counts()
         states = [[chunk.nbytes for chunk in self._tier.chunks(index)] for index in range(len(counts))]
         left = chunks_to_release(states, counts, nbytes)

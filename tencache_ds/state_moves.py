@@ -48,6 +48,7 @@ class StateMoves:
         self.accounts = accounts
         self.open_store = open_store
         self._moved = moved
+        self._collected_nbytes = 0
         self.before: Callable[[], None] = lambda: None
         """Called before anything moves, to wait until it is not in use."""
         self.free_unused: Callable[[], int] = lambda: 0
@@ -66,14 +67,27 @@ class StateMoves:
             MemoryLimitError: not enough memory.
             SpaceError, StorageError: not enough space on NVMe, or a transfer failed.
         """
-        self.before()
+        self.collect()
         before = self.tier.resident_nbytes
         try:
             self.tier.relocate(places)
         finally:
             self.accounts.count_host(self.tier.resident_nbytes - before)
+            self._collected_nbytes = self.tier.collected_nbytes
             for index in places:
                 self._moved(index)
+
+    def collect(self) -> int:
+        """Takes note of state whose GPU memory training has taken back, and that is in host memory since; returns the
+        bytes that are new."""
+        self.before()
+        self.tier.collect()
+        nbytes, self._collected_nbytes = self.tier.collected_nbytes - self._collected_nbytes, self.tier.collected_nbytes
+        if nbytes:
+            self.accounts.count_host(nbytes)
+            for index in range(self.n_sub_groups):
+                self._moved(index)
+        return nbytes
 
     def take_host_memory(self, nbytes: int) -> int:
         """Moves chunks from NVMe to host memory, spread evenly over the step.

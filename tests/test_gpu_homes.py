@@ -178,6 +178,7 @@ class Life:
             self.weights.shards,
             self.moves,
             host_left_nbytes=lambda: self.accounts.host_left_nbytes,
+            host_room_nbytes=lambda: 5 * UNIT,
             hidden_share=lambda: self.hidden_share,
             without_fetches=self.without_fetches,
             agree=lambda topic, value, decide: decide([value]),
@@ -330,6 +331,27 @@ def test_what_left_comes_back_when_training_has_not_needed_the_memory_for_long(l
         assert training.step(1)[-1] == left
     training.step(1)
     assert training.chunks() == 5
+
+
+def test_what_an_allocation_took_back_is_in_host_memory_and_comes_back_later(life, caplog):
+    training = life(100)
+    assert training.step(1)[-1] == 6
+    assert training.memory.host_room_nbytes == 5 * UNIT
+    training.homes.begin_pass()
+    training.memory.take_back(2)
+    training.look()
+    training.homes.step_done(training.record, 1e-9)
+    assert training.chunks() == 4
+    assert training.accounts.host_nbytes >= training.bench.tier.resident_nbytes > 0
+    assert "training needed GPU memory in this step" in caplog.text
+    assert training.moves.state_nbytes == training.bench.tier.device_nbytes > 0
+    training.accounts.host_left_nbytes = -UNIT
+    training.homes.begin_pass()
+    training.memory.take_back(1)
+    training.homes.step_done(training.record, 1e-9)
+    places = [place for index in (0, 1) for place in training.bench.tier.places(index)]
+    assert Place.NVME in places, "what host memory has no room for"
+    training.bench.check()
 
 
 def test_while_steps_stay_large_nothing_comes_back(life):

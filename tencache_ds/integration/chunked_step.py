@@ -178,6 +178,7 @@ class ChunkedStep:
             alone: nothing of it may be under way when it returns.
         """
         self._work = []
+        self._state.collect()
         chunks = self._all_chunks()
         # A gradient that was replaced is not in the buffer any more when the next backward pass begins.
         overlaps = self._background is not None and not alone and not self._gradients.any_replaced

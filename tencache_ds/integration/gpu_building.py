@@ -20,6 +20,7 @@ from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.items import GpuUsage
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.profiling.fetch_waits import FetchRecorder
+from tencache_ds.profiling.host_memory import available_nbytes
 from tencache_ds.session import Session
 from tencache_ds.state_moves import StateMoves
 from tencache_ds.tiers.device_adam import DeviceAdam
@@ -27,6 +28,9 @@ from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientTier
 
 logger = logging.getLogger("DeepSpeed.tencache")
+
+LEFT_TO_OTHERS_NBYTES = 2**30
+"""Host memory, per rank, that state leaves to all others when it has to leave GPU memory within an allocation."""
 
 
 def open_gpu(session: Session, fused: FusedAdam | None) -> tuple[DeviceMemory, DeviceAdam] | None:
@@ -122,6 +126,7 @@ def build_gpu_homes(
         weights.shards,
         moves,
         host_left_nbytes=lambda: session.host_left_nbytes,
+        host_room_nbytes=lambda: available_nbytes() // session.surroundings.local_ranks - LEFT_TO_OTHERS_NBYTES,
         hidden_share=hidden_share,
         without_fetches=weights.stay_gathered,
         agree=agreed,

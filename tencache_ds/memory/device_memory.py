@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of the compute device for items that reside there between two uses, from torch's allocator."""
+"""Memory of the compute device for items that reside there between two uses.
+
+[Note: loans] Optimizer state, which only TenCache uses, lies in memory of its own beside torch's allocator, and can be
+taken back: where an allocation of training would fail otherwise, the allocator runs a function that copies the last
+chunks to their images in host memory and frees theirs (``ops/csrc/lend``). This can happen at any time, on any thread,
+but not within :meth:`DeviceMemory.holding`, where whoever uses a loan first looks whether it is still there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
@@ -17,11 +26,34 @@ HostCopy = Callable[[torch.Tensor, torch.Tensor], None]
 """Copies the bytes of the second tensor to the first, both in host memory."""
 
 
+class Loan(Protocol):
+    """Memory that can be taken back: see [Note: loans]."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """In device memory: uint8, 1-D. Not to be touched once :attr:`taken`."""
+
+    @property
+    def taken(self) -> bool:
+        """Whether it was taken back: its image has the bytes."""
+
+    def end(self) -> None:
+        """Gives the memory back. Idempotent. No view of it may be used any more."""
+
+
 class DeviceMemory(Protocol):
     """The memory of one device, as one rank sees it. One thread at a time uses it."""
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def lends(self) -> bool:
+        """Whether loans can be taken back; else they are ordinary allocations."""
+
+    @property
+    def taken_nbytes(self) -> int:
+        """Bytes of loans that were taken back so far. Any thread; less than a microsecond."""
 
     def record(self) -> None:
         """Starts recording the peak memory of tensors."""
@@ -40,6 +72,26 @@ class DeviceMemory(Protocol):
             MemoryLimitError: not enough memory.
         """
 
+    def lend(self, nbytes: int, image: torch.Tensor | None, rank: int) -> Loan:
+        """Memory that can be taken back.
+
+        Args:
+            nbytes: as many.
+            image: host memory that gets the bytes then: uint8, 1-D, of that size, kept by the loan; None where
+                :attr:`lends` is false.
+            rank: the loan of the highest rank is taken back first.
+
+        Raises:
+            MemoryLimitError: not enough memory.
+        """
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Within the block no loan is taken back. An allocation in it may fail for want of one."""
+
+    def step_done(self, host_room_nbytes: int) -> None:
+        """A step is over. From now on images may come to take so much host memory; what an allocation may want is
+        estimated by the requests of the last two steps."""
+
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies 1-D uint8 host memory of any kind to the device; later work on the current stream finds it there, and
         the source may be freed."""
@@ -57,17 +109,70 @@ class DeviceMemory(Protocol):
         """Releases unused memory in the cache of torch's allocator to the device."""
 
 
+class OrdinaryLoan:
+    """A :class:`Loan` that is never taken back.
+
+    Args:
+        memory: of the loan.
+    """
+
+    taken = False
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+    def end(self) -> None:
+        """See :meth:`Loan.end`. The memory is freed with its last view."""
+        self.memory = self.memory[:0].clone()
+
+
+class _CudaLoan:
+    """A :class:`Loan` of the tencache_lend op."""
+
+    def __init__(self, op: Any, number: int, address: int, image: torch.Tensor, device: torch.device) -> None:
+        self._op = op
+        self._number = number
+        self._image = image  # the op writes to it for as long as the loan has not ended
+        self._end = weakref.finalize(self, op.end, number)
+        self.memory = torch.as_tensor(_Bytes(address, image.numel()), device=device)
+
+    @property
+    def taken(self) -> bool:
+        """See :attr:`Loan.taken`."""
+        return bool(self._op.taken(self._number))
+
+    def end(self) -> None:
+        """See :meth:`Loan.end`."""
+        self._end()
+
+
+class _Bytes:
+    """Device memory that torch makes a tensor of without a copy. Does not own it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
 class CudaMemory:
     """See :class:`DeviceMemory`.
 
     Args:
         device: a CUDA device.
         host_copy: copies into pinned memory, at the memory's speed.
+        lent: the tencache_lend op's memory of that device; None where loans cannot be taken back.
     """
 
-    def __init__(self, device: torch.device, host_copy: HostCopy) -> None:
+    def __init__(self, device: torch.device, host_copy: HostCopy, lent: Any | None = None) -> None:
         self._device = device
         self._host_copy = host_copy
+        self._lent = lent
+        self._unused_stream: torch.cuda.Stream | None = None
         self._bounce: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._turn = 0
 
@@ -80,24 +185,43 @@ class CudaMemory:
         """See :meth:`DeviceMemory.record`. DeepSpeed's initialization resets the same figure several times."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
+    @property
+    def lends(self) -> bool:
+        """See :attr:`DeviceMemory.lends`."""
+        return self._lent is not None
+
+    @property
+    def taken_nbytes(self) -> int:
+        """See :attr:`DeviceMemory.taken_nbytes`."""
+        return 0 if self._lent is None else int(self._lent.taken_nbytes)
+
+    @property
+    def _lent_nbytes(self) -> int:
+        return 0 if self._lent is None else int(self._lent.lent_nbytes)
+
     def usage(self) -> GpuUsage:
-        """See :meth:`DeviceMemory.usage`. A limit set with ``set_per_process_memory_fraction`` is the device's end."""
+        """See :meth:`DeviceMemory.usage`. A limit set with ``set_per_process_memory_fraction`` is the device's end, for
+        loans too. Loans count as allocated."""
         free, total = torch.cuda.mem_get_info(self._device)
         # Not memory_stats(), which sorts some hundred figures by name: this is asked for between modules.
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         reserved, allocated = stats["reserved_bytes"]["all"]["current"], stats["allocated_bytes"]["all"]["current"]
+        lent, fraction = self._lent_nbytes, self._fraction()
+        if self._lent is not None:
+            self._lent.set_limit(int(fraction * total) if fraction < 1 else 0)
         return GpuUsage(
-            free_nbytes=max(min(free, int(self._fraction() * total) - reserved), 0),
+            free_nbytes=max(min(free, int(fraction * total) - reserved - lent), 0),
             cached_nbytes=reserved - allocated,
-            allocated_nbytes=allocated,
-            peak_nbytes=stats["allocated_bytes"]["all"]["peak"],
+            allocated_nbytes=allocated + lent,
+            peak_nbytes=stats["allocated_bytes"]["all"]["peak"] + lent,
             n_flushes=stats["num_alloc_retries"],
             n_failures=stats["num_ooms"],
         )
 
     def allocated_nbytes(self) -> int:
         """See :meth:`DeviceMemory.allocated_nbytes`."""
-        return int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["current"])
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(stats["allocated_bytes"]["all"]["current"]) + self._lent_nbytes
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See :meth:`DeviceMemory.allocate`."""
@@ -108,6 +232,45 @@ class CudaMemory:
             raise MemoryLimitError(
                 f"{nbytes} bytes of GPU memory are needed, which {self._device} does not have: {error}"
             ) from error
+
+    def lend(self, nbytes: int, image: torch.Tensor | None, rank: int) -> Loan:
+        """See :meth:`DeviceMemory.lend`. Segments of the driver's, which are free for torch at once when they end."""
+        if self._lent is None or image is None:
+            return OrdinaryLoan(self.allocate(nbytes))
+        for _ in range(2):
+            if self.usage().free_nbytes >= nbytes:
+                number, address = self._lent.lend(nbytes, image.data_ptr(), rank)
+                if number:
+                    return _CudaLoan(self._lent, number, address, image, self._device)
+            torch.cuda.empty_cache()
+        raise MemoryLimitError(f"{nbytes} bytes of GPU memory are needed, which {self._device} does not have")
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """See :meth:`DeviceMemory.holding`."""
+        if self._lent is None:
+            yield
+            return
+        self._lent.hold()
+        try:
+            yield
+        finally:
+            self._lent.release()
+
+    def step_done(self, host_room_nbytes: int) -> None:
+        """See :meth:`DeviceMemory.step_done`."""
+        if self._lent is not None:
+            self._lent.set_host_room(host_room_nbytes)
+            self._lent.step_done()
+            self._cache_a_segment()
+
+    def _cache_a_segment(self) -> None:
+        """Sees to it that torch has a cached segment that nothing else uses, of 2 MiB: when the driver refuses, the
+        allocator releases it, and only then asks again. That is when everything lent is taken back."""
+        if self._unused_stream is None:
+            self._unused_stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._unused_stream), contextlib.suppress(torch.OutOfMemoryError):
+            empty(1, torch.uint8, self._device)
 
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See :meth:`DeviceMemory.write`. Passes through two pinned buffers, in turns."""

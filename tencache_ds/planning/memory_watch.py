@@ -2,8 +2,10 @@
 """How much of the GPU memory that was given away training wants back, and how much it can spare later.
 
 [Note: memory that training needs] What lives on the GPU between two uses lies in memory that training left idle, and
-training may want it back at any time: for a longer sequence, an evaluation, a second model. torch's allocator cannot be
-asked to wait. So a part of the memory stays free, as much as activations and gradients took in the recorded step.
+training may want it back at any time: for a longer sequence, an evaluation, a second model. State can leave within an
+allocation ([Note: loans] in :mod:`tencache_ds.memory.device_memory`), weights and gradients cannot, and a pass that
+waits for state to leave takes longer. So a part of the memory stays free, as much as activations and gradients took in
+the recorded step.
 Between modules it is looked at how much the pass has taken and, compared with the recorded pass, how much it is going
 to take. Before that exceeds the remaining memory, and whenever half of the free memory is gone, state has to leave.
 

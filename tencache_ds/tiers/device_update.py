@@ -76,18 +76,30 @@ class DeviceUpdate:
         Returns:
             The indices of the chunks that are updated; those whose gradient was replaced at a higher precision are not.
         """
-        places = (self._tier.version, self._gradients.version, self._writer.addresses(step.sub_group))
+        while True:
+            prepared = self._prepared_for(step)  # allocates, for which chunks may have to leave
+            with self._tier.holding_device():
+                if prepared.places != self._places(step.sub_group):
+                    continue
+                for device, host in prepared.copies:
+                    device.copy_(host, non_blocking=True)
+                if prepared.launch is not None:
+                    prepared.launch(step.scalars)
+                    self._writer.order_gathers()
+                return frozenset(chunk.index for chunk in prepared.chunks)
+
+    def _places(self, sub_group: int) -> Places:
+        return (self._tier.version, self._gradients.version, self._writer.addresses(sub_group))
+
+    def _prepared_for(self, step: SubGroupStep) -> _Prepared:
+        self._tier.collect()
+        places = self._places(step.sub_group)
+        if self._gradients.any_replaced:
+            return self._prepare(step.sub_group, step.start, places)  # for this step only
         prepared = self._prepared.get(step.sub_group)
         if prepared is None or prepared.places != places:
             prepared = self._prepared[step.sub_group] = self._prepare(step.sub_group, step.start, places)
-        if self._gradients.any_replaced:
-            prepared = self._prepare(step.sub_group, step.start, places)  # for this step only
-        for device, host in prepared.copies:
-            device.copy_(host, non_blocking=True)
-        if prepared.launch is not None:
-            prepared.launch(step.scalars)
-            self._writer.order_gathers()
-        return frozenset(chunk.index for chunk in prepared.chunks)
+        return prepared
 
     def _prepare(self, sub_group: int, start: int, places: Places) -> _Prepared:
         prepared = _Prepared(places, None, [])

@@ -68,6 +68,9 @@ class OptimizerStateTier:
         self._chunk_nbytes = chunk_nbytes
         self.version = 0
         """Grows whenever a chunk changes its place."""
+        self.collected_nbytes = 0
+        """Bytes of state, so far, whose device memory was taken back and that live in host memory since."""
+        self._seen_taken_nbytes = 0
         # Not for children: a data loader's workers would have every chunk copied that is updated while they live.
         self._memory = HostArena(None, Locking.NONE)
         self._groups: list[SubGroup] = []
@@ -133,7 +136,35 @@ class OptimizerStateTier:
     def device_views(self, chunk: Chunk) -> dict[str, torch.Tensor]:
         """A 1-D tensor per kind of a chunk that lives in device memory; changes are changes of the state."""
         group = self._groups[chunk.sub_group]
-        return group.views_of(chunk, group.device[chunk.index])
+        return group.views_of(chunk, group.device[chunk.index].memory)
+
+    @contextmanager
+    def holding_device(self) -> Iterator[None]:
+        """Within the block chunks that live in device memory stay there; see [Note: loans] in
+        :mod:`tencache_ds.memory.device_memory`. Those taken back before it live in host memory."""
+        if self._device is None:
+            yield
+            return
+        with self._device.holding():
+            self._collect()
+            yield
+
+    def collect(self) -> None:
+        """Houses chunks in host memory whose device memory was taken back. Between two passes."""
+        if self._device is not None and self._device.taken_nbytes != self._seen_taken_nbytes:
+            with self.holding_device():
+                pass
+
+    def _collect(self) -> None:
+        if self._device is None or self._device.taken_nbytes == self._seen_taken_nbytes:
+            return
+        self._seen_taken_nbytes = self._device.taken_nbytes
+        for index, group in enumerate(self._groups):
+            nbytes = self._relocation.collect(group)
+            if nbytes:
+                self.version += 1
+                self.collected_nbytes += nbytes
+                group.spec = replace(group.spec, places=self.places(index))
 
     # The update: a stream of chunks
 
@@ -162,13 +193,11 @@ class OptimizerStateTier:
         group = self._groups[chunk.sub_group]
         if chunk.index not in group.extents:
             self._stored.read_ahead()  # into buffers of writes that have ended since
-            if chunk.index in group.device:
-                copy = empty(chunk.nbytes, torch.uint8)
-                memory = self._require_device()
-                memory.read(copy, group.device[chunk.index])
-                write_back = partial(memory.write, group.device[chunk.index], copy)
-                return ChunkInUse(chunk, group.views_of(chunk, copy), _write_back=write_back)
-            return ChunkInUse(chunk, group.resident_views(chunk))
+            copy = self._copy_from_device(group, chunk)
+            if copy is None:
+                return ChunkInUse(chunk, group.resident_views(chunk))
+            write_back = partial(self._write_back, group, chunk, copy)
+            return ChunkInUse(chunk, group.views_of(chunk, copy), _write_back=write_back)
         edit = self._stored.edit(chunk) if in_file else None
         if edit is not None:
             return ChunkInUse(chunk, {}, group.split.get(chunk.index, b""), edit=edit)
@@ -396,6 +425,10 @@ class OptimizerStateTier:
             TenCacheError: there is no store.
         """
         self._stored.abandon()
+        with self.holding_device():
+            self._move_all(places)
+
+    def _move_all(self, places: Mapping[int, Sequence[Place]]) -> None:
         for index, wanted in places.items():
             if self._groups[index].spec.whole and any(place is not Place.HOST for place in wanted):
                 self._groups[index] = self._relocation.cut_whole(self._groups[index], wanted)
@@ -431,10 +464,32 @@ class OptimizerStateTier:
     def close(self) -> None:
         """Gives every buffer and all memory back. Idempotent; the store is closed by its owner."""
         self._stored.abandon()
+        for group in self._groups:
+            for loan in group.device.values():
+                loan.end()  # before its image is freed
         self._groups.clear()
         self._memory.disown()
 
     # Mechanics
+
+    def _copy_from_device(self, group: SubGroup, chunk: Chunk) -> torch.Tensor | None:
+        """A copy of a chunk's bytes; None where it does not live in device memory (any more)."""
+        if chunk.index not in group.device:
+            return None
+        copy = empty(chunk.nbytes, torch.uint8)
+        with self.holding_device():
+            if chunk.index not in group.device:
+                return None
+            self._require_device().read(copy, group.device[chunk.index].memory[: chunk.nbytes])
+        return copy
+
+    def _write_back(self, group: SubGroup, chunk: Chunk, copy: torch.Tensor) -> None:
+        """Puts a changed copy where the chunk lives now."""
+        with self.holding_device():
+            if chunk.index in group.device:
+                self._require_device().write(group.device[chunk.index].memory[: chunk.nbytes], copy)
+            else:
+                group.resident[chunk.index][: chunk.nbytes].copy_(copy)
 
     def _require_device(self) -> DeviceMemory:
         if self._device is None:

@@ -15,13 +15,14 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.items import Place
 from tencache_ds.memory.arena import HostArena
-from tencache_ds.memory.device_memory import DeviceMemory
+from tencache_ds.memory.device_memory import DeviceMemory, Loan
 from tencache_ds.memory.pages import discard
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.stored_chunks import StoredChunks
 from tencache_ds.tiers.sub_group import SubGroup, SubGroupSpec
 
 PURPOSE = "optimizer state"
+IMAGES = "images of optimizer state in device memory"
 
 
 class StateRelocation:
@@ -51,7 +52,7 @@ class StateRelocation:
                 if place is Place.NVME:
                     self._stored.allocate(group, chunk)
                 elif place is Place.GPU:
-                    group.device[chunk.index] = self._require_device(chunk).allocate(chunk.nbytes)
+                    self._borrow(group, chunk)
                 else:
                     group.resident[chunk.index] = self._memory.allocate(chunk.nbytes, PURPOSE)
         except BaseException:
@@ -79,7 +80,7 @@ class StateRelocation:
         try:
             for chunk, place in zip(group.chunks, places, strict=True):
                 if place is Place.GPU:
-                    cut.device[chunk.index] = self._require_device(chunk).allocate(chunk.nbytes)
+                    self._borrow(cut, chunk)
                 else:
                     cut.resident[chunk.index] = self._memory.allocate(chunk.nbytes, PURPOSE)
                 for home, values in self._pieces(group, cut, chunk):
@@ -106,7 +107,7 @@ class StateRelocation:
     @staticmethod
     def _pieces(whole: SubGroup, cut: SubGroup, chunk: Chunk) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Bytes of a chunk, kind by kind, in its own home and in the tensors of the whole sub-group."""
-        home = cut.device[chunk.index] if chunk.index in cut.device else cut.resident[chunk.index]
+        home = cut.device[chunk.index].memory if chunk.index in cut.device else cut.resident[chunk.index]
         return [
             (
                 home[piece.offset : piece.offset + piece.nbytes],
@@ -128,27 +129,62 @@ class StateRelocation:
                 self._stored.store(group, chunk, source)
                 self._free_memory(group, chunk)
                 return
-            homes = group.resident
-            if place is Place.HOST:
+            if place is Place.GPU:
+                loan, image = self._new_loan(chunk)
+                self._require_device(chunk).write(loan.memory, source)
+            elif chunk.index in group.images:
+                target = group.images[chunk.index]
+                self._require_device(chunk).read(target[: chunk.nbytes], source)
+                del group.images[chunk.index]
+            else:
                 target = self._memory.allocate(chunk.nbytes, PURPOSE)
                 if chunk.index in group.device:
                     self._require_device(chunk).read(target, source)
                 else:
                     target.copy_(source)
-            else:
-                device = self._require_device(chunk)
-                homes, target = group.device, device.allocate(chunk.nbytes)
-                device.write(target, source)
         self._stored.forget(group, chunk)
         self._free_memory(group, chunk)
-        homes[chunk.index] = target
+        if place is Place.GPU:
+            self._keep_loan(group, chunk, loan, image)
+        else:
+            group.resident[chunk.index] = target
+
+    def collect(self, group: SubGroup) -> int:
+        """Houses those chunks in host memory whose device memory was taken back; returns their bytes."""
+        taken = [index for index, loan in group.device.items() if loan.taken]
+        for index in taken:
+            group.device.pop(index).end()
+            group.resident[index] = group.images.pop(index)
+        return sum(group.resident[index].nbytes for index in taken)
 
     def _bytes_of(self, group: SubGroup, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """A chunk's bytes where they are, or in a staging buffer."""
-        for homes in (group.device, group.resident):
-            if chunk.index in homes:
-                return nullcontext(homes[chunk.index][: chunk.nbytes])
+        if chunk.index in group.device:
+            return nullcontext(group.device[chunk.index].memory[: chunk.nbytes])
+        if chunk.index in group.resident:
+            return nullcontext(group.resident[chunk.index][: chunk.nbytes])
         return self._stored.reading(chunk)
+
+    def _borrow(self, group: SubGroup, chunk: Chunk) -> None:
+        self._keep_loan(group, chunk, *self._new_loan(chunk))
+
+    def _new_loan(self, chunk: Chunk) -> tuple[Loan, torch.Tensor | None]:
+        """Device memory for a chunk, and its image: host memory whose pages nobody has touched yet."""
+        device = self._require_device(chunk)
+        image = self._memory.allocate(chunk.nbytes, IMAGES) if device.lends else None
+        try:
+            nbytes = chunk.nbytes if image is None else image.numel()
+            return device.lend(nbytes, image, (chunk.sub_group << 32) + chunk.index), image
+        except BaseException:
+            if image is not None:
+                self._memory.free(image)
+            raise
+
+    @staticmethod
+    def _keep_loan(group: SubGroup, chunk: Chunk, loan: Loan, image: torch.Tensor | None) -> None:
+        group.device[chunk.index] = loan
+        if image is not None:
+            group.images[chunk.index] = image
 
     def _require_device(self, chunk: Chunk) -> DeviceMemory:
         if self._device is None:
@@ -156,7 +192,10 @@ class StateRelocation:
         return self._device
 
     def _free_memory(self, group: SubGroup, chunk: Chunk) -> None:
-        group.device.pop(chunk.index, None)
-        memory = group.resident.pop(chunk.index, None)
-        if memory is not None:
-            self._memory.free(memory)
+        loan = group.device.pop(chunk.index, None)
+        if loan is not None:
+            loan.end()
+        for homes in (group.images, group.resident):
+            memory = homes.pop(chunk.index, None)
+            if memory is not None:
+                self._memory.free(memory)

@@ -12,6 +12,7 @@ import torch
 from tencache_ds.errors import StorageError
 from tencache_ds.io import Extent, ExtentEdit
 from tencache_ds.items import Place
+from tencache_ds.memory.device_memory import Loan
 from tencache_ds.memory.pool import Lease
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.kinds import views_of
@@ -56,7 +57,8 @@ class SubGroup:
         fresh: those of which only the master weights were written, and nothing where these are split; the rest is zero.
         resident: bytes of chunks that live in host memory, by their index, laid out as in an extent; none of a whole
             sub-group.
-        device: the same of chunks that live in device memory.
+        device: the same of chunks that live in device memory, unless it was taken back: then the image has them.
+        images: host memory that gets the bytes of chunks in device memory when that is taken back.
         tensors: of a whole sub-group, 1-D, by kind.
         own: whether these are in plain pages of the tier; else they were created by the optimizer.
     """
@@ -67,7 +69,8 @@ class SubGroup:
     split: dict[int, bytes] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
     resident: dict[int, torch.Tensor] = field(default_factory=dict)
-    device: dict[int, torch.Tensor] = field(default_factory=dict)
+    device: dict[int, Loan] = field(default_factory=dict)
+    images: dict[int, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     own: bool = False
 
@@ -79,7 +82,7 @@ class SubGroup:
     @property
     def device_nbytes(self) -> int:
         """Bytes in device memory."""
-        return sum(tensor.nbytes for tensor in self.device.values())
+        return sum(loan.memory.nbytes for loan in self.device.values())
 
     def place(self, chunk: Chunk) -> Place:
         """Where one of the chunks lives."""

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import random
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -44,7 +45,7 @@ CAPACITY = {"nbytes": AMPLE_NBYTES}
 """Size of the ordinary memory that stands in for a device's."""
 
 NOT_FOR_STOCK = {"tencache", "capacity", "device_memory", "moves", "places", "shrinks_at", "host_available",
-                 "nvme_free", "host_runs_out_at", "beside_zero_init"}  # fmt: skip
+                 "nvme_free", "host_runs_out_at", "beside_zero_init", "takes_back"}  # fmt: skip
 stock_results: dict[str, dict[str, Any]] = {}
 """Many cases differ in these keys only."""
 
@@ -178,6 +179,8 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
         hook = Gathered()
     if engine == "tencache" and "moves" in case:
         hook = RandomMoves(case["moves"], case["places"])
+    if engine == "tencache" and "takes_back" in case:
+        hook = TakingBack(case["takes_back"])
     if engine == "tencache" and ("shrinks_at" in case or "host_available" in case):
         hook = Shrinking(case.get("shrinks_at"))
     if engine == "tencache" and "host_runs_out_at" in case:
@@ -199,6 +202,9 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
         result["most_gathered"] = hook.most
     if isinstance(hook, RandomMoves):
         result["moved"] = hook.moved
+    if isinstance(hook, TakingBack):
+        hook.close()
+        result["taken_nbytes"] = hook.taken_nbytes
     if isinstance(hook, FullHost):
         result["resident_nbytes"] = hook.resident_nbytes
     if isinstance(hook, Shrinking):
@@ -257,6 +263,40 @@ class Followed:
             self.residency[kind] = [sum(places) for places in zip(*(each[kind] for each in by_weight), strict=True)]
         suspended = getattr(engine.optimizer, "_suspended", None)
         self.modules_without_hooks.append(0 if suspended is None else len(suspended.modules))
+
+
+class TakingBack:
+    """At any time an allocation of training takes state's memory back, and after every second step all state goes there
+    again. On a GPU between passes only, where it is no matter of luck.
+
+    Args:
+        seed: of the moments and the amounts.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._ends = threading.Event()
+        self.taken_nbytes = 0
+
+    def __call__(self, engine: Any, step: int) -> None:
+        homes, tier = engine.optimizer._gpu_homes, engine.optimizer._state
+        memory = homes._memory
+        if step == 0 and isinstance(memory, OrdinaryMemory):
+            threading.Thread(target=self._take, args=(memory,), daemon=True).start()
+        if step % 2 == 0:
+            homes._moves.relocate(
+                {index: (Place.GPU,) * len(tier.chunks(index)) for index in range(homes._n_sub_groups)}
+            )
+        elif not isinstance(memory, OrdinaryMemory):
+            memory._lent.take_back(memory.usage().available_nbytes + self._random.randrange(2**20))
+        self.taken_nbytes = memory.taken_nbytes
+
+    def _take(self, memory: OrdinaryMemory) -> None:
+        while not self._ends.wait(self._random.uniform(0.0, 0.02)):
+            memory.take_back(self._random.choice((1, 1, 2, 100)))
+
+    def close(self) -> None:
+        self._ends.set()
 
 
 class Gathered:

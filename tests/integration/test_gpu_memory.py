@@ -109,6 +109,18 @@ MOVES: dict[str, dict[str, Any]] = {
 }
 MOVES["moves_ram"] = {"model": "llama", "moves": 9, "places": PLACES[:2], "steps": 12} | CHUNKS | RAM
 
+TAKES_BACK: dict[str, dict[str, Any]] = {
+    "takes_back": {"model": "llama", "takes_back": 1, "steps": 16, "clipping": 0.1, "accumulation": 2} | CHUNKS | RAM,
+    "takes_back_nvme": {
+        "model": "llama",
+        "takes_back": 2,
+        "steps": 12,
+        "weights": True,
+        "tencache": {"chunk_size": 2**17, "host_memory": "6MiB"},
+    },
+}
+"""Allocations of training take the memory of state back at any time."""
+
 SHRINKS: dict[str, dict[str, Any]] = {
     "shrinks": {"model": "llama", "shrinks_at": 3, "steps": 8, "weights": True} | CHUNKS,
     "shrinks_ram": {"model": "llama", "shrinks_at": 3, "steps": 8, "weights": True} | CHUNKS | RAM,
@@ -246,7 +258,7 @@ FEWEST_WITHOUT_HOOKS = {"external": 0, "tied": 3, "moe_leaf": 1}
 @pytest.fixture(scope="module")
 def one_rank(harness: Any) -> Any:
     scenarios = {name: {"scenario": name} for name in SCENARIOS}
-    cases = both(TRAINING | PARTS | MOVES | SHRINKS | SPILLS | FULL_HOST | scenarios)
+    cases = both(TRAINING | PARTS | MOVES | TAKES_BACK | SHRINKS | SPILLS | FULL_HOST | scenarios)
     return harness.run([*cases, *checkpoints()], program=PROGRAM, timeout_s=800)
 
 
@@ -276,7 +288,7 @@ def assert_same(outcome: Any, name: str) -> None:
         assert ours.get("weights") == stock.get("weights")
 
 
-@pytest.mark.parametrize("name", [*TRAINING, *PARTS, *MOVES, *SHRINKS, *SPILLS, *FULL_HOST])
+@pytest.mark.parametrize("name", [*TRAINING, *PARTS, *MOVES, *TAKES_BACK, *SHRINKS, *SPILLS, *FULL_HOST])
 def test_one_rank(one_rank: Any, name: str) -> None:
     assert_same(one_rank, name)
 
@@ -387,6 +399,11 @@ def test_host_memory_under_what_is_in_gpu_memory_is_freed_for_state(one_rank: An
     stats = one_rank.result("host_memory_freed", "tencache")["stats"]
     assert stats["resident_weight_nbytes"] < 2 * MIB, "of 4.4"
     assert 4 * MIB < stats["resident_state_nbytes"] + stats["resident_weight_nbytes"] <= 9 * MIB
+
+
+@pytest.mark.parametrize("name", TAKES_BACK)
+def test_training_took_memory_back(one_rank: Any, name: str) -> None:
+    assert one_rank.result(name, "tencache")["taken_nbytes"] > 0
 
 
 @pytest.mark.parametrize("name", MOVES)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tencache_ds.errors import MemoryLimitError, StorageError, TenCacheError
 from tencache_ds.io import Operation
 from tencache_ds.items import GpuUsage, Place
+from tencache_ds.layout import round_up
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.size_classes import SizeClass
@@ -135,6 +136,64 @@ def test_state_keeps_its_values_wherever_it_moves(rounds, whole):
                     assert bench.tier.on_device(chunk) is (place is Place.GPU)
         finally:
             bench.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(*[st.integers(0, 7)] * 4), min_size=1, max_size=4))
+def test_state_keeps_its_values_when_its_memory_is_taken_back_at_any_time(rounds):
+    """Before it is read, while a copy of it is changed, and by several allocations in one update."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        try:
+            for before, position, within, after in rounds:
+                bench.tier.relocate({0: (Place.GPU,) * 4, 1: (Place.GPU,) * 2})
+                bench.device.take_back(before)
+                bench.check()
+                taken = 0
+
+                def change(view: torch.Tensor, number: int, *, at: int = position, count: int = within) -> None:
+                    nonlocal taken
+                    view.add_(1)
+                    if number == at:
+                        taken += bench.device.take_back(count)
+
+                numbered = iter(range(10**6))
+                bench.tier.begin_update()
+                for index, values in enumerate(bench.dense):
+                    for chunk in bench.tier.chunks(index):
+                        number = next(numbered)
+                        with bench.tier.using(chunk) as used:
+                            for view in used.views.values():
+                                change(view, number)
+                    for value in values.values():
+                        value.add_(1)
+                bench.device.take_back(after)
+                bench.tier.collect()
+                there = [place for index in (0, 1) for place in bench.tier.places(index)]
+                n_left = max(max(6 - before, 0) - taken - after, 0)
+                assert there == [Place.GPU] * n_left + [Place.HOST] * (6 - n_left), "the last ones leave first"
+                bench.check()
+        finally:
+            bench.close()
+
+
+def test_nothing_is_taken_back_while_it_moves(bench):
+    """Nor is memory lost: what was taken back is host memory, and free again when the chunk leaves that."""
+    taken = []
+    write = bench.device.write
+
+    def wanting(target: torch.Tensor, source: torch.Tensor) -> None:
+        taken.append(bench.device.take_back(6))
+        write(target, source)
+
+    bench.device.write = wanting
+    bench.tier.relocate({0: (Place.GPU,) * 4})
+    assert taken == [0] * 4
+    assert bench.device.take_back(3) == 3
+    bench.tier.relocate({0: (Place.GPU, Place.GPU, Place.NVME, Place.HOST)})
+    assert bench.tier.places(0) == (Place.GPU, Place.GPU, Place.NVME, Place.HOST)
+    assert bench.tier.resident_nbytes == round_up(bench.tier.chunks(0)[3].nbytes)
+    bench.check()
 
 
 def test_a_copy_of_device_state_is_no_change_of_it(bench):
