@@ -43,7 +43,8 @@ class Box:
 DEEPSPEED, POLICY, MECHANISM, PLACE = "#e6f0fa", "#fdf3d8", "#e7f5e9", "#f0e9f7"
 BOXES = (
     Box(20, 20, 820, 52, "DeepSpeed ZeRO-3, unmodified", ("engine, coordinator, optimizer, checkpoints",), DEEPSPEED),
-    Box(20, 102, 820, 52, "integration", ("the only package that depends on DeepSpeed's internals",), DEEPSPEED),
+    Box(20, 102, 540, 52, "integration", ("plugs into DeepSpeed; adapters for its versions",), DEEPSPEED),
+    Box(590, 102, 250, 52, "host_path", ("DeepSpeed's Python, made faster",), DEEPSPEED),
     Box(20, 184, 190, 84, "profiling", ("recorded order of accesses", "step profile", "hardware probe"), POLICY),
     Box(20, 298, 190, 130, "planning", (
         "pure functions:", "chunks, size classes", "budgets, placement", "look-ahead", "shares of NVMe paths",
@@ -62,7 +63,9 @@ BOXES = (
     Box(560, 490, 280, 52, "NVMe", ("nvme_path, nvme_paths",), PLACE),
 )  # fmt: skip
 ARROWS = (
-    ("arrow both", "M430 72V102"),
+    ("arrow both", "M290 72V102"),
+    ("arrow both", "M715 72V102"),
+    ("arrow", "M560 128H590"),
     ("arrow both", "M545 154V184"),
     ("arrow", "M115 154V184"),
     ("arrow", "M115 268V298"),
@@ -83,9 +86,9 @@ def svg() -> str:
     """The figure."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-        "<title>DeepSpeed calls the integration; profiling feeds planning; planning gives a placement to the "
-        "tiers, which move data between GPU memory, RAM and NVMe through memory and io; observability gets counts and "
-        "spans.</title>",
+        "<title>DeepSpeed calls the integration, which uses the host path; profiling feeds planning; planning gives a "
+        "placement to the tiers, which move data between GPU memory, RAM and NVMe through memory and io; observability "
+        "gets counts and spans.</title>",
         f"<style>{STYLE}</style>",
         '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
         'orient="auto-start-reverse"><path d="M0 0L10 5L0 10z" fill="#52606d"/></marker></defs>',

@@ -267,6 +267,11 @@ class TenCacheConfig(BaseModel):
     for drives that are slower than the update. Weights must be changed through DeepSpeed's functions only
     ([how it works](how_it_works.md#split-master-weights)). Exact on GPUs too; its gain there has not been measured."""
 
+    host_path: bool = True
+    """Shortens what DeepSpeed's Python takes for each module and each parameter, and moves no byte. ``false``:
+    DeepSpeed's own functions, with the same results, slower; to find out whether this part is the cause of a problem
+    ([how it works](how_it_works.md#the-host-path))."""
+
     nvme_paths: list[str] = Field(default_factory=list)
     """Additional folders, on other drives than ``nvme_path``: ``["/nvme1", "/nvme2"]``. Weights and optimizer state are
     spread over ``nvme_path`` and these in proportion to the bandwidth measured during training

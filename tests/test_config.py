@@ -98,6 +98,7 @@ def test_defaults():
     assert options.gds == Gds.auto
     assert options.gds_memory is None
     assert options.overlap_step is True
+    assert options.host_path is True
     assert options.poison_buffers is False
 
 
@@ -117,6 +118,7 @@ def test_every_option_takes_effect():
         "chunk_size": "1MiB",
         "overlap_step": False,
         "split_master": True,
+        "host_path": False,
         "nvme_paths": ["/b", "/c"],
         "io_backend": "posix",
         "io_lanes": 3,
@@ -138,6 +140,7 @@ def test_every_option_takes_effect():
     assert options.gpu_memory == 2**33
     assert options.overlap_step is False
     assert options.split_master is True
+    assert options.host_path is False
     assert options.activations == Activations.on
     assert options.activation_memory == 3 * 2**30
     assert options.activation_min_size == 2**21

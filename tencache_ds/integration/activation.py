@@ -38,6 +38,7 @@ def activate() -> None:
 
     if hasattr(engine_module.DeepSpeedEngine._configure_zero_optimizer, _HOOKED):
         return
+    from tencache_ds import host_path
     from tencache_ds.integration import inference, other_engines
     from tencache_ds.integration.activation_hooks import hook_passes
     from tencache_ds.integration.adapters.installed import calls
@@ -47,16 +48,13 @@ def activate() -> None:
     from tencache_ds.integration.coordinator import end_gathers_ahead, undone_after_error
     from tencache_ds.integration.cpu_adam_op import loaded_when_needed
     from tencache_ds.integration.module_weights import begin_user_gather, end_user_gather
-    from tencache_ds.integration.muon_kernels import compile_when_called
     from tencache_ds.integration.observing import observatory
     from tencache_ds.integration.param_swapper import ParamSwapper, begin_changes, end_changes, swapper_factory
-    from tencache_ds.integration.rank_checks import agree_on_options, agree_on_overlap
+    from tencache_ds.integration.rank_checks import agree_on_options, agree_on_switches
     from tencache_ds.integration.seams import warn_of_version
     from tencache_ds.integration.shared_weights import gathered, overwriting, released
-    from tencache_ds.integration.suspended_hooks import before_release, before_user_gathers, user_releases
 
     warn_of_version(deepspeed.__version__, dist.get_rank() if dist.is_initialized() else 0)
-    compile_when_called()
     calls.complete_gathers(partition_parameters.Init)
     hook_saving(engine_module.DeepSpeedEngine)
     hook_loading(engine_module.DeepSpeedEngine)
@@ -71,7 +69,7 @@ def activate() -> None:
 
     @functools.wraps(partition_param)
     def _partition_param(self: Any, param: Any, *args: Any, has_been_updated: bool = False, **kwargs: Any) -> Any:
-        before_release(param)
+        host_path.before_release(param)
         if not has_been_updated:
             return partition_param(self, param, *args, has_been_updated=has_been_updated, **kwargs)
         managed = isinstance(param.nvme_swapper, ParamSwapper)
@@ -91,7 +89,7 @@ def activate() -> None:
             return enter(self)
         refuse_void_weights(self.params)
         end_gathers_ahead(self.params)
-        before_user_gathers(self.params)
+        host_path.before_user_gathers(self.params)
         with undone_after_error(self.params) as own:
             if self.src_rank is not None:
                 begin_changes(own)
@@ -103,7 +101,7 @@ def activate() -> None:
     @functools.wraps(leave)
     def __exit__(self: Any, *error: Any) -> Any:
         try:
-            with user_releases(self.params if self.enabled else ()):
+            with host_path.user_releases(self.params if self.enabled else ()):
                 return leave(self, *error)
         finally:
             if self.enabled:
@@ -137,7 +135,10 @@ def activate() -> None:
 
     @functools.wraps(configure_basic)
     def _configure_basic_optimizer(self: Any, model_parameters: Any) -> Any:
-        with loaded_when_needed() if options_of(self._config) is not None else contextlib.nullcontext():
+        options = options_of(self._config)
+        if options is None:
+            return configure_basic(self, model_parameters)
+        with loaded_when_needed(), host_path.building_optimizer(options):
             return configure_basic(self, model_parameters)
 
     engine_module.DeepSpeedEngine._configure_basic_optimizer = _configure_basic_optimizer
@@ -156,7 +157,7 @@ def activate() -> None:
         t_start_s = time.perf_counter()
         with _nothing_left_after_failure(self):
             agree_on_options(self._config)
-            options = agree_on_overlap(options)
+            options = agree_on_switches(options)
             with _substituted_classes(self, options):
                 configured = configure(self, optimizer)
             if not hasattr(configured, "tencache"):
@@ -183,9 +184,11 @@ def _announce(session: Session, ds_config: Any, seconds: float) -> None:
     from tencache_ds.integration.seams import left_to_deepspeed
 
     reason, left = getattr(ds_config, REASON_ATTRIBUTE), ", ".join(left_to_deepspeed())
+    switched_off = "" if session.options.host_path else ", with DeepSpeed's own host path"
     announce(
         f"TenCache {tencache_ds.__version__} is active with DeepSpeed {deepspeed.__version__}"
-        f"{f', because {reason}' if reason else ''}: per rank {session.describe()}; built in {seconds:.1f} s"
+        f"{f', because {reason}' if reason else ''}: per rank {session.describe()}; "
+        f"built in {seconds:.1f} s{switched_off}"
         f"{f'. Left to this version of DeepSpeed: {left}' if left else ''}",
         session.options,
     )
@@ -213,6 +216,7 @@ def _substituted_classes(engine: Any, options: Any) -> Iterator[None]:
     # Before the substitution: they subclass the stock optimizer when they are first imported.
     calls.import_optimizers()
 
+    from tencache_ds.host_path import HostPath
     from tencache_ds.integration.coordinator import TenCacheCoordinator
     from tencache_ds.integration.stage3 import TenCacheZeroOptimizer_Stage3
 
@@ -221,7 +225,9 @@ def _substituted_classes(engine: Any, options: Any) -> Iterator[None]:
     stage3.DeepSpeedZeroOptimizer_Stage3 = functools.partial(
         TenCacheZeroOptimizer_Stage3, tencache_options=options, deepspeed_engine=engine
     )
-    parameter_offload.PartitionedParameterCoordinator = TenCacheCoordinator
+    parameter_offload.PartitionedParameterCoordinator = functools.partial(
+        TenCacheCoordinator, host_path=HostPath.of(options, engine._config.zero_config)
+    )
     try:
         yield
     finally:

@@ -47,6 +47,7 @@ def hook_config_module(module: ModuleType) -> None:
             return
         try:
             _load_everything()
+            from tencache_ds import host_path
             from tencache_ds.integration.activation import activate
             from tencache_ds.integration.config_checks import (
                 CONFIG_ATTRIBUTE,
@@ -59,9 +60,11 @@ def hook_config_module(module: ModuleType) -> None:
 
             say_loudly(check_sections(param_dict), rank)
             original(self, param_dict)
-            setattr(self, CONFIG_ATTRIBUTE, check_config(self, param_dict))
+            options = check_config(self, param_dict)
+            setattr(self, CONFIG_ATTRIBUTE, options)
             setattr(self, UNUSED_ATTRIBUTE, unused_keys(param_dict))
             activate()
+            host_path.prepare(options)
         except Exception as error:
             if choice.by_environment:  # the messages speak of a key that this config does not have
                 from tencache_ds.errors import add_note

@@ -7,10 +7,8 @@ are free staging buffers, in the order of the last recorded pass and into the ne
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,28 +17,23 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
 
-from tencache_ds.integration import rank_gathers
+from tencache_ds.host_path import QuickCoordinator, partition
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.chunked_step import refuse_void_weights
-from tencache_ds.integration.fetches import FetchingCoordinator
 from tencache_ds.integration.module_weights import (
     awaited_of,
-    has_weights,
+    is_free,
     is_leaf,
     n_user_gathers,
     nbytes_by_id,
     params_of,
 )
-from tencache_ds.integration.ordered_gathers import OrderedGathers
 from tencache_ds.integration.param_swapper import ParamSwapper, end_changes
-from tencache_ds.integration.seams import Feature, works
 from tencache_ds.integration.shared_weights import released
-from tencache_ds.integration.suspended_hooks import before_release, is_free
 from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.observability import spans
 from tencache_ds.observability.counters import Event
@@ -50,11 +43,9 @@ from tencache_ds.profiling.access_trace import AccessTrace
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 
 _coordinators: weakref.WeakSet[TenCacheCoordinator] = weakref.WeakSet()
-_ORDER = ("submodule_order", "param_order", "trace_mode", "params_to_release")
-"""Private attributes of DeepSpeed's coordinator that make up its order of modules and what it has derived from that."""
 
 
-class TenCacheCoordinator(FetchingCoordinator):
+class TenCacheCoordinator(QuickCoordinator):
     """DeepSpeed's coordinator with TenCache's read-ahead around each fetch."""
 
     def __init__(self, *args: Any, prefetch_nvme: bool = False, **kwargs: Any) -> None:
@@ -81,26 +72,17 @@ class TenCacheCoordinator(FetchingCoordinator):
         self.fetched_for_forward: Callable[[Any], None] | None = None
         """Called with each module whose weights were fetched for a forward pass."""
         self._tencache_forward = False
-        self.trained: Sequence[Any] = ()
-        """Parameters of a model with backward passes, trained or not."""
-        self._tencache_passes_over = False  # modules without weights, in this pass
         self.between_modules: Callable[[], None] = lambda: None
         """Called after each fetch, on the thread that computes."""
         self.update_may_continue = False
         """Whether an optimizer step may continue behind the next forward pass; the same on every rank."""
         self.fetch_recorder: FetchRecorder | None = None
         """Called for each fetch in a recorded step."""
-        self.gathers_as_usual = False
-        """Whether the config prescribes no particular way of gathering: see :func:`.rank_gathers.gathers_as_usual`."""
-        self._tencache_ongoing_fetches = self._PartitionedParameterCoordinator__max_ongoing_fetch_events
-        if not get_accelerator().is_synchronized_device():
-            self._tencache_gathers = OrderedGathers(self._PartitionedParameterCoordinator__allgather_stream)
-            self._PartitionedParameterCoordinator__allgather_stream = self._tencache_gathers.stream
 
-    def passes_over(self, module: torch.nn.Module) -> bool:
-        """Whether a module, which is no leaf, is left out of passes: see [Note: modules without weights] in
-        :mod:`.module_hooks`."""
-        return self._tencache_passes_over and not has_weights(module)
+    @property
+    def reads_ahead(self) -> bool:
+        """See :meth:`QuickCoordinator.reads_ahead`: where weights are on NVMe."""
+        return bool(self._tencache_swappers)
 
     def begin_module(self, module: Any, forward: bool) -> None:
         """A module is about to be computed: its place in the order is recorded or compared, and its weights are
@@ -135,8 +117,7 @@ class TenCacheCoordinator(FetchingCoordinator):
                 for param in stored:
                     self._access(param)
                 self._commit(stored)
-        if not self.fetch_what_is_there(current_submodule, params, forward):
-            self._gather(current_submodule, params, forward)
+        self.gather_module(current_submodule, params, forward)
         if forward and self.fetched_for_forward is not None:
             self.fetched_for_forward(current_submodule)
         if self._tencache_swappers:
@@ -152,76 +133,35 @@ class TenCacheCoordinator(FetchingCoordinator):
         if recorder is not None:
             recorder.after_fetch(nbytes_by_id(params.values()), awaited)
 
-    def _gather(self, module: Any, params: dict[int, Any], forward: bool) -> None:
-        """DeepSpeed's fetch. Modules other than leaves are fetched by one thread at a time: without its lock for them,
-        and without its profiler range."""
-        self.forget_unused()
-        gathers = self._tencache_gathers
-        if gathers is not None:
-            gathers.fetch_begins(params.values())
-        try:
-            with self.bounded_prefetch(forward):
-                if is_leaf(module) or not works(Feature.FETCHES):
-                    super().fetch_sub_module(module, forward)
-                else:
-                    if not forward:
-                        self.backward_begins(module)
-                    self._fetch_sub_module_impl(module, forward, False)
-        finally:
-            if gathers is not None:
-                gathers.fetch_ended()
-
     def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
-        """DeepSpeed's release of a module's weights, without its profiler ranges and log messages."""
-        if (
-            torch.compiler.is_compiling()
-            or is_leaf(submodule)
-            or not works(Feature.FETCHES)
-            or not self.releases_own_weights(submodule, forward)
-        ):
+        """DeepSpeed's release of a module's weights."""
+        recorder = self.fetch_recorder if submodule.training else None
+        if recorder is None or is_leaf(submodule) or torch.compiler.is_compiling():
             super().release_sub_module(submodule, forward)
             return
-        recorder = self.fetch_recorder if submodule.training else None
-        if recorder is not None:
-            recorder.begin_hook()
-        key, params, releasable = submodule.ds_id, params_of(submodule), None
-        if self.is_complete_trace():
-            releasable = self._PartitionedParameterCoordinator__params_to_release(
-                submodule, self._PartitionedParameterCoordinator__step_id
-            )
-        if not forward:
-            self.backward_ends(submodule)
-        for param in params.values():
-            users = param.ds_active_sub_modules
-            users.discard(key)
-            if (
-                param.ds_status is ZeroParamStatus.AVAILABLE
-                and not users
-                and not param.is_external_param
-                and (releasable is None or param.ds_id in releasable)
-            ):
-                self._release(param)
-        if recorder is not None:
-            recorder.after_release(nbytes_by_id(params.values()))
+        recorder.begin_hook()
+        super().release_sub_module(submodule, forward)
+        recorder.after_release(nbytes_by_id(params_of(submodule).values()))
 
-    def _release(self, param: Any) -> None:
-        """Releases the gathered value of a parameter."""
-        _partition(param)
-        self._PartitionedParameterCoordinator__n_available_params -= param.ds_numel
+    def _PartitionedParameterCoordinator__all_gather_params_(
+        self, params: Any, forward: bool, quantize: bool = False
+    ) -> None:
+        """DeepSpeed's start of gathers."""
+        recorder = self.fetch_recorder
+        if recorder is None:
+            super()._PartitionedParameterCoordinator__all_gather_params_(params, forward, quantize=quantize)
+            return
+        issued = [param for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        recorder.before_gather()
+        super()._PartitionedParameterCoordinator__all_gather_params_(params, forward, quantize=quantize)
+        recorder.after_gather(nbytes_by_id(issued))
 
     @uncompiled
     def reset_step(self) -> None:
         """The start of a forward pass."""
         spans.phase("forward")
         refuse_void_weights(self.trained[:1])  # all weights of a model have one guard
-        # With weights on NVMe every module is an occasion to read further ahead.
-        may_pass_over = (
-            works(Feature.HOOKS) and not self._tencache_swappers and all(param.requires_grad for param in self.trained)
-        )
-        if may_pass_over and self.is_record_trace():
-            self._leave_out_modules_without_weights()
         super().reset_step()
-        self._tencache_passes_over = may_pass_over and self.is_complete_trace()
         in_order = self._PartitionedParameterCoordinator__param_order
         behind_update = self.update_may_continue and not any(n_user_gathers(entry.param) for entry in in_order)
         self.update_may_continue = False
@@ -232,73 +172,6 @@ class TenCacheCoordinator(FetchingCoordinator):
             self.hide_unused()
             self._tencache_trace.begin_cycle(torch.is_grad_enabled())
             self.read_ahead()
-
-    def _PartitionedParameterCoordinator__all_gather_params_(
-        self, params: Any, forward: bool, quantize: bool = False
-    ) -> None:
-        """DeepSpeed's start of gathers. The device's streams wait for them, instead of the host."""
-        recorder = self.fetch_recorder
-        if recorder is None:
-            self._start_gathers(params, forward, quantize)
-            return
-        issued = [param for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
-        recorder.before_gather()
-        self._start_gathers(params, forward, quantize)
-        recorder.after_gather(nbytes_by_id(issued))
-
-    def _start_gathers(self, params: Any, forward: bool, quantize: bool) -> None:
-        if self.gathers_as_usual and not quantize and self._gather_from_ranks(params):
-            ordered = True
-        else:
-            super()._PartitionedParameterCoordinator__all_gather_params_(params, forward, quantize=quantize)
-            in_flight = self._PartitionedParameterCoordinator__inflight_param_registry
-            gathers = self._tencache_gathers
-            # On several ranks weights of some groups may be copies, and the others collectives of DeepSpeed's.
-            ordered = gathers is not None and gathers.take(in_flight, params) and dist.get_world_size() == 1
-        if self._tencache_gathers is not None:
-            # Those here have a limit of their own to how far the host runs ahead.
-            limit = sys.maxsize if ordered else self._tencache_ongoing_fetches
-            self._PartitionedParameterCoordinator__max_ongoing_fetch_events = limit
-
-    def _gather_from_ranks(self, params: Iterable[Any]) -> bool:
-        """Starts to gather shards of several ranks, if that is possible here: see :mod:`.rank_gathers`."""
-        partitioned = [param for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
-        if not partitioned or not rank_gathers.gathered_here(partitioned):
-            return False
-        in_flight, ordered = self._PartitionedParameterCoordinator__inflight_param_registry, self._tencache_gathers
-        with get_accelerator().stream(self._PartitionedParameterCoordinator__allgather_stream):
-            for gather in rank_gathers.gather(partitioned):
-                handle = gather if ordered is None else ordered.follow(gather)
-                for param in gather.params:
-                    in_flight[param] = handle
-        self._PartitionedParameterCoordinator__n_available_params += sum(param.ds_numel for param in partitioned)
-        kept = [
-            param
-            for param in partitioned
-            if param.ds_persist and param.ds_tensor.final_location == OffloadDeviceEnum.nvme
-        ]
-        if kept:  # they are never partitioned again
-            kept[0].nvme_swapper.remove_partition_and_release_buffers(kept)
-        return True
-
-    def _leave_out_modules_without_weights(self) -> None:
-        """Removes modules without weights from the order that was recorded in the last pass. Not while it is recorded:
-        DeepSpeed notices within a pass that a module uses a weight of another one."""
-        order = [
-            module
-            for module in self._PartitionedParameterCoordinator__submodule_order
-            if is_leaf(module) or has_weights(module)
-        ]
-        places: dict[int, Any] = collections.defaultdict(collections.deque)
-        for place, module in enumerate(order):
-            places[module.ds_id].append(place)
-        self._PartitionedParameterCoordinator__submodule_order = order
-        self._PartitionedParameterCoordinator__step_id_module_fetched_for = places
-
-    def finish_gathers(self) -> None:
-        """The host waits for copies of shards to the device: at the end of a pass, after which it may write shards."""
-        if self._tencache_gathers is not None:
-            self._tencache_gathers.finish()
 
     @uncompiled
     def end_gathers_of(self, params: Iterable[Any]) -> None:
@@ -316,25 +189,21 @@ class TenCacheCoordinator(FetchingCoordinator):
             get_accelerator().current_stream().wait_stream(stream)
         for param in ahead:
             if param.ds_status is ZeroParamStatus.AVAILABLE and is_free(param):
-                self._release(param)
+                self.release(param)
 
     @uncompiled
     def release_and_reset_all(self, module: Any) -> None:
-        """DeepSpeed's release of all weights, before an update or a checkpoint, without its profiler ranges and log
-        messages for each."""
+        """DeepSpeed's release of all weights, before an update or a checkpoint."""
         in_flight = self._PartitionedParameterCoordinator__inflight_param_registry
         params = list(iter_params(module, recurse=True))
         for param in params:
             if in_flight and param in in_flight:
                 in_flight.pop(param).wait()
-            param.ds_active_sub_modules.clear()
-            if param.ds_status is ZeroParamStatus.AVAILABLE:
-                self._release(param)
-            elif param.ds_status is ZeroParamStatus.INFLIGHT and dist.get_world_size() == 1:
-                _partition(param)  # an interrupt came between its gather, which waits for no other rank, and the handle
-        for param in params:
-            if param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
-                raise RuntimeError(f"{param.ds_summary()} expected to be released")
+        if dist.get_world_size() == 1:
+            for param in params:  # an interrupt came between a gather, which waits for no other rank, and its handle
+                if param.ds_status is ZeroParamStatus.INFLIGHT:
+                    partition(param)
+        super().release_and_reset_all(module)
         self.finish_gathers()
 
     def read_ahead(self, *, updated: bool = False) -> None:
@@ -362,18 +231,6 @@ class TenCacheCoordinator(FetchingCoordinator):
         self._PartitionedParameterCoordinator__params_to_release = functools.lru_cache(maxsize=None)(
             functools.partial(_without_cache(PartitionedParameterCoordinator), self)
         )
-
-    def order(self) -> dict[str, Any]:
-        """DeepSpeed's complete order of modules and their weights, for :meth:`restore`."""
-        names = (f"_PartitionedParameterCoordinator__{name}" for name in _ORDER)
-        return {name: getattr(self, name) for name in names}
-
-    def restore(self, order: dict[str, Any]) -> None:
-        """Modules run in that order again, from the next forward pass on. Between passes."""
-        if not self.is_invalid_trace():
-            self._invalidate_trace()
-        for name, value in order.items():
-            setattr(self, name, value)
 
     @property
     def gathered_numel(self) -> int:
@@ -495,18 +352,6 @@ def undone_after_error(params: Iterable[Any]) -> Iterator[list[Any]]:
             else:  # DeepSpeed says so when it has gathered all of them
                 free_param(param)
         raise
-
-
-def _partition(param: Any) -> None:
-    """DeepSpeed's ``partition`` of a parameter, which formats four log messages, without these."""
-    if param.ds_tensor is None or param.ds_zero_param_process_group is not None:
-        param.partition()
-        return
-    before_release(param)
-    free_param(param)
-    if param.ds_tensor.final_location == OffloadDeviceEnum.nvme:
-        param.nvme_swapper.remove_partition_and_release_buffers([param])
-    param.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
 def _stored(params: dict[int, Any]) -> list[Any]:

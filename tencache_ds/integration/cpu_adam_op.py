@@ -3,14 +3,12 @@
 run has which never stopped.
 
 ``DeepSpeedCPUAdam`` loads it in its constructor. Where TenCache updates every chunk in one pass, that is a wasted
-minute or more of compilation at the first start. The constructor also has py-cpuinfo, which takes a second in a process
-of its own, find out everything about the processor, and uses the name of the vendor.
+minute or more of compilation at the first start.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +18,6 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.planning.adam_scalars import BetaPowers, single, steps_to_multiply
-from tencache_ds.profiling.processor import processor_field
 from tencache_ds.tensors import empty
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -104,39 +101,6 @@ class LazyCpuAdam:
         self._op.adam_update(opt_id, step, lr, beta1, beta2, *arguments)
 
 
-class ProcessorInfo(dict[str, Any]):
-    """py-cpuinfo's answer: the vendor at once, the rest when something else is asked for.
-
-    Args:
-        vendor: as Linux has it.
-        find_all: py-cpuinfo's ``get_cpu_info``.
-    """
-
-    def __init__(self, vendor: str, find_all: Callable[[], dict[str, Any]]) -> None:
-        super().__init__(vendor_id_raw=vendor)
-        self._find_all: Callable[[], dict[str, Any]] | None = find_all
-
-    def __missing__(self, key: str) -> Any:
-        find_all, self._find_all = self._find_all, None
-        if find_all is None:
-            raise KeyError(key)
-        self.update(find_all())
-        return self[key]
-
-
-@contextlib.contextmanager
-def _vendor_at_once() -> Iterator[None]:
-    import cpuinfo
-
-    find_all, vendor = cpuinfo.get_cpu_info, processor_field("vendor_id")
-    if vendor is not None:
-        cpuinfo.get_cpu_info = functools.partial(ProcessorInfo, vendor, find_all)
-    try:
-        yield
-    finally:
-        cpuinfo.get_cpu_info = find_all
-
-
 @contextlib.contextmanager
 def loaded_when_needed() -> Iterator[None]:
     """While ``DeepSpeedCPUAdam`` objects are created that TenCache will update in one pass, where it can."""
@@ -160,7 +124,6 @@ def loaded_when_needed() -> Iterator[None]:
 
     cpu_adam.CPUAdamBuilder = Builder
     try:
-        with _vendor_at_once():
-            yield
+        yield
     finally:
         cpu_adam.CPUAdamBuilder = stock

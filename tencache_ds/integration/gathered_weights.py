@@ -4,7 +4,7 @@
 [Note: weights that stay gathered] On one rank the gathered weight is the shard itself, once that is in GPU memory.
 DeepSpeed would still release and gather it in every pass, which costs more than a small module's arithmetic. So it is
 marked as what DeepSpeed keeps gathered (``ds_persist``) as long as it is there, and modules all of whose weights are
-there run without DeepSpeed's hooks (:class:`~tencache_ds.integration.suspended_hooks.SuspendedHooks`). The optimizer
+there run without DeepSpeed's hooks (:class:`~tencache_ds.host_path.suspended_hooks.SuspendedHooks`). The optimizer
 updates the shard, and so the gathered weight: unlike DeepSpeed's own persistent weights these are not gathered anew
 after each step. On several ranks a gathered weight takes memory of its own, and is gathered in each pass from the
 shards.
@@ -31,19 +31,23 @@ class GatheredWeights:
     Args:
         params: the model's parameters, each once.
         model_weights: where the optimizer writes them; None without an optimizer.
+        may_stay: whether any may stay gathered.
     """
 
-    def __init__(self, params: Sequence[Any], model_weights: ModelWeights | None = None) -> None:
+    def __init__(
+        self, params: Sequence[Any], model_weights: ModelWeights | None = None, *, may_stay: bool = True
+    ) -> None:
         self._params = {param.ds_id: param for param in params}
         self._weights = DeviceWeights(params, model_weights)
         self._single = dist.get_world_size() == 1
+        self._stay = may_stay and self._single
         self._there: set[int] = set()
         self._version = 0
 
     @property
     def stay_gathered(self) -> bool:
         """Whether weights in GPU memory do."""
-        return self._single
+        return self._stay
 
     @property
     def version(self) -> int:
@@ -51,8 +55,8 @@ class GatheredWeights:
         return self._version
 
     def stays(self, param: Any) -> bool:
-        """Whether a parameter's shard is in GPU memory, on one rank: moved there, or by DeepSpeed itself."""
-        return self._single and (param.ds_id in self._there or lies_on_device(param))
+        """Whether a parameter stays gathered: its shard is in GPU memory, moved there or by DeepSpeed itself."""
+        return self._stay and (param.ds_id in self._there or lies_on_device(param))
 
     def shards(self) -> list[Shard]:
         """See :meth:`MovableWeights.shards`."""

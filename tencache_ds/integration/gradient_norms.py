@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of gradients: DeepSpeed's, bit for bit, with one kernel for each gradient on the device instead of three."""
+"""Norms of gradients that are accumulated in a :class:`~tencache_ds.tiers.gradients.GradientTier`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from tencache_ds.integration.adapters.installed import calls
-
-NORM_PART_NUMEL = 250_000_000
-"""Elements above which DeepSpeed computes the norm of a gradient in parts."""
+from tencache_ds.host_path import GradientNorms
 
 
 class GradientNormsMixin:
     """Overrides of DeepSpeed's methods for :class:`TenCacheZeroOptimizer_Stage3`.
 
     Attributes:
-        _simple_norms: by parameter, on the compute device, the norm of a gradient in one part; its square and root,
-            which DeepSpeed takes of each, follow for all of them at once.
+        _quick_norms: those that are completed together; None: DeepSpeed computes each.
     """
 
-    _simple_norms: dict[Any, torch.Tensor]
+    _quick_norms: GradientNorms | None = None
 
     def _offload_grad_partition_at_boundary(
         self, param: Any, grad_buffer: torch.Tensor, offload_fp32_gradients: Any, offload_fp32_offsets: Any
@@ -34,11 +30,10 @@ class GradientNormsMixin:
             )
             return
         key = self.get_param_id(param)
-        if grad_buffer.numel() > NORM_PART_NUMEL:
+        if self._quick_norms is not None and self._quick_norms.add(key, grad_buffer):
+            self.norm_for_param_grads.pop(key, None)
+        else:
             self.norm_for_param_grads[key] = self._constant_buffered_norm2(grad_buffer)
-            return
-        self._simple_norms[key] = grad_buffer.view(-1).to(calls.norm_dtype()).norm(2)
-        self.norm_for_param_grads.pop(key, None)
 
     def _get_norm_groups(self) -> Any:
         """DeepSpeed's norm of each sub-group. Some scripts ask for it between a backward pass and the step."""
@@ -50,11 +45,8 @@ class GradientNormsMixin:
         """The norms of all gradients, in host memory, where DeepSpeed adds them one by one; also of those that came in
         an earlier micro-step only, which DeepSpeed would forget."""
         norms = dict(self.norm_for_param_grads)
-        if self._simple_norms:
-            values = torch.stack(list(self._simple_norms.values())).cpu()
-            complete = ((values**2.0) ** 0.5).unbind()
-            norms = dict(zip(self._simple_norms, complete, strict=True)) | norms
-            self._simple_norms.clear()
+        if self._quick_norms is not None:
+            norms = self._quick_norms.complete() | norms
         params = {param.ds_id: param for param in itertools.chain.from_iterable(self.fp16_groups)}
         device = get_accelerator().current_device_name()
         for key in self._gradients.live():

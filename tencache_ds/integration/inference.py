@@ -17,23 +17,19 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.config import TenCacheConfig
+from tencache_ds.host_path import SuspendedHooks, finish_after_forward, install
 from tencache_ds.inference_homes import InferenceHomes
 from tencache_ds.integration import gpu_building, other_engines
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.coordinator import TenCacheCoordinator
-from tencache_ds.integration.current_stream import ask_for_streams_quickly
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
-from tencache_ds.integration.linear_layers import skip_autograd_without_gradients
 from tencache_ds.integration.model_engines import engines_for
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
-from tencache_ds.integration.module_hooks import lighten_hooks
-from tencache_ds.integration.ordered_gathers import finish_after_forward
+from tencache_ds.integration.module_weights import is_free
 from tencache_ds.integration.outside_needs import outside_needs
 from tencache_ds.integration.rank_checks import agree_on_weights
-from tencache_ds.integration.rank_gathers import gathers_as_usual
-from tencache_ds.integration.suspended_hooks import SuspendedHooks, is_free
 from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.session import Session
@@ -51,13 +47,13 @@ class InferenceWeights(GatheredWeights):
     def __init__(self, module: torch.nn.Module, coordinator: TenCacheCoordinator) -> None:
         # What DeepSpeed keeps gathered is in GPU memory already.
         params = [param for param in module.parameters() if not param.ds_persist]
-        super().__init__(params)
+        super().__init__(params, may_stay=coordinator.host_path.hooks)
         self._coordinator = coordinator
         self._full_nbytes = {param.ds_id: param.ds_numel * param.element_size() for param in params}
         self._element_nbytes = [param.element_size() for param in params] or [0]
         self._passing = -1, 0  # a version of the places, and the bytes that are gathered in each pass then
         self._fixed_nbytes = sum(self._full_nbytes.values())  # of those that would be so in any case
-        if self._single:
+        if self.stay_gathered:
             self._fixed_nbytes -= sum(self._full_nbytes[shard.key] for shard in self.shards())
 
     def stays(self, param: Any) -> bool:
@@ -129,10 +125,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
         offload.destroy()
         raise
     offload.tencache = session
-    coordinator.gathers_as_usual = gathers_as_usual(engine._config.zero_config)
-    ask_for_streams_quickly()
-    lighten_hooks(offload, trains=False)
-    end_skipping = skip_autograd_without_gradients()
+    end_host_path = install(coordinator.host_path, offload, trains=False)
     suspended: SuspendedHooks | None = None
     if homes is not None:
         coordinator.between_modules = homes.relieve
@@ -150,7 +143,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
             stack.callback(release_model, module)
             stack.callback(session.close)
             stack.callback(stock_destroy)
-            stack.callback(end_skipping)
+            stack.callback(end_host_path)
             if homes is not None:
                 stack.callback(homes.close)
             for hook in hooks:

@@ -58,6 +58,12 @@ def n_user_gathers(param: Any) -> int:
     return param.__dict__.get(_N_CONTEXTS, 0)
 
 
+def is_free(param: Any) -> bool:
+    """Whether no module, gather or user has a parameter now."""
+    held = n_user_gathers(param) or param.ds_active_sub_modules
+    return not held and param.ds_status is not ZeroParamStatus.INFLIGHT
+
+
 def awaited_of(params: dict[int, Any]) -> list[int]:
     """The ids of those that are not gathered."""
     return [key for key, param in params.items() if param.ds_status is not ZeroParamStatus.AVAILABLE]

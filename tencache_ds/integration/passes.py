@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tencache_ds.gpu_homes import GpuHomes
+from tencache_ds.host_path import SuspendedHooks, gather_at_once
 from tencache_ds.integration.gathered_weights import GatheredWeights
-from tencache_ds.integration.rank_gathers import gather_at_once
-from tencache_ds.integration.suspended_hooks import SuspendedHooks
 from tencache_ds.observability import spans
 
 
@@ -95,7 +94,7 @@ class PassesMixin:
         """DeepSpeed's, which gathers the weights that always are: here with one collective for all of them, once every
         rank has updated its part."""
         self._update_passed()
-        if self._get_param_coordinator().gathers_as_usual:
+        if self.host_path.rank_gathers:
             gather_at_once(self.persistent_parameters)
         super()._post_step(*args, **kwargs)
 

@@ -34,6 +34,12 @@ OWN_FIELDS = frozenset({
 """Fields of ``zero_optimization`` that may differ: folders, pinning, buffers and messages. All others are compared, as
 nearly all of them determine the contents or the order of collectives; those of a DeepSpeed to come may, too."""
 
+SWITCHES = {
+    "overlap_step": "No rank's step continues behind the next forward pass.",
+    "host_path": "All ranks use DeepSpeed's own host path.",
+}
+"""Options that determine which weights are gathered together, and what follows where ranks differ in them."""
+
 
 def shaping_options(ds_config: Any) -> dict[str, Any]:
     """The values of a parsed DeepSpeed config, and of this environment, that must be equal on every rank, by the user's
@@ -88,25 +94,24 @@ def agree_on_options(ds_config: Any) -> None:
     Agreement.of_job().reach("the DeepSpeed config", shaping_options(ds_config), compare_options)
 
 
-def agree_on_overlap(options: TenCacheConfig) -> TenCacheConfig:
-    """The options with an ``overlap_step`` that all ranks have agreed on: it limits how far the next forward pass
-    gathers ahead. Every rank of the job calls it.
+def agree_on_switches(options: TenCacheConfig) -> TenCacheConfig:
+    """The options, with those switches on that are on for every rank. Every rank of the job calls it.
 
     Raises:
         AgreementError: not all of them do.
     """
-    overlaps = Agreement.of_job().reach("whether steps overlap", options.overlap_step, _all_overlap)
-    return options.model_copy(update={"overlap_step": overlaps})
+    mine = options.model_dump(include=set(SWITCHES))
+    return options.model_copy(update=Agreement.of_job().reach("what all ranks may do", mine, _on_everywhere))
 
 
-def _all_overlap(ranks: Sequence[Post]) -> bool:
-    values = [bool(rank.value) for rank in ranks]
-    if any(values) and not all(values):
-        logger.warning(
-            "%s. No rank's step continues behind the next forward pass.",
-            difference(f'"{OPTIONS_KEY}.overlap_step"', values, ranks),
-        )
-    return all(values)
+def _on_everywhere(ranks: Sequence[Post]) -> dict[str, bool]:
+    on = {}
+    for name, consequence in SWITCHES.items():
+        values = [bool(rank.value[name]) for rank in ranks]
+        on[name] = all(values)
+        if any(values) and not on[name]:
+            logger.warning("%s. %s", difference(f'"{OPTIONS_KEY}.{name}"', values, ranks), consequence)
+    return on
 
 
 def agree_on_weights(engines: Sequence[TenCacheEngine], module: Any) -> None:

@@ -36,14 +36,13 @@ class Feature(Enum):
     CHECKPOINTS = None, "checkpoints"
     UNIVERSAL = "universal checkpoints", "universal checkpoints"
     ACTIVATIONS = "inputs of its own activation checkpointing", "activations"
-    LINEAR = "linear layers in inference", "inference"
+    LINEAR = "linear layers in inference", "host path"
     FETCHES = "fetches and releases of modules", "host path"
     GATHERS = "gathers of several ranks", "host path"
     BUCKETS = "buckets of gradients", "host path"
     HOOKS = "hooks on modules", "host path"
+    NORMS = "norms of gradients", "host path"
     MUON = "", "host path"
-
-    __hash__ = object.__hash__  # that of enumerations is a Python function, and works() is asked at every module
 
     @property
     def group(self) -> str:
@@ -226,8 +225,6 @@ SEAMS: tuple[Seam, ...] = (
         ("GatheredParameters.__enter__(self)", "keeps the values of weights that may be changed"),
         ("GatheredParameters.__exit__(self, exc)", "notices weights that were changed"),
         ("ZeroParamStatus.INFLIGHT", _READ),
-        ("NoGatherHandle", "has streams wait instead of the host"),
-        ("NoGatherCoalescedHandle", "has streams wait instead of the host"),
         ("free_param(param)", "releases a module's weights"),
     ),
     *_seams(
@@ -239,6 +236,8 @@ SEAMS: tuple[Seam, ...] = (
         _PARAMETERS,
         Feature.GATHERS,
         ("get_allgather_dtype(param, param_ds_tensor)", "gathers the shards of several ranks"),
+        ("NoGatherHandle", "has streams wait instead of the host"),
+        ("NoGatherCoalescedHandle", "has streams wait instead of the host"),
     ),
     *_seams(
         "runtime.zero.linear",
@@ -273,8 +272,9 @@ SEAMS: tuple[Seam, ...] = (
             "allgather_stream, inflight_param_registry, prefetch_nvme, ...)",
             "follows the order of accesses",
             _private(
-                _COORDINATOR, "max_n_available_params", "max_ongoing_fetch_events", "n_available_params", "param_order",
-                "param_queue", "prefetch_bucket_sz", "step_id", "submodule_order", "trace_mode",
+                _COORDINATOR, "allgather_stream", "inflight_param_registry", "max_n_available_params",
+                "max_ongoing_fetch_events", "n_available_params", "param_order", "param_queue", "prefetch_bucket_sz",
+                "step_id", "submodule_order", "trace_mode",
             ),
         ),
         ("_invalidate_trace(self)", "records the order of modules anew"),
@@ -286,11 +286,6 @@ SEAMS: tuple[Seam, ...] = (
             "detects the start of a forward pass, and leaves modules without weights out of their order",
             _private(_COORDINATOR, "step_id_module_fetched_for"),
         ),
-        (
-            f"_{_COORDINATOR}__all_gather_params_(self, params, forward, quantize)",
-            "has streams wait for gathers, instead of the host",
-            _private(_COORDINATOR, "allgather_stream", "inflight_param_registry"),
-        ),
         (f"_{_COORDINATOR}__params_to_release", "releases a module's weights"),
         ("release_and_reset_all(self, module)", "waits for the copies of shards before they are updated"),
     ),
@@ -298,6 +293,13 @@ SEAMS: tuple[Seam, ...] = (
         "runtime.zero.partitioned_param_coordinator",
         Feature.TRAINING,
         ("iter_params(module, recurse)", "knows a module's weights"),
+    ),
+    *_in_coordinator(
+        Feature.GATHERS,
+        (
+            f"_{_COORDINATOR}__all_gather_params_(self, params, forward, quantize)",
+            "has streams wait for gathers, instead of the host",
+        ),
     ),
     *_in_coordinator(
         Feature.FETCHES,
@@ -369,7 +371,7 @@ SEAMS: tuple[Seam, ...] = (
         ("set_local_hp_param(self, value, param, optim_state_key)", "writes state"),
         ("destroy(self)", "closes the engine"),
     ),
-    *_seams("runtime.zero.utils", Feature.TRAINING, ("get_norm_dtype()", "computes norms as DeepSpeed does")),
+    *_seams("runtime.zero.utils", Feature.NORMS, ("get_norm_dtype()", "computes norms as DeepSpeed does")),
     *_in_stage3(
         Feature.BUCKETS,
         ("get_param_comm_dtype(self, param)", "finds a gradient's bucket"),

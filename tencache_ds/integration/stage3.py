@@ -20,23 +20,19 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.errors import TenCacheError
+from tencache_ds.host_path import GradientBucketsMixin, GradientNorms, HostPath, finish_after_forward, install
 from tencache_ds.integration.adapters.installed import ZeroOptimizer
 from tencache_ds.integration.adapters.installed import calls as deepspeed_calls
 from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunked_step import guarding_weights, refuse_void_state_dict, unguard_weights
 from tencache_ds.integration.config_checks import refuse_optimizer
-from tencache_ds.integration.current_stream import ask_for_streams_quickly
-from tencache_ds.integration.gradient_buckets import GradientBucketsMixin
 from tencache_ds.integration.gradient_norms import GradientNormsMixin
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.model_weights import in_tier
-from tencache_ds.integration.module_hooks import lighten_hooks
 from tencache_ds.integration.monitoring import StepMonitor
 from tencache_ds.integration.optimizers import step_is_watched, updates_by_chunks
-from tencache_ds.integration.ordered_gathers import finish_after_forward
 from tencache_ds.integration.passes import PassesMixin
-from tencache_ds.integration.rank_gathers import gathers_as_usual
 from tencache_ds.integration.stage3_building import BuildingMixin
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.observability import spans
@@ -71,7 +67,8 @@ class TenCacheZeroOptimizer_Stage3(
         self._weights_changing = False
         self._by_chunks = False
         self._update_seconds = 0.0
-        self._simple_norms = {}
+        self.host_path = HostPath.of(options, deepspeed_engine._config.zero_config)
+        self._quick_norms = GradientNorms() if self.host_path.norms else None
         self._collected = []
         self._adds_gradients = self._gradients_mixed = False
         self._monitor = StepMonitor()
@@ -97,11 +94,10 @@ class TenCacheZeroOptimizer_Stage3(
             if hasattr(self, "parameter_offload"):
                 self.parameter_offload.destroy()
             raise
-        ask_for_streams_quickly()
-        lighten_hooks(self.parameter_offload)
+        install(self.host_path, self.parameter_offload)
         coordinator = self._get_param_coordinator()
+        coordinator.trained = list(self.parameter_offload.module.parameters())
         coordinator.weights_stay = self._weights_stay
-        coordinator.gathers_as_usual = gathers_as_usual(self._deepspeed_engine()._config.zero_config)
         self._refusing = self.parameter_offload.module.register_state_dict_pre_hook(refuse_void_state_dict)
         self._finishing = finish_after_forward(self.parameter_offload.module, coordinator.finish_gathers)
         if self.activation_hooks is not None:
@@ -402,7 +398,8 @@ class TenCacheZeroOptimizer_Stage3(
         self.zero_grad()
         if self._gradients is not None:
             self._gradients.end_step()
-            self._simple_norms.clear()
+            if self._quick_norms is not None:
+                self._quick_norms.clear()
             self.reset_cpu_buffers()
         deepspeed_engine = self._deepspeed_engine()
         if deepspeed_engine is not None:

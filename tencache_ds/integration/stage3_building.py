@@ -233,7 +233,9 @@ class BuildingMixin:
         moves.before = self._chunked_step.finish
         self._host_homes = engine.watch_host_memory(moves)
         if self._device is not None:
-            self._gathered = GatheredWeights(list(self.module.parameters()), self._model_weights)
+            self._gathered = GatheredWeights(
+                list(self.module.parameters()), self._model_weights, may_stay=self.host_path.hooks
+            )
             self._gpu_homes = build_gpu_homes(
                 engine,
                 self._device[0],

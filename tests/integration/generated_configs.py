@@ -71,6 +71,7 @@ OPTIONS: dict[str, tuple[list[tuple[Any, Any]], list[Any]]] = {
         ["always", True, False, 0, "", []],
     ),
     "gds": ([("auto", None), ("off", "off"), (None, None), (ABSENT, None)], ["yes", True, False, 1, "", [], "on"]),
+    "host_path": ([*FLAGS, (None, None)], ["perhaps", 2, -1, 0.5, [], {}, ""]),
     "poison_buffers": ([*FLAGS, (None, None)], ["perhaps", 2, -1, 0.5, [], {}, ""]),
     "allow_faults": ([*FLAGS, (None, None)], ["perhaps", 2, -1, 0.5, [], {}, ""]),
 }  # fmt: skip

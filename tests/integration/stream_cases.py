@@ -18,7 +18,7 @@ import torch
 import training
 from deepspeed.runtime.zero import partition_parameters
 
-from tencache_ds.integration.rank_gathers import RankGather
+from tencache_ds.host_path.rank_gathers import RankGather
 from tencache_ds.tiers.fused_update import _FusedJob
 
 CYCLES = 4_000_000

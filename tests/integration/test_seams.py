@@ -233,7 +233,8 @@ def test_any_other_difference_leaves_its_feature_to_deepspeed(installed: Any, fe
 
 def test_every_optional_feature_is_asked_for_somewhere() -> None:
     """One that no code asks for would not be left to DeepSpeed, but missing."""
-    code = "\n".join(path.read_text() for path in sorted((ROOT / "tencache_ds" / "integration").glob("*.py")))
+    rooms = (ROOT / "tencache_ds" / room for room in ("integration", "host_path"))
+    code = "\n".join(path.read_text() for room in rooms for path in sorted(room.glob("*.py")))
     for feature in Feature:
         asked = re.search(rf"(works|require)\(Feature\.{feature.name}\)", code) is not None
         assert asked != feature.essential, feature.name

@@ -15,7 +15,7 @@ MLP = {"model": "mlp"}
 IN_RAM = MLP | {"offload_param": "cpu"}
 EVERY_OPTION: dict[str, Any] = {
     "host_memory": "8GiB", "gpu_memory": 0, "staging_memory": "30MB", "chunk_size": 2**16, "overlap_step": False,
-    "split_master": False, "nvme_paths": ["on_rank_1"], "io_backend": "posix", "io_lanes": 3,
+    "host_path": False, "split_master": False, "nvme_paths": ["on_rank_1"], "io_backend": "posix", "io_lanes": 3,
     "io_request_size": 2**13, "io_timeout_s": 100, "verify": "full", "activations": "on", "activation_memory": "1MB",
     "activation_min_size": 2**10, "gds": "off", "gds_memory": "1MB", "log": "quiet", "poison_buffers": False,
     "allow_faults": True,
@@ -32,6 +32,7 @@ AGREE: dict[str, dict[str, Any]] = {
     "every_option_in_ram": IN_RAM | {"by_rank": {"1": {"tencache": EVERY_OPTION}}},
     "every_option_on_nvme": MLP | {"by_rank": {"1": {"tencache": EVERY_OPTION}}},
     "overlap_on_one_rank": IN_RAM | {"by_rank": {"0": {"tencache": {"overlap_step": False}}}},
+    "host_path_on_one_rank": IN_RAM | {"by_rank": {"1": {"tencache": {"host_path": False}}}},
     "steps_watched_on_one_rank": IN_RAM | {"by_rank": {"1": {"circumstance": "watched_step"}}},
     "no_gpu_memory_on_one_rank": MLP | {"circumstance": "device_memory",
                                         "by_rank": {"1": {"tencache": {"gpu_memory": 0}}}},
@@ -103,6 +104,10 @@ def test_gpu_memory_is_for_all_ranks_or_for_none(outcome: Any) -> None:
         assert outcome.result("triton_on_one_rank", "tencache", rank)["gpu_nbytes"] is None
         assert outcome.result("gpu_memory_differs", "tencache", rank)["gpu_nbytes"] > 2**22
     assert "GPU memory is not used: the ranks differ in whether they can and may use it" in outcome.finished.log
+
+
+def test_the_host_path_is_off_for_all_ranks_where_it_is_for_one(outcome: Any) -> None:
+    assert "All ranks use DeepSpeed's own host path." in outcome.finished.log
 
 
 def test_the_smallest_figure_counts_and_is_announced(outcome: Any) -> None:

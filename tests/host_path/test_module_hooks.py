@@ -19,9 +19,9 @@ from deepspeed.runtime.zero.partition_parameters import _init_external_params
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import set_z3_leaf_modules
 
-from tencache_ds.integration.module_hooks import lighten_hooks
+from tencache_ds.host_path.module_hooks import lighten_hooks
+from tencache_ds.host_path.suspended_hooks import _Taken
 from tencache_ds.integration.module_weights import has_weights, params_of
-from tencache_ds.integration.suspended_hooks import _Taken
 
 
 def test_hooks_come_back_in_their_order() -> None:
@@ -57,7 +57,6 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, bool]] = []
-        self.trained: list[torch.nn.Parameter] = []
         self.passes_over_without_weights = True
 
     def passes_over(self, module: torch.nn.Module) -> bool:
@@ -156,7 +155,7 @@ def test_the_hooks_ask_for_what_deepspeeds_ask_for(modules_in_forward: list[Any]
 
 def test_modules_without_weights_are_left_out(modules_in_forward: list[Any]) -> None:
     block = Block()
-    calls, _, offload = trained(block, light=True, passes_over=True)
+    calls, _, _ = trained(block, light=True, passes_over=True)
     without = {name for _, name, _ in calls}
     assert without == {"linear", "pair", ""}  # the block has one from within its first pass on
     assert ("gather", "", True) not in calls
@@ -165,7 +164,6 @@ def test_modules_without_weights_are_left_out(modules_in_forward: list[Any]) -> 
     assert ("gather", "", True) in calls
     assert not any(name == "act" for _, name, _ in calls)
     assert len(modules_in_forward) == 1
-    assert offload.param_coordinator.trained == list(block.parameters())
 
 
 def graph(node: Any) -> Any:

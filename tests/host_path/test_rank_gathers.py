@@ -12,8 +12,8 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from tencache_ds.integration import rank_gathers
-from tencache_ds.integration.rank_gathers import gather, gather_at_once, gathered_here, gathers_as_usual
+from tencache_ds.host_path import rank_gathers
+from tencache_ds.host_path.rank_gathers import gather, gather_at_once, gathered_here
 
 pytestmark = pytest.mark.timeout(120)
 N_RANKS = 3
@@ -192,11 +192,3 @@ def test_what_is_left_to_deepspeed(group: Group) -> None:
     alone = make_param(6, (6,), Group(rank=0, n_ranks=1))
     for param in (quantized, secondary, within_node, autocast, alone):
         assert not gathered_here([plain, param]), param.ds_id
-
-
-@pytest.mark.parametrize("key", ["use_all_reduce_for_fetch_params", "allgather_sequential"])
-def test_config_keys_of_deepspeed_count(key: str) -> None:
-    zero = SimpleNamespace(use_all_reduce_for_fetch_params=False, allgather_sequential=False)
-    assert gathers_as_usual(zero)
-    setattr(zero, key, True)
-    assert not gathers_as_usual(zero)

@@ -13,8 +13,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3, IPGBuck
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tencache_ds.integration import gradient_buckets
-from tencache_ds.integration.gradient_buckets import GradientBucketsMixin
+from tencache_ds.host_path import HostPath, gradient_buckets
+from tencache_ds.host_path.gradient_buckets import GradientBucketsMixin
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -36,6 +36,7 @@ class Reduction:
 
     dp_process_group = "all"
     zenflow = False
+    host_path = HostPath(buckets=True)
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = get_accelerator().current_device_name()

@@ -5,6 +5,9 @@ DeepSpeed copies shards to the device one by one with calls that return when the
 else is issued; and out of the memory in which it collects the shards of all ranks it copies each weight with operations
 of its own. Here shards are copied straight into that memory with calls that return at once, and one operation takes all
 weights out of it. The collectives are DeepSpeed's: all ranks gather the same weights, in the order of their ids.
+
+Measured on two H100, 1.3 B parameters in RAM, phases synchronized, together with :mod:`.ordered_gathers`: forward 0.107
+instead of 0.225 s, backward 0.165 instead of 0.290 s.
 """
 
 from __future__ import annotations
@@ -20,18 +23,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.chunked_step import wait_for_updates
-from tencache_ds.integration.seams import Feature, works
 from tencache_ds.tensors import empty
-
-
-def gathers_as_usual(zero_config: Any) -> bool:
-    """Whether a config prescribes no particular way of gathering weights, which only DeepSpeed has.
-
-    Args:
-        zero_config: its parsed ``zero_optimization`` section.
-    """
-    prescribes = zero_config.use_all_reduce_for_fetch_params or calls.gathers_one_by_one(zero_config)
-    return works(Feature.GATHERS) and not prescribes
 
 
 def gathered_here(params: Iterable[Any], *, least_ranks: int = 2) -> bool:

@@ -12,7 +12,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from tencache_ds.integration import gradient_norms, stage3
+from tencache_ds.host_path import gradient_norms
+from tencache_ds.integration import stage3
 
 DEVICE = get_accelerator().current_device_name()
 NUMELS = (1, 7, 100, 4096, 100_003)
@@ -23,11 +24,12 @@ def gradient(key: int) -> torch.Tensor:
     return (values * 10.0 ** (key % 9 - 6)).to(torch.bfloat16).to(DEVICE)
 
 
-def optimizer(n_params: int, live: list[int]) -> Any:
+def optimizer(n_params: int, live: list[int], *, quick: bool = True) -> Any:
     made = object.__new__(stage3.TenCacheZeroOptimizer_Stage3)
     made._gradients = SimpleNamespace(live=lambda: live, segment=lambda key: gradient(key).cpu())
     made.fp16_groups = [[SimpleNamespace(ds_id=key) for key in range(n_params)]]
-    made.norm_for_param_grads, made._simple_norms = {}, {}
+    made.norm_for_param_grads = {}
+    made._quick_norms = gradient_norms.GradientNorms() if quick else None
     return made
 
 
@@ -35,10 +37,11 @@ def expected(made: Any, key: int) -> torch.Tensor:
     return DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2(made, gradient(key)).cpu()
 
 
+@pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("part_numel", [gradient_norms.NORM_PART_NUMEL, 1000])
-def test_the_norms_are_deepspeeds_and_in_host_memory(part_numel: int) -> None:
+def test_the_norms_are_deepspeeds_and_in_host_memory(part_numel: int, quick: bool) -> None:
     n_params = 30
-    made = optimizer(n_params, live=list(range(n_params)))
+    made = optimizer(n_params, live=list(range(n_params)), quick=quick)
     with mock.patch.object(gradient_norms, "NORM_PART_NUMEL", part_numel):
         for key in range(2, n_params):  # the first two came in an earlier micro-step only
             made._offload_grad_partition_at_boundary(made.fp16_groups[0][key], gradient(key), {}, {})
@@ -47,7 +50,7 @@ def test_the_norms_are_deepspeeds_and_in_host_memory(part_numel: int) -> None:
     for key, norm in made.norm_for_param_grads.items():
         assert norm.device.type == "cpu"
         assert torch.equal(norm, expected(made, key))
-    assert not made._simple_norms
+    assert not quick or made._quick_norms.complete() == {}
 
 
 def test_norms_are_complete_before_the_step_too() -> None:

@@ -1,34 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's fetch of a module's weights, where it has little to do, and how far it prefetches behind an update.
-
-[Note: a fetch of what is there] Weights are gathered in buckets, ahead of their modules, and DeepSpeed keeps some from
-the forward to the backward pass. So at most modules a fetch only counts: it marks the weights as used by the module.
-DeepSpeed's code takes about 60 microseconds for that (sets of parameters, messages that are not printed, an event that
-the device waits for once more), several hundred times a step, and twice as long while an update uses the machine's
-memory beside it.
-"""
+"""How far DeepSpeed prefetches behind an update."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
 from tencache_ds.integration.adapters.installed import Coordinator
-from tencache_ds.integration.module_weights import is_leaf
-from tencache_ds.integration.ordered_gathers import OrderedGathers
-from tencache_ds.integration.seams import Feature, works
 
 
-class FetchingCoordinator(Coordinator):
-    """DeepSpeed's coordinator with its own course of fetches. Used by the thread that computes."""
+class PrefetchingCoordinator(Coordinator):
+    """DeepSpeed's coordinator with limits of its own to what it gathers ahead. Used by the thread that computes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._tencache_gathers: OrderedGathers | None = None
         self.bounds_prefetch = False
         """Whether this is a forward pass behind an update."""
         # Of DeepSpeed's order of parameters, in this pass: used, gathered, and elements of those gathered but not used.
@@ -43,45 +29,6 @@ class FetchingCoordinator(Coordinator):
         self.bounds_prefetch = behind_update
         self._tencache_n_used = self._tencache_n_gathered = self._tencache_numel_ahead = 0
 
-    def fetch_what_is_there(self, module: Any, params: Mapping[int, Any], forward: bool) -> bool:
-        """Fetches a module where nothing is to be gathered, waited for or prefetched: see [Note: a fetch of what is
-        there].
-
-        Args:
-            module: that is about to be computed.
-            params: its weights, by id.
-            forward: whether in a forward pass, or in a recomputation.
-
-        Returns:
-            Whether that is so. Otherwise nothing has happened, and it is for DeepSpeed's fetch.
-        """
-        if not self.is_complete_trace() or is_leaf(module) or not works(Feature.FETCHES):
-            return False
-        if forward and torch._C._current_graph_task_id() != -1:
-            return False  # a recomputed module, for whose frozen weights DeepSpeed keeps account
-        in_flight = self._PartitionedParameterCoordinator__inflight_param_registry.data
-        fetched_for = self._PartitionedParameterCoordinator__most_recent_step_id_param_fetched_for
-        step_id = self._PartitionedParameterCoordinator__step_id
-        for param in params.values():
-            # One that was not fetched ahead is the next in DeepSpeed's queue, which it has to leave.
-            if param.ds_status is not ZeroParamStatus.AVAILABLE or fetched_for[param] < step_id:
-                return False
-            handle = in_flight.get(param)
-            if handle is not None and not getattr(handle, "is_over", False):
-                return False
-        if self._PartitionedParameterCoordinator__param_queue and self._prefetch_numel(forward) > 0:
-            return False
-        if self._tencache_gathers is not None and not self._tencache_gathers.follow_gathers(params.values()):
-            return False
-        key = module.ds_id
-        if not forward:
-            self.backward_begins(module)
-        for param in params.values():
-            in_flight.pop(param, None)
-            param.ds_active_sub_modules.add(key)
-        self._PartitionedParameterCoordinator__step_id += 1
-        return True
-
     def forget_unused(self) -> None:
         """Takes weights out of DeepSpeed's queue that were recorded for modules before the one at hand, and that these
         have not asked for. DeepSpeed looks at a module's weights when the recorded pass is over; while it is computed,
@@ -94,7 +41,7 @@ class FetchingCoordinator(Coordinator):
         while queue and queue[0].step_id_last_used_at < self._PartitionedParameterCoordinator__step_id:
             queue.popleft()
 
-    def _prefetch_numel(self, forward: bool) -> int:
+    def prefetch_numel(self, forward: bool) -> int:
         """Elements that DeepSpeed may prefetch at this module."""
         numel = int(self._PartitionedParameterCoordinator__prefetch_bucket_sz)
         available = self._PartitionedParameterCoordinator__n_available_params
@@ -113,7 +60,7 @@ class FetchingCoordinator(Coordinator):
         the same weights together. A pass within a user's ``GatheredParameters`` releases what the context has gathered
         as soon as DeepSpeed's prefetch comes to it, so that stays as it is.
         """
-        if self._prefetch_numel(forward) > 0:
+        if self.prefetch_numel(forward) > 0:
             yield
             return
         bucket_numel = self._PartitionedParameterCoordinator__prefetch_bucket_sz

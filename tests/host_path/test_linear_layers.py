@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.partition_parameters import zero3_linear_wrap
 
-from tencache_ds.integration import linear_layers
+from tencache_ds.host_path import linear_layers
 
 DEVICE = get_accelerator().current_device_name()
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tencache_ds.integration.fetches import FetchingCoordinator
+from tencache_ds.host_path import HostPath, QuickCoordinator
 from tencache_ds.integration.module_weights import params_of
 
 pytestmark = pytest.mark.timeout(200)
@@ -39,9 +39,9 @@ class Handle:
 
 
 class Model:
-    """Modules that are called in an order, with DeepSpeed's coordinator or with ours."""
+    """Modules that are called in an order, with DeepSpeed's coordinator, or with ours where there is a host path."""
 
-    def __init__(self, kind: type[PartitionedParameterCoordinator], sizes: list[list[int]], **limits: int) -> None:
+    def __init__(self, host_path: HostPath | None, sizes: list[list[int]], **limits: int) -> None:
         self.log: list[Any] = []
         self.n_quick = 0
         self.modules = []
@@ -54,9 +54,10 @@ class Model:
                 setattr(module, f"weight{index}", self.make_param(numel))
             self.modules.append(module)
         stream = None if get_accelerator().is_synchronized_device() else get_accelerator().Stream()
-        self.coordinator = kind(
-            limits["bucket"], limits["reuse"], limits["live"], stream, InflightParamRegistry(), prefetch_nvme=False
-        )
+        self.coordinator = (PartitionedParameterCoordinator if host_path is None else QuickCoordinator)(
+            limits["bucket"], limits["reuse"], limits["live"], stream, InflightParamRegistry(), prefetch_nvme=False,
+            **({} if host_path is None else {"host_path": host_path}),
+        )  # fmt: skip
 
     def make_param(self, numel: int) -> Any:
         param: Any = torch.nn.Parameter(torch.empty(0))
@@ -65,7 +66,7 @@ class Model:
             ZeroParamStatus.NOT_AVAILABLE, False, set(),
         )  # fmt: skip
         param.ds_tensor = SimpleNamespace(final_location=None, status=None)
-        param.nvme_swapper = param.ds_secondary_tensor = None
+        param.nvme_swapper = param.ds_secondary_tensor = param.ds_zero_param_process_group = None
         param.partition_numel = lambda: numel
         param.ds_summary = lambda **_: f"param {param.ds_id}"
 
@@ -88,14 +89,20 @@ class Model:
         coordinator.trace_prologue(module)
         if coordinator.is_record_trace():
             coordinator.record_module(module)
-        if isinstance(coordinator, FetchingCoordinator):
-            if coordinator.fetch_what_is_there(module, params_of(module), forward):
-                self.n_quick += 1
-                return
-            with coordinator.bounded_prefetch(forward):
-                coordinator.fetch_sub_module(module, forward)
+        if isinstance(coordinator, QuickCoordinator):
+            params = params_of(module)
+            with mock.patch.object(coordinator, "_fetch_what_is_there", self.counted(coordinator._fetch_what_is_there)):
+                coordinator.gather_module(module, params, forward)
         else:
             coordinator.fetch_sub_module(module, forward)
+
+    def counted(self, fetch: Any) -> Any:
+        def fetch_and_count(*args: Any) -> bool:
+            done = fetch(*args)
+            self.n_quick += done
+            return bool(done)
+
+        return fetch_and_count
 
     def step(self, order: list[int]) -> list[Any]:
         """A forward pass over modules, and a backward pass; the coordinator's account after each call."""
@@ -136,6 +143,7 @@ def one_rank() -> Any:
         yield
 
 
+QUICK = HostPath(fetches=True)
 NUMELS = st.lists(st.lists(st.integers(1, 50), max_size=2), min_size=1, max_size=6)
 
 
@@ -148,18 +156,18 @@ NUMELS = st.lists(st.lists(st.integers(1, 50), max_size=2), min_size=1, max_size
     data=st.data(),
 )
 def test_the_account_is_deepspeeds(sizes: Any, bucket: int, live: int, reuse: int, data: st.DataObject) -> None:
-    models = [Model(kind, sizes, bucket=bucket, live=live, reuse=reuse) for kind in (
-        PartitionedParameterCoordinator, FetchingCoordinator,
-    )]  # fmt: skip
+    models = [Model(each, sizes, bucket=bucket, live=live, reuse=reuse) for each in (None, QUICK, HostPath())]
     order = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=10))
     another = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=10))
     for each in (order, order, order, another, order, order, order):
-        stock, ours = (model.step(each) for model in models)
-        assert ours == stock
+        stock, quick, switched_off = (model.step(each) for model in models)
+        assert quick == stock
+        assert switched_off == stock
+    assert models[2].n_quick == 0
 
 
 def test_most_fetches_are_quick_once_the_order_is_known() -> None:
-    model = Model(FetchingCoordinator, [[10]] * 8, bucket=40, live=10**6, reuse=10**6)
+    model = Model(QUICK, [[10]] * 8, bucket=40, live=10**6, reuse=10**6)
     order = list(range(8))
     model.step(order)
     assert model.n_quick == 0
@@ -168,7 +176,7 @@ def test_most_fetches_are_quick_once_the_order_is_known() -> None:
 
 
 def test_behind_an_update_no_more_than_a_bucket_and_a_half_is_gathered() -> None:
-    model = Model(FetchingCoordinator, [[10]] * 16, bucket=40, live=10**6, reuse=10**6)
+    model = Model(QUICK, [[10]] * 16, bucket=40, live=10**6, reuse=10**6)
     coordinator: Any = model.coordinator
     order = list(range(16))
     for _ in range(2):
@@ -186,7 +194,7 @@ def test_behind_an_update_no_more_than_a_bucket_and_a_half_is_gathered() -> None
 
 
 def test_a_recomputed_module_is_left_to_deepspeed() -> None:
-    model = Model(FetchingCoordinator, [[10]] * 4, bucket=10**6, live=10**6, reuse=10**6)
+    model = Model(QUICK, [[10]] * 4, bucket=10**6, live=10**6, reuse=10**6)
     for _ in range(2):
         model.step([0, 1, 2, 3])
     model.coordinator.reset_step()
@@ -194,5 +202,5 @@ def test_a_recomputed_module_is_left_to_deepspeed() -> None:
         model.fetch(model.modules[place], forward=True)
     module = model.modules[0]
     with mock.patch.object(torch._C, "_current_graph_task_id", return_value=7):
-        assert not model.coordinator.fetch_what_is_there(module, params_of(module), True)
-        assert model.coordinator.fetch_what_is_there(module, params_of(module), False)
+        assert not model.coordinator._fetch_what_is_there(module, params_of(module), True)
+        assert model.coordinator._fetch_what_is_there(module, params_of(module), False)

@@ -5,6 +5,10 @@ Four hooks on every module gather its weights, release them, and prepare the bac
 arithmetic of a module may take ten microseconds, they take several times as long as everything else; in training with
 small batches, as long as everything else. In training, what two of them add to the graph stays ([Note: the order of
 sums] in :mod:`.module_hooks`).
+
+Measured: a token of a Llama of 16 layers and width 256 takes 26 ms of a CPU's time, 94 ms with the hooks. A step of
+1.3 B parameters, all in the memory of an H200, takes 0.197 s, stock ZeRO-3 without offload 0.374 s; with the hooks, on
+another host, 0.630 s, stock 0.555 s.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from typing import Any, Protocol
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from tencache_ds.integration.module_hooks import Hooks, unchanged
-from tencache_ds.integration.module_weights import n_user_gathers, params_of
+from tencache_ds.host_path.module_hooks import Hooks, unchanged
+from tencache_ds.integration.module_weights import is_free, params_of
 from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.planning.patience import Patience
 
@@ -397,9 +401,3 @@ def _same_output(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
 
 def _hook_dicts(module: torch.nn.Module) -> tuple[Hooks, Hooks]:
     return module._forward_pre_hooks, module._forward_hooks
-
-
-def is_free(param: Any) -> bool:
-    """Whether no module, gather or user has a parameter now."""
-    held = n_user_gathers(param) or param.ds_active_sub_modules
-    return not held and param.ds_status is not ZeroParamStatus.INFLIGHT
