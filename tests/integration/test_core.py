@@ -39,6 +39,9 @@ TRAINED: dict[str, dict[str, Any]] = {
     "checkpointing_of_deepspeed": {"model": "residual_deepspeed", "action": "checkpoint_with_deepspeed"},
     "moe_leaf": {"model": "moe_leaf"},
 }
+WITHOUT_HOST_PATH = {"mlp": "ram", "accumulation_clipping": "nvme", "lora": "ram", "moe_leaf": "nvme"}
+"""Trainings, each in one placement, with ``"host_path": false``."""
+
 COMMON = {"action": "train", "weights": True, "steps": 6}
 GATHERED = {"action": "hold_gathered", "model": "mlp"}
 
@@ -70,6 +73,10 @@ def training_cases() -> list[Case]:
     for name, case in TRAINED.items():
         cases.append((name, COMMON | case, "stock"))
         cases += [(f"{name}_{place}", COMMON | case | more, "tencache") for place, more in PLACEMENTS.items()]
+    for name, place in WITHOUT_HOST_PATH.items():
+        more = PLACEMENTS[place]
+        without = {"tencache": more.get("tencache", {}) | {"host_path": False}}
+        cases.append((f"{name}_{place}_without_host_path", COMMON | TRAINED[name] | more | without, "tencache"))
     cases.append(("gathered", GATHERED, "stock"))
     cases += [(f"gathered_{place}", GATHERED | more, "tencache") for place, more in PLACEMENTS.items()]
     return cases
@@ -133,6 +140,14 @@ def test_training(core: Any, name: str, place: str, record: Callable[[Any], None
             assert ours["stats"]["resident_weight_nbytes"] == ours["stats"]["resident_state_nbytes"] == 0
             assert ours["stats"]["last_step"]["nbytes"]["nvme_read"] > 0
     record(stock)
+
+
+@pytest.mark.parametrize("name", WITHOUT_HOST_PATH)
+def test_training_without_the_host_path(core: Any, name: str) -> None:
+    for rank in core.ranks:
+        stock = core.result(name, "stock", rank)
+        ours = core.result(f"{name}_{WITHOUT_HOST_PATH[name]}_without_host_path", "tencache", rank)
+        assert (ours["losses"], ours["weights"]) == (stock["losses"], stock["weights"])
 
 
 @pytest.mark.parametrize("place", PLACEMENTS)
