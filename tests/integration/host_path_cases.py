@@ -38,12 +38,11 @@ class Functions:
 def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     """Stock trains one engine, TenCache both in turns."""
     switched = {"on": True, "off": False} if engine_name == "tencache" else {"stock": True}
-    engines, functions = {}, {name: Functions() for name in switched}
-    for name, on in switched.items():
-        with functions[name]:
-            engines[name] = training.build(
-                case | {"tencache": case["tencache"] | {"host_path": on}}, engine_name, os.path.join(folder, "nvme")
-            )
+    functions = {name: Functions() for name in switched}
+    engines = {
+        name: training.build(case | {"tencache": {"host_path": on}}, engine_name, os.path.join(folder, "nvme"))
+        for name, on in switched.items()
+    }
     generators = {name: torch.Generator().manual_seed(1000 + rank) for name in switched}
     losses: dict[str, list[str]] = {name: [] for name in switched}
     for _ in range(STEPS):

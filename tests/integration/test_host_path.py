@@ -15,8 +15,8 @@ pytestmark = pytest.mark.timeout(400)
 WITHOUT = {"host_path": False}
 RAM = {"offload_param": "cpu", "offload_optimizer": "cpu"}
 BESIDE: dict[str, dict[str, Any]] = {
-    "ram": {"model": "mlp", "tencache": {}} | RAM,
-    "nvme": {"model": "mlp", "accumulation": 2, "clipping": 0.1, "tencache": {}},
+    "ram": {"model": "mlp"} | RAM,
+    "nvme": {"model": "mlp", "accumulation": 2, "clipping": 0.1},
 }
 IN_GPU_MEMORY: dict[str, dict[str, Any]] = {
     "everything": {"model": "post_norm", "weights": True, "steps": 8, "tencache": WITHOUT} | RAM,
