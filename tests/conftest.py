@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tests a machine can run: those marked ``gpu`` or ``multigpu`` need CUDA devices and are deselected without;
-so are those marked ``gds``, which need KvikIO, and those marked ``nodes`` without ``TENCACHE_TEST_NODES``.
+so are those marked ``gds``, which need KvikIO, and those marked ``nodes`` without ``TENCACHE_TEST_NODES``. Those marked
+``long`` are deselected unless ``-m`` names them: see ``long_cases.py``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import signal
 from pathlib import Path
 
 import pytest
+
+from tests.long_cases import are_asked_for
 
 ASKED_ONCE = Path(__file__).parent / "asked_once"
 
@@ -37,12 +40,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     has_kvikio = importlib.util.find_spec("kvikio") is not None
     makes_nodes = bool(os.environ.get("TENCACHE_TEST_NODES"))
+    has_time = are_asked_for(config)
     needed = {"gpu": 1, "multigpu": 2}
     kept, dropped = [], []
     for item in items:
         enough = all(devices >= count for mark, count in needed.items() if item.get_closest_marker(mark))
         enough = enough and (has_kvikio or item.get_closest_marker("gds") is None)
         enough = enough and (makes_nodes or item.get_closest_marker("nodes") is None)
+        enough = enough and (has_time or item.get_closest_marker("long") is None)
         (kept if enough else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)

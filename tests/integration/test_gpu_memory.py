@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tencache_ds.planning.peak_memory import OVERHEAD_NBYTES
+from tests.long_cases import marked, wanted
 
 pytestmark = pytest.mark.timeout(840)
 
@@ -21,23 +22,23 @@ SMALL_CHUNKS = {"tencache": {"chunk_size": 2**16}}
 RAM = {"offload_param": "cpu", "offload_optimizer": "cpu"}
 
 TRAINING: dict[str, dict[str, Any]] = {
-    name: {"model": name, "weights": True, "steps": 8}
+    name: {"model": name, "weights": True, "steps": 6}
     for name in ("mlp", "random_skip", "unused", "tied", "external", "moe_leaf", "llama_reentrant")
 } | {
-    "lora": {"model": "llama", "lora": True, "weights": True, "steps": 8},
-    "ram": {"model": "post_norm", "weights": True, "steps": 8} | RAM,
-    "compiled": {"model": "post_norm", "compiled": True, "weights": True, "steps": 8},
+    "lora": {"model": "llama", "lora": True, "weights": True, "steps": 6},
+    "ram": {"model": "post_norm", "weights": True, "steps": 6} | RAM,
+    "compiled": {"model": "post_norm", "compiled": True, "weights": True, "steps": 6},
     "weights_on_device": {"model": "llama", "offload_param": "none", "steps": 6},
     "optimizer_in_ram": {"model": "llama", "offload_optimizer": "cpu", "steps": 6},
-    "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1, "steps": 8},
-    "accumulation_random_skip": {"model": "random_skip", "accumulation": 2, "steps": 8},
-    "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2, "steps": 8},
+    "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1, "steps": 6},
+    "accumulation_random_skip": {"model": "random_skip", "accumulation": 2, "steps": 6},
+    "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2, "steps": 6},
     "two_groups_scheduler": {
         "model": "gpt2",
         "optimizer": "two_groups",
         "scheduler": True,
         "weights": True,
-        "steps": 8,
+        "steps": 6,
     },
     "host_memory_automatic": {"model": "llama", "tencache": {"host_memory": None}, "steps": 6},
 }
@@ -45,21 +46,21 @@ TRAINING: dict[str, dict[str, Any]] = {
 
 PARTS: dict[str, dict[str, Any]] = {
     # The shards of the llama take 4.4 MiB, its state with gradients 30.6.
-    "weights": {"model": "llama", "device_memory": "3MiB", "weights": True, "steps": 8} | CHUNKS,
-    "no_weights_fit": {"model": "llama", "device_memory": 0, "steps": 8} | CHUNKS,
-    "some_state": {"model": "llama", "device_memory": "14MiB", "clipping": 0.1, "steps": 8} | SMALL_CHUNKS,
-    "some_state_ram": {"model": "llama", "device_memory": "14MiB", "weights": True, "steps": 8} | CHUNKS | RAM,
+    "weights": {"model": "llama", "device_memory": "3MiB", "weights": True, "steps": 6} | CHUNKS,
+    "no_weights_fit": {"model": "llama", "device_memory": 0, "steps": 6} | CHUNKS,
+    "some_state": {"model": "llama", "device_memory": "14MiB", "clipping": 0.1, "steps": 6} | SMALL_CHUNKS,
+    "some_state_ram": {"model": "llama", "device_memory": "14MiB", "weights": True, "steps": 6} | CHUNKS | RAM,
     "three_places": {
         "model": "llama",
         "device_memory": "14MiB",
-        "steps": 8,
+        "steps": 6,
         "tencache": {"chunk_size": 2**16, "host_memory": "16MiB"},
     },
     # Weights and gradients leave 0.2 MiB of host memory for state, until they are in GPU memory.
     "host_memory_freed": {
         "model": "llama",
         "device_memory": "24MiB",
-        "steps": 8,
+        "steps": 6,
         "tencache": {"chunk_size": 2**18, "host_memory": "9MiB"},
     },
     # Base weights are gathered to recompute blocks.
@@ -68,7 +69,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "lora": True,
         "device_memory": "2MiB",
         "weights": True,
-        "steps": 8,
+        "steps": 6,
         "gathered": True,
         "zero": {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0},
     },
@@ -76,7 +77,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "model": "llama",
         "capacity": 2**30 + 15 * 2**20,  # of which one GiB stays free
         "weights": True,
-        "steps": 8,
+        "steps": 6,
         "accumulation": 2,
         "tencache": {
             "chunk_size": 2**18,
@@ -85,7 +86,7 @@ PARTS: dict[str, dict[str, Any]] = {
             "activation_min_size": 1024,
         },
     },
-    "odd_chunks": {"model": "gpt2", "device_memory": "12MiB", "steps": 8, "tencache": {"chunk_size": 100_003}},
+    "odd_chunks": {"model": "gpt2", "device_memory": "12MiB", "steps": 6, "tencache": {"chunk_size": 100_003}},
 }
 
 FP16: dict[str, dict[str, Any]] = {
@@ -103,11 +104,11 @@ MOVES: dict[str, dict[str, Any]] = {
         "clipping": 0.1 if seed % 2 else 0.0,
         "accumulation": 1 + seed % 3,
         "tencache": {"chunk_size": 2 ** (16 + seed % 4), "host_memory": ("6MiB", "24MiB", 0)[seed % 3]},
-        "steps": 12,
+        "steps": 8,
     }
     for seed in range(4)
 }
-MOVES["moves_ram"] = {"model": "llama", "moves": 9, "places": PLACES[:2], "steps": 12} | CHUNKS | RAM
+MOVES["moves_ram"] = {"model": "llama", "moves": 9, "places": PLACES[:2], "steps": 8} | CHUNKS | RAM
 
 TAKES_BACK: dict[str, dict[str, Any]] = {
     "takes_back": {"model": "llama", "takes_back": 1, "steps": 16, "clipping": 0.1, "accumulation": 2} | CHUNKS | RAM,
@@ -170,6 +171,8 @@ FULL_HOST: dict[str, dict[str, Any]] = {
 }
 """Everything is in host memory at first, with no store and no staging buffers for state."""
 
+ALONE = TRAINING | PARTS | MOVES | TAKES_BACK | SHRINKS | SPILLS | FULL_HOST
+
 COMPUTE_NBYTES = 16 * 2**20
 """What the CPU accelerator has in RAM of a pass: a gathered weight of a million elements, its gradient, what is reduced
 of it, and an fp32 copy for its norm."""
@@ -224,7 +227,16 @@ SCENARIOS_ON_TWO_RANKS = (
     "hooks_taken_off_and_put_back",
     "weights_frozen_for_a_while",
 )
-ON_TWO_RANKS = ("mlp", "tied", "lora", "ram", "accumulation_clipping", "accumulation_random_skip", "three_places")
+ON_TWO_RANKS = (
+    "mlp",
+    "tied",
+    "lora",
+    "ram",
+    "accumulation_clipping",
+    "accumulation_random_skip",
+    "three_places",
+    "moves_0",
+)
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "everything": {"model": "mlp"},
     "some": {"model": "mlp", "device_memory": "6MiB"} | CHUNKS,
@@ -233,14 +245,33 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "before_the_first_step": {"model": "mlp", "before": 0, "trained_before_loading": True},
 }
 
+LONG = {
+    # What these do, several of the others do too, some of them on two ranks: checkpointing, the whole state in GPU
+    # memory, a host budget, chunks that move, memory that is taken back.
+    "unused", "llama_reentrant", "compiled", "optimizer_in_ram", "host_memory_automatic", "odd_chunks", "moves_0",
+    "moves_2", "moves_3", "shrinks", "shrinks_after_host_memory_was_freed", "spills_all", "full_host",
+    # Made of parts of other scenarios, and compared in test_user_api.py with weights and states elsewhere.
+    "write_local_state", "step_hooks", "gather_before_and_between", "forward_inside_gathered", "two_engines",
+    "train_destroy_train", "engines_dropped_in_the_loop", "scheduler_of_torch", "second_zero_init",
+    "accumulation_by_hand", "backward_of_the_user", "actor_and_critic", "parts_of_two_zero_inits",
+    "accumulation_unmanaged",
+}  # fmt: skip
+LONG_ON_TWO_RANKS = {
+    "mlp", "ram", "accumulation_clipping", "evaluate_between", "train_destroy_train", "weights_frozen_for_a_while",
+}  # fmt: skip
+LONG_CHECKPOINTS = {"everything", "lora", "before_the_first_step"}
+LONG_PEAKS = {"peak_ram"}
+"""Is a part of ``peak_ram_shrinks``."""
+
 
 def both(cases: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any], str]]:
     return [(name, case, engine) for name, case in cases.items() for engine in ("stock", "tencache")]
 
 
-def checkpoints() -> list[tuple[str, dict[str, Any], str]]:
+def checkpoints(names: list[str]) -> list[tuple[str, dict[str, Any], str]]:
     cases = []
-    for name, case in CHECKPOINTS.items():
+    for name in names:
+        case = CHECKPOINTS[name]
         for engine in ("stock", "tencache"):
             cases.append((f"save_{name}", case | {"action": "save", "checkpoint": f"{name}-{engine}"}, engine))
         for saver, loader in (("stock", "tencache"), ("tencache", "stock"), ("tencache", "tencache")):
@@ -256,16 +287,18 @@ FEWEST_WITHOUT_HOOKS = {"external": 0, "tied": 3, "moe_leaf": 1}
 
 
 @pytest.fixture(scope="module")
-def one_rank(harness: Any) -> Any:
-    scenarios = {name: {"scenario": name} for name in SCENARIOS}
-    cases = both(TRAINING | PARTS | MOVES | TAKES_BACK | SHRINKS | SPILLS | FULL_HOST | scenarios)
-    return harness.run([*cases, *checkpoints()], program=PROGRAM, timeout_s=800)
+def one_rank(harness: Any, pytestconfig: pytest.Config) -> Any:
+    known = ALONE | {name: {"scenario": name} for name in SCENARIOS}
+    cases = both({name: known[name] for name in wanted(pytestconfig, known, LONG)})
+    chosen = wanted(pytestconfig, CHECKPOINTS, LONG_CHECKPOINTS)
+    return harness.run([*cases, *checkpoints(chosen)], program=PROGRAM, timeout_s=800)
 
 
 @pytest.fixture(scope="module")
-def peaks(harness: Any) -> Any:
+def peaks(harness: Any, pytestconfig: pytest.Config) -> Any:
     """In a process of their own: one that has trained a hundred models holds tens of megabytes more, or less."""
-    return harness.run([(name, case, "tencache") for name, case in PEAKS.items()], program=PROGRAM, timeout_s=380)
+    cases = [(name, PEAKS[name], "tencache") for name in wanted(pytestconfig, PEAKS, LONG_PEAKS)]
+    return harness.run(cases, program=PROGRAM, timeout_s=380)
 
 
 @pytest.fixture(scope="module")
@@ -274,10 +307,10 @@ def fp16(harness: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(harness: Any) -> Any:
-    chosen = {name: (TRAINING | PARTS)[name] for name in ON_TWO_RANKS} | {"moves_0": MOVES["moves_0"]}
-    chosen |= {name: {"scenario": name} for name in SCENARIOS_ON_TWO_RANKS}
-    return harness.run(both(chosen), ranks=2, program=PROGRAM, timeout_s=380)
+def two_ranks(harness: Any, pytestconfig: pytest.Config) -> Any:
+    known = {name: ALONE[name] for name in ON_TWO_RANKS} | {name: {"scenario": name} for name in SCENARIOS_ON_TWO_RANKS}
+    cases = both({name: known[name] for name in wanted(pytestconfig, known, LONG_ON_TWO_RANKS)})
+    return harness.run(cases, ranks=2, program=PROGRAM, timeout_s=380)
 
 
 def assert_same(outcome: Any, name: str) -> None:
@@ -288,7 +321,7 @@ def assert_same(outcome: Any, name: str) -> None:
         assert ours.get("weights") == stock.get("weights")
 
 
-@pytest.mark.parametrize("name", [*TRAINING, *PARTS, *MOVES, *TAKES_BACK, *SHRINKS, *SPILLS, *FULL_HOST])
+@pytest.mark.parametrize("name", marked(ALONE, LONG))
 def test_one_rank(one_rank: Any, name: str) -> None:
     assert_same(one_rank, name)
 
@@ -299,12 +332,12 @@ def test_fp16(fp16: Any, name: str) -> None:
     assert_same(fp16, name)
 
 
-@pytest.mark.parametrize("name", [*ON_TWO_RANKS, "moves_0"])
+@pytest.mark.parametrize("name", marked(ON_TWO_RANKS, LONG_ON_TWO_RANKS))
 def test_two_ranks(two_ranks: Any, name: str) -> None:
     assert_same(two_ranks, name)
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINING if name != "weights_on_device"])
+@pytest.mark.parametrize("name", marked([name for name in TRAINING if name != "weights_on_device"], LONG))
 def test_everything_is_in_gpu_memory(one_rank: Any, name: str) -> None:
     stats = one_rank.result(name, "tencache")["stats"]
     assert stats["gpu_weight_nbytes"] > 0
@@ -317,7 +350,7 @@ def test_everything_is_in_gpu_memory(one_rank: Any, name: str) -> None:
     assert without_hooks[-3:] == [FEWEST_WITHOUT_HOOKS.get(name, max(without_hooks[-1], 4))] * 3
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", marked(PARTS, LONG))
 def test_modules_with_weights_elsewhere_keep_their_hooks(one_rank: Any, name: str) -> None:
     result = one_rank.result(name, "tencache")
     assert bool(result["modules_without_hooks"][-1]) == bool(result["stats"]["gpu_weight_nbytes"])
@@ -359,18 +392,21 @@ def test_frozen_weights_are_released_when_their_block_is_through_backward(one_ra
     assert 0 < ours["most_gathered"][-2] <= stock["most_gathered"][-2]
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize("name", marked([name for name in ON_TWO_RANKS if name != "moves_0"], LONG_ON_TWO_RANKS))
 def test_on_two_ranks_weights_are_gathered_for_each_use(two_ranks: Any, name: str) -> None:
     assert set(two_ranks.result(name, "tencache")["modules_without_hooks"]) == {0}
 
 
-@pytest.mark.parametrize(("name", "least"), [("spills", 15), ("spills_from_nvme", 6), ("spills_all", 24)])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("spills", 15), ("spills_from_nvme", 6), pytest.param("spills_all", 24, marks=pytest.mark.long)],
+)
 def test_state_without_another_place_begins_on_the_device(one_rank: Any, name: str, least: int) -> None:
     first = one_rank.result(name, "tencache")["device_nbytes"][0]
     assert first[1] > least * MIB
 
 
-@pytest.mark.parametrize("name", FULL_HOST)
+@pytest.mark.parametrize("name", marked(FULL_HOST, LONG))
 def test_state_leaves_a_full_host_and_returns(one_rank: Any, name: str) -> None:
     resident = one_rank.result(name, "tencache")["resident_nbytes"]
     assert min(resident[:3]) > 8 * MIB
@@ -406,12 +442,12 @@ def test_training_took_memory_back(one_rank: Any, name: str) -> None:
     assert one_rank.result(name, "tencache")["taken_nbytes"] > 0
 
 
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("name", marked(MOVES, LONG))
 def test_chunks_have_moved(one_rank: Any, name: str) -> None:
     assert one_rank.result(name, "tencache")["moved"] > 50
 
 
-@pytest.mark.parametrize("name", [*MOVES, *PARTS])
+@pytest.mark.parametrize("name", marked([*MOVES, *PARTS], LONG))
 def test_the_places_of_weights_add_up_to_the_figures(one_rank: Any, name: str) -> None:
     result = one_rank.result(name, "tencache")
     stats, residency = result["stats"], result["residency"]
@@ -432,25 +468,25 @@ def test_the_places_of_weights_add_up_to_the_figures(one_rank: Any, name: str) -
     ]
 
 
-@pytest.mark.parametrize("name", SHRINKS)
+@pytest.mark.parametrize("name", marked(SHRINKS, LONG))
 def test_memory_that_training_needs_is_given_back(one_rank: Any, name: str) -> None:
     actual = one_rank.result(name, "tencache")["device_nbytes"]
     assert min(actual[3]) > 0
     assert actual[-1] == [0 if name == "shrinks_ram" else actual[-1][0], 0]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", marked(SCENARIOS, LONG))
 def test_what_scripts_do_besides_training(one_rank: Any, name: str) -> None:
     assert one_rank.result(name, "tencache") == one_rank.result(name, "stock")
 
 
-@pytest.mark.parametrize("name", SCENARIOS_ON_TWO_RANKS)
+@pytest.mark.parametrize("name", marked(SCENARIOS_ON_TWO_RANKS, LONG_ON_TWO_RANKS))
 def test_what_scripts_do_on_two_ranks(two_ranks: Any, name: str) -> None:
     for rank in two_ranks.ranks:
         assert two_ranks.result(name, "tencache", rank) == two_ranks.result(name, "stock", rank)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", marked(CHECKPOINTS, LONG_CHECKPOINTS))
 def test_checkpoints_go_both_ways(one_rank: Any, name: str) -> None:
     expected = one_rank.result(f"load_{name}_of_stock", "stock")
     assert one_rank.result(f"load_{name}_of_stock", "tencache") == expected
@@ -458,7 +494,7 @@ def test_checkpoints_go_both_ways(one_rank: Any, name: str) -> None:
         assert one_rank.result(f"load_{name}_of_tencache", engine) == expected
 
 
-@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize("name", marked(PEAKS, LONG_PEAKS))
 def test_memory_stays_below_the_planned_peaks_and_close_to_them(peaks: Any, name: str) -> None:
     result = peaks.result(name, "tencache")
     stats, measured = result["stats"], result["host_peak_nbytes"]
