@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.long_cases import marked, wanted
+
 pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = "gds_cases.py"
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 
-LEAST = {"least_gds_memory": True, "weights": True, "steps": 8}
+LEAST = {"least_gds_memory": True, "weights": True, "steps": 6}
 CASES: dict[str, dict[str, Any]] = {
     "mlp": {"model": "mlp"} | LEAST,
     "random_skip": {"model": "random_skip"} | LEAST,
@@ -22,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": {"model": "llama"} | LEAST,
     "llama_reentrant": {"model": "llama_reentrant"} | LEAST,
     "lora": {"model": "llama", "lora": True} | LEAST,
-    "all_in_gpu_staging": {"model": "llama", "weights": True, "steps": 8},
+    "all_in_gpu_staging": {"model": "llama", "weights": True, "steps": 6},
     "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1} | LEAST,
     "initialized_whole": {"model": "gpt2", "zero_init": False} | LEAST,
     "everything_live": {"model": "llama", "max_live": 10**9, "prefetch": 10**9} | LEAST,
@@ -30,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 FEW = ("mlp", "tied", "llama", "accumulation_clipping", "all_in_gpu_staging")
 ON_A_GPU = ("mlp", "llama", "all_in_gpu_staging")
-STAGED_BY_HOST = {"model": "llama", "steps": 8, "tencache": {"gds": "off"}}
+STAGED_BY_HOST = {"model": "llama", "steps": 6, "tencache": {"gds": "off"}}
 SCENARIOS = (
     "read_state",
     "write_full_state",
@@ -41,22 +43,27 @@ SCENARIOS = (
     "parts_of_two_zero_inits",
     "evaluation_without_optimizer",
 )
+LONG = {"external", "moe_leaf", "lora", "everything_live", "initialized_whole", "two_engines", "evaluate_between"}
+"""Weights are read, verified and lent as in the others, whatever uses them; these are compared elsewhere too."""
+LONG_ON_TWO_RANKS = {"mlp", "tied", "write_full_state", "gather_before_and_between"}
 
 
-def cases(names: Any, scenarios: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any], str]]:
+def cases(names: Any, scenarios: Any = ()) -> list[tuple[str, dict[str, Any], str]]:
     all_cases = {name: CASES[name] for name in names} | {name: {"scenario": name} for name in scenarios}
     both = [(name, case, engine) for name, case in all_cases.items() for engine in ("stock", "tencache")]
     return [*both, ("staged_by_host", STAGED_BY_HOST, "tencache")]
 
 
 @pytest.fixture(scope="module")
-def one_rank(harness: Any) -> Any:
-    return harness.run(cases(CASES, SCENARIOS), program=PROGRAM, env=ON_CPU, timeout_s=380)
+def one_rank(harness: Any, pytestconfig: pytest.Config) -> Any:
+    chosen = [wanted(pytestconfig, names, LONG) for names in (CASES, SCENARIOS)]
+    return harness.run(cases(*chosen), program=PROGRAM, env=ON_CPU, timeout_s=380)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(harness: Any) -> Any:
-    return harness.run(cases(FEW, SCENARIOS[:4]), ranks=2, program=PROGRAM, env=ON_CPU, timeout_s=380)
+def two_ranks(harness: Any, pytestconfig: pytest.Config) -> Any:
+    chosen = [wanted(pytestconfig, names, LONG_ON_TWO_RANKS) for names in (FEW, SCENARIOS[:4])]
+    return harness.run(cases(*chosen), ranks=2, program=PROGRAM, env=ON_CPU, timeout_s=380)
 
 
 @pytest.fixture(scope="module")
@@ -85,22 +92,22 @@ def assert_never_in_host_memory(outcome: Any) -> None:
     assert direct["total"]["events"]["overflow_buffer"] == 0
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, LONG))
 def test_one_rank(one_rank: Any, name: str) -> None:
     assert_same(one_rank, name)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", marked(FEW, LONG_ON_TWO_RANKS))
 def test_two_ranks(two_ranks: Any, name: str) -> None:
     assert_same(two_ranks, name)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", marked(SCENARIOS, LONG))
 def test_what_scripts_do_besides_training(one_rank: Any, name: str) -> None:
     assert one_rank.result(name, "tencache") == one_rank.result(name, "stock")
 
 
-@pytest.mark.parametrize("name", SCENARIOS[:4])
+@pytest.mark.parametrize("name", marked(SCENARIOS[:4], LONG_ON_TWO_RANKS))
 def test_what_scripts_do_besides_training_on_two_ranks(two_ranks: Any, name: str) -> None:
     for rank in two_ranks.ranks:
         assert two_ranks.result(name, "tencache", rank) == two_ranks.result(name, "stock", rank)

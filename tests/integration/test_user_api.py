@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from tencache_ds.io import BACKENDS
 from tencache_ds.observability.trace_summary import summarize
+from tests.long_cases import marked, wanted
 from tests.observability.test_trace_file import assert_nested, check_format
 
 pytestmark = pytest.mark.timeout(300)
@@ -77,6 +79,11 @@ SPLIT = (
     "forward_inside_gathered",
 )
 """Once more with the weights in host memory, over which master weights on NVMe are split."""
+SPLIT_ON_TWO_RANKS = ("write_local_state", "gather_before_and_between")
+LONG_ON_TWO_RANKS = {
+    "write_full_state", "gather_everything", "evaluate_between", "train_destroy_train", "actor_and_critic",
+}  # fmt: skip
+"""Without a collective that the others do not have; the local functions are compared there."""
 
 OURS = (
     "gathered_and_not_changed",
@@ -91,12 +98,12 @@ OURS = (
 )
 
 
-def cases(names: tuple[str, ...]) -> list[tuple[str, dict[str, Any], str]]:
+def cases(names: Iterable[str]) -> list[tuple[str, dict[str, Any], str]]:
     return [(name, {"scenario": name}, engine) for name in names for engine in ("stock", "tencache")]
 
 
-def split_cases() -> list[tuple[str, dict[str, Any], str]]:
-    return [(f"{name}_split", {"scenario": name, "offload_param": "cpu"}, "tencache") for name in SPLIT]
+def split_cases(names: tuple[str, ...]) -> list[tuple[str, dict[str, Any], str]]:
+    return [(f"{name}_split", {"scenario": name, "offload_param": "cpu"}, "tencache") for name in names]
 
 
 WITH_ACTIVATIONS = (
@@ -111,25 +118,31 @@ WITH_ACTIVATIONS = (
     "accumulation_unmanaged",
     "backward_of_the_user",
 )
+LONG_WITH_ACTIVATIONS = {
+    "gather_everything", "evaluate_between", "two_engines", "train_destroy_train", "actor_and_critic",
+}  # fmt: skip
+"""Compared with activations that stay by the same name, and with ones that move in test_activations.py."""
 
 
-def activation_cases() -> list[tuple[str, dict[str, Any], str]]:
+def activation_cases(names: Iterable[str]) -> list[tuple[str, dict[str, Any], str]]:
     on_nvme = {"activations": "on", "activation_min_size": 1024, "activation_memory": 0}
-    return [(f"{name}_activations", {"scenario": name, "tencache": on_nvme}, "tencache") for name in WITH_ACTIVATIONS]
+    return [(f"{name}_activations", {"scenario": name, "tencache": on_nvme}, "tencache") for name in names]
 
 
 @pytest.fixture(scope="module")
-def one_rank(harness: Any) -> Any:
+def one_rank(harness: Any, pytestconfig: pytest.Config) -> Any:
     ours = [(name, {"scenario": name}, "tencache") for name in OURS]
-    cases_here = [*ours, *cases((*COMPARED, "observed")), *split_cases(), *activation_cases()]
+    moved = activation_cases(wanted(pytestconfig, WITH_ACTIVATIONS, LONG_WITH_ACTIVATIONS))
+    cases_here = [*ours, *cases((*COMPARED, "observed")), *split_cases(SPLIT), *moved]
     return harness.run(cases_here, program=PROGRAM, timeout_s=270)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(harness: Any) -> Any:
+def two_ranks(harness: Any, pytestconfig: pytest.Config) -> Any:
     ours = ("read_ahead_across_steps", "gathered_and_not_changed")
     ours_here = [(name, {"scenario": name}, "tencache") for name in ours]
-    cases_here = [*cases((*COMPARED_ON_TWO_RANKS, "observed")), *split_cases(), *ours_here]
+    names = wanted(pytestconfig, COMPARED_ON_TWO_RANKS, LONG_ON_TWO_RANKS)
+    cases_here = [*cases((*names, "observed")), *split_cases(SPLIT_ON_TWO_RANKS), *ours_here]
     return harness.run(cases_here, ranks=2, program=PROGRAM, timeout_s=270)
 
 
@@ -138,7 +151,7 @@ def test_as_with_stock(one_rank: Any, name: str) -> None:
     assert one_rank.result(name, "tencache") == one_rank.result(name, "stock")
 
 
-@pytest.mark.parametrize("name", COMPARED_ON_TWO_RANKS)
+@pytest.mark.parametrize("name", marked(COMPARED_ON_TWO_RANKS, LONG_ON_TWO_RANKS))
 def test_as_with_stock_on_two_ranks(two_ranks: Any, name: str) -> None:
     for rank in two_ranks.ranks:
         assert two_ranks.result(name, "tencache", rank) == two_ranks.result(name, "stock", rank)
@@ -153,13 +166,17 @@ def test_a_shard_on_nvme_says_what_to_use_instead(one_rank: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_as_with_stock_with_split_master_weights(one_rank: Any, two_ranks: Any, name: str) -> None:
-    for outcome in (one_rank, two_ranks):
-        for rank in outcome.ranks:
-            assert outcome.result(f"{name}_split", "tencache", rank) == outcome.result(name, "stock", rank)
+def test_as_with_stock_with_split_master_weights(one_rank: Any, name: str) -> None:
+    assert one_rank.result(f"{name}_split", "tencache") == one_rank.result(name, "stock")
 
 
-@pytest.mark.parametrize("name", WITH_ACTIVATIONS)
+@pytest.mark.parametrize("name", SPLIT_ON_TWO_RANKS)
+def test_as_with_stock_with_split_master_weights_on_two_ranks(two_ranks: Any, name: str) -> None:
+    for rank in two_ranks.ranks:
+        assert two_ranks.result(f"{name}_split", "tencache", rank) == two_ranks.result(name, "stock", rank)
+
+
+@pytest.mark.parametrize("name", marked(WITH_ACTIVATIONS, LONG_WITH_ACTIVATIONS))
 def test_as_with_stock_with_activations_on_nvme(one_rank: Any, name: str) -> None:
     assert one_rank.result(f"{name}_activations", "tencache") == one_rank.result(name, "stock")
 
