@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.long_cases import marked, wanted
+
 pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = "activation_cases.py"
@@ -16,8 +18,8 @@ BOTH = {"activation_memory": "100KiB"}
 
 TRAINING: dict[str, dict[str, Any]] = {
     "llama": {"model": "llama", "places": BOTH, "weights": True},
-    "llama_reentrant": {"model": "llama_reentrant", "places": NVME, "weights": True},
-    "llama_nonreentrant": {"model": "llama_nonreentrant", "places": RAM, "weights": True},
+    "llama_reentrant": {"model": "llama_reentrant", "places": NVME, "weights": True, "steps": 8},
+    "llama_nonreentrant": {"model": "llama_nonreentrant", "places": RAM, "weights": True, "steps": 8},
     "dropout": {"model": "residual", "places": NVME},
     "dropout_reentrant": {"model": "residual_reentrant", "places": RAM},
     "dropout_nonreentrant": {"model": "residual_nonreentrant", "places": NVME},
@@ -38,6 +40,9 @@ TRAINING: dict[str, dict[str, Any]] = {
     },
 }
 ON_TWO_RANKS = ("llama", "llama_nonreentrant", "dropout_reentrant", "accumulation")
+LONG = {"transforms", "lora"}
+"""``transforms_reentrant`` has the transforms too, inside and outside of a checkpoint."""
+LONG_ON_TWO_RANKS = {"llama", "dropout_reentrant"}
 
 ACTS: dict[str, dict[str, Any]] = {
     act: {"model": "residual", "act": act, "places": NVME}
@@ -63,17 +68,18 @@ def both(cases: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any], st
 
 
 @pytest.fixture(scope="module")
-def one_rank(harness: Any) -> Any:
+def one_rank(harness: Any, pytestconfig: pytest.Config) -> Any:
+    cases = both({name: TRAINING[name] for name in wanted(pytestconfig, TRAINING, LONG)} | ACTS)
     faults = [(name, case, "on") for name, case in FAULTS.items()]
     counted = [("counted", COUNTED["little"], "off"), ("counted", COUNTED["little"], "short")]
     counted += [(name, case, "auto") for name, case in COUNTED.items()]
-    return harness.run([*both(TRAINING | ACTS), *faults, *counted], program=PROGRAM, timeout_s=380)
+    return harness.run([*cases, *faults, *counted], program=PROGRAM, timeout_s=380)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(harness: Any) -> Any:
+def two_ranks(harness: Any, pytestconfig: pytest.Config) -> Any:
     counted = [("counted", COUNTED["little"], "off"), ("little", COUNTED["little"], "auto")]
-    cases = both({name: TRAINING[name] for name in ON_TWO_RANKS})
+    cases = both({name: TRAINING[name] for name in wanted(pytestconfig, ON_TWO_RANKS, LONG_ON_TWO_RANKS)})
     return harness.run([*cases, *counted], ranks=2, program=PROGRAM, timeout_s=380)
 
 
@@ -88,14 +94,14 @@ def assert_same(outcome: Any, name: str) -> dict[str, Any]:
     return dict(on["stats"])
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", marked(TRAINING, LONG))
 def test_losses_are_the_same(one_rank, name):
     stats, places = assert_same(one_rank, name), TRAINING[name]["places"]
     assert (stats["host_activation_nbytes"] > 0) == (places is not NVME)
     assert (stats["nvme_activation_nbytes"] > 0) == (places is not RAM)
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize("name", marked(ON_TWO_RANKS, LONG_ON_TWO_RANKS))
 def test_losses_are_the_same_on_two_ranks(two_ranks, name):
     assert_same(two_ranks, name)
 
