@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.long_cases import marked, wanted
+
 pytestmark = pytest.mark.timeout(420)
 
 ENGINES = ("stock", "tencache")
@@ -49,6 +51,11 @@ not say."""
 CHANGED_BETAS = ("late_cycled", "late_varied", "late_watched")
 """A checkpoint of stock's does not tell that they did."""
 TWO_RANK_KINDS = ("adamw", "lora", "late_groups", "before_the_first_step", "into_a_trained_engine")
+LONG = {"adamw_accumulation", "lora", "late_amsgrad", "late_varied", "tied"}
+"""The first two are those of the core; ``late_watched`` varies too, and a tied weight is one weight."""
+LONG_ON_TWO_RANKS = {"lora", "before_the_first_step"}
+SAVED_ALL_THE_SAME = {"lora"}
+"""Since it is loaded otherwise."""
 SAVING_ONLY: dict[str, dict[str, Any]] = {
     "saved_twice": {"model": "mlp", "saves": 2},
     "saved_twice_lora": {"model": "llama", "lora": True, "saves": 2},
@@ -85,6 +92,7 @@ UNIVERSAL_LOADS: dict[str, dict[str, Any]] = {
     "in_ram_without_optimizer_states": {"offload_param": "cpu", "offload_optimizer": "cpu"} | WITHOUT,
     "optimizer_in_ram_without_states": {"offload_optimizer": "cpu"} | WITHOUT,
 }
+LONG_UNIVERSAL_LOADS = {"in_ram_without_optimizer_states", "optimizer_in_ram_without_states"}
 LOADS_SOMETHING_ELSE = ("without_optimizer_states", "module_only")
 """Kinds after which training differs from the run that was saved."""
 
@@ -106,11 +114,11 @@ def loading_otherwise(names: Iterable[str]) -> list[tuple[str, dict[str, Any], s
     return cases
 
 
-def loading(kinds: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any], str]]:
+def loading(kinds: Iterable[str]) -> list[tuple[str, dict[str, Any], str]]:
     cases = []
-    for name, case in kinds.items():
+    for name in kinds:
         for saver, loader in PAIRS:
-            case_here = case | {"action": "load", "checkpoint": f"{name}-{saver}"}
+            case_here = KINDS[name] | {"action": "load", "checkpoint": f"{name}-{saver}"}
             cases.append((f"load_{name}_of_{saver}", case_here, loader))
         cases += [(f"fp32_{name}_of_{e}", {"action": "fp32", "checkpoint": f"{name}-{e}"}, "stock") for e in ENGINES]
     return cases
@@ -130,25 +138,28 @@ def reloading() -> list[tuple[str, dict[str, Any], str]]:
 
 
 @pytest.fixture(scope="module")
-def saved(harness: Any) -> Any:
-    return harness.run(saving(KINDS | SAVING_ONLY) + reloading(), program=PROGRAM, timeout_s=200)
+def saved(harness: Any, pytestconfig: pytest.Config) -> Any:
+    kinds = {name: KINDS[name] for name in wanted(pytestconfig, KINDS, LONG - SAVED_ALL_THE_SAME)}
+    return harness.run(saving(kinds | SAVING_ONLY) + reloading(), program=PROGRAM, timeout_s=200)
 
 
 @pytest.fixture(scope="module")
-def loaded(harness: Any, saved: Any) -> Any:
-    cases = [*loading(KINDS), *loading_otherwise(LOADED_OTHERWISE)]
+def loaded(harness: Any, saved: Any, pytestconfig: pytest.Config) -> Any:
+    cases = [*loading(wanted(pytestconfig, KINDS, LONG)), *loading_otherwise(LOADED_OTHERWISE)]
     return harness.run(cases, program=PROGRAM, folder=saved.finished.folder, timeout_s=200)
 
 
 @pytest.fixture(scope="module")
-def saved_by_two(harness: Any) -> Any:
-    cases = saving({name: KINDS[name] for name in TWO_RANK_KINDS})
+def saved_by_two(harness: Any, pytestconfig: pytest.Config) -> Any:
+    names = wanted(pytestconfig, TWO_RANK_KINDS, LONG_ON_TWO_RANKS - SAVED_ALL_THE_SAME)
+    cases = saving({name: KINDS[name] for name in names})
     return harness.run(cases, ranks=2, program=PROGRAM, timeout_s=200)
 
 
 @pytest.fixture(scope="module")
-def loaded_by_two(harness: Any, saved_by_two: Any) -> Any:
-    cases = loading({name: KINDS[name] for name in TWO_RANK_KINDS}) + loading_otherwise(TWO_RANK_LOADED_OTHERWISE)
+def loaded_by_two(harness: Any, saved_by_two: Any, pytestconfig: pytest.Config) -> Any:
+    cases = loading(wanted(pytestconfig, TWO_RANK_KINDS, LONG_ON_TWO_RANKS))
+    cases += loading_otherwise(TWO_RANK_LOADED_OTHERWISE)
     return harness.run(cases, ranks=2, program=PROGRAM, folder=saved_by_two.finished.folder, timeout_s=200)
 
 
@@ -173,24 +184,24 @@ def assert_resumes(saved: Any, loaded: Any, name: str) -> None:
             assert result["final_weights"] == expected["final_weights"], pair
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", marked(KINDS, LONG))
 def test_resume_is_exact_whoever_saved(saved: Any, loaded: Any, name: str) -> None:
     assert_resumes(saved, loaded, name)
 
 
-@pytest.mark.parametrize("name", TWO_RANK_KINDS)
+@pytest.mark.parametrize("name", marked(TWO_RANK_KINDS, LONG_ON_TWO_RANKS))
 def test_resume_is_exact_on_two_ranks(saved_by_two: Any, loaded_by_two: Any, name: str) -> None:
     assert_resumes(saved_by_two, loaded_by_two, name)
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "before_the_first_step"])
+@pytest.mark.parametrize("name", marked([name for name in KINDS if name != "before_the_first_step"], LONG))
 def test_zero_to_fp32_reads_the_same(loaded: Any, name: str) -> None:
     stock, ours = (loaded.result(f"fp32_{name}_of_{engine}", "stock") for engine in ENGINES)
     assert ours["fp32"] == stock["fp32"]
     assert ours["files"] == stock["files"]
 
 
-@pytest.mark.parametrize("name", TWO_RANK_KINDS)
+@pytest.mark.parametrize("name", marked(TWO_RANK_KINDS, LONG_ON_TWO_RANKS))
 def test_zero_to_fp32_reads_the_same_of_two_ranks(loaded_by_two: Any, name: str) -> None:
     stock, ours = (loaded_by_two.result(f"fp32_{name}_of_{engine}", "stock") for engine in ENGINES)
     assert ours["fp32"] == stock["fp32"]
@@ -260,10 +271,10 @@ def universal_case(checkpoint: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def universal_loaded(harness: Any, universal: Path) -> Any:
+def universal_loaded(harness: Any, universal: Path, pytestconfig: pytest.Config) -> Any:
     cases = [
-        (f"{saver}_{name}", universal_case(f"adamw-{saver}", **more), loader)
-        for name, more in UNIVERSAL_LOADS.items()
+        (f"{saver}_{name}", universal_case(f"adamw-{saver}", **UNIVERSAL_LOADS[name]), loader)
+        for name in wanted(pytestconfig, UNIVERSAL_LOADS, LONG_UNIVERSAL_LOADS)
         for saver in (ENGINES if name == "everything" else ENGINES[1:])
         for loader in ENGINES
     ]
@@ -283,7 +294,7 @@ def test_a_late_universal_checkpoint_has_the_powers_of_betas(saved: Any, univers
     assert (actual["losses"], actual["final_weights"]) == (expected["losses"], expected["final_weights"])
 
 
-@pytest.mark.parametrize("name", UNIVERSAL_LOADS)
+@pytest.mark.parametrize("name", marked(UNIVERSAL_LOADS, LONG_UNIVERSAL_LOADS))
 def test_universal_checkpoint_in_part_or_elsewhere(universal_loaded: Any, name: str) -> None:
     stock, ours = (universal_loaded.result(f"tencache_{name}", loader) for loader in ENGINES)
     assert ours == stock
