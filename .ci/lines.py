@@ -4,6 +4,7 @@
     python .ci/lines.py 0.16.9 0.18.9    # these
     python .ci/lines.py --all            # every version that TenCache says it was tested with; --oldest: the first one
     python .ci/lines.py --newest         # the newest one that the package index has
+    python .ci/lines.py --prepare --oldest    # makes the environment only
 
 An environment has that DeepSpeed and its own compiled operators; everything else it shares with the Python that runs
 this. First to be seen is what the version breaks: the seams that differ, by feature, and the modules that cannot be
@@ -250,10 +251,13 @@ def run_core(line: Line, arguments: Sequence[str]) -> None:
             say(f"[{line.version}] FAILED {name}: {(problem.get('message') or '').splitlines()[0][:200]}")
 
 
-def run(line: Line, wheels: Path, pytest_arguments: Sequence[str]) -> None:
+def run(line: Line, wheels: Path, pytest_arguments: Sequence[str], *, only_prepare: bool = False) -> None:
     t_start = time.monotonic()
     try:
         make(line, wheels)
+        if only_prepare:
+            build_operators(line)
+            return
         look_at_differences(line)
         build_operators(line)
         run_core(line, pytest_arguments)
@@ -295,6 +299,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every version TenCache was tested with")
     parser.add_argument("--oldest", action="store_true", help="the oldest version TenCache was tested with")
     parser.add_argument("--newest", action="store_true", help="the newest release in the package index")
+    parser.add_argument("--prepare", action="store_true", help="make environments and operators, and run nothing")
     parser.add_argument("--folder", type=Path, default=os.environ.get("TENCACHE_LINES") or ROOT / ".venv" / "lines")
     parser.add_argument("--pytest", default="", help='arguments for pytest, such as "-k ranks1 -x"')
     arguments = parser.parse_args()
@@ -312,7 +317,9 @@ def main() -> int:
     wheels.mkdir(parents=True, exist_ok=True)
     lines = [Line(version, folder / version) for version in dict.fromkeys(versions)]
     for line in lines:
-        run(line, wheels, arguments.pytest.split())
+        run(line, wheels, arguments.pytest.split(), only_prepare=arguments.prepare)
+    if arguments.prepare:
+        return 1 if any(line.error for line in lines) else 0
     print(table(lines))
     return 0 if all(line.succeeded for line in lines) else 1
 
