@@ -2,38 +2,36 @@
 """Models of many architectures, with weights in RAM or on NVMe, equal stock CPU offload bit for bit: each has its own
 ways of using a module twice, of returning weights, of leaving layers out, of adding up what it has used several times.
 
-``TENCACHE_TEST_ARCHITECTURES=all pytest tests/integration/test_architectures.py`` trains all of them, on one rank and
-on two: some minutes.
+A few of them, on one rank; tests marked ``long`` train all, on one rank and on two: some minutes.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
 from tests.integration.architectures import ARCHITECTURES, BUILT_WHOLE
+from tests.long_cases import marked, wanted
 
 pytestmark = pytest.mark.timeout(900)
 
-A_FEW = ("albert", "bert", "deberta-v2", "gemma2", "gpt_oss", "mamba", "mixtral", "opt", "swin", "t5", "xlnet")
-ALL = os.environ.get("TENCACHE_TEST_ARCHITECTURES") == "all"
-CHOSEN, RANKS = (ARCHITECTURES, (1, 2)) if ALL else (A_FEW, (1,))
+A_FEW = ("albert", "gpt_oss", "mamba", "opt", "swin", "t5")
+LONG = {*ARCHITECTURES} - {*A_FEW}
 SMALL = ("convnext", "mobilenet_v2", "swin")
 """Without weights that would go to NVMe."""
 
 RAM = {"offload_param": "cpu", "offload_optimizer": "cpu"}
 
 
-ADAPTED = CHOSEN if ALL else ("bert", "deepseek_v3", "gemma2", "mamba", "mixtral", "t5")
+LONG_ADAPTED = {*ARCHITECTURES} - {"deepseek_v3", "mamba", "t5"}
 ADAPTER_RANKS = (128, 64, 8)
 """In turn; adapters of the first are on NVMe too."""
 
 
 def case_of(name: str, places: str) -> dict[str, Any]:
     case = {
-        "model": f"transformers/{name}", "zero_init": name not in BUILT_WHOLE, "steps": 6, "accumulation": 2,
+        "model": f"transformers/{name}", "zero_init": name not in BUILT_WHOLE, "steps": 4, "accumulation": 2,
         "clipping": 0.1, "sub_group_size": 60_000, "persistence": 100, "weights": True,
     }  # fmt: skip
     if places == "adapted":
@@ -43,17 +41,18 @@ def case_of(name: str, places: str) -> dict[str, Any]:
     return case | (RAM if places == "ram" else {})
 
 
-@pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"{ranks}_ranks")
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids=lambda ranks: f"{ranks}_ranks")
 def trained(harness: Any, request: pytest.FixtureRequest) -> Any:
-    cases = [(name, case_of(name, "ram"), "stock") for name in CHOSEN]
-    cases += [(f"{name} {places}", case_of(name, places), "tencache") for name in CHOSEN for places in ("ram", "nvme")]
-    for name in ADAPTED:
+    chosen = wanted(request.config, ARCHITECTURES, LONG)
+    cases = [(name, case_of(name, "ram"), "stock") for name in chosen]
+    cases += [(f"{name} {places}", case_of(name, places), "tencache") for name in chosen for places in ("ram", "nvme")]
+    for name in wanted(request.config, ARCHITECTURES, LONG_ADAPTED):
         cases += [(f"{name} adapted", case_of(name, "adapted"), engine) for engine in ("stock", "tencache")]
     return harness.run(cases, ranks=request.param, timeout_s=800)
 
 
 @pytest.mark.parametrize("places", ["ram", "nvme"])
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", marked(ARCHITECTURES, LONG))
 def test_an_architecture(trained: Any, name: str, places: str) -> None:
     for rank in trained.ranks:
         stock, ours = trained.result(name, "stock", rank), trained.result(f"{name} {places}", "tencache", rank)
@@ -65,7 +64,7 @@ def test_an_architecture(trained: Any, name: str, places: str) -> None:
             assert ours["stats"]["stored_weight_nbytes"] > 0
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("name", marked(ARCHITECTURES, LONG_ADAPTED))
 def test_adapters_in_fp32_beside_it(trained: Any, name: str) -> None:
     for rank in trained.ranks:
         stock, ours = (trained.result(f"{name} adapted", engine, rank) for engine in ("stock", "tencache"))

@@ -7,13 +7,13 @@ The table in ``docs/failures.md`` lists the results.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
 import pytest
 
 from tests.io.conftest import build_libaio_faults
+from tests.long_cases import are_asked_for
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -92,8 +92,16 @@ A_FEW_PAIRS = [
     ("hang_read", "optimizer"),
     ("removed", "weights"),
 ]
-TWO_RANKS = EVERY_PAIR if os.environ.get("TENCACHE_TEST_ALL_FAULTS") else A_FEW_PAIRS
-"""Every rank takes the same path as a rank alone; all of them on two ranks take a minute more."""
+"""Of those on two ranks, where every rank takes the same path as a rank alone."""
+EVERY_PAIR_BELOW = [(name, kind) for kind in KINDS for name in (*STOPS_BELOW, *GOES_ON_BELOW)]
+A_FEW_PAIRS_BELOW = [
+    (name, kind) for name, kind in EVERY_PAIR_BELOW if kind == ("weights" if "read" in name else "optimizer")
+]
+"""Libaio knows nothing of what it moves."""
+
+
+def marked(pairs: list[tuple[str, str]], few: list[tuple[str, str]]) -> list[Any]:
+    return [pair if pair in few else pytest.param(*pair, marks=pytest.mark.long) for pair in pairs]
 
 
 def case_of(name: str, kind: str) -> dict[str, Any]:
@@ -118,17 +126,18 @@ def alone(harness: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def alone_below(harness: Any) -> Any:
+def alone_below(harness: Any, pytestconfig: pytest.Config) -> Any:
     folder = harness.folder()
     preload = {"LD_PRELOAD": str(build_libaio_faults(folder)), "AIO_FAULT_FILE": str(folder / "rule")}
-    pairs = [(name, kind) for kind in KINDS for name in (*STOPS_BELOW, *GOES_ON_BELOW)]
+    pairs = EVERY_PAIR_BELOW if are_asked_for(pytestconfig) else A_FEW_PAIRS_BELOW
     return harness.run(cases_of(pairs), program=PROGRAM, folder=folder, env=preload, timeout_s=200)
 
 
 @pytest.fixture(scope="module")
-def together(harness: Any) -> Any:
+def together(harness: Any, pytestconfig: pytest.Config) -> Any:
     """Every rank meets the fault at the same point, so that the processes survive it."""
-    return harness.run(cases_of(TWO_RANKS), ranks=2, program=PROGRAM, timeout_s=280)
+    pairs = EVERY_PAIR if are_asked_for(pytestconfig) else A_FEW_PAIRS
+    return harness.run(cases_of(pairs), ranks=2, program=PROGRAM, timeout_s=280)
 
 
 def check_it_stopped(outcome: Any, name: str, kind: str, rank: int) -> None:
@@ -177,16 +186,9 @@ def test_the_run_goes_on_with_the_right_numbers(alone: Any, name: str, kind: str
     check_it_went_on(alone, name, kind, 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", STOPS_BELOW)
-def test_the_run_stops_when_libaio_misbehaves(alone_below: Any, name: str, kind: str) -> None:
-    check_it_stopped(alone_below, name, kind, 0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", GOES_ON_BELOW)
-def test_the_run_goes_on_where_libaio_can_be_put_right(alone_below: Any, name: str, kind: str) -> None:
-    check_it_went_on(alone_below, name, kind, 0)
+@pytest.mark.parametrize(("name", "kind"), marked(EVERY_PAIR_BELOW, A_FEW_PAIRS_BELOW))
+def test_a_run_stops_or_goes_on_when_libaio_misbehaves(alone_below: Any, name: str, kind: str) -> None:
+    (check_it_went_on if name in GOES_ON_BELOW else check_it_stopped)(alone_below, name, kind, 0)
 
 
 def test_a_small_device_is_found_before_training(alone: Any) -> None:
@@ -198,7 +200,7 @@ def test_a_small_device_is_found_before_training(alone: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("name", "kind"), TWO_RANKS)
+@pytest.mark.parametrize(("name", "kind"), marked(EVERY_PAIR, A_FEW_PAIRS))
 def test_every_rank_says_what_happened_to_it(together: Any, name: str, kind: str, rank: int) -> None:
     (check_it_went_on if name in GOES_ON else check_it_stopped)(together, name, kind, rank)
 
@@ -207,7 +209,9 @@ def test_every_rank_says_what_happened_to_it(together: Any, name: str, kind: str
     ("rule", "rank", "named"),
     [
         ("kind=eio,op=write,match=optimizer-,rank=1", 1, "Input/output error"),
-        ("kind=hang,op=read,match=weights,rank=0", 0, f"not finished after {IO_TIMEOUT_S} s"),
+        pytest.param(
+            "kind=hang,op=read,match=weights,rank=0", 0, f"not finished after {IO_TIMEOUT_S} s", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_fault_on_one_rank_ends_the_job(harness: Any, rule: str, rank: int, named: str) -> None:
