@@ -134,6 +134,7 @@ class _CudaLoan:
         self._number = number
         self._image = image  # the op writes to it for as long as the loan has not ended
         self._end = weakref.finalize(self, op.end, number)
+        self._end.atexit = False  # the driver frees it; a forked child must not try to
         self.memory = torch.as_tensor(_Bytes(address, image.numel()), device=device)
 
     @property
