@@ -3,7 +3,9 @@
 
 Training without it is the same, bit for bit, and slower: ``"host_path": false`` leaves every function here to
 DeepSpeed. :class:`HostPath` has the decision for one engine; the rest of TenCache asks this module only. Each module
-states what it was measured to gain.
+states what it was measured to gain. All together, on a busy CPU, one rank, 24 layers of hidden size 64, everything in
+RAM, engines in turns: forward and backward take 434 ms of the thread that computes, 728 ms with ``"host_path": false``
+and 684 ms with stock; of :mod:`.current_stream` only its share of a profile is known.
 
 [Note: the whole process] Some functions are replaced for the process, not for an engine: those of the accelerator that
 ask for streams, once an engine with the host path was built, and ``torch.nn.functional.linear``, as long as there is
