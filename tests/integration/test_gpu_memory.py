@@ -30,7 +30,7 @@ TRAINING: dict[str, dict[str, Any]] = {
     "compiled": {"model": "post_norm", "compiled": True, "weights": True, "steps": 6},
     "weights_on_device": {"model": "llama", "offload_param": "none", "steps": 6},
     "optimizer_in_ram": {"model": "llama", "offload_optimizer": "cpu", "steps": 6},
-    "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1, "steps": 6},
+    "accumulation_clipping": {"model": "llama", "accumulation": 2, "clipping": 0.1, "steps": 6},
     "accumulation_random_skip": {"model": "random_skip", "accumulation": 2, "steps": 6},
     "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2, "steps": 6},
     "two_groups_scheduler": {
@@ -247,17 +247,18 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 LONG = {
     # What these do, several of the others do too, some of them on two ranks: checkpointing, the whole state in GPU
-    # memory, a host budget, chunks that move, memory that is taken back.
+    # memory, a host budget, memory that is taken back. In test_placements.py everything moves, on two ranks too.
     "unused", "llama_reentrant", "compiled", "optimizer_in_ram", "host_memory_automatic", "odd_chunks", "moves_0",
-    "moves_2", "moves_3", "shrinks", "shrinks_after_host_memory_was_freed", "spills_all", "full_host",
+    "moves_1", "moves_2", "moves_3", "shrinks", "shrinks_after_host_memory_was_freed", "spills_all", "full_host",
     # Made of parts of other scenarios, and compared in test_user_api.py with weights and states elsewhere.
     "write_local_state", "step_hooks", "gather_before_and_between", "forward_inside_gathered", "two_engines",
     "train_destroy_train", "engines_dropped_in_the_loop", "scheduler_of_torch", "second_zero_init",
     "accumulation_by_hand", "backward_of_the_user", "actor_and_critic", "parts_of_two_zero_inits",
-    "accumulation_unmanaged",
+    "accumulation_unmanaged", "evaluate_between",
 }  # fmt: skip
 LONG_ON_TWO_RANKS = {
-    "mlp", "ram", "accumulation_clipping", "evaluate_between", "train_destroy_train", "weights_frozen_for_a_while",
+    "mlp", "lora", "ram", "moves_0", "accumulation_clipping", "evaluate_between", "train_destroy_train",
+    "weights_frozen_for_a_while",
 }  # fmt: skip
 LONG_CHECKPOINTS = {"everything", "lora", "before_the_first_step"}
 LONG_PEAKS = {"peak_ram"}
