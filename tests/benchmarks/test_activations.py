@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.activations import command as activations
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
+"""Long, since test_smoke.py runs such processes, and tests/integration compares such training."""
 
 
 @pytest.fixture(scope="module")

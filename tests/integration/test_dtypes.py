@@ -76,6 +76,8 @@ def matrix() -> list[dict[str, Any]]:
 MATRIX = matrix()
 FIRST, END = (int(n) for n in WANTED.split(":")) if ":" in WANTED else (0, len(MATRIX) if WANTED == "all" else 16)
 CHOSEN = MATRIX[FIRST:END]
+FEW = {1: len(CHOSEN), 2: len(CHOSEN) if WANTED else 6}
+"""Number of cases by ranks: most of what is crossed is the same on each."""
 TIMEOUT_S = 120 + 6 * len(CHOSEN)
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
@@ -86,20 +88,38 @@ def of_rank_count(case: dict[str, Any], ranks: int) -> dict[str, Any]:
     return case | {"adapter_rank": case["adapter_rank"] * ranks}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one_rank", "two_ranks"])
-def outcome(harness: Any, request: pytest.FixtureRequest) -> Any:
-    chosen = [of_rank_count(case, request.param) for case in CHOSEN]
+def trained(harness: Any, ranks: int) -> Any:
+    chosen = [of_rank_count(case, ranks) for case in CHOSEN[: FEW[ranks]]]
     cases = [(str(case["number"]), case, engine) for case in chosen for engine in ("stock", "tencache")]
-    return harness.run(cases, ranks=request.param, program=PROGRAM, timeout_s=TIMEOUT_S)
+    return harness.run(cases, ranks=ranks, program=PROGRAM, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("number", range(FIRST, min(END, len(MATRIX))))
-def test_as_with_stock(outcome: Any, number: int) -> None:
+@pytest.fixture(scope="module")
+def one_rank(harness: Any) -> Any:
+    return trained(harness, 1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(harness: Any) -> Any:
+    return trained(harness, 2)
+
+
+def assert_same(outcome: Any, case: dict[str, Any]) -> None:
     for rank in outcome.ranks:
-        stock, ours = (outcome.result(str(number), engine, rank) for engine in ("stock", "tencache"))
+        stock, ours = (outcome.result(str(case["number"]), engine, rank) for engine in ("stock", "tencache"))
         assert ours["at first"] == stock["at first"]
         assert ours["losses"] == stock["losses"]
         assert ours["at last"] == stock["at last"]
         assert len(set(stock["losses"])) == len(stock["losses"]), "the case does not train"
-        if ours["facts"] and "offload_param" not in CHOSEN[number - FIRST]:
+        if ours["facts"] and "offload_param" not in case:
             assert ours["facts"]["in the tier"] >= 3, "the base is"
+
+
+@pytest.mark.parametrize("case", CHOSEN[: FEW[1]], ids=lambda case: str(case["number"]))
+def test_as_with_stock(one_rank: Any, case: dict[str, Any]) -> None:
+    assert_same(one_rank, case)
+
+
+@pytest.mark.parametrize("case", CHOSEN[: FEW[2]], ids=lambda case: str(case["number"]))
+def test_as_with_stock_on_two_ranks(two_ranks: Any, case: dict[str, Any]) -> None:
+    assert_same(two_ranks, case)

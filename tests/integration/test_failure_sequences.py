@@ -15,7 +15,7 @@ import pytest
 import torch
 
 PROGRAM = "failure_sequences.py"
-N_SEQUENCES = int(os.environ.get("TENCACHE_TEST_FAILURES", "24"))
+N_SEQUENCES = int(os.environ.get("TENCACHE_TEST_FAILURES", "8"))
 FIRST = int(os.environ.get("TENCACHE_TEST_FAILURES_FROM", "0"))
 N_ON_TWO = N_SEQUENCES // 4
 SECONDS_EACH = 15.0

@@ -180,6 +180,7 @@ def check_equal(inputs: Inputs, name: str, printed: list[str]) -> None:
     assert all(any((inputs.output(f"{name}{index}") / "state").iterdir()) for index in range(2))
 
 
+@pytest.mark.long
 def test_accelerate_on_two_ranks_without_a_config_file(inputs: Inputs) -> None:
     """The launcher's options have no place for the engine's key: the environment asks for it."""
     port = str(free_port())

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.long_cases import marked, wanted
+
 pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = "path_cases.py"
@@ -29,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
         "rules": {"0": SLOW_SECOND, str(TURN): SLOW_FIRST},
     },
 }
+LONG = {"drift_accumulation"}
 FAULTS = {
     "eio": {"paths": ["second"], "rules": {"2": "kind=eio,op=write,match={folder}/second/"}},
     "hang": {
@@ -40,20 +43,21 @@ FAULTS = {
 APART = {"paths": ["common"], "optimizer_path": "optimizers", "steps": 2}
 
 
-def cases_of(faults: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
+def cases_of(config: pytest.Config, faults: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
+    chosen = {name: CASES[name] for name in wanted(config, CASES, LONG)}
     stock = [(name, {key: case[key] for key in case if key in ("accumulation", "clipping", "steps")}, "stock")
-             for name, case in CASES.items()]  # fmt: skip
-    return [*stock, *((name, case, "tencache") for name, case in (CASES | faults).items())]
+             for name, case in chosen.items()]  # fmt: skip
+    return [*stock, *((name, case, "tencache") for name, case in (chosen | faults).items())]
 
 
 @pytest.fixture(scope="module")
-def one_rank(harness: Any) -> Any:
-    return harness.run([*cases_of(FAULTS), ("apart", APART, "tencache")], program=PROGRAM, timeout_s=350)
+def one_rank(harness: Any, pytestconfig: pytest.Config) -> Any:
+    return harness.run([*cases_of(pytestconfig, FAULTS), ("apart", APART, "tencache")], program=PROGRAM, timeout_s=350)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(harness: Any) -> Any:
-    return harness.run(cases_of({}), ranks=2, program=PROGRAM, timeout_s=350)
+def two_ranks(harness: Any, pytestconfig: pytest.Config) -> Any:
+    return harness.run(cases_of(pytestconfig, {}), ranks=2, program=PROGRAM, timeout_s=350)
 
 
 @pytest.fixture(params=["one_rank", "two_ranks"])
@@ -65,7 +69,7 @@ def part_on(held: dict[str, dict[str, int]], path: str, kind: str) -> float:
     return held[path][kind] / sum(kinds[kind] for kinds in held.values())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, LONG))
 def test_same_numbers_as_cpu_offload(outcome: Any, name: str) -> None:
     for rank in outcome.ranks:
         ours, stock = (outcome.result(name, engine, rank) for engine in ("tencache", "stock"))

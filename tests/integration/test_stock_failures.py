@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.long_cases import marked, wanted
+
 pytestmark = pytest.mark.timeout(240)
 
 WIDE: dict[str, Any] = {"steps": 3, "sub_group_size": 10**9, "prefetch": 10**6, "buffer_size": 2_500_000}
@@ -24,19 +26,22 @@ CASES: dict[str, dict[str, Any]] = {
     "llama_one_buffer": WIDE | {"model": "llama_checkpointed_wide", "max_live": 10**9, "buffer_count": 1},
 }
 
+LONG = {"gpt2_checkpointing", "vit_checkpointing"}
+
 
 @pytest.fixture(scope="module")
-def outcome(harness: Any) -> Any:
+def outcome(harness: Any, pytestconfig: pytest.Config) -> Any:
     cases = []
-    for name, case in CASES.items():
+    chosen = {name: CASES[name] for name in wanted(pytestconfig, CASES, LONG)}
+    for name, case in chosen.items():
         # One buffer is little memory: TenCache has to do with the least that it accepts.
         least = {"smallest_staging": True} if case.get("buffer_count") == 1 else {}
         cases += [(name, case, "stock"), (name, case | least, "tencache")]
-    cases += [(name, case, "stock_nvme") for name, case in CASES.items()]
+    cases += [(name, case, "stock_nvme") for name, case in chosen.items()]
     return harness.run(cases, timeout_s=200)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, LONG))
 def test_trains_exactly_where_stock_nvme_stops(outcome: Any, name: str) -> None:
     stock_nvme = outcome.per_rank[0].get(f"{name}/stock_nvme", {"error": "the process ended"})
     print(f"{name}: stock NVMe offload: {stock_nvme.get('error', 'trained')}")
@@ -45,6 +50,7 @@ def test_trains_exactly_where_stock_nvme_stops(outcome: Any, name: str) -> None:
     assert ours["stats"]["stored_nbytes"] > 14 * 10**6
 
 
+@pytest.mark.long
 def test_the_fault_table_shows_what_stock_does_with_a_read_that_fails(harness: Any) -> None:
     """``test_faults.py`` has TenCache's outcome of the same fault."""
     folder = harness.folder()
