@@ -29,7 +29,6 @@ from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.observability.counters import StepRecord
-from tencache_ds.ops.tencache_lend import load_tencache_lend
 from tencache_ds.planning.gpu_budget import GpuBudget, gpu_budget
 from tencache_ds.planning.gpu_policy import GpuPlan, SavedItem, StateChunk, StepCosts, UpdateRates, Weight
 from tencache_ds.planning.look import pause_s
@@ -83,6 +82,8 @@ def open_device(on_cuda: bool, fused: FusedAdam) -> tuple[DeviceMemory, DeviceAd
 
 def _open_lent_memory(device: torch.device) -> Any | None:
     """GPU memory that torch's allocator can take back; None where that is not possible."""
+    from tencache_ds.ops.tencache_lend import load_tencache_lend  # which imports DeepSpeed
+
     try:
         torch.cuda.init()
         return load_tencache_lend().open_device(device.index)
