@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama_reentrant": {"model": "llama_reentrant"} | LEAST,
     "lora": {"model": "llama", "lora": True} | LEAST,
     "all_in_gpu_staging": {"model": "llama", "weights": True, "steps": 6},
-    "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1} | LEAST,
+    "accumulation_clipping": {"model": "llama", "accumulation": 2, "clipping": 0.1} | LEAST,
     "initialized_whole": {"model": "gpt2", "zero_init": False} | LEAST,
     "everything_live": {"model": "llama", "max_live": 10**9, "prefetch": 10**9} | LEAST,
     "two_paths": {"model": "llama", "tencache": {"nvme_paths": ["second"]}} | LEAST,
@@ -45,7 +45,7 @@ SCENARIOS = (
 )
 LONG = {"external", "moe_leaf", "lora", "everything_live", "initialized_whole", "two_engines", "evaluate_between"}
 """Weights are read, verified and lent as in the others, whatever uses them; these are compared elsewhere too."""
-LONG_ON_TWO_RANKS = {"mlp", "tied", "write_full_state", "gather_before_and_between"}
+LONG_ON_TWO_RANKS = {"mlp", "tied", "llama", "write_full_state", "gather_before_and_between"}
 
 
 def cases(names: Any, scenarios: Any = ()) -> list[tuple[str, dict[str, Any], str]]:

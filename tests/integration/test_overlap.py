@@ -35,7 +35,7 @@ TRAINING: dict[str, dict[str, Any]] = {
     "weights_on_device": {"model": "llama", "offload_param": "none", "steps": 6},
     # So little is trained that nobody would wait for it otherwise.
     "lora": {"model": "llama", "lora": True, "weights": True, "steps": 6, "delay_s": 0.02},
-    "accumulation_clipping": {"model": "llama", "accumulation": 4, "clipping": 0.1, "steps": 6},
+    "accumulation_clipping": {"model": "llama", "accumulation": 2, "clipping": 0.1, "steps": 6},
     "accumulation_random_skip": {"model": "random_skip", "accumulation": 2, "steps": 6} | RAM,
     "fp32_gradients": {"model": "mlp", "grad_accum_dtype": "fp32", "accumulation": 2, "steps": 6},
     "two_groups_scheduler": {"model": "gpt2", "optimizer": "two_groups", "scheduler": True, "steps": 6},

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.long_cases import marked, wanted
+
 pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = "void_cases.py"
@@ -84,6 +86,11 @@ WHOLE = {
 
 MIXED = {"mixed": {"where": "gradients", "at": 2, "mixed": True, **ACCUMULATED}}
 
+LONG = {
+    "training_thread_memory", "training_thread_exit", "background_interrupt", "background_storage",
+    "after_the_last_chunk_interrupt", "norm_interrupt", "backward_interrupt",
+}  # fmt: skip
+"""Another kind of exception where others are raised too."""
 ON_ONE_RANK = ("first_chunk", "training_thread_storage", "ram", "load_half_way")
 UNDONE_ON_ONE_RANK = {"beginning": {"where": "begin"}}
 
@@ -103,12 +110,10 @@ def cases_of(void: dict[str, Any], undone: dict[str, Any], **more: Any) -> list[
 
 
 @pytest.fixture(scope="module")
-def alone(harness: Any) -> Any:
-    return harness.run(
-        cases_of(VOID | MIXED | {n: c | {"whole": True} for n, c in WHOLE.items()}, UNDONE),
-        program=PROGRAM,
-        timeout_s=380,
-    )
+def alone(harness: Any, pytestconfig: pytest.Config) -> Any:
+    void, undone = ({name: of[name] for name in wanted(pytestconfig, of, LONG)} for of in (VOID, UNDONE))
+    whole = {name: case | {"whole": True} for name, case in WHOLE.items()}
+    return harness.run(cases_of(void | MIXED | whole, undone), program=PROGRAM, timeout_s=380)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +141,7 @@ def check_right(outcome: Any, name: str, case: dict[str, Any], rank: int = 0) ->
     assert result["weights"] == stock["weights"]
 
 
-@pytest.mark.parametrize("name", VOID)
+@pytest.mark.parametrize("name", marked(VOID, LONG))
 def test_nothing_but_a_load_of_everything_succeeds_after_a_step_that_failed_half_way(alone: Any, name: str) -> None:
     result = check_void(alone, name)
     expected = RAISES[VOID[name].get("what", "error")] if "rule" not in VOID[name] else "StorageError"
@@ -144,7 +149,7 @@ def test_nothing_but_a_load_of_everything_succeeds_after_a_step_that_failed_half
     assert result["failure"] == expected or VOID[name].get("behind")
 
 
-@pytest.mark.parametrize("name", UNDONE)
+@pytest.mark.parametrize("name", marked(UNDONE, LONG))
 def test_what_fails_before_the_first_change_is_tried_again(alone: Any, name: str) -> None:
     result = alone.result(name, "tencache")
     assert result["failure"] == RAISES[UNDONE[name].get("what", "error")]
