@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+from tests.long_cases import marked, wanted
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -31,10 +34,16 @@ IN_GPU_MEMORY = (
     "accelerate_saves_and_loads", "accelerate_finds_a_batch_size", "lora_trains_and_merges", "lora_of_every_linear",
     *TRL,
 )  # fmt: skip
+LONG_TOGETHER = {"trainer_resumes", *MIXED, "dpo_with_a_reference", "grpo_generates_ungathered"}
+LONG_IN_GPU_MEMORY = {
+    "trainer_takes_the_best_model", "accelerate_saves_and_loads", "accelerate_finds_a_batch_size",
+    "from_pretrained_and_generate", "lora_of_every_linear", "sft_trains", "grpo_generates_ungathered",
+}  # fmt: skip
+"""The libraries do the same wherever weights are: what they ask of the places is in test_gpu_memory.py."""
 COMPARED = [name for name in ALONE if name not in RESUMED]
 
 
-def cases(names: tuple[str, ...]) -> list[tuple[str, dict[str, Any], str]]:
+def cases(names: Iterable[str]) -> list[tuple[str, dict[str, Any], str]]:
     # Stock does not resume exactly, since its Adam recomputes the powers of its betas: a resumed run is compared with
     # stock's run that never stopped.
     return [
@@ -51,13 +60,15 @@ def alone(harness: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def together(harness: Any) -> Any:
-    return harness.run(cases(TOGETHER), ranks=2, program=PROGRAM, timeout_s=480)
+def together(harness: Any, pytestconfig: pytest.Config) -> Any:
+    names = wanted(pytestconfig, TOGETHER, LONG_TOGETHER)
+    return harness.run(cases(names), ranks=2, program=PROGRAM, timeout_s=480)
 
 
 @pytest.fixture(scope="module")
-def in_gpu_memory(harness: Any) -> Any:
-    return harness.run(cases(IN_GPU_MEMORY), program="hugging_face_gpu_program.py", timeout_s=480)
+def in_gpu_memory(harness: Any, pytestconfig: pytest.Config) -> Any:
+    names = wanted(pytestconfig, IN_GPU_MEMORY, LONG_IN_GPU_MEMORY)
+    return harness.run(cases(names), program="hugging_face_gpu_program.py", timeout_s=480)
 
 
 def equal(outcome: Any, name: str) -> None:
@@ -74,22 +85,23 @@ def test_equal_to_stock(alone: Any, name: str) -> None:
     equal(alone, name)
 
 
-@pytest.mark.parametrize("name", [name for name in TOGETHER if name in COMPARED])
+@pytest.mark.parametrize("name", marked([name for name in TOGETHER if name in COMPARED], LONG_TOGETHER))
 def test_equal_to_stock_on_two_ranks(together: Any, name: str) -> None:
     equal(together, name)
 
 
-@pytest.mark.parametrize("name", IN_GPU_MEMORY)
+@pytest.mark.parametrize("name", marked(IN_GPU_MEMORY, LONG_IN_GPU_MEMORY))
 def test_equal_to_stock_in_gpu_memory(in_gpu_memory: Any, name: str) -> None:
     equal(in_gpu_memory, name)
 
 
-def test_that_was_in_gpu_memory(in_gpu_memory: Any) -> None:
-    facts = {name: in_gpu_memory.result(name, "tencache")["facts"] for name in IN_GPU_MEMORY}
+def test_that_was_in_gpu_memory(in_gpu_memory: Any, pytestconfig: pytest.Config) -> None:
+    names = wanted(pytestconfig, IN_GPU_MEMORY, LONG_IN_GPU_MEMORY)
+    facts = {name: in_gpu_memory.result(name, "tencache")["facts"] for name in names}
     in_use = {name for name, fact in facts.items() if fact.get("gpu_weight_nbytes", 0) > 0}
-    assert in_use >= {"trainer_trains_twice", "lora_trains_and_merges", *TRL}
+    assert in_use >= {"trainer_trains_twice", "lora_trains_and_merges", *TRL} & {*names}
     without_hooks = {name for name, fact in facts.items() if fact.get("modules_without_hooks", 0) > 20}
-    assert without_hooks >= {"lora_trains_and_merges", "sft_trains", "dpo_with_a_reference"}
+    assert without_hooks >= {"lora_trains_and_merges", "sft_trains", "dpo_with_a_reference"} & {*names}
 
 
 @pytest.mark.parametrize("name", [name for name in COMPARED if name not in INFERENCE])
@@ -100,7 +112,10 @@ def test_the_comparison_means_something(alone: Any, name: str) -> None:
         assert all(float.fromhex(loss) > 0 for loss in losses)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [*((name, 1) for name in RESUMED), ("trainer_resumes", 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*((name, 1) for name in RESUMED), pytest.param("trainer_resumes", 2, marks=pytest.mark.long)],
+)
 def test_a_resumed_trainer_ends_as_if_it_had_never_stopped(alone: Any, together: Any, name: str, ranks: int) -> None:
     outcome = alone if ranks == 1 else together
     for rank in outcome.ranks:
@@ -138,14 +153,17 @@ def test_a_frozen_base_is_read_from_nvme_and_never_written(alone: Any) -> None:
     assert facts["written_nbytes"] < facts["base_nbytes"] // 8
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", MIXED)
-def test_parts_of_another_dtype_are_in_the_tier(alone: Any, together: Any, name: str, ranks: int) -> None:
-    facts = (alone if ranks == 1 else together).result(name, "tencache")["facts"]
-    assert facts["trained in the tier"] >= 1
+def test_parts_of_another_dtype_are_in_the_tier(alone: Any, name: str) -> None:
+    assert alone.result(name, "tencache")["facts"]["trained in the tier"] >= 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", marked(MIXED, LONG_TOGETHER))
+def test_parts_of_another_dtype_are_in_the_tier_of_two_ranks(together: Any, name: str) -> None:
+    assert together.result(name, "tencache")["facts"]["trained in the tier"] >= 1
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_rewards_differ_and_the_model_leaves_its_reference(alone: Any, together: Any, ranks: int) -> None:
     outcome = alone if ranks == 1 else together
     log, other = (outcome.result(name, "tencache")["log"] for name in GRPO)
