@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+from tencache_ds.ops.build_lock import only_loader
+
 _SOURCES = Path(__file__).parent / "csrc"
 
 
@@ -63,6 +65,21 @@ class OwnOp:
             if error.name is not None and name.startswith(error.name):
                 return None
             raise
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        """Imports the op, from the installation if it was compiled there; otherwise builds it if needed. Unlike some of
+        DeepSpeed's builders it loads no other op before.
+
+        Raises:
+            RuntimeError: it cannot be built; DeepSpeed says why.
+        """
+        from deepspeed.ops.op_builder.builder import OpBuilder
+
+        prebuilt = self.prebuilt()
+        if prebuilt is not None:
+            return prebuilt
+        with only_loader(self.NAME):
+            return OpBuilder.load(self, verbose)
 
     def extension(self, root: Path) -> Any:
         """The op as an extension module for setuptools, with sources relative to ``root``."""

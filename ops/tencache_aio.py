@@ -15,7 +15,6 @@ from types import ModuleType
 from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
 from tencache_ds.ops.async_io import load_op
-from tencache_ds.ops.build_lock import only_loader
 from tencache_ds.ops.own_op import OwnOp
 
 
@@ -30,19 +29,6 @@ class TenCacheAioBuilder(OwnOp, AsyncIOBuilder):
     def cxx_args(self) -> list[str]:
         """DeepSpeed's flags for async_io, with its -O0 replaced."""
         return [argument for argument in super().cxx_args() if argument not in ("", "-O0")] + ["-O3"]
-
-    def load(self, verbose: bool = False) -> ModuleType:
-        """Imports the op, from the installation if it was compiled there; otherwise builds it if needed. Unlike
-        async_io it needs no pin_memory op.
-
-        Raises:
-            RuntimeError: it cannot be built; DeepSpeed says why.
-        """
-        prebuilt = self.prebuilt()
-        if prebuilt is not None:
-            return prebuilt
-        with only_loader(self.NAME):
-            return super(AsyncIOBuilder, self).load(verbose)
 
 
 def load_tencache_aio() -> ModuleType:

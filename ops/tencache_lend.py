@@ -12,7 +12,6 @@ from types import ModuleType
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
 from tencache_ds.ops.async_io import load_op
-from tencache_ds.ops.build_lock import only_loader
 from tencache_ds.ops.own_op import OwnOp
 
 
@@ -41,18 +40,6 @@ class TenCacheLendBuilder(OwnOp, CPUOpBuilder):
     def extra_ldflags(self) -> list[str]:
         """Torch's CUDA library, whose dependency is the very runtime that torch uses."""
         return ["-lc10_cuda"]
-
-    def load(self, verbose: bool = False) -> ModuleType:
-        """Imports the op, from the installation if it was compiled there; otherwise builds it if needed.
-
-        Raises:
-            RuntimeError: it cannot be built; DeepSpeed says why.
-        """
-        prebuilt = self.prebuilt()
-        if prebuilt is not None:
-            return prebuilt
-        with only_loader(self.NAME):
-            return super().load(verbose)
 
 
 def load_tencache_lend() -> ModuleType:

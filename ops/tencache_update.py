@@ -12,7 +12,6 @@ from types import ModuleType
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
 from tencache_ds.ops.async_io import load_op
-from tencache_ds.ops.build_lock import only_loader
 from tencache_ds.ops.own_op import OwnOp
 
 
@@ -43,18 +42,6 @@ class TenCacheUpdateBuilder(OwnOp, CPUOpBuilder):
     def extra_ldflags(self) -> list[str]:
         """Threads, and no OpenMP."""
         return ["-pthread"]
-
-    def load(self, verbose: bool = False) -> ModuleType:
-        """Imports the op, from the installation if it was compiled there; otherwise builds it if needed.
-
-        Raises:
-            RuntimeError: it cannot be built; DeepSpeed says why.
-        """
-        prebuilt = self.prebuilt()
-        if prebuilt is not None:
-            return prebuilt
-        with only_loader(self.NAME):
-            return super().load(verbose)
 
 
 def load_tencache_update() -> ModuleType:
