@@ -34,6 +34,10 @@ class Loan(Protocol):
         """In device memory: uint8, 1-D. Not to be touched once :attr:`taken`."""
 
     @property
+    def image(self) -> torch.Tensor | None:
+        """Host memory that gets the bytes when the loan is taken back; None where it never is."""
+
+    @property
     def taken(self) -> bool:
         """Whether it was taken back: its image has the bytes."""
 
@@ -116,6 +120,7 @@ class OrdinaryLoan:
         memory: of the loan.
     """
 
+    image = None
     taken = False
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -132,7 +137,7 @@ class _CudaLoan:
     def __init__(self, op: Any, number: int, address: int, image: torch.Tensor, device: torch.device) -> None:
         self._op = op
         self._number = number
-        self._image = image  # the op writes to it for as long as the loan has not ended
+        self.image = image  # the op may write to it as long as the loan has not ended
         self._end = weakref.finalize(self, op.end, number)
         self._end.atexit = False  # the driver frees it; a forked child must not try to
         self.memory = torch.as_tensor(_Bytes(address, image.numel()), device=device)
@@ -207,11 +212,9 @@ class CudaMemory:
         # Not memory_stats(), which sorts some hundred figures by name: this is asked for between modules.
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         reserved, allocated = stats["reserved_bytes"]["all"]["current"], stats["allocated_bytes"]["all"]["current"]
-        lent, fraction = self._lent_nbytes, self._fraction()
-        if self._lent is not None:
-            self._lent.set_limit(int(fraction * total) if fraction < 1 else 0)
+        lent = self._lent_nbytes
         return GpuUsage(
-            free_nbytes=max(min(free, int(fraction * total) - reserved - lent), 0),
+            free_nbytes=max(min(free, int(self._fraction() * total) - reserved - lent), 0),
             cached_nbytes=reserved - allocated,
             allocated_nbytes=allocated + lent,
             peak_nbytes=stats["allocated_bytes"]["all"]["peak"] + lent,
@@ -238,6 +241,7 @@ class CudaMemory:
         """See :meth:`DeviceMemory.lend`. Segments of the driver's, which are free for torch at once when they end."""
         if self._lent is None or image is None:
             return OrdinaryLoan(self.allocate(nbytes))
+        self._note_limit(self._lent)
         for _ in range(2):
             if self.usage().free_nbytes >= nbytes:
                 number, address = self._lent.lend(nbytes, image.data_ptr(), rank)
@@ -263,7 +267,13 @@ class CudaMemory:
         if self._lent is not None:
             self._lent.set_host_room(host_room_nbytes)
             self._lent.step_done()
+            self._note_limit(self._lent)
             self._cache_a_segment()
+
+    def _note_limit(self, lent: Any) -> None:
+        """Has loans taken back for a limit of the process as for the device's end; it may have changed."""
+        fraction = self._fraction()
+        lent.set_limit(int(fraction * torch.cuda.mem_get_info(self._device)[1]) if fraction < 1 else 0)
 
     def _cache_a_segment(self) -> None:
         """Sees to it that torch has a cached segment that nothing else uses, of 2 MiB: when the driver refuses, the

@@ -146,19 +146,18 @@ class OptimizerStateTier:
             yield
             return
         with self._device.holding():
-            self._collect()
+            self._collect(self._device.taken_nbytes)
             yield
 
     def collect(self) -> None:
         """Houses chunks in host memory whose device memory was taken back. Between two passes."""
-        if self._device is not None and self._device.taken_nbytes != self._seen_taken_nbytes:
-            with self.holding_device():
-                pass
+        with self.holding_device():
+            pass
 
-    def _collect(self) -> None:
-        if self._device is None or self._device.taken_nbytes == self._seen_taken_nbytes:
+    def _collect(self, taken_nbytes: int) -> None:
+        if taken_nbytes == self._seen_taken_nbytes:
             return
-        self._seen_taken_nbytes = self._device.taken_nbytes
+        self._seen_taken_nbytes = taken_nbytes
         for index, group in enumerate(self._groups):
             nbytes = self._relocation.collect(group)
             if nbytes:

@@ -52,7 +52,7 @@ class StateRelocation:
                 if place is Place.NVME:
                     self._stored.allocate(group, chunk)
                 elif place is Place.GPU:
-                    self._borrow(group, chunk)
+                    group.device[chunk.index] = self._borrow(chunk)
                 else:
                     group.resident[chunk.index] = self._memory.allocate(chunk.nbytes, PURPOSE)
         except BaseException:
@@ -80,7 +80,7 @@ class StateRelocation:
         try:
             for chunk, place in zip(group.chunks, places, strict=True):
                 if place is Place.GPU:
-                    self._borrow(cut, chunk)
+                    cut.device[chunk.index] = self._borrow(chunk)
                 else:
                     cut.resident[chunk.index] = self._memory.allocate(chunk.nbytes, PURPOSE)
                 for home, values in self._pieces(group, cut, chunk):
@@ -130,12 +130,8 @@ class StateRelocation:
                 self._free_memory(group, chunk)
                 return
             if place is Place.GPU:
-                loan, image = self._new_loan(chunk)
+                loan = self._borrow(chunk)
                 self._require_device(chunk).write(loan.memory, source)
-            elif chunk.index in group.images:
-                target = group.images[chunk.index]
-                self._require_device(chunk).read(target[: chunk.nbytes], source)
-                del group.images[chunk.index]
             else:
                 target = self._memory.allocate(chunk.nbytes, PURPOSE)
                 if chunk.index in group.device:
@@ -145,17 +141,23 @@ class StateRelocation:
         self._stored.forget(group, chunk)
         self._free_memory(group, chunk)
         if place is Place.GPU:
-            self._keep_loan(group, chunk, loan, image)
+            group.device[chunk.index] = loan
         else:
             group.resident[chunk.index] = target
 
     def collect(self, group: SubGroup) -> int:
         """Houses those chunks in host memory whose device memory was taken back; returns their bytes."""
-        taken = [index for index, loan in group.device.items() if loan.taken]
-        for index in taken:
-            group.device.pop(index).end()
-            group.resident[index] = group.images.pop(index)
-        return sum(group.resident[index].nbytes for index in taken)
+        taken = {index: loan for index, loan in group.device.items() if loan.taken}
+        nbytes = 0
+        for index, loan in taken.items():
+            image = loan.image
+            if image is None:
+                raise TenCacheError("device memory was taken back that has no image in host memory")
+            del group.device[index]
+            loan.end()
+            group.resident[index] = image
+            nbytes += image.nbytes
+        return nbytes
 
     def _bytes_of(self, group: SubGroup, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """A chunk's bytes where they are, or in a staging buffer."""
@@ -165,26 +167,17 @@ class StateRelocation:
             return nullcontext(group.resident[chunk.index][: chunk.nbytes])
         return self._stored.reading(chunk)
 
-    def _borrow(self, group: SubGroup, chunk: Chunk) -> None:
-        self._keep_loan(group, chunk, *self._new_loan(chunk))
-
-    def _new_loan(self, chunk: Chunk) -> tuple[Loan, torch.Tensor | None]:
-        """Device memory for a chunk, and its image: host memory whose pages nobody has touched yet."""
+    def _borrow(self, chunk: Chunk) -> Loan:
+        """Device memory for a chunk, with an image: host memory whose pages nobody has touched yet."""
         device = self._require_device(chunk)
         image = self._memory.allocate(chunk.nbytes, IMAGES) if device.lends else None
         try:
             nbytes = chunk.nbytes if image is None else image.numel()
-            return device.lend(nbytes, image, (chunk.sub_group << 32) + chunk.index), image
+            return device.lend(nbytes, image, (chunk.sub_group << 32) + chunk.index)
         except BaseException:
             if image is not None:
                 self._memory.free(image)
             raise
-
-    @staticmethod
-    def _keep_loan(group: SubGroup, chunk: Chunk, loan: Loan, image: torch.Tensor | None) -> None:
-        group.device[chunk.index] = loan
-        if image is not None:
-            group.images[chunk.index] = image
 
     def _require_device(self, chunk: Chunk) -> DeviceMemory:
         if self._device is None:
@@ -192,10 +185,9 @@ class StateRelocation:
         return self._device
 
     def _free_memory(self, group: SubGroup, chunk: Chunk) -> None:
-        loan = group.device.pop(chunk.index, None)
+        loan, memory = group.device.pop(chunk.index, None), group.resident.pop(chunk.index, None)
         if loan is not None:
             loan.end()
-        for homes in (group.images, group.resident):
-            memory = homes.pop(chunk.index, None)
-            if memory is not None:
-                self._memory.free(memory)
+            memory = loan.image
+        if memory is not None:
+            self._memory.free(memory)

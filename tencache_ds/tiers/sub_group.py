@@ -57,8 +57,7 @@ class SubGroup:
         fresh: those of which only the master weights were written, and nothing where these are split; the rest is zero.
         resident: bytes of chunks that live in host memory, by their index, laid out as in an extent; none of a whole
             sub-group.
-        device: the same of chunks that live in device memory, unless it was taken back: then the image has them.
-        images: host memory that gets the bytes of chunks in device memory when that is taken back.
+        device: the same of chunks that live in device memory, unless it was taken back: then its image has them.
         tensors: of a whole sub-group, 1-D, by kind.
         own: whether these are in plain pages of the tier; else they were created by the optimizer.
     """
@@ -70,7 +69,6 @@ class SubGroup:
     fresh: set[int] = field(default_factory=set)
     resident: dict[int, torch.Tensor] = field(default_factory=dict)
     device: dict[int, Loan] = field(default_factory=dict)
-    images: dict[int, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     own: bool = False
 

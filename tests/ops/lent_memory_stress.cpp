@@ -51,7 +51,7 @@ public:
         std::memcpy(host, address, nbytes);
         return true;
     }
-    std::int64_t available_nbytes() override { return static_cast<std::int64_t>(CAPACITY - used_nbytes); }
+    std::int64_t available_nbytes(std::size_t) override { return static_cast<std::int64_t>(CAPACITY - used_nbytes); }
 
     std::atomic<std::size_t> used_nbytes{0};
 };

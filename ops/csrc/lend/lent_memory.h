@@ -8,7 +8,6 @@
 
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +15,6 @@
 #include <mutex>
 #include <stdexcept>
 #include <utility>
-#include <vector>
 
 namespace tencache {
 
@@ -26,7 +24,7 @@ struct LendingDriver {
     virtual void* allocate(std::size_t nbytes) = 0;  // null: the device has no such memory
     virtual void free(void* address) = 0;            // after all work issued to the device
     virtual bool read(void* host, const void* address, std::size_t nbytes) = 0;  // after all work issued to the device
-    virtual std::int64_t available_nbytes() = 0;     // what an allocation can get
+    virtual std::int64_t available_nbytes(std::size_t lent_nbytes) = 0;  // what an allocation can get beside this
 };
 
 class LentMemory {
@@ -89,7 +87,7 @@ public:
         std::lock_guard<std::mutex> lock(mutex_);
         if (holds_ > 0 || lent_nbytes_ == 0) return 0;
         std::size_t nbytes = 0;
-        while (wanted_nbytes == EVERYTHING || driver_.available_nbytes() < wanted_nbytes) {
+        while (wanted_nbytes == EVERYTHING || driver_.available_nbytes(lent_nbytes_) < wanted_nbytes) {
             auto next = last();
             if (next == loans_.end()) break;
             Loan& loan = next->second;

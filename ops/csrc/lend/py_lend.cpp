@@ -17,7 +17,6 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -56,11 +55,7 @@ public:
     {
         OnDevice on(device_);
         void* address = nullptr;
-        if (cudaMalloc(&address, nbytes) == cudaSuccess) {
-            own_nbytes_ += static_cast<std::int64_t>(nbytes);
-            sizes_[address] = static_cast<std::int64_t>(nbytes);
-            return address;
-        }
+        if (cudaMalloc(&address, nbytes) == cudaSuccess) return address;
         cudaGetLastError();  // not to be found by the next kernel
         return nullptr;
     }
@@ -69,8 +64,6 @@ public:
     {
         OnDevice on(device_);
         cudaFree(address);
-        own_nbytes_ -= sizes_[address];
-        sizes_.erase(address);
     }
 
     bool read(void* host, const void* address, std::size_t nbytes) override
@@ -80,7 +73,7 @@ public:
         return cudaMemcpy(host, address, nbytes, cudaMemcpyDeviceToHost) == cudaSuccess;
     }
 
-    std::int64_t available_nbytes() override
+    std::int64_t available_nbytes(std::size_t lent_nbytes) override
     {
         OnDevice on(device_);
         std::size_t free = 0, total = 0;
@@ -88,7 +81,8 @@ public:
         std::int64_t available = static_cast<std::int64_t>(free);
         if (limit_nbytes > 0) {  // of torch's memory, which ours counts as here
             const auto stats = allocator::getDeviceStats(static_cast<c10::DeviceIndex>(device_));
-            available = std::min(available, limit_nbytes - stats.reserved_bytes[0].current - own_nbytes_);
+            const std::int64_t used = stats.reserved_bytes[0].current + static_cast<std::int64_t>(lent_nbytes);
+            available = std::min(available, limit_nbytes - used);
         }
         return available;
     }
@@ -97,8 +91,6 @@ public:
 
 private:
     int device_;
-    std::int64_t own_nbytes_ = 0;
-    std::map<void*, std::int64_t> sizes_;
 };
 
 struct Device {
@@ -213,7 +205,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
         .def_property_readonly("lent_nbytes", [](Device& self) { return self.memory.lent_nbytes(); })
         .def_property_readonly("taken_nbytes", [](Device& self) { return self.memory.taken_nbytes(); })
         .def_property_readonly("n_refused", [](Device& self) { return self.memory.n_refused(); })
-        .def("step_done", &Device::step_done)
-        .def_property_readonly("largest_request_nbytes", &Device::largest_request_nbytes);
+        .def("step_done", &Device::step_done);
     module.def("open_device", &open_device, py::arg("index"), py::return_value_policy::reference);
 }
