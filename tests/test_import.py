@@ -160,7 +160,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 class Broken(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name in broken:
-            raise ImportError(f"{name} is broken here")
+            raise kind(f"{name} is broken here", name=name)
 
 def parse(**keys):
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}} | keys.pop("zero", {})
@@ -174,18 +174,21 @@ kept = ("tencache_ds", "tencache_ds._autoload", "tencache_ds.integration", "tenc
         "tencache_ds.integration.engine_keys",
         "tencache_ds.keys", "tencache_ds.spelling")
 sys.meta_path.insert(0, Broken())
+kind = ImportError
 for broken in (["xxhash"], ["tencache_ds.config"], ["tencache_ds.engine"], ["tencache_ds.errors"],
-               ["tencache_ds.integration.engine_choice", "tencache_ds.io"]):
+               ["tencache_ds.integration.engine_choice", "tencache_ds.io"], ["xxhash"]):
     for name in [n for n in sys.modules if n in broken or (n.startswith("tencache_ds") and n not in kept)]:
         del sys.modules[name]
     print(parse(), "|", parse(zero={"offload_param": {"device": "cpu"}}), "|", parse(offload_engine="tencache"))
+    if broken == ["tencache_ds.integration.engine_choice", "tencache_ds.io"]:
+        kind = ModuleNotFoundError
 """
 
 
 def test_only_a_config_that_asks_needs_an_installation_that_works():
     """One process: what a config needs that does not ask for TenCache is loaded before anything is broken."""
     printed = [line.split(" | ") for line in run_python(PARSE).splitlines() if " | " in line]
-    assert [line[:2] for line in printed] == [["stock", "stock"]] * 5
+    assert [line[:2] for line in printed] == [["stock", "stock"]] * 6
     for broken, (_, _, asked) in zip(("xxhash", "tencache_ds.config", "tencache_ds.engine"), printed, strict=False):
         assert asked.startswith("InstallationError: ")
         assert f"ImportError: {broken} is broken here" in asked
@@ -193,6 +196,8 @@ def test_only_a_config_that_asks_needs_an_installation_that_works():
         assert 'remove "offload_engine"' in asked
     assert printed[3][2] == "ImportError: tencache_ds.errors is broken here"
     assert printed[4][2] == "ImportError: tencache_ds.integration.engine_choice is broken here"
+    missing = printed[5][2]
+    assert "ModuleNotFoundError: xxhash is broken here. Install what is missing (pip install tencache-ds" in missing
 
 
 REAL_DEEPSPEED = """

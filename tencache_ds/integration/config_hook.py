@@ -98,8 +98,12 @@ def _load_everything() -> None:
     except Exception as error:  # a broken installation fails in too many ways to list
         from tencache_ds.errors import InstallationError
 
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("tencache_ds"):
+            remedy = "Install what is missing (pip install tencache-ds adds it and leaves what is there"
+        else:
+            remedy = "Reinstall it (pip install --force-reinstall --no-deps tencache-ds"
         raise InstallationError(
             f'the config selects "{ENGINE_KEY}": "{ENGINE_NAME}", but TenCache cannot be loaded: '
-            f"{type(error).__name__}: {error}. Reinstall it (pip install --force-reinstall --no-deps tencache-ds; "
+            f"{type(error).__name__}: {error}. {remedy}; "
             f'"tencache doctor" checks the rest), or remove "{ENGINE_KEY}" to run with DeepSpeed\'s own offload.'
         ) from error

@@ -150,8 +150,11 @@ def test_loans_count_for_a_limit_of_the_process(card):
 
 def test_a_graph_that_is_being_captured_is_left_alone(card):
     values = torch.ones(2**20, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # the first one allocates beside it
+        values * 2
     card.lend(20)
     torch.cuda.synchronize()
+    assert not any(card.taken)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         doubled = values * 2
