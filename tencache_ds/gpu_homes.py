@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -29,9 +28,8 @@ from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.observability.counters import StepRecord
-from tencache_ds.planning.gpu_budget import GpuBudget, gpu_budget
+from tencache_ds.planning.gpu_budget import GpuBudget, gpu_budget, headroom
 from tencache_ds.planning.gpu_policy import GpuPlan, SavedItem, StateChunk, StepCosts, UpdateRates, Weight
-from tencache_ds.planning.look import pause_s
 from tencache_ds.planning.memory_watch import MemoryWatch
 from tencache_ds.planning.observed_steps import WARM_UP_STEPS, StepTimes
 from tencache_ds.planning.step_prediction import FixedPart, nvme_bytes_per_s, predicted_seconds
@@ -88,7 +86,7 @@ def _open_lent_memory(device: torch.device) -> Any | None:
         torch.cuda.init()
         return load_tencache_lend().open_device(device.index)
     except (ConfigError, RuntimeError) as error:  # RuntimeError: another allocator than torch's own is in use
-        logger.warning("optimizer state leaves GPU memory between modules only, not within an allocation: %s", error)
+        logger.warning("what is in GPU memory leaves it between steps only, not within an allocation: %s", error)
         return None
 
 
@@ -123,7 +121,7 @@ class MovableActivations(Protocol):
 
 
 class GpuHomes:
-    """Used by the training thread; :meth:`relieve` by any thread that computes.
+    """Used by the training thread.
 
     Args:
         options: of the user.
@@ -184,8 +182,6 @@ class GpuHomes:
         self._t_forward_s = 0.0
         self._forward_seconds: float | None = None  # of the first pass of this step
         self._planned = False
-        self._lock = threading.Lock()
-        self._t_next_look_s = 0.0
         self._stuck = False
         self._left_nbytes = 0
         self._taken_nbytes = memory.taken_nbytes
@@ -202,7 +198,7 @@ class GpuHomes:
     @property
     def releasable_nbytes(self) -> int:
         """Optimizer state that leaves GPU memory within a pass that needs it."""
-        return self._moves.state_nbytes if self._planned and not self._stuck else 0
+        return self._moves.state_nbytes if self._memory.lends and not self._stuck else 0
 
     def step_done(self, record: StepRecord, update_seconds: float) -> None:
         """An optimizer step is over.
@@ -223,16 +219,17 @@ class GpuHomes:
         else:
             self._adapt()
         self._forward_seconds = None
-        self._watch.step_done(self._memory.usage())
         if self._memory.lends:
             self._memory.step_done(self._host_room_nbytes())
+        if self._planned:
+            self._memory.record()
 
     def _note_taken(self) -> None:
-        """Counts what training has taken back within allocations. Cheap, unless it has."""
+        """Counts what training has taken back within allocations."""
         nbytes = self._memory.taken_nbytes - self._taken_nbytes
         if nbytes:
             self._taken_nbytes += nbytes
-            self._watch.released(nbytes)
+            self._watch.released()
             self._left_nbytes += nbytes
 
     def _report_left(self) -> bool:
@@ -250,9 +247,9 @@ class GpuHomes:
     def _adapt(self) -> None:
         """Gives back what training needs, and takes what it no longer does."""
         usage, watch = self._memory.usage(), self._watch
-        short_nbytes = watch.short_nbytes(usage, None)
+        short_nbytes = watch.step_done(usage)
         if short_nbytes > 0 and not self._stuck:
-            self._give_back(short_nbytes, weights_too=True)
+            self._give_back(short_nbytes)
         if self._report_left():
             return
         spare_nbytes = min(watch.spare_nbytes(), self._allowed_nbytes(usage))
@@ -275,14 +272,14 @@ class GpuHomes:
         self._memory.synchronize()
         self._n_steps += 1
         usage = self._memory.usage()
-        budget, least_nbytes = self._budget(usage)
+        budget, (least_nbytes, lasting_nbytes) = self._budget(usage)
         shards = self._shards()
         chunks = self._chunks(shards)
         there = self._moves.counts()
         moved = {} if self._activations is None else dict(self._activations.measured())
         free = {position: SavedItem(cost.nbytes, 0.0) for position, cost in moved.items()}
         costs = StepCosts([Weight(shard.nbytes, 0.0) for shard in shards], UpdateRates(1.0), free)
-        everything = costs.fits(chunks, least_nbytes) and (bool(moved) or not self._moves_activations)
+        everything = costs.fits(chunks, least_nbytes, lasting_nbytes) and (bool(moved) or not self._moves_activations)
         typical = None
         if not self._agree("whether everything fits into GPU memory", everything, all):
             if self._n_steps < WARM_UP_STEPS:
@@ -297,22 +294,20 @@ class GpuHomes:
                 return
             typical = self._observer.typical
             costs = self._costs(typical, shards, chunks, moved)
-        plan = costs.plan(chunks, least_nbytes, sum(there))
+        plan = costs.plan(chunks, least_nbytes, lasting_nbytes, sum(there))
         self._observer.close()
         self._planned = True
-        self._watch.settle(usage)
+        self._watch.settle(headroom(usage, can_leave=self._memory.lends), usage)
         t_start_s = time.perf_counter()
-        leaving = costs.leaving(self._carry_out(plan, costs, shards, chunks, least_nbytes))
+        leaving = costs.leaving(self._carry_out(plan, costs, shards, chunks, (least_nbytes, lasting_nbytes)))
         if self._activations is not None:
             self._activations.follow(leaving)
-            if moved:
-                self._watch.places_changed()  # passes take another amount
         self._memory.synchronize()
         self._memory.trim()
         reason = budget.reason if least_nbytes == budget.nbytes else "what the rank with the least has free"
         predicted = None
         if typical is not None:
-            more = costs.plan(chunks, least_nbytes + MORE_NBYTES, sum(there))
+            more = costs.plan(chunks, least_nbytes + MORE_NBYTES, lasting_nbytes + MORE_NBYTES, sum(there))
             step = FixedPart(
                 max(typical.passes - sum(costs.seconds), 0.0),
                 typical.forward,
@@ -342,10 +337,22 @@ class GpuHomes:
         """Bytes of the buffers for chunks; 0 where no state is on NVMe."""
         return self._tier.n_buffers * max(self._tier.chunk_nbytes, default=0)
 
-    def _budget(self, usage: GpuUsage) -> tuple[GpuBudget, int]:
-        """This rank's budget, and the smallest of all ranks; both include the current contents."""
-        budget = gpu_budget(usage, limit_nbytes(usage, self._options.gpu_memory), self._moves.nbytes)
-        return budget, self._agree("GPU memory", budget.nbytes, min)
+    def _budget(self, usage: GpuUsage) -> tuple[GpuBudget, tuple[int, int]]:
+        """This rank's budget, and the smallest of all ranks, in all and for what lasts; both include the current
+        contents."""
+        elsewhere_nbytes = None
+        if self._memory.lends:
+            # What leaves RAM has room there to return to, unless that takes state from NVMe.
+            left_nbytes = 0 if self._moves.any_on_nvme else self._tier.resident_nbytes
+            elsewhere_nbytes = self._host_room_nbytes() + left_nbytes
+        wanted_nbytes = limit_nbytes(usage, self._options.gpu_memory)
+        budget = gpu_budget(usage, wanted_nbytes, self._moves.nbytes, elsewhere_nbytes)
+        nbytes, lasting_nbytes = self._agree(
+            "GPU memory",
+            (budget.nbytes, budget.lasting_nbytes),
+            lambda ranks: [min(sizes) for sizes in zip(*ranks, strict=True)],
+        )
+        return budget, (nbytes, lasting_nbytes)
 
     def _chunks(self, shards: Sequence[Shard]) -> list[list[StateChunk]]:
         """Chunks of each sub-group whose state may be there: Adam's, in single precision, of weights that may."""
@@ -417,7 +424,7 @@ class GpuHomes:
         costs: StepCosts,
         shards: Sequence[Shard],
         chunks: Sequence[Sequence[StateChunk]],
-        budget_nbytes: int,
+        budget: tuple[int, int],
     ) -> GpuPlan:
         """All ranks move the weights that the first one has chosen, and each its own state and activations beside
         them; returns the plan that this has come to."""
@@ -432,8 +439,8 @@ class GpuHomes:
                 list(itertools.takewhile(lambda chunk: set(chunk.weights) <= set(there), group)) for group in chunks
             ]
             free = [[dataclasses.replace(chunk, weights=()) for chunk in group] for group in chunks]
-            left_nbytes = max(budget_nbytes - self._moves.weight_nbytes, 0)
-            plan = dataclasses.replace(costs, weights=[]).plan(free, left_nbytes)
+            left_nbytes, lasting_nbytes = (max(nbytes - self._moves.weight_nbytes, 0) for nbytes in budget)
+            plan = dataclasses.replace(costs, weights=[]).plan(free, left_nbytes, lasting_nbytes)
         counts = [max(count, there) for count, there in zip(plan.chunks, self._moves.counts(), strict=True)]
         self._moves.bring_state(counts)
         return plan
@@ -442,60 +449,36 @@ class GpuHomes:
     def _moves_activations(self) -> bool:
         return self._activations is not None and self._activations.moves_some
 
-    # Giving back
+    # Passes
 
     def begin_pass(self) -> None:
         """A forward pass begins."""
         self._t_forward_s = time.perf_counter()
-        self._watch.begin_pass(self._memory.usage())
-
-    def places_changed(self) -> None:
-        """:meth:`relieve` is called at other places from the next pass on."""
-        self._watch.places_changed()
 
     def begin_backward(self) -> None:
         """A backward pass begins."""
         if self._forward_seconds is None:
             self._forward_seconds = time.perf_counter() - self._t_forward_s
 
-    def relieve(self) -> None:
-        """Called between modules: takes optimizer state out of GPU memory where training is about to need it. Cheap,
-        unless it is."""
-        watch = self._watch
-        place = watch.next_place()
-        if watch.recording:
-            self._note_taken()
-            watch.record(self._memory.allocated_nbytes())
-        if not self._planned:
-            return
-        now_s = time.monotonic()
-        if now_s < self._t_next_look_s or not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._note_taken()
-            short_nbytes = watch.short_nbytes(self._memory.usage(), place)
-            t_looked_s = time.monotonic()
-            self._t_next_look_s = t_looked_s + pause_s(t_looked_s - now_s)
-            if short_nbytes > 0 and not self._stuck:
-                self._give_back(short_nbytes, weights_too=False)
-        finally:
-            self._lock.release()
+    # Giving back
 
-    def _give_back(self, nbytes: int, *, weights_too: bool) -> None:
+    def _give_back(self, nbytes: int) -> None:
+        """State leaves, and weights where that is not enough."""
+        left_nbytes = n_weights = 0
         try:
             if self._moves.state_nbytes:
                 left_nbytes = self._moves.release_state(nbytes + int(QUANTUM_SHARE * self._watch.headroom_nbytes))
                 self._moves.release_gradients()
-                self._watch.released(left_nbytes)
-                self._left_nbytes += left_nbytes
-            elif weights_too and self._moves.weight_nbytes:
-                there_nbytes, n_weights = self._moves.weight_nbytes, self._moves.release_weights()
-                if n_weights:
-                    self._watch.released(there_nbytes - self._moves.weight_nbytes)
-                    logger.warning("training needs GPU memory: %d weights left it", n_weights)
+            if left_nbytes < nbytes and self._moves.weight_nbytes:
+                n_weights = self._moves.release_weights()
         except TenCacheError as error:
             self._stuck = True
             logger.warning("training needs GPU memory, but its contents fit nowhere else: %s", error)
+        self._left_nbytes += left_nbytes
+        if n_weights:
+            logger.warning("training needs GPU memory: %d weights left it", n_weights)
+        if left_nbytes or n_weights:
+            self._watch.released()
 
     # Reporting and lifetime
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -66,7 +66,7 @@ class GpuMoves:
         self._weight_moves = WeightMoves(memory, weights)
         state.free_unused = self.free_unused_host_memory
         self.state_nbytes = state.tier.device_nbytes
-        """Bytes of state in GPU memory. Asked for between modules: not a sum over all chunks."""
+        """Bytes of state in GPU memory. Asked for in each pass: not a sum over all chunks."""
 
     # Contents
 
@@ -84,6 +84,16 @@ class GpuMoves:
     def nbytes(self) -> int:
         """Bytes of state, weights and gradients in GPU memory."""
         return self.weight_nbytes + self.gradient_nbytes + self.state_nbytes
+
+    @property
+    def weights_there(self) -> Collection[int]:
+        """The weights (keys) in GPU memory."""
+        return self._weight_moves.there
+
+    @property
+    def any_on_nvme(self) -> bool:
+        """Whether state is on NVMe."""
+        return self._state.any_on_nvme
 
     def counts(self) -> list[int]:
         """Number of chunks of each sub-group that are there, counted from its first."""
@@ -231,15 +241,18 @@ class GpuMoves:
         self._memory.synchronize()
         self.note()
 
-    def release_weights(self) -> int:
-        """The last resort, and only weights that go without the other ranks noticing; returns how many. Between two
-        steps.
+    def release_weights(self, *, on_all_ranks: bool = False) -> int:
+        """The last resort; returns how many. Between two steps.
+
+        Args:
+            on_all_ranks: whether all ranks do so now; else only weights leave that can without the others noticing.
 
         Raises:
             MemoryLimitError, StorageError: a weight, or the state that has to make place for it, has nowhere to go.
         """
         self._state.before()
-        leaving = [key for key in self._weight_moves.there if self._weights.belongs_to_host(key)]
+        there = self._weight_moves.there
+        leaving = [key for key in there if on_all_ranks or self._weights.belongs_to_host(key)]
         self._make_host_memory(self._weights.host_nbytes_of(leaving))
         self._memory.synchronize()
         try:

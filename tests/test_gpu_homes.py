@@ -19,7 +19,7 @@ from tencache_ds.items import GpuUsage, Place
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.host_tensors import HostTensors
 from tencache_ds.observability.counters import Counters, StepRecord
-from tencache_ds.planning.memory_watch import FIRST_PATIENCE, RECORDED_STEPS
+from tencache_ds.planning.memory_watch import FIRST_PATIENCE
 from tencache_ds.profiling.fetch_waits import FetchRecorder, StreamClock
 from tencache_ds.profiling.move_waits import MoveCost
 from tencache_ds.state_moves import StateMoves
@@ -36,11 +36,16 @@ UNIT = CHUNK_NBYTES
 WEIGHTS = {0: 8192, 1: NUMELS[0] * 2 - 8192, 2: NUMELS[1] * 2}
 """Bytes of bf16 shards: two of the first sub-group, one of the second."""
 
+OBSERVED_STEPS = 2
+"""After the first one."""
+
 
 class Memory(OrdinaryDevice):
-    """A device whose figures a test sets."""
+    """A device whose figures a test sets. Where training and what is there need more memory than it has, it takes loans
+    back."""
 
-    def __init__(self, units: float) -> None:
+    def __init__(self, units: float, lends: bool) -> None:
+        self.lends = lends
         self.capacity = int(units * UNIT)
         self.here = 0
         self.training = 0  # bytes that training uses
@@ -53,14 +58,13 @@ class Memory(OrdinaryDevice):
 
     def use(self, units: float) -> None:
         self.training = int(units * UNIT)
+        while self.lends and self.here + self.training > self.capacity and self.take_back(1):
+            self.here -= UNIT
         self.peak = max(self.peak, self.here + self.training)
 
     def usage(self) -> GpuUsage:
         allocated = self.here + self.training
         return GpuUsage(max(self.capacity - allocated, 0), 0, allocated, max(self.peak, allocated), self.n_flushes)
-
-    def allocated_nbytes(self) -> int:
-        return self.here + self.training
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         if self.refuses:
@@ -144,9 +148,12 @@ class Life:
     without_fetches = False
     fetch_seconds = 0.0
     release_seconds = 0.0
+    host_room_nbytes = 5 * UNIT
 
-    def __init__(self, folder: Path, units: float, saved: Saved | None = None, **options: object) -> None:
-        self.memory, self.saved = Memory(units), saved
+    def __init__(
+        self, folder: Path, units: float, saved: Saved | None = None, *, lends: bool = False, **options: object
+    ) -> None:
+        self.memory, self.saved = Memory(units, lends), saved
         self.bench = Bench(folder, device=self.memory)
         self.weights, self.accounts = Weights(), Accounts()
         segments, start = [], 0
@@ -178,7 +185,7 @@ class Life:
             self.weights.shards,
             self.moves,
             host_left_nbytes=lambda: self.accounts.host_left_nbytes,
-            host_room_nbytes=lambda: 5 * UNIT,
+            host_room_nbytes=lambda: self.host_room_nbytes,
             hidden_share=lambda: self.hidden_share,
             without_fetches=self.without_fetches,
             agree=lambda topic, value, decide: decide([value]),
@@ -198,27 +205,24 @@ class Life:
     def record(self) -> StepRecord:
         return dataclasses.replace(Counters().step_done(0), seconds=self.seconds)
 
-    def step(self, tokens: float) -> list[int]:
+    def step(self, tokens: float) -> int:
         """One step whose layers take a unit each for ``tokens`` of 1, and the loss two. Returns how many chunks are
-        there after each layer, and after the step."""
-        seen = []
+        there behind it."""
+        self.memory.here = sum(self._here())  # what was released is free
         self.memory.use(0)
         self.homes.begin_pass()
         for layer in range(5):
             self.memory.use(self.taken(layer) * tokens)
             if layer < len(WEIGHTS):
                 self.compute(layer)
-            self.look()
-            seen.append(self.chunks())
         self.memory.use((self.taken(4) + 2) * tokens)
         self.homes._t_forward_s -= self.forward_seconds
         self.homes.begin_backward()
         for layer in reversed(range(5)):
             self.memory.use(self.taken(layer) * tokens)
-            self.look()
         self.memory.use(0)
         self.homes.step_done(self.record, self.update_seconds)
-        return [*seen, self.chunks()]
+        return self.chunks()
 
     def compute(self, layer: int) -> None:
         """A layer with weights: the host's time for them."""
@@ -235,11 +239,6 @@ class Life:
 
     def taken(self, layer: int) -> int:
         return layer if self.saved is None else len([place for place in self.saved.stay if place < layer])
-
-    def look(self) -> None:
-        self.homes._t_next_look_s = float("-inf")
-        self.homes.relieve()
-        self.memory.here = sum(self._here())  # what was released is free
 
     def _here(self) -> Iterator[int]:
         yield self.bench.tier.device_nbytes
@@ -269,17 +268,17 @@ def life(tmp_path, monkeypatch):
 def begin(training: Life) -> int:
     """The first steps, in which it is decided what goes there and recorded what training needs; returns how many chunks
     are there then."""
-    assert training.step(1)[-1] == 0, "where not everything fits, a second step says what it costs"
-    return [training.step(1)[-1] for _ in range(RECORDED_STEPS - 1)][-1]
+    assert training.step(1) == 0, "where not everything fits, a second step says what it costs"
+    return [training.step(1) for _ in range(OBSERVED_STEPS)][-1]
 
 
 def test_with_room_for_everything_everything_goes_there_and_stays(life):
     training = life(100)
-    assert training.step(1)[-1] == 6
+    assert training.step(1) == 6
     assert set(training.weights.there) == {0, 1, 2} == training.moved
     assert training.accounts.weight_nbytes == sum(WEIGHTS.values()) == training.accounts.gradient_nbytes
     for _ in range(3):
-        assert training.step(1) == [6] * 6
+        assert training.step(1) == 6
     assert len(training.said) == 1
 
 
@@ -287,59 +286,60 @@ def test_room_stays_free_for_a_step_twice_as_large(life):
     # Six units at the peak, six stay free; of the other six, weights take one, and gradients of five chunks another.
     training = life(18)
     assert begin(training) == 5
-    assert training.step(1.5) == [5] * 6
+    assert training.step(1.5) == 5
 
 
-def test_before_a_larger_step_gets_to_its_peak_state_has_left(life):
+def test_a_step_that_leaves_too_little_makes_state_leave(life):
     training = life(18)
     begin(training)
-    assert training.step(1) == [5] * 6
-    seen = training.step(2.2)
-    assert seen[0] == 5
-    assert seen[1] < 5, "the first layer took 2.2 times as much"
-    assert seen[4] == seen[1]
-    assert training.memory.peak <= training.memory.capacity
-    assert training.step(1)[-1] == seen[-1] == 0, "what has left stays out"
+    assert training.step(1) == 5
+    assert training.step(1.6) < 5
+    left = training.chunks()
+    assert training.step(1.6) == left, "the headroom is there again"
+    assert training.step(3) == 0
+    training.step(1)
     assert training.gradients.device_nbytes == training.accounts.gradient_nbytes == 0, "nor is its gradient there"
 
 
-def test_a_pass_that_fetches_further_ahead_than_the_first_is_no_reason_to_leave(life):
-    """DeepSpeed knows the order of modules from the second step on."""
-    training = life(100)
-    assert training.step(1)[-1] == 6
-    training.memory.capacity = int((6 + 2 + 14) * UNIT)
-    assert training.step(2)[:-1] == [6] * 5
-    assert training.step(1) == [6] * 6
-    assert training.step(2)[:-1] == [6] * 5
+def test_state_that_leaves_within_an_allocation_takes_what_stays_free_of_the_rest(life):
+    # Of eight units beside the peak, six would stay free. Weights and gradients are to take no more than two.
+    training = life(14, lends=True)
+    assert training.step(1) == training.step(1) == 6
+    training.step(1.4)
+    assert training.chunks() < 6
+    assert training.memory.peak <= training.memory.capacity
+
+
+def test_state_takes_no_more_than_has_a_place_elsewhere(life):
+    training = life(14, lends=True)
+    training.host_room_nbytes = 2 * UNIT - training.bench.tier.resident_nbytes  # what leaves it has room there
+    assert 0 < begin(training) < 6
 
 
 def test_what_left_comes_back_when_training_has_not_needed_the_memory_for_long(life):
-    training = life(18)
-    begin(training)
+    training = life(18, lends=True)
+    assert training.step(1) == 6
     training.step(2.2)
     left = training.chunks()
-    assert left < 5
-    for _ in range(FIRST_PATIENCE):
-        assert training.step(1)[-1] == left
-    training.step(1)
-    assert training.chunks() == 5
+    assert left < 6
+    for _ in range(FIRST_PATIENCE - 1):
+        assert training.step(1) == left
+    assert training.step(1) == 6
     assert "for some time" in training.said[-1]
     # Needed again: the next time takes twice as long.
     training.step(2.2)
     assert training.chunks() == left
-    for _ in range(2 * FIRST_PATIENCE):
-        assert training.step(1)[-1] == left
-    training.step(1)
-    assert training.chunks() == 5
+    for _ in range(2 * FIRST_PATIENCE - 1):
+        assert training.step(1) == left
+    assert training.step(1) == 6
 
 
 def test_what_an_allocation_took_back_is_in_host_memory_and_comes_back_later(life, caplog):
-    training = life(100)
-    assert training.step(1)[-1] == 6
+    training = life(100, lends=True)
+    assert training.step(1) == 6
     assert training.memory.host_room_nbytes == 5 * UNIT
     training.homes.begin_pass()
     training.memory.take_back(2)
-    training.look()
     training.homes.step_done(training.record, 1e-9)
     assert training.chunks() == 4
     assert training.accounts.host_nbytes >= training.bench.tier.resident_nbytes > 0
@@ -355,8 +355,8 @@ def test_what_an_allocation_took_back_is_in_host_memory_and_comes_back_later(lif
 
 
 def test_while_steps_stay_large_nothing_comes_back(life):
-    training = life(18)
-    begin(training)
+    training = life(18, lends=True)
+    training.step(1)
     training.step(2.2)
     left = training.chunks()
     for _ in range(3 * FIRST_PATIENCE):
@@ -368,9 +368,9 @@ def test_a_skipped_step_is_not_what_a_plan_is_made_from(life):
     training = life(18)
     training.update_seconds = 0.0
     for _ in range(4):
-        assert training.step(1)[-1] == 0
+        assert training.step(1) == 0
     training.seconds, training.update_seconds = 3.0, 1.0
-    assert training.step(1)[-1] == 5
+    assert training.step(1) == 5
     assert training.predicted == [pytest.approx(3.0 - 1.0 * 5 / 6, abs=0.1)]
 
 
@@ -413,7 +413,7 @@ def test_activations_leave_where_state_saves_more_time(life):
     assert len(training.saved.stay) <= 1, "the two sub-groups leave less than two units of the eight"
     assert training.predicted == [pytest.approx(1.0, abs=0.01)]
     for _ in range(5):
-        assert training.step(1) == [6] * 6
+        assert training.step(1) == 6
 
 
 def test_activations_that_backward_waits_for_stay_before_state(life):
@@ -425,13 +425,13 @@ def test_activations_that_backward_waits_for_stay_before_state(life):
     assert training.predicted == [pytest.approx(3.0 - 1.5 - 2 / 3, abs=0.2)]
     for _ in range(5):
         training.memory.record()
-        assert training.step(1) == [4] * 6
+        assert training.step(1) == 4
         assert training.memory.peak <= training.memory.capacity - 2 * UNIT, "the headroom is there"
 
 
 def test_where_activations_fit_beside_everything_they_stay(life):
     training = life(100, saved=Saved(0.0, 0.0, 0.0, 0.0))
-    assert training.step(1)[-1] == 6
+    assert training.step(1) == 6
     assert len(training.saved.stay) == 4
     # Not with as much headroom as a pass takes that keeps them.
     training = life(18, saved=Saved(0.0, 0.0, 0.0, 0.0))
@@ -445,9 +445,9 @@ def test_what_moves_because_it_does_not_fit_is_no_reason_to_take_its_memory(life
     saved = Saved(0.5, 0.5, 0.5, 0.5)
     saved.stay = set()
     training = life(14, saved=saved)
-    assert training.step(1)[-1] == 0, "everything else would fit"
+    assert training.step(1) == 0, "everything else would fit"
     training.update_seconds = 0.1
-    for _ in range(RECORDED_STEPS - 1):
+    for _ in range(OBSERVED_STEPS):
         training.step(1)
     assert len(saved.stay) == 4
 
@@ -455,7 +455,7 @@ def test_what_moves_because_it_does_not_fit_is_no_reason_to_take_its_memory(life
 def test_a_limit_for_weights_and_state_is_no_reason_to_move_activations(life):
     training = life(100, saved=Saved(0.0, 0.0, 0.0, 0.0), gpu_memory=3 * UNIT)
     training.update_seconds = 1.0
-    for _ in range(RECORDED_STEPS + 1):
+    for _ in range(OBSERVED_STEPS + 2):
         training.step(1)
         assert len(training.saved.stay) == 4
     assert 0 < training.chunks() < 6
@@ -498,9 +498,9 @@ def test_memory_that_is_found_only_by_flushing_is_given_back(life):
     training = life(18)
     begin(training)
     training.memory.n_flushes += 1
-    assert training.step(1)[-1] < 5
+    assert training.step(1) < 5
     left = training.chunks()
-    assert training.step(1)[-1] == left
+    assert training.step(1) == left
 
 
 def test_where_state_has_nowhere_to_go_training_goes_on(life, monkeypatch, caplog):
@@ -511,7 +511,7 @@ def test_where_state_has_nowhere_to_go_training_goes_on(life, monkeypatch, caplo
         raise MemoryLimitError("the host is full")
 
     monkeypatch.setattr(training.moves, "release_state", refuse)
-    assert training.step(2.2)[-1] == 5
+    assert training.step(2.2) == training.step(2.2) == 5
     assert [record for record in caplog.records if "the host is full" in record.getMessage()][1:] == []
     assert "the host is full" in caplog.text
 
@@ -520,7 +520,7 @@ def test_weights_leave_last_and_only_those_that_can_without_the_others(life):
     training = life(18)
     begin(training)
     training.memory.capacity = int(3.5 * UNIT)
-    assert training.step(0.1)[-1] == 0
+    assert training.step(0.1) == 0
     assert set(training.weights.there) == {2}
     assert training.accounts.weight_nbytes == WEIGHTS[2]
 
@@ -582,7 +582,7 @@ def test_without_host_memory_weights_stay_and_training_goes_on(life, caplog):
 
     training.weights.to_host = refuse
     training.memory.capacity = int(3.5 * UNIT)
-    assert training.step(0.1)[-1] == 0
+    assert training.step(0.1) == 0
     assert set(training.weights.there) == {0, 1, 2}
     training.step(0.1)
     assert caplog.text.count("fit nowhere else: the host is full") == 1
@@ -592,10 +592,10 @@ def test_without_host_memory_weights_stay_and_training_goes_on(life, caplog):
 def test_without_memory_for_all_weights_none_moves(life):
     training = life(100)
     training.memory.refuses = True
-    assert training.step(1)[-1] == 0
+    assert training.step(1) == 0
     assert training.weights.there == {}
     training.memory.refuses = False
-    assert training.step(1)[-1] == 0, "it is decided once"
+    assert training.step(1) == 0, "it is decided once"
 
 
 def test_a_budget_of_the_user_is_kept(life):

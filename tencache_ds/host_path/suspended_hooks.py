@@ -62,12 +62,12 @@ class SuspendedHooks:
         offload: a ``DeepSpeedZeRoOffload``, whose hooks.
         weights: which can stay.
         relieve: called at the start of each block (child of a ``ModuleList``) within a pass, to which DeepSpeed's hooks
-            no longer lead.
+            no longer lead; None where nothing is to be called.
         trains: whether there are backward passes, in which blocks may be recomputed.
     """
 
     def __init__(
-        self, offload: Any, weights: StayingWeights, relieve: Callable[[], None], *, trains: bool = True
+        self, offload: Any, weights: StayingWeights, relieve: Callable[[], None] | None = None, *, trains: bool = True
     ) -> None:
         self._offload = offload
         self._weights = weights
@@ -85,12 +85,12 @@ class SuspendedHooks:
         self._n_incomplete = 0  # steps in which it could have been suspended
         self.n_changes = 0
         """Number of changes of :attr:`modules` so far."""
-        self._hooks = [
-            block.register_forward_pre_hook(uncompiled(lambda *_: relieve()))
-            for blocks in offload.module.modules()
-            if isinstance(blocks, torch.nn.ModuleList)
-            for block in blocks
-        ]
+        self._hooks = []
+        if relieve is not None:
+            look = uncompiled(lambda *_: relieve())
+            for blocks in offload.module.modules():
+                if isinstance(blocks, torch.nn.ModuleList):
+                    self._hooks += [block.register_forward_pre_hook(look) for block in blocks]
         # Functions, which copy.deepcopy(model) does not copy; a bound method would take everything here along.
         begin, end = uncompiled(lambda *_: self._begin_forward()), uncompiled(lambda *_: self.end_pass())
         self._hooks.append(offload.module.register_forward_pre_hook(begin, prepend=True))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward and backward passes of a training engine with data in GPU memory: where memory is looked at, and which
-modules run without DeepSpeed's hooks."""
+"""The forward and backward passes of a training engine with data in GPU memory: which modules run without DeepSpeed's
+hooks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,14 @@ class PassesMixin:
     def _follow_passes(self, homes: GpuHomes, weights: GatheredWeights) -> None:
         """Once DeepSpeed's hooks are there."""
         coordinator = self._get_param_coordinator()
-        coordinator.between_modules = homes.relieve
         coordinator.before_pass = self._begin_pass
         coordinator.before_backward = self._begin_backward
         if weights.stay_gathered:
-            self._suspended = SuspendedHooks(self.parameter_offload, weights, homes.relieve)
+            self._suspended = SuspendedHooks(self.parameter_offload, weights)
 
     def _begin_pass(self) -> None:
         if self._suspended is not None and self._suspended.n_changes != self._n_hook_changes:
             self._n_hook_changes = self._suspended.n_changes
-            self._gpu_homes.places_changed()
             if self.activation_hooks is not None:
                 for module in self._suspended.modules:
                     self.activation_hooks.note_weights(module)
@@ -53,12 +51,6 @@ class PassesMixin:
         spans.phase("backward")
         if self.activation_hooks is not None:
             self.activation_hooks.begin_backward()
-
-    def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
-        """DeepSpeed's; in a backward pass without its hooks memory is looked at here."""
-        super().reduce_ready_partitions_and_remove_grads(param)
-        if self._suspended is not None and self._suspended.modules:
-            self._gpu_homes.relieve()
 
     def backward_epilogue(self) -> None:
         """Its end."""

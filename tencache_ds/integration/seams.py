@@ -207,7 +207,11 @@ SEAMS: tuple[Seam, ...] = (
         Feature.TRAINING,
         ("PartitionedParamStatus.NOT_AVAILABLE", "says where shards are"),
     ),
-    *_seams("runtime.zero.offload_config", Feature.TRAINING, ("OffloadDeviceEnum.nvme", _READ)),
+    *_seams(
+        "runtime.zero.offload_config",
+        Feature.TRAINING,
+        ("OffloadDeviceEnum.nvme", _READ),
+    ),
     *_seams(
         _PARAMETERS,
         Feature.TRAINING,
@@ -358,7 +362,6 @@ SEAMS: tuple[Seam, ...] = (
         ("backward_prologue(self)", "marks the start of a backward pass"),
         ("backward_epilogue(self)", "marks its end"),
         ("independent_gradient_partition_epilogue(self)", "knows the end of a backward pass"),
-        ("reduce_ready_partitions_and_remove_grads(self, param)", "looks at memory in a backward pass"),
         ("_partition_all_parameters(self)", "keeps weights in GPU memory gathered"),
         ("_post_step(self, ...)", "lets ranks agree on an update, and gathers persistent weights at once"),
         ("_get_fp32_grad_state_partition(self, param, release_swap_buffers)", "reads gradients"),

@@ -60,14 +60,12 @@ class DeviceMemory(Protocol):
         """Bytes of loans that were taken back so far. Any thread; less than a microsecond."""
 
     def record(self) -> None:
-        """Starts recording the peak memory of tensors."""
+        """Starts recording the peak memory of tensors. Without loans the same figure is
+        ``torch.cuda.max_memory_allocated()``, which begins again."""
 
     def usage(self) -> GpuUsage:
         """Its usage now, and since :meth:`record`. Some ten microseconds; 200 with some virtual GPUs, which take long
         to tell their free memory."""
-
-    def allocated_nbytes(self) -> int:
-        """Bytes of this process's tensors. Does not ask the driver: some ten microseconds everywhere."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A 1-D uint8 tensor. Memory goes back with its last view.
@@ -178,6 +176,7 @@ class CudaMemory:
         self._device = device
         self._host_copy = host_copy
         self._lent = lent
+        self._recorded_nbytes = 0  # in tensors when recording began
         self._unused_stream: torch.cuda.Stream | None = None
         self._bounce: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._turn = 0
@@ -188,8 +187,12 @@ class CudaMemory:
         return self._device
 
     def record(self) -> None:
-        """See :meth:`DeviceMemory.record`. DeepSpeed's initialization resets the same figure several times."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        """See :meth:`DeviceMemory.record`."""
+        if self._lent is None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        self._recorded_nbytes = torch.cuda.memory_allocated(self._device)
+        self._lent.record()
 
     @property
     def lends(self) -> bool:
@@ -209,23 +212,22 @@ class CudaMemory:
         """See :meth:`DeviceMemory.usage`. A limit set with ``set_per_process_memory_fraction`` is the device's end, for
         loans too. Loans count as allocated."""
         free, total = torch.cuda.mem_get_info(self._device)
-        # Not memory_stats(), which sorts some hundred figures by name: this is asked for between modules.
+        # Not memory_stats(), which sorts some hundred figures by name: this is asked for between modules in inference.
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         reserved, allocated = stats["reserved_bytes"]["all"]["current"], stats["allocated_bytes"]["all"]["current"]
         lent = self._lent_nbytes
+        if self._lent is None:
+            peak = stats["allocated_bytes"]["all"]["peak"]
+        else:
+            peak = max(self._recorded_nbytes + int(self._lent.peak_nbytes), allocated)
         return GpuUsage(
             free_nbytes=max(min(free, int(self._fraction() * total) - reserved - lent), 0),
             cached_nbytes=reserved - allocated,
             allocated_nbytes=allocated + lent,
-            peak_nbytes=stats["allocated_bytes"]["all"]["peak"] + lent,
+            peak_nbytes=peak + lent,
             n_flushes=stats["num_alloc_retries"],
             n_failures=stats["num_ooms"],
         )
-
-    def allocated_nbytes(self) -> int:
-        """See :meth:`DeviceMemory.allocated_nbytes`."""
-        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
-        return int(stats["allocated_bytes"]["all"]["current"]) + self._lent_nbytes
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See :meth:`DeviceMemory.allocate`."""

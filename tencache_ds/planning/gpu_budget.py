@@ -13,48 +13,69 @@ from tencache_ds.layout import gib
 LEAST_HEADROOM_NBYTES = 2**30
 """GPU memory that is left free at least, beside what the recorded step needed."""
 
+LOST_SHARE = 0.1
+"""Fragmentation, as a share of what a step takes at its peak."""
+
 
 @dataclass(frozen=True, slots=True)
 class GpuBudget:
     """GPU memory for weights, gradients and optimizer state.
 
     Attributes:
-        nbytes: of this rank.
-        reason: where the figure comes from.
+        nbytes: of this rank, for all of them.
+        lasting_nbytes: for weights and gradients, which cannot leave within a pass.
+        reason: where the figures come from.
     """
 
     nbytes: int
+    lasting_nbytes: int
     reason: str
 
 
-def gpu_budget(usage: GpuUsage, wanted_nbytes: int | None, there_nbytes: int = 0) -> GpuBudget:
+def gpu_budget(
+    usage: GpuUsage, wanted_nbytes: int | None, there_nbytes: int = 0, room_elsewhere_nbytes: int | None = None
+) -> GpuBudget:
     """The part of a GPU's memory that may hold weights, gradients and optimizer state between two uses.
 
     Args:
         usage: of the recorded step.
         wanted_nbytes: the user's ``gpu_memory``, or None for automatic.
         there_nbytes: what it holds of them already.
+        room_elsewhere_nbytes: of state that can leave within an allocation; None where it cannot.
 
     Returns:
         Automatic: what the recorded step left free, less as much again as its activations and gradients took: they may
-        double. A figure of the user is only limited by what that step left free.
+        double. State that can leave within an allocation takes most of that, too. A figure of the user is only limited
+        by what that step left free.
     """
     left_nbytes = max(usage.available_nbytes - usage.transient_nbytes, 0) + there_nbytes
     if wanted_nbytes is not None:
         if wanted_nbytes <= left_nbytes:
-            return GpuBudget(wanted_nbytes, "tencache.gpu_memory")
-        return GpuBudget(left_nbytes, f"tencache.gpu_memory, of which the recorded step left {gib(left_nbytes)} free")
-    headroom_nbytes = headroom(usage)
+            return GpuBudget(wanted_nbytes, wanted_nbytes, "tencache.gpu_memory")
+        reason = f"tencache.gpu_memory, of which the recorded step left {gib(left_nbytes)} free"
+        return GpuBudget(left_nbytes, left_nbytes, reason)
+    lasting_nbytes = nbytes = max(left_nbytes - headroom(usage), 0)
+    if room_elsewhere_nbytes is not None:
+        most_nbytes = max(left_nbytes - headroom(usage, can_leave=True), 0)
+        nbytes = min(most_nbytes, lasting_nbytes + max(room_elsewhere_nbytes, 0))
+    nbytes = max(nbytes, there_nbytes)
     return GpuBudget(
-        max(left_nbytes - headroom_nbytes, there_nbytes),
-        f"the recorded step left {gib(left_nbytes)} free, of which {gib(headroom_nbytes)} stay free for a step that "
-        "needs more",
+        nbytes,
+        lasting_nbytes,
+        f"the recorded step left {gib(left_nbytes)} free, of which {gib(max(left_nbytes - nbytes, 0))} stay free for a "
+        "step that needs more",
     )
 
 
-def headroom(usage: GpuUsage) -> int:
-    """Bytes that are to stay free at the peak of a step like the recorded one."""
-    return max(usage.transient_nbytes, LEAST_HEADROOM_NBYTES)
+def headroom(usage: GpuUsage, *, can_leave: bool = False) -> int:
+    """Bytes that are to stay free at the peak of a step like the recorded one.
+
+    Args:
+        usage: of the recorded step.
+        can_leave: whether what is there leaves within an allocation that needs its memory: then only the difference
+            between two such steps, and what is lost between allocations.
+    """
+    return max(int(LOST_SHARE * usage.transient_nbytes) if can_leave else usage.transient_nbytes, LEAST_HEADROOM_NBYTES)
 
 
 def chunks_to_release(chunk_nbytes: Sequence[Sequence[int]], chunks: Sequence[int], nbytes: int) -> tuple[int, ...]:

@@ -40,6 +40,9 @@ _TRIED = 16
 _GRID = 64
 """With more chunk counts than this, a grid of this size is compared first, then the neighbours of the best."""
 
+_SHARES_BEYOND = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Shares that are tried of the memory beyond what weights and gradients may take."""
+
 _CORE = 12
 """Number of items around the point where a greedy choice runs out of memory whose combinations are all tried."""
 
@@ -227,17 +230,40 @@ class StepCosts:
     rates: UpdateRates
     activations: dict[int, SavedItem]
 
-    def plan(self, chunks: Sequence[Sequence[StateChunk]], budget_nbytes: int, least: int = 0) -> GpuPlan:
-        """Chooses the GPU contents that minimize the step time."""
-        activations = list(self.activations.values())
-        return plan_gpu(self.weights, chunks, budget_nbytes, self.rates, least=least, activations=activations)
+    def plan(
+        self, chunks: Sequence[Sequence[StateChunk]], budget_nbytes: int, lasting_nbytes: int, least: int = 0
+    ) -> GpuPlan:
+        """Chooses the GPU contents that minimize the step time.
 
-    def fits(self, chunks: Sequence[Sequence[StateChunk]], budget_nbytes: int) -> bool:
+        Args:
+            chunks: of each sub-group those that may be there.
+            budget_nbytes: for everything.
+            lasting_nbytes: for weights and gradients; of what is beyond it as much is used as they allow.
+            least: number of chunks that are there and stay.
+        """
+        lasting_nbytes = min(lasting_nbytes, budget_nbytes)
+        activations = list(self.activations.values())
+        for share in _SHARES_BEYOND:
+            nbytes = lasting_nbytes + int(share * (budget_nbytes - lasting_nbytes))
+            plan = plan_gpu(self.weights, chunks, nbytes, self.rates, least=least, activations=activations)
+            if budget_nbytes == lasting_nbytes or self._lasting_nbytes(plan, chunks) <= lasting_nbytes:
+                break
+        return plan
+
+    def _lasting_nbytes(self, plan: GpuPlan, chunks: Sequence[Sequence[StateChunk]]) -> int:
+        weights = sum(
+            _rounded(weight.nbytes) for weight, there in zip(self.weights, plan.weights, strict=True) if there
+        )
+        there = (chunk for group, count in zip(chunks, plan.chunks, strict=True) for chunk in group[:count])
+        return weights + sum(_rounded(chunk.gradient_nbytes) for chunk in there)
+
+    def fits(self, chunks: Sequence[Sequence[StateChunk]], budget_nbytes: int, lasting_nbytes: int) -> bool:
         """Whether everything fits, which takes no plan to know."""
-        sizes = [weight.nbytes for weight in self.weights] + [each.nbytes for each in self.activations.values()]
-        for chunk in itertools.chain.from_iterable(chunks):
-            sizes += chunk.nbytes, chunk.gradient_nbytes
-        return sum(map(_rounded, sizes)) <= budget_nbytes
+        all_chunks = list(itertools.chain.from_iterable(chunks))
+        lasting = [weight.nbytes for weight in self.weights] + [chunk.gradient_nbytes for chunk in all_chunks]
+        others = [chunk.nbytes for chunk in all_chunks] + [each.nbytes for each in self.activations.values()]
+        n_lasting = sum(map(_rounded, lasting))
+        return n_lasting <= lasting_nbytes and n_lasting + sum(map(_rounded, others)) <= budget_nbytes
 
     def leaving(self, plan: GpuPlan) -> list[int]:
         """Positions of the activations that are to move."""

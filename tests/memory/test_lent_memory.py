@@ -150,7 +150,8 @@ def test_loans_count_for_a_limit_of_the_process(card):
 
 def test_a_graph_that_is_being_captured_is_left_alone(card):
     values = torch.ones(2**20, device="cuda")
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # the first one allocates beside it
+    first = torch.cuda.CUDAGraph()  # as long as there is none, a capture begins with allocations
+    with torch.cuda.graph(first):
         values * 2
     card.lend(20)
     torch.cuda.synchronize()
@@ -162,6 +163,7 @@ def test_a_graph_that_is_being_captured_is_left_alone(card):
     assert not any(card.taken)
     graph.replay()
     assert float(doubled.sum()) == 2 * 2**20
+    del first
 
 
 def test_the_address_of_a_loan_may_be_lent_again(card):

@@ -33,6 +33,21 @@ def test_something_stays_free_beside_the_smallest_activations():
     assert gpu_budget(usage(free=0), None).nbytes == 0
 
 
+def test_what_can_leave_takes_most_of_the_room_that_stays_free_of_the_rest():
+    result = usage(free=120, cached=10, allocated=5, peak=25)  # 20 GiB of activations
+    budget = gpu_budget(result, None, 0, 100 * GIB)
+    assert budget.lasting_nbytes == gpu_budget(result, None).nbytes == 90 * GIB
+    assert budget.nbytes == (110 - 2) * GIB, "all but a tenth of what a step takes"
+    assert "2.00 GiB stay free" in budget.reason
+    assert gpu_budget(result, None, 0, 5 * GIB).nbytes == 95 * GIB, "no more than has a place elsewhere"
+    assert gpu_budget(result, None, 0, -GIB).nbytes == 90 * GIB
+    assert gpu_budget(usage(free=30, peak=20), None, 0, 100 * GIB).lasting_nbytes == 0
+    held = gpu_budget(usage(free=10, allocated=20, peak=28), None, 7 * GIB)
+    assert (held.nbytes, held.lasting_nbytes) == (7 * GIB, GIB), "what is there already counts"
+    wanted = gpu_budget(result, 50 * GIB, 0, 5 * GIB)
+    assert wanted.nbytes == wanted.lasting_nbytes == 50 * GIB
+
+
 def test_a_figure_of_the_user_counts_as_far_as_a_step_leaves_it_free():
     result = usage(free=20, cached=2, allocated=5, peak=9)
     assert gpu_budget(result, 18 * GIB).nbytes == 18 * GIB

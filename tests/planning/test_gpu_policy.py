@@ -206,11 +206,36 @@ def test_thousands_of_weights_and_chunks_are_planned_in_a_fifth_of_a_second():
     assert 0 < sum(plan.chunks) < 3000
 
 
-@given(WEIGHTS, GROUPS, st.lists(st.integers(1, 9 * UNIT), max_size=3), st.integers(0, 400 * UNIT), RATES)
-def test_what_fits_is_what_a_plan_takes_all_of(weights, groups, saved, budget, rates):
+BUDGETS = st.integers(0, 400 * UNIT)
+
+
+@given(WEIGHTS, GROUPS, st.lists(st.integers(1, 9 * UNIT), max_size=3), BUDGETS, BUDGETS, RATES)
+def test_what_fits_is_what_a_plan_takes_all_of(weights, groups, saved, budget, lasting, rates):
     groups = [[dataclasses.replace(chunk, weights=()) for chunk in group] for group in groups]
     activations = {index: SavedItem(nbytes, 0.01) for index, nbytes in enumerate(saved)}
     costs = StepCosts(weights, rates, activations)
-    plan = costs.plan(groups, budget)
+    plan = costs.plan(groups, budget, lasting)
     everything = all(plan.weights) and all(plan.activations) and list(plan.chunks) == [len(group) for group in groups]
-    assert costs.fits(groups, budget) == everything
+    assert costs.fits(groups, budget, lasting) == everything
+
+
+@given(WEIGHTS, GROUPS, BUDGETS, BUDGETS, RATES)
+def test_weights_and_gradients_keep_to_their_own_budget(weights, groups, budget, lasting, rates):
+    groups = [
+        [dataclasses.replace(chunk, weights=tuple(w for w in chunk.weights if w < len(weights))) for chunk in group]
+        for group in groups
+    ]
+    plan = StepCosts(weights, rates, {}).plan(groups, budget, lasting)
+    there = [chunk for group, count in zip(groups, plan.chunks, strict=True) for chunk in group[:count]]
+    lasts = [weight.nbytes for weight, goes in zip(weights, plan.weights, strict=True) if goes]
+    lasts += [chunk.gradient_nbytes for chunk in there]
+    assert sum(lasts) <= lasting
+    assert sum(lasts) + sum(chunk.nbytes for chunk in there) <= budget
+
+
+def test_state_takes_what_weights_and_gradients_must_not():
+    weights, chunk = [Weight(2 * UNIT, 0.0)], StateChunk(12 * UNIT, 2 * UNIT, UNIT, weights=(0,))
+    costs = StepCosts(weights, FAST, {})
+    assert costs.plan([[chunk]], 16 * UNIT, 4 * UNIT).chunks == (1,)
+    assert costs.plan([[chunk]], 16 * UNIT, 3 * UNIT).chunks == (0,)
+    assert costs.plan([[chunk]], 15 * UNIT, 15 * UNIT).chunks == (0,)

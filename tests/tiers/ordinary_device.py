@@ -15,13 +15,14 @@ import torch
 class OrdinaryLoan:
     """A loan of :class:`OrdinaryDevice`."""
 
-    def __init__(self, memory: torch.Tensor, image: torch.Tensor, rank: int) -> None:
+    def __init__(self, memory: torch.Tensor, image: torch.Tensor | None, rank: int) -> None:
         self.memory = memory
         self.image = image
         self.rank = rank
         self.taken = False
 
     def take_back(self) -> None:
+        assert self.image is not None
         self.image.copy_(self.memory)
         self.memory.fill_(0xCB)
         self.taken = True
@@ -54,8 +55,8 @@ class OrdinaryDevice:
         raise NotImplementedError
 
     def lend(self, nbytes: int, image: torch.Tensor | None, rank: int) -> OrdinaryLoan:
-        assert image is not None
-        assert image.numel() == nbytes
+        assert (image is not None) == self.lends
+        assert image is None or image.numel() == nbytes
         loan = OrdinaryLoan(self.allocate(nbytes), image, rank)
         with self._lock:
             self._loans.append(weakref.ref(loan))

@@ -101,10 +101,11 @@ struct Device {
 
     void requested(std::int64_t nbytes)
     {
-        std::int64_t largest = largest_of_this_step;
-        while (nbytes > largest && !largest_of_this_step.compare_exchange_weak(largest, nbytes)) {
-        }
+        raise(largest_of_this_step, nbytes);
+        raise(peak, in_use += nbytes);
     }
+    void freed(std::int64_t nbytes) { in_use -= nbytes; }
+    void record() { in_use = peak = 0; }
     std::int64_t largest_request_nbytes() const
     {
         return std::max(largest_of_this_step.load(), largest_of_last_step.load());
@@ -112,6 +113,15 @@ struct Device {
     void step_done() { largest_of_last_step = largest_of_this_step.exchange(0); }
 
     std::atomic<std::int64_t> largest_of_this_step{0}, largest_of_last_step{0};
+    std::atomic<std::int64_t> in_use{0}, peak{0};  // of torch's memory, beyond what it was at record()
+
+private:
+    static void raise(std::atomic<std::int64_t>& highest, std::int64_t nbytes)
+    {
+        std::int64_t known = highest;
+        while (nbytes > known && !highest.compare_exchange_weak(known, nbytes)) {
+        }
+    }
 };
 
 std::mutex opening;
@@ -157,6 +167,9 @@ void follow(const allocator::TraceEntry& entry)
         in_miss = false;
         Device* device = find_device(entry.device_);
         if (device != nullptr) device->requested(static_cast<std::int64_t>(entry.size_));
+    } else if (entry.action_ == Entry::FREE_COMPLETED) {
+        Device* device = find_device(entry.device_);
+        if (device != nullptr) device->freed(static_cast<std::int64_t>(entry.size_));
     } else if (entry.action_ == Entry::OOM) {
         in_miss = false;
     } else if (in_miss && (entry.action_ == Entry::SEGMENT_FREE || entry.action_ == Entry::SEGMENT_UNMAP)) {
@@ -205,6 +218,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
         .def_property_readonly("lent_nbytes", [](Device& self) { return self.memory.lent_nbytes(); })
         .def_property_readonly("taken_nbytes", [](Device& self) { return self.memory.taken_nbytes(); })
         .def_property_readonly("n_refused", [](Device& self) { return self.memory.n_refused(); })
+        .def_property_readonly("peak_nbytes", [](Device& self) { return self.peak.load(); })
+        .def("record", &Device::record)
         .def("step_done", &Device::step_done);
     module.def("open_device", &open_device, py::arg("index"), py::return_value_policy::reference);
 }
