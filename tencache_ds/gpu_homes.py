@@ -183,6 +183,7 @@ class GpuHomes:
         self._forward_seconds: float | None = None  # of the first pass of this step
         self._planned = False
         self._stuck = False
+        self._handed_back: tuple[list[int], list[int]] | None = None  # chunks of each sub-group, and weights (keys)
         self._left_nbytes = 0
         self._taken_nbytes = memory.taken_nbytes
         memory.step_done(host_room_nbytes())
@@ -211,7 +212,9 @@ class GpuHomes:
         if self._left_nbytes:
             self._moves.collect()
             self._moves.release_gradients()
-        if not self._planned:
+        if self._handed_back is not None:
+            self._report_left()
+        elif not self._planned:
             self._report_left()
             t_start_s = time.perf_counter()
             self._plan(record, update_seconds)
@@ -479,6 +482,44 @@ class GpuHomes:
             logger.warning("training needs GPU memory: %d weights left it", n_weights)
         if left_nbytes or n_weights:
             self._watch.released()
+
+    # On request
+
+    def hand_back(self, *, state: bool = True, weights: bool = True) -> int:
+        """State with its gradients, or weights, leave GPU memory until :meth:`take_again`; returns their bytes. Between
+        two micro-steps, on all ranks.
+
+        Raises:
+            MemoryLimitError, StorageError: they have nowhere to go.
+        """
+        self._agree("that GPU memory is handed back", True, all)
+        moves, before = self._moves, self._moves.nbytes
+        chunks, keys = self._handed_back or (moves.counts(), list(moves.weights_there))
+        self._handed_back = chunks, keys
+        if state:
+            moves.release_state(moves.state_nbytes)
+            moves.release_gradients()
+        if weights:
+            moves.release_weights(on_all_ranks=True)
+        self._memory.trim()
+        moves.note()
+        logger.info("%s of GPU memory handed back", gib(before - moves.nbytes))
+        return before - moves.nbytes
+
+    def take_again(self) -> None:
+        """What was handed back goes there again, as far as there is room. Idempotent."""
+        if self._handed_back is None:
+            return
+        (chunks, keys), self._handed_back = self._handed_back, None
+        there = set(self._moves.weights_there)
+        moving = [shard for shard in self._shards() if shard.key in keys and shard.key not in there]
+        if not moving or self._moves.bring_weights(moving, self._agree):
+            self._moves.bring_state(chunks)
+        self._memory.synchronize()
+        self._memory.trim()
+        self._moves.note()
+        self._memory.record()
+        logger.info("%s of GPU memory in use again", gib(self._moves.nbytes))
 
     # Reporting and lifetime
 

@@ -79,6 +79,7 @@ class InferenceHomes:
         self._left_nbytes = 0
         self._said = False
         self._n_passes = 0  # before the plan
+        self._handed_back: list[int] | None = None  # weights (keys)
         memory.record()
 
     @property
@@ -112,6 +113,8 @@ class InferenceHomes:
         """A forward pass is over."""
         spare_nbytes = self._watch.end_pass(self._memory.usage())
         self._t_next_look_s = 0.0  # modules may be called outside a pass of the whole model
+        if self._handed_back is not None:
+            return
         if not self._planned:
             self._n_passes += 1
             # All ranks have to agree, also about what each sees for itself: less and less often, by a common count.
@@ -180,6 +183,39 @@ class InferenceHomes:
             f"{', ' + ' and '.join(rest) + ' as before' if rest else ', which is all of them'} "
             f"({reason}; moved in {time.perf_counter() - t_start_s:.1f} s)"
         )
+
+    def hand_back(self, *, state: bool = True, weights: bool = True) -> int:
+        """All weights leave GPU memory until :meth:`take_again`; returns their bytes. Between two passes, on all ranks.
+
+        Args:
+            state: there is none.
+            weights: whether they do.
+
+        Raises:
+            MemoryLimitError, StorageError: they have nowhere to go.
+        """
+        self._agree("that GPU memory is handed back", True, all)
+        self._handed_back = self._handed_back or list(self._moves.there)
+        nbytes = self._moves.nbytes
+        if weights:
+            self._before_moves()
+            self._memory.synchronize()
+            for key in reversed(list(self._moves.there)):
+                self._moves.release(key)
+            self._moved()
+        return nbytes - self._moves.nbytes
+
+    def take_again(self) -> None:
+        """What was handed back goes there again, if there is room. Idempotent."""
+        if self._handed_back is None:
+            return
+        keys, self._handed_back = self._handed_back, None
+        self._before_moves()
+        there = set(self._moves.there)
+        moving = [shard for shard in self._shards() if shard.key in keys and shard.key not in there]
+        if moving:
+            self._moves.bring(moving, self._agree)
+        self._moved()
 
     def _looked(self, t_start_s: float) -> None:
         now_s = time.monotonic()

@@ -603,3 +603,51 @@ def test_a_budget_of_the_user_is_kept(life):
     training = life(100, gpu_memory=weights + CHUNK_NBYTES + 4096 * 2)
     assert begin(training) == 1
     assert training.moved == {0}
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_what_is_handed_back_on_request_stays_out_until_it_is_asked_for_again(life, lends):
+    training = life(100, lends=lends)
+    assert training.step(1) == 6
+    before = training.moves.nbytes
+    assert training.homes.hand_back() == before > 0
+    assert training.moves.nbytes == training.chunks() == 0
+    assert training.homes.hand_back() == 0
+    for _ in range(2 * FIRST_PATIENCE):
+        assert training.step(1) == 0
+    training.homes.take_again()
+    assert training.moves.nbytes == before
+    assert training.accounts.weight_nbytes == sum(WEIGHTS.values())
+    training.homes.take_again()
+    assert training.step(1) == 6
+
+
+def test_state_or_weights_alone_are_handed_back(life):
+    training = life(100)
+    training.step(1)
+    training.homes.hand_back(weights=False)
+    assert (training.chunks(), len(training.weights.there)) == (0, 3)
+    training.homes.hand_back(state=False)
+    assert (training.chunks(), len(training.weights.there)) == (0, 0)
+    training.homes.take_again()
+    assert (training.chunks(), len(training.weights.there)) == (6, 3)
+
+
+def test_what_no_longer_has_room_when_it_is_asked_for_again_stays_out(life, caplog):
+    training = life(100)
+    training.step(1)
+    training.homes.hand_back()
+    training.memory.refuses = True
+    training.homes.take_again()
+    assert (training.chunks(), len(training.weights.there)) == (0, 0)
+    assert "no weight moves to GPU memory" in caplog.text
+    training.memory.refuses = False
+    training.step(1)
+
+
+def test_nothing_is_planned_while_memory_is_handed_back(life):
+    training = life(100)
+    training.homes.hand_back()
+    assert training.step(1) == training.step(1) == 0
+    training.homes.take_again()
+    assert training.step(1) == 6

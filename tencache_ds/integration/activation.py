@@ -47,6 +47,7 @@ def activate() -> None:
     from tencache_ds.integration.chunked_step import hook_stepping, refuse_void_weights, wait_for_updates
     from tencache_ds.integration.coordinator import end_gathers_ahead, undone_after_error
     from tencache_ds.integration.cpu_adam_op import loaded_when_needed
+    from tencache_ds.integration.gpu_release import hook_states
     from tencache_ds.integration.module_weights import begin_user_gather, end_user_gather
     from tencache_ds.integration.observing import observatory
     from tencache_ds.integration.param_swapper import ParamSwapper, begin_changes, end_changes, swapper_factory
@@ -59,6 +60,7 @@ def activate() -> None:
     hook_saving(engine_module.DeepSpeedEngine)
     hook_loading(engine_module.DeepSpeedEngine)
     hook_stepping(engine_module.DeepSpeedEngine)
+    hook_states(engine_module.DeepSpeedEngine)
     hook_passes(engine_module.DeepSpeedEngine, checkpointing)
 
     partition_parameters.AsyncPartitionedParameterSwapper = swapper_factory(

@@ -124,7 +124,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
         session.close()
         offload.destroy()
         raise
-    offload.tencache = session
+    offload.tencache, offload.gpu_homes = session, homes
     end_host_path = install(coordinator.host_path, offload, trains=False)
     suspended: SuspendedHooks | None = None
     if homes is not None:

@@ -146,6 +146,8 @@ SEAMS: tuple[Seam, ...] = (
         ("step(self, ...)", "knows a step from end to end"),
         ("_take_model_step(self, ...)", "knows a step from end to end"),
         ("managed_gradient_accumulation(self)", "places figures of a step"),
+        ("offload_states(self, include, device, ...)", "hands GPU memory back"),
+        ("reload_states(self, non_blocking)", "takes GPU memory again"),
     ),
     *_in_engine(
         Feature.CHECKPOINTS,
@@ -211,6 +213,7 @@ SEAMS: tuple[Seam, ...] = (
         "runtime.zero.offload_config",
         Feature.TRAINING,
         ("OffloadDeviceEnum.nvme", _READ),
+        ("OffloadStateTypeEnum.contiguous_grad_buffer", _READ),
     ),
     *_seams(
         _PARAMETERS,

@@ -66,6 +66,12 @@ class BuildingMixin:
     _optimizer_states: OptimizerStates | None = None
     _updater: SubGroupUpdater | None = None
     _gpu_homes: GpuHomes | None = None
+
+    @property
+    def gpu_homes(self) -> GpuHomes | None:
+        """What decides about its data in GPU memory; None where there is none."""
+        return self._gpu_homes
+
     _gathered: GatheredWeights | None = None
     _host_homes: HostHomes | None = None
     _state_moves: StateMoves | None = None

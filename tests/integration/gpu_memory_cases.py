@@ -25,8 +25,10 @@ import torch
 import training
 import user_api_cases
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from peak_sampling import HostPeak
 
+import tencache_ds
 from tencache_ds import session, state_building, step_observer
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.integration import gpu_building, stage3_building
@@ -45,7 +47,7 @@ CAPACITY = {"nbytes": AMPLE_NBYTES}
 """Size of the ordinary memory that stands in for a device's."""
 
 NOT_FOR_STOCK = {"tencache", "capacity", "device_memory", "moves", "places", "shrinks_at", "host_available",
-                 "nvme_free", "host_runs_out_at", "beside_zero_init", "takes_back"}  # fmt: skip
+                 "nvme_free", "host_runs_out_at", "beside_zero_init", "takes_back", "hands_back"}  # fmt: skip
 stock_results: dict[str, dict[str, Any]] = {}
 """Many cases differ in these keys only."""
 
@@ -181,6 +183,8 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
         hook = RandomMoves(case["moves"], case["places"])
     if engine == "tencache" and "takes_back" in case:
         hook = TakingBack(case["takes_back"])
+    if engine == "tencache" and "hands_back" in case:
+        hook = HandingBack(case["hands_back"])
     if engine == "tencache" and ("shrinks_at" in case or "host_available" in case):
         hook = Shrinking(case.get("shrinks_at"))
     if engine == "tencache" and "host_runs_out_at" in case:
@@ -205,6 +209,8 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
     if isinstance(hook, TakingBack):
         hook.close()
         result["taken_nbytes"] = hook.taken_nbytes
+    if isinstance(hook, HandingBack):
+        result["handed_back_nbytes"], result["left_nbytes"] = hook.nbytes, hook.left_nbytes
     if isinstance(hook, FullHost):
         result["resident_nbytes"] = hook.resident_nbytes
     if isinstance(hook, Shrinking):
@@ -297,6 +303,42 @@ class TakingBack:
 
     def close(self) -> None:
         self._ends.set()
+
+
+class HandingBack:
+    """After most steps GPU memory is handed back on request, by each way of asking for it, and taken again at once or
+    steps later.
+
+    Args:
+        seed: of the choices, the same on every rank.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.nbytes = self.left_nbytes = 0
+        """That have left, and that were there all the same after everything was to leave."""
+
+    def __call__(self, engine: Any, step: int) -> None:
+        moves = engine.optimizer.gpu_homes._moves
+        before = moves.nbytes
+        match self._random.choice(("everything", "block", "state", "weights", "again", "nothing")):
+            case "everything":
+                engine.offload_states()
+                self.left_nbytes += moves.nbytes
+                self.nbytes += before
+                engine.reload_states()
+            case "block":
+                with tencache_ds.release_gpu_memory(engine) as released:
+                    self.left_nbytes += moves.nbytes
+                self.nbytes += released.nbytes
+            case "state":
+                engine.offload_states(include={OffloadStateTypeEnum.optim_states})
+                self.left_nbytes += moves.state_nbytes
+            case "weights":
+                engine.offload_states(include={OffloadStateTypeEnum.lp_params})
+                self.left_nbytes += moves.weight_nbytes
+            case "again":
+                engine.reload_states()
 
 
 class Gathered:

@@ -87,6 +87,14 @@ class Inference:
     def generate(self) -> None:
         self._generate(4)
 
+    def hand_back(self) -> None:
+        if self._kind == "tencache":  # stock has nothing there, and refuses
+            self.engine.offload_states()
+
+    def take_again(self) -> None:
+        if self._kind == "tencache":
+            self.engine.reload_states()
+
     def generate_from_a_long_prompt(self) -> None:
         self._generate(48)
 

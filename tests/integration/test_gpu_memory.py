@@ -122,6 +122,12 @@ TAKES_BACK: dict[str, dict[str, Any]] = {
 }
 """Allocations of training take the memory of state back at any time."""
 
+HANDS_BACK: dict[str, dict[str, Any]] = {
+    "hands_back": {"model": "llama", "hands_back": 1, "steps": 16, "clipping": 0.1, "accumulation": 2} | CHUNKS,
+    "hands_back_ram": {"model": "mlp", "hands_back": 2, "steps": 16, "weights": True} | CHUNKS | RAM,
+}
+"""Something else asks for the memory between steps."""
+
 SHRINKS: dict[str, dict[str, Any]] = {
     "shrinks": {"model": "llama", "shrinks_at": 3, "steps": 8, "weights": True} | CHUNKS,
     "shrinks_ram": {"model": "llama", "shrinks_at": 3, "steps": 8, "weights": True} | CHUNKS | RAM,
@@ -171,7 +177,7 @@ FULL_HOST: dict[str, dict[str, Any]] = {
 }
 """Everything is in host memory at first, with no store and no staging buffers for state."""
 
-ALONE = TRAINING | PARTS | MOVES | TAKES_BACK | SHRINKS | SPILLS | FULL_HOST
+ALONE = TRAINING | PARTS | MOVES | TAKES_BACK | HANDS_BACK | SHRINKS | SPILLS | FULL_HOST
 
 COMPUTE_NBYTES = 16 * 2**20
 """What the CPU accelerator has in RAM of a pass: a gathered weight of a million elements, its gradient, what is reduced
@@ -236,6 +242,7 @@ ON_TWO_RANKS = (
     "accumulation_random_skip",
     "three_places",
     "moves_0",
+    "hands_back",
 )
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "everything": {"model": "mlp"},
@@ -441,6 +448,12 @@ def test_host_memory_under_what_is_in_gpu_memory_is_freed_for_state(one_rank: An
 @pytest.mark.parametrize("name", TAKES_BACK)
 def test_training_took_memory_back(one_rank: Any, name: str) -> None:
     assert one_rank.result(name, "tencache")["taken_nbytes"] > 0
+
+
+@pytest.mark.parametrize("name", HANDS_BACK)
+def test_all_memory_was_handed_back(one_rank: Any, name: str) -> None:
+    result = one_rank.result(name, "tencache")
+    assert result["left_nbytes"] == 0 < result["handed_back_nbytes"]
 
 
 @pytest.mark.parametrize("name", marked(MOVES, LONG))

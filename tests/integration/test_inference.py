@@ -25,6 +25,7 @@ BESIDE = ["generate", "train_beside", "generate", "train_no_longer", "generate",
 INTERRUPTED = ["generate", "interrupt", "generate", "copy_the_model", "search_beams", "interrupt", "generate",
                "generate", "save"]  # fmt: skip
 COMPILED = ["compile_the_model", "generate", "need_memory", "generate", "need_no_memory", "generate"]
+HANDED_BACK = ["generate", "hand_back", "generate", "take_again", "generate", "hand_back", "save", "generate"]
 RAM = {"offload_param": "cpu"}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -55,11 +56,13 @@ CASES: dict[str, dict[str, Any]] = {
     "gathered_later": {"actions": ["generate", "generate_with_gathered_weights", "generate", "save"]} | RAM,
     "compiled": {"actions": COMPILED},
     "compiled_nothing": {"actions": COMPILED, "device_memory": 0},
+    "handed_back": {"actions": HANDED_BACK},
+    "handed_back_ram": {"actions": HANDED_BACK} | RAM,
     "destroyed": {"actions": ["generate", "destroy", "read", "initialize", "generate", "change_weights", "save"]},
     "destroyed_ram": {"actions": ["generate", "destroy", "read", "initialize", "generate"]} | RAM,
 }
 TWO_RANKS = ("everything", "everything_ram", "part", "three_places", "memory_runs_short_ram", "weights_change",
-             "gathered_first", "destroyed", "interrupted")  # fmt: skip
+             "gathered_first", "handed_back", "destroyed", "interrupted")  # fmt: skip
 LONG = {
     "everything_ram", "memory_runs_short", "weights_change_ram", "weights_change_part", "unusual_ram",
     "unusual_nothing", "interrupted", "interrupted_ram", "beside_training_part", "compiled_nothing", "destroyed_ram",
@@ -126,6 +129,14 @@ def test_they_leave_when_memory_is_needed_and_come_back(alone: Any, name: str) -
     assert nbytes[0] < LEAST_HEADROOM_NBYTES // 2 - result["available_nbytes"], "more is missing than they take"
     assert nbytes[2] == 0, "no weight is in use when a pass begins: all of them leave"
     assert nbytes[-1] == nbytes[0]
+
+
+@pytest.mark.parametrize("name", ["handed_back", "handed_back_ram"])
+def test_they_stay_out_while_memory_is_handed_back(alone: Any, name: str) -> None:
+    everything, out, waiting, back, taken, *again = alone[0].result(name, "tencache")["gpu_weight_nbytes"]
+    assert (out, waiting, taken) == (0, 0, back)
+    assert back == everything > 0
+    assert again == [0, 0, 0]
 
 
 def test_they_keep_out_of_memory_that_another_engine_may_need(alone: Any) -> None:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU memory that is handed back on request, while another program generates on the card, for example: DeepSpeed's
+``engine.offload_states()`` and ``engine.reload_states()``, and :func:`tencache_ds.release_gpu_memory`.
+
+Stock DeepSpeed refuses both where ``offload_param`` is set. Here everything that TenCache keeps in GPU memory leaves
+it, and DeepSpeed's own buffer of gradients; weights that the config leaves there (no ``offload_param``) stay. Training
+goes on with the same bits. All ranks call it at the same time, between two micro-steps, and take the memory again
+before the next backward pass, as DeepSpeed asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+from tencache_ds.errors import ConfigError
+
+_STATE = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_grads)
+
+
+class Homes(Protocol):
+    """What decides about one engine's data in GPU memory."""
+
+    def hand_back(self, *, state: bool = True, weights: bool = True) -> int:
+        """State with its gradients, or weights, leave GPU memory until :meth:`take_again`; returns their bytes."""
+
+    def take_again(self) -> None:
+        """What was handed back goes there again, as far as there is room. Idempotent."""
+
+
+class ReleasedMemory:
+    """GPU memory of one engine that was handed back; taken again behind a ``with`` block, or by :meth:`take_again`.
+
+    Attributes:
+        nbytes: of what has left.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        if not _has_homes(engine.optimizer):
+            raise ValueError(
+                'this engine keeps its optimizer state in GPU memory: its config has no "offload_optimizer". '
+                'engine.offload_states() moves it where it has no "offload_param" either'
+            )
+        self._engine = engine
+        self.nbytes = _hand_back(engine, None)
+
+    def __enter__(self) -> ReleasedMemory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.take_again()
+
+    def take_again(self) -> None:
+        """The engine keeps data in GPU memory again. Idempotent; so is ``engine.reload_states()``."""
+        _take_again(self._engine, non_blocking=False)
+
+
+def hook_states(engine_class: Any) -> None:
+    """Makes ``offload_states`` and ``reload_states`` of engines with TenCache do what they say."""
+    stock_offload, stock_reload = engine_class.offload_states, engine_class.reload_states
+
+    @functools.wraps(stock_offload)
+    def offload_states(
+        self: Any,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if not _has_homes(self.optimizer):
+            stock_offload(self, include, device, *args, **kwargs)
+            return
+        if device != OffloadDeviceEnum.cpu:
+            raise ConfigError(f'engine.offload_states() moves states to "cpu", not to "{device}"')
+        _hand_back(self, include)
+
+    @functools.wraps(stock_reload)
+    def reload_states(self: Any, non_blocking: bool = False) -> None:
+        if not _has_homes(self.optimizer):
+            stock_reload(self, non_blocking)
+            return
+        _take_again(self, non_blocking)
+
+    engine_class.offload_states, engine_class.reload_states = offload_states, reload_states
+
+
+def _hand_back(engine: Any, include: Container[OffloadStateTypeEnum] | None) -> int:
+    def included(*kinds: OffloadStateTypeEnum) -> bool:
+        return include is None or any(kind in include for kind in kinds)
+
+    optimizer, nbytes = engine.optimizer, 0
+    homes: Homes | None = optimizer.gpu_homes
+    if homes is not None:
+        nbytes = homes.hand_back(state=included(*_STATE), weights=included(OffloadStateTypeEnum.lp_params))
+    buffers = OffloadStateTypeEnum.contiguous_grad_buffer
+    if included(buffers) and _trains(optimizer):
+        optimizer.offload_states(include={buffers})
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return nbytes
+
+
+def _take_again(engine: Any, non_blocking: bool) -> None:
+    optimizer = engine.optimizer
+    if _trains(optimizer):
+        optimizer.reload_states(non_blocking=non_blocking)
+    homes: Homes | None = optimizer.gpu_homes
+    if homes is not None:
+        homes.take_again()
+
+
+def _has_homes(optimizer: Any) -> bool:
+    """Whether TenCache keeps its state or its weights; what DeepSpeed keeps on the device it can move itself."""
+    return hasattr(optimizer, "gpu_homes") and (not _trains(optimizer) or optimizer.offload_optimizer)
+
+
+def _trains(optimizer: Any) -> bool:
+    """Whether it is an optimizer; else what DeepSpeed has in its place for a model without one."""
+    return hasattr(optimizer, "step_guard")
