@@ -72,8 +72,7 @@ def release_gpu_memory(engine: Any) -> ReleasedMemory:
 
     Returns:
         An object with the bytes that have left (``nbytes``), whose ``take_again()``, or whose end as a context manager,
-        has the engine use GPU memory again: before the next backward pass. ``engine.offload_states()`` and
-        ``engine.reload_states()`` do the same.
+        has the engine use GPU memory again. ``engine.offload_states()`` and ``engine.reload_states()`` do the same.
 
     Raises:
         ValueError: this DeepSpeed engine does not run with TenCache, or its config has no ``offload_optimizer``.

@@ -4,8 +4,8 @@
 
 Stock DeepSpeed refuses both where ``offload_param`` is set. Here everything that TenCache keeps in GPU memory leaves
 it, and DeepSpeed's own buffer of gradients; weights that the config leaves there (no ``offload_param``) stay. Training
-goes on with the same bits. All ranks call it at the same time, between two micro-steps, and take the memory again
-before the next backward pass, as DeepSpeed asks for.
+goes on with the same bits, also before the memory is taken again. All ranks call it at the same time, between two
+micro-steps, as DeepSpeed asks for.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ReleasedMemory:
 
     def take_again(self) -> None:
         """The engine keeps data in GPU memory again. Idempotent; so is ``engine.reload_states()``."""
-        _take_again(self._engine, non_blocking=False)
+        _take_again(self._engine)
 
 
 def hook_states(engine_class: Any) -> None:
@@ -86,7 +86,7 @@ def hook_states(engine_class: Any) -> None:
         if not _has_homes(self.optimizer):
             stock_reload(self, non_blocking)
             return
-        _take_again(self, non_blocking)
+        _take_again(self)
 
     engine_class.offload_states, engine_class.reload_states = offload_states, reload_states
 
@@ -99,19 +99,15 @@ def _hand_back(engine: Any, include: Container[OffloadStateTypeEnum] | None) -> 
     homes: Homes | None = optimizer.gpu_homes
     if homes is not None:
         nbytes = homes.hand_back(state=included(*_STATE), weights=included(OffloadStateTypeEnum.lp_params))
-    buffers = OffloadStateTypeEnum.contiguous_grad_buffer
-    if included(buffers) and _trains(optimizer):
-        optimizer.offload_states(include={buffers})
+    if included(OffloadStateTypeEnum.contiguous_grad_buffer) and _trains(optimizer):
+        optimizer.lend_buckets()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return nbytes
 
 
-def _take_again(engine: Any, non_blocking: bool) -> None:
-    optimizer = engine.optimizer
-    if _trains(optimizer):
-        optimizer.reload_states(non_blocking=non_blocking)
-    homes: Homes | None = optimizer.gpu_homes
+def _take_again(engine: Any) -> None:
+    homes: Homes | None = engine.optimizer.gpu_homes
     if homes is not None:
         homes.take_again()
 

@@ -20,6 +20,7 @@ class PassesMixin:
     _suspended: SuspendedHooks | None = None
     _n_hook_changes = 0
     _had_suspended = False
+    _lacks_buckets = False
     _updating = False
 
     def _follow_passes(self, homes: GpuHomes, weights: GatheredWeights) -> None:
@@ -46,6 +47,9 @@ class PassesMixin:
     def backward_prologue(self) -> None:
         """The start of a backward pass."""
         self.step_guard.check()
+        if self._lacks_buckets:
+            self._lacks_buckets = False
+            self.allocate_buckets(self.reduce_bucket_size)
         super().backward_prologue()
         self._adds_gradients = False
         spans.phase("backward")
@@ -59,6 +63,12 @@ class PassesMixin:
         if self._suspended is not None:
             self._suspended.end_pass()
         spans.phase(None)
+
+    def lend_buckets(self) -> None:
+        """DeepSpeed's buckets of gradients take no memory until the next backward pass."""
+        if self.contiguous_gradients:
+            self._lacks_buckets = True
+            self.free_buckets()
 
     # The step
 

@@ -326,7 +326,9 @@ class HandingBack:
                 engine.offload_states()
                 self.left_nbytes += moves.nbytes
                 self.nbytes += before
-                engine.reload_states()
+                self._look_at_buckets(engine)
+                if step % 2:
+                    engine.reload_states()
             case "block":
                 with tencache_ds.release_gpu_memory(engine) as released:
                     self.left_nbytes += moves.nbytes
@@ -339,6 +341,11 @@ class HandingBack:
                 self.left_nbytes += moves.weight_nbytes
             case "again":
                 engine.reload_states()
+
+    @staticmethod
+    def _look_at_buckets(engine: Any) -> None:
+        if engine.optimizer.contiguous_gradients and hasattr(engine.optimizer, "ipg_buckets"):
+            assert all(bucket.buffer is None for bucket in engine.optimizer.ipg_buckets.values())
 
 
 class Gathered:

@@ -38,6 +38,11 @@ class NewestOptimizer:
         for dtype, bucket in self.ipg_buckets.items():
             bucket.buffer = empty(numel, dtype, get_accelerator().current_device_name())
 
+    def free_buckets(self) -> None:
+        """Frees the memory of the buckets, which are empty, until they are allocated again."""
+        for bucket in self.ipg_buckets.values():
+            bucket.buffer = None
+
     def empty_buckets(self) -> None:
         """Forgets the gradients in buckets."""
         for bucket in self.ipg_buckets.values():

@@ -43,6 +43,11 @@ class OneBucket:
         buffer = empty(numel, self.dtype, get_accelerator().current_device_name())
         self._DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer = buffer
 
+    def free_buckets(self) -> None:
+        from tencache_ds.tensors import empty
+
+        self._DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer = empty(0, self.dtype)
+
     def empty_buckets(self) -> None:
         self.params_in_ipg_bucket.clear()
 
