@@ -513,7 +513,7 @@ class GpuHomes:
         (chunks, keys), self._handed_back = self._handed_back, None
         there = set(self._moves.weights_there)
         moving = [shard for shard in self._shards() if shard.key in keys and shard.key not in there]
-        if not moving or self._moves.bring_weights(moving, self._agree):
+        if self._moves.bring_weights(moving, self._agree):  # also without any: other ranks may have some
             self._moves.bring_state(chunks)
         self._memory.synchronize()
         self._memory.trim()

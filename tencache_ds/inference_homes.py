@@ -213,8 +213,7 @@ class InferenceHomes:
         self._before_moves()
         there = set(self._moves.there)
         moving = [shard for shard in self._shards() if shard.key in keys and shard.key not in there]
-        if moving:
-            self._moves.bring(moving, self._agree)
+        self._moves.bring(moving, self._agree)  # also without any: other ranks may have some
         self._moved()
 
     def _looked(self, t_start_s: float) -> None:
