@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
     FP32_FLAT_GROUPS,
     FROZEN_PARAM_FRAGMENTS,
@@ -27,6 +28,7 @@ from deepspeed.checkpoint.constants import (
 from tencache_ds.errors import CheckpointError, TenCacheError
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.node_storage import agree_on_checkpoint
+from tencache_ds.integration.resharding import SavedFiles, hook_resharding
 from tencache_ds.integration.seams import Feature, require
 from tencache_ds.io.torch_archive import DeferredTensor
 from tencache_ds.planning.chunks import Chunk
@@ -69,6 +71,9 @@ def hook_loading(engine_class: Any) -> None:
         optimizer, fragments = self.optimizer, checkpoint.get(FROZEN_PARAM_FRAGMENTS)
         if not isinstance(optimizer, CheckpointMixin):
             return stock(self, checkpoint, *args, **kwargs)
+        n_saved, files = checkpoint.get("dp_world_size"), optimizer.saved_files
+        if fragments and files is not None and n_saved not in (None, dist.get_world_size(optimizer.dp_process_group)):
+            fragments = files.frozen(optimizer.frozen_numels(self.param_names), n_saved)
         with optimizer.loading():
             if kwargs.get("fetch_z3_params") or kwargs.get("custom_load_fn"):
                 optimizer.step_guard.begin_change()  # the weights themselves are loaded
@@ -79,12 +84,15 @@ def hook_loading(engine_class: Any) -> None:
             return result
 
     engine_class.load_module_state_dict = load_module_state_dict
+    hook_resharding(engine_class, CheckpointMixin)
 
 
 class CheckpointMixin:
     """Overrides of DeepSpeed's checkpoint methods for :class:`TenCacheZeroOptimizer_Stage3`."""
 
     _load_passed: Callable[[], None] | None = None
+    saved_files: SavedFiles | None = None
+    """The files of the checkpoint that was loaded last, or is being loaded."""
     defers_state = False
     """Whether ``state_dict()`` stands in for stored state with :class:`DeferredTensor`, while a checkpoint is saved."""
 
@@ -174,6 +182,11 @@ class CheckpointMixin:
         return [p for p in self.module.parameters() if p.ds_id not in updated and in_tier(p)]
 
     # Loading
+
+    def frozen_numels(self, names: Mapping[Any, str]) -> dict[str, int]:
+        """Elements of each parameter that the optimizer does not update, by its name."""
+        updated = {param.ds_id for group in self.fp16_groups for param in group}
+        return {names[p]: p.ds_numel for p in self.module.parameters() if p.ds_id not in updated}
 
     def load_frozen(self, fragments: Mapping[str, torch.Tensor], names: Mapping[Any, str]) -> None:
         """Puts the frozen weights' saved shards where the weights live.

@@ -2,8 +2,8 @@
 """Saves and loads checkpoints in the processes of ``test_checkpoint.py``; run like ``training.py``.
 
 ``{"action": "save"}`` trains, saves and continues; ``"load"`` starts from other weights, loads and continues with the
-batches that follow; ``"reload"`` goes back and forth between checkpoints; ``"fp32"`` reads one with DeepSpeed's
-``zero_to_fp32``.
+batches that follow; ``"pass_on"`` loads one and saves another; ``"reload"`` goes back and forth between checkpoints;
+``"fp32"`` reads one with DeepSpeed's ``zero_to_fp32``.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
         return read_as_fp32(path) if rank == 0 else {}
     if case["action"] == "reload":
         return reload(case, engine_name, folder, rank)
+    if case["action"] == "pass_on":
+        return pass_on(case, engine_name, folder, path)
     generator = torch.Generator().manual_seed(1000 + rank)
     if case["action"] == "load":
         case = case | {"seed": 99}
@@ -124,6 +126,22 @@ def reload(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> di
     load("begin", load_optimizer_states=False)
     train(2)
     result = {"losses": losses, "weights": training.digests(engine.module)}
+    engine.destroy()
+    return result
+
+
+def pass_on(case: dict[str, Any], engine_name: str, folder: str, path: str) -> dict[str, Any]:
+    """Saves under another name what it has loaded, ``case["loads"]``; a refusal is its result."""
+    engine = training.build(case | {"seed": 99}, engine_name, os.path.join(folder, "nvme"))
+    try:
+        loaded, _ = engine.load_checkpoint(os.path.join(folder, "checkpoints", case["loads"]))
+    except Exception as error:
+        engine.destroy()
+        return {"refused": f"{type(error).__name__}: {error}"}
+    if loaded is None:
+        raise RuntimeError(f"nothing was loaded from {case['loads']}")
+    engine.save_checkpoint(path, tag="save0")
+    result = {"weights": training.digests(engine.module), "steps": engine.global_steps}
     engine.destroy()
     return result
 
