@@ -183,7 +183,8 @@ class GpuHomes:
         self._forward_seconds: float | None = None  # of the first pass of this step
         self._planned = False
         self._stuck = False
-        self._handed_back: tuple[list[int], list[int]] | None = None  # chunks of each sub-group, and weights (keys)
+        # Chunks of each sub-group, and weights (keys).
+        self._handed_back: tuple[list[int], frozenset[int]] | None = None
         self._left_nbytes = 0
         self._taken_nbytes = memory.taken_nbytes
         memory.step_done(host_room_nbytes())
@@ -275,14 +276,15 @@ class GpuHomes:
         self._memory.synchronize()
         self._n_steps += 1
         usage = self._memory.usage()
-        budget, (least_nbytes, lasting_nbytes) = self._budget(usage)
+        budget = self._budget(usage)
         shards = self._shards()
         chunks = self._chunks(shards)
         there = self._moves.counts()
         moved = {} if self._activations is None else dict(self._activations.measured())
         free = {position: SavedItem(cost.nbytes, 0.0) for position, cost in moved.items()}
         costs = StepCosts([Weight(shard.nbytes, 0.0) for shard in shards], UpdateRates(1.0), free)
-        everything = costs.fits(chunks, least_nbytes, lasting_nbytes) and (bool(moved) or not self._moves_activations)
+        fits = costs.fits(chunks, budget.nbytes, budget.lasting_nbytes)
+        everything = fits and (bool(moved) or not self._moves_activations)
         typical = None
         if not self._agree("whether everything fits into GPU memory", everything, all):
             if self._n_steps < WARM_UP_STEPS:
@@ -297,20 +299,20 @@ class GpuHomes:
                 return
             typical = self._observer.typical
             costs = self._costs(typical, shards, chunks, moved)
-        plan = costs.plan(chunks, least_nbytes, lasting_nbytes, sum(there))
+        plan = costs.plan(chunks, budget.nbytes, budget.lasting_nbytes, sum(there))
         self._observer.close()
         self._planned = True
         self._watch.settle(headroom(usage, can_leave=self._memory.lends), usage)
         t_start_s = time.perf_counter()
-        leaving = costs.leaving(self._carry_out(plan, costs, shards, chunks, (least_nbytes, lasting_nbytes)))
+        leaving = costs.leaving(self._carry_out(plan, costs, shards, chunks, budget))
         if self._activations is not None:
             self._activations.follow(leaving)
         self._memory.synchronize()
         self._memory.trim()
-        reason = budget.reason if least_nbytes == budget.nbytes else "what the rank with the least has free"
-        predicted = None
+        reason, predicted = budget.reason, None
         if typical is not None:
-            more = costs.plan(chunks, least_nbytes + MORE_NBYTES, lasting_nbytes + MORE_NBYTES, sum(there))
+            nbytes, lasting_nbytes = budget.nbytes + MORE_NBYTES, budget.lasting_nbytes + MORE_NBYTES
+            more = costs.plan(chunks, nbytes, lasting_nbytes, sum(there))
             step = FixedPart(
                 max(typical.passes - sum(costs.seconds), 0.0),
                 typical.forward,
@@ -340,9 +342,8 @@ class GpuHomes:
         """Bytes of the buffers for chunks; 0 where no state is on NVMe."""
         return self._tier.n_buffers * max(self._tier.chunk_nbytes, default=0)
 
-    def _budget(self, usage: GpuUsage) -> tuple[GpuBudget, tuple[int, int]]:
-        """This rank's budget, and the smallest of all ranks, in all and for what lasts; both include the current
-        contents."""
+    def _budget(self, usage: GpuUsage) -> GpuBudget:
+        """The smallest of all ranks' budgets, the current contents included."""
         elsewhere_nbytes = None
         if self._memory.lends:
             # What leaves RAM has room there to return to, unless that takes state from NVMe.
@@ -355,7 +356,8 @@ class GpuHomes:
             (budget.nbytes, budget.lasting_nbytes),
             lambda ranks: [min(sizes) for sizes in zip(*ranks, strict=True)],
         )
-        return budget, (nbytes, lasting_nbytes)
+        reason = budget.reason if nbytes == budget.nbytes else "what the rank with the least has free"
+        return GpuBudget(nbytes, lasting_nbytes, reason)
 
     def _chunks(self, shards: Sequence[Shard]) -> list[list[StateChunk]]:
         """Chunks of each sub-group whose state may be there: Adam's, in single precision, of weights that may."""
@@ -427,7 +429,7 @@ class GpuHomes:
         costs: StepCosts,
         shards: Sequence[Shard],
         chunks: Sequence[Sequence[StateChunk]],
-        budget: tuple[int, int],
+        budget: GpuBudget,
     ) -> GpuPlan:
         """All ranks move the weights that the first one has chosen, and each its own state and activations beside
         them; returns the plan that this has come to."""
@@ -442,7 +444,8 @@ class GpuHomes:
                 list(itertools.takewhile(lambda chunk: set(chunk.weights) <= set(there), group)) for group in chunks
             ]
             free = [[dataclasses.replace(chunk, weights=()) for chunk in group] for group in chunks]
-            left_nbytes, lasting_nbytes = (max(nbytes - self._moves.weight_nbytes, 0) for nbytes in budget)
+            left_nbytes = max(budget.nbytes - self._moves.weight_nbytes, 0)
+            lasting_nbytes = max(budget.lasting_nbytes - self._moves.weight_nbytes, 0)
             plan = dataclasses.replace(costs, weights=[]).plan(free, left_nbytes, lasting_nbytes)
         counts = [max(count, there) for count, there in zip(plan.chunks, self._moves.counts(), strict=True)]
         self._moves.bring_state(counts)
@@ -494,15 +497,13 @@ class GpuHomes:
         """
         self._agree("that GPU memory is handed back", True, all)
         moves, before = self._moves, self._moves.nbytes
-        chunks, keys = self._handed_back or (moves.counts(), list(moves.weights_there))
+        chunks, keys = self._handed_back or (moves.counts(), frozenset(moves.weights_there))
         self._handed_back = chunks, keys
         if state:
             moves.release_state(moves.state_nbytes)
             moves.release_gradients()
         if weights:
             moves.release_weights(on_all_ranks=True)
-        self._memory.trim()
-        moves.note()
         logger.info("%s of GPU memory handed back", gib(before - moves.nbytes))
         return before - moves.nbytes
 
@@ -511,8 +512,7 @@ class GpuHomes:
         if self._handed_back is None:
             return
         (chunks, keys), self._handed_back = self._handed_back, None
-        there = set(self._moves.weights_there)
-        moving = [shard for shard in self._shards() if shard.key in keys and shard.key not in there]
+        moving = [shard for shard in self._shards() if shard.key in keys]
         if self._moves.bring_weights(moving, self._agree):  # also without any: other ranks may have some
             self._moves.bring_state(chunks)
         self._memory.synchronize()

@@ -79,7 +79,7 @@ class InferenceHomes:
         self._left_nbytes = 0
         self._said = False
         self._n_passes = 0  # before the plan
-        self._handed_back: list[int] | None = None  # weights (keys)
+        self._handed_back: frozenset[int] | None = None  # weights (keys)
         memory.record()
 
     @property
@@ -195,7 +195,7 @@ class InferenceHomes:
             MemoryLimitError, StorageError: they have nowhere to go.
         """
         self._agree("that GPU memory is handed back", True, all)
-        self._handed_back = self._handed_back or list(self._moves.there)
+        self._handed_back = self._handed_back or frozenset(self._moves.there)
         nbytes = self._moves.nbytes
         if weights:
             self._before_moves()
@@ -211,8 +211,7 @@ class InferenceHomes:
             return
         keys, self._handed_back = self._handed_back, None
         self._before_moves()
-        there = set(self._moves.there)
-        moving = [shard for shard in self._shards() if shard.key in keys and shard.key not in there]
+        moving = [shard for shard in self._shards() if shard.key in keys]
         self._moves.bring(moving, self._agree)  # also without any: other ranks may have some
         self._moved()
 

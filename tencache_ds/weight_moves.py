@@ -93,8 +93,9 @@ class WeightMoves:
         return self._out.keys()
 
     def bring(self, shards: Sequence[Shard], agree: Agree) -> bool:
-        """Moves all of them on all ranks, or none on any: those from NVMe leave the order in which collectives are
-        made. Between two passes."""
+        """Moves all of them that are not there on all ranks, or none on any: those from NVMe leave the order in which
+        collectives are made. Between two passes."""
+        shards = [shard for shard in shards if shard.key not in self._there]
         buffers: dict[int, torch.Tensor] = {}
         try:
             for shard in shards:

@@ -178,15 +178,18 @@ class CheckpointMixin:
 
     def frozen_in_tier(self) -> list[Any]:
         """The parameters that the optimizer does not update and whose shards are in the weight tier."""
+        return [param for param in self._frozen() if in_tier(param)]
+
+    def _frozen(self) -> list[Any]:
+        """The parameters that the optimizer does not update."""
         updated = {param.ds_id for group in self.fp16_groups for param in group}
-        return [p for p in self.module.parameters() if p.ds_id not in updated and in_tier(p)]
+        return [param for param in self.module.parameters() if param.ds_id not in updated]
 
     # Loading
 
     def frozen_numels(self, names: Mapping[Any, str]) -> dict[str, int]:
         """Elements of each parameter that the optimizer does not update, by its name."""
-        updated = {param.ds_id for group in self.fp16_groups for param in group}
-        return {names[p]: p.ds_numel for p in self.module.parameters() if p.ds_id not in updated}
+        return {names[param]: param.ds_numel for param in self._frozen()}
 
     def load_frozen(self, fragments: Mapping[str, torch.Tensor], names: Mapping[Any, str]) -> None:
         """Puts the frozen weights' saved shards where the weights live.
@@ -198,12 +201,9 @@ class CheckpointMixin:
         Raises:
             CheckpointError: a shard is missing, or was saved with another number of ranks.
         """
-        updated = {param.ds_id for group in self.fp16_groups for param in group}
         frozen = {param.ds_id for param in self.frozen_in_tier()}
         shards = []
-        for param in self.module.parameters():
-            if param.ds_id in updated:
-                continue
+        for param in self._frozen():
             saved, numel = fragments.get(names[param]), param.ds_tensor.ds_numel
             if saved is None or saved.numel() != numel:
                 problem = "is missing" if saved is None else f"has {saved.numel()} elements, the model's {numel}"

@@ -13,24 +13,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Container
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
 from tencache_ds.errors import ConfigError
+from tencache_ds.gpu_homes import GpuHomes
+from tencache_ds.inference_homes import InferenceHomes
 
 _STATE = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_grads)
-
-
-class Homes(Protocol):
-    """What decides about one engine's data in GPU memory."""
-
-    def hand_back(self, *, state: bool = True, weights: bool = True) -> int:
-        """State with its gradients, or weights, leave GPU memory until :meth:`take_again`; returns their bytes."""
-
-    def take_again(self) -> None:
-        """What was handed back goes there again, as far as there is room. Idempotent."""
 
 
 class ReleasedMemory:
@@ -96,7 +88,7 @@ def _hand_back(engine: Any, include: Container[OffloadStateTypeEnum] | None) -> 
         return include is None or any(kind in include for kind in kinds)
 
     optimizer, nbytes = engine.optimizer, 0
-    homes: Homes | None = optimizer.gpu_homes
+    homes: GpuHomes | InferenceHomes | None = optimizer.gpu_homes
     if homes is not None:
         nbytes = homes.hand_back(state=included(*_STATE), weights=included(OffloadStateTypeEnum.lp_params))
     if included(OffloadStateTypeEnum.contiguous_grad_buffer) and _trains(optimizer):
@@ -107,7 +99,7 @@ def _hand_back(engine: Any, include: Container[OffloadStateTypeEnum] | None) -> 
 
 
 def _take_again(engine: Any) -> None:
-    homes: Homes | None = engine.optimizer.gpu_homes
+    homes: GpuHomes | InferenceHomes | None = engine.optimizer.gpu_homes
     if homes is not None:
         homes.take_again()
 

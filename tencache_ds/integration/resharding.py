@@ -9,8 +9,8 @@ its own. Padding is zero, as in a model that was never saved. What was saved onc
 
 from __future__ import annotations
 
+import bisect
 import copy
-import fnmatch
 import functools
 import glob
 import itertools
@@ -41,9 +41,7 @@ def hook_resharding(engine_class: Any, trained: type) -> None:
         names = stock_names(self, checkpoints_path, tag)
         if isinstance(self.optimizer, trained) and not self.load_universal_checkpoint():
             self.optimizer.saved_files = files = SavedFiles(self, checkpoints_path, tag)
-            n_saved = 0 if names else files.n_ranks
-            if n_saved:
-                return files.of_rank(dist.get_rank(group=self.optimizer.dp_process_group) % n_saved)
+            names = names or files.of_another_rank()
         return list(names)
 
     @functools.wraps(stock_load)
@@ -75,14 +73,13 @@ class SavedFiles:
         self._rank, self._n_loading = dist.get_rank(group=group), dist.get_world_size(group=group)
         self._folder, self._name = os.path.split(engine._get_ckpt_name(folder, tag, mp_placeholder="*"))
 
-    @property
-    def n_ranks(self) -> int:
-        """That have saved it. Lists the folder."""
-        names = fnmatch.filter(os.listdir(self._folder) if os.path.isdir(self._folder) else (), self._name_of("*"))
-        return len({name.partition("_mp_rank_")[0] for name in names})
+    def of_another_rank(self) -> list[str]:
+        """Those that this rank reads if it has none of its own."""
+        n_saved = len({os.path.basename(path).partition("_mp_rank_")[0] for path in self.of_rank("*")})
+        return self.of_rank(self._rank % n_saved) if n_saved else []
 
-    def of_rank(self, rank: int) -> list[str]:
-        """Those of one rank, as DeepSpeed lists them."""
+    def of_rank(self, rank: int | str) -> list[str]:
+        """Those of one rank, or of all of them (``*``), as DeepSpeed lists them."""
         return sorted(glob.glob(os.path.join(glob.escape(self._folder), self._name_of(rank))))
 
     def frozen(self, numels: Mapping[str, int], n_saved: int) -> dict[str, torch.Tensor]:
@@ -165,23 +162,25 @@ def _resharded(optimizer: Any, paths: Sequence[str], rank: int, n_ranks: int) ->
     numels = [param.ds_numel for param in itertools.chain.from_iterable(optimizer.fp16_groups)]
     parts = pieces(numels, len(paths), n_ranks, rank)
     used = sorted({piece.saved_by for piece in parts}) or [0]
-    saved = {index: _Saved(paths[index], sum(partition_numel(n, len(paths)) for n in numels)) for index in used}
+    saved_numels = [partition_numel(numel, len(paths)) for numel in numels]
+    saved = {index: _Saved(paths[index], sum(saved_numels)) for index in used}
     first = saved[used[0]]
     lengths = [sum(param.partition_numel() for param in group) for group in optimizer.fp16_groups]
     whole = {kind: zeros(sum(lengths), dtype) for kind, dtype in first.kinds.items()}
     for piece in parts:
         for kind, target in whole.items():
-            saved[piece.saved_by].copy(kind, piece, target)
+            saved[piece.saved_by].fill(kind, piece, target)
     groups = [optimizer.sub_group_to_group_id[index] for index in range(len(lengths))]
+    saved_starts = list(itertools.accumulate(saved_numels, initial=0))  # of each weight; the same on every rank
     state: dict[int, dict[str, Any]] = {}
-    masters, start = [], 0
+    masters, start, weight = [], 0, 0
     for number, length in enumerate(lengths):
         values = {kind: tensor[start : start + length] for kind, tensor in whole.items()}
         masters.append(values.pop(FP32_FLAT_GROUPS))
-        scalars = first.scalars(start * first.numel // max(sum(lengths), 1))
+        scalars = first.scalars(saved_starts[weight])
         if values or scalars:
             state[number] = scalars | values
-        start += length
+        start, weight = start + length, weight + len(optimizer.fp16_groups[number])
     packed = first.content[OPTIMIZER_STATE_DICT]
     if len(packed["param_groups"]) != len(optimizer.optimizer.param_groups):
         raise CheckpointError(
@@ -219,7 +218,6 @@ class _Saved:
                 f"{path} holds {sum(lengths)} elements of trained weights, this model would have {numel} there: it was "
                 "saved with another set of trainable parameters"
             )
-        self.numel = numel
         self._ends = list(itertools.accumulate(lengths))
         self._runs: dict[str, list[torch.Tensor]] = {FP32_FLAT_GROUPS: [master.detach() for master in masters]}
         self._scalars: list[dict[str, Any]] = []
@@ -249,16 +247,12 @@ class _Saved:
     def scalars(self, element: int) -> dict[str, Any]:
         """Of the sub-group with an element, the state that is not one value per element: a copy, because optimizers
         count in tensors."""
-        index = next((index for index, end in enumerate(self._ends) if element < end), len(self._ends) - 1)
-        return copy.deepcopy(self._scalars[index]) if self._scalars else {}
+        return copy.deepcopy(self._scalars[min(bisect.bisect_right(self._ends, element), len(self._ends) - 1)])
 
-    def copy(self, kind: str, piece: Piece, target: torch.Tensor) -> None:
-        """Copies the elements of a piece to their place in ``target``."""
-        start, left, place = piece.source, piece.numel, piece.target
-        for index, end in enumerate(self._ends):
-            run = self._runs[kind][index]
-            first = end - run.numel()
-            if left and first <= start < end:
-                count = min(left, end - start)
-                target[place : place + count].copy_(run[start - first : start - first + count])
-                start, left, place = start + count, left - count, place + count
+    def fill(self, kind: str, piece: Piece, target: torch.Tensor) -> None:
+        """Copies the elements of a piece, which belong to one weight and so to one sub-group, to their place in
+        ``target``."""
+        index = bisect.bisect_right(self._ends, piece.source)
+        run = self._runs[kind][index]
+        start = piece.source - self._ends[index] + run.numel()
+        target[piece.target : piece.target + piece.numel].copy_(run[start : start + piece.numel])

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 
 from tencache_ds.items import GpuUsage
+from tencache_ds.planning.gpu_budget import LOST_SHARE
 from tencache_ds.planning.look import pause_s
 from tencache_ds.planning.patience import Patience
 from tencache_ds.str_enum import StrEnum
@@ -28,9 +29,6 @@ UNKNOWN_SHARE = 0.125
 
 FORWARD_SHARE = 0.5
 """The same for a pass whose size was predicted: what it may take before activations move that were to stay."""
-
-LOST_SHARE = 0.1
-"""Fragmentation, as a share of the memory that a pass is expected to take."""
 
 SPARE_SHARE = 0.25
 """Where activations have to move, so much more than a pass is expected to take is made free."""

@@ -14,7 +14,7 @@ LEAST_HEADROOM_NBYTES = 2**30
 """GPU memory that is left free at least, beside what the recorded step needed."""
 
 LOST_SHARE = 0.1
-"""Fragmentation, as a share of what a step takes at its peak."""
+"""Fragmentation, as a share of the memory that a pass or a step takes at its peak."""
 
 
 @dataclass(frozen=True, slots=True)
