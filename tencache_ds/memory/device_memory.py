@@ -4,7 +4,8 @@
 [Note: loans] Optimizer state, which only TenCache uses, lies in memory of its own beside torch's allocator, and can be
 taken back: where an allocation of training would fail otherwise, the allocator runs a function that copies the last
 chunks to their images in host memory and frees theirs (``ops/csrc/lend``). This can happen at any time, on any thread,
-but not within :meth:`DeviceMemory.holding`, where whoever uses a loan first looks whether it is still there.
+but not within :meth:`DeviceMemory.holding`, where whoever uses a loan first looks whether it is still there. Beside
+passes a loan is held by itself: an allocation of theirs may need the others.
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ class DeviceMemory(Protocol):
     def taken_nbytes(self) -> int:
         """Bytes of loans that were taken back so far. Any thread; less than a microsecond."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in it."""
+
     def record(self) -> None:
         """Starts recording the peak memory of tensors. Without loans the same figure is
         ``torch.cuda.max_memory_allocated()``, which begins again."""
@@ -87,8 +91,8 @@ class DeviceMemory(Protocol):
             MemoryLimitError: not enough memory.
         """
 
-    def holding(self) -> AbstractContextManager[None]:
-        """Within the block no loan is taken back. An allocation in it may fail for want of one."""
+    def holding(self, loan: Loan | None = None) -> AbstractContextManager[None]:
+        """Within the block no loan is taken back, or one is not. An allocation in it may fail for want of them."""
 
     def step_done(self, host_room_nbytes: int) -> None:
         """A step is over. From now on images may come to take so much host memory; what an allocation may want is
@@ -134,7 +138,7 @@ class _CudaLoan:
 
     def __init__(self, op: Any, number: int, address: int, image: torch.Tensor, device: torch.device) -> None:
         self._op = op
-        self._number = number
+        self.number = number
         self.image = image  # the op may write to it as long as the loan has not ended
         self._end = weakref.finalize(self, op.end, number)
         self._end.atexit = False  # the driver frees it; a forked child must not try to
@@ -143,7 +147,7 @@ class _CudaLoan:
     @property
     def taken(self) -> bool:
         """See :attr:`Loan.taken`."""
-        return bool(self._op.taken(self._number))
+        return bool(self._op.taken(self.number))
 
     def end(self) -> None:
         """See :meth:`Loan.end`."""
@@ -186,6 +190,10 @@ class CudaMemory:
         """Which it is."""
         return self._device
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """See :meth:`DeviceMemory.holds`."""
+        return tensor.device == self._device
+
     def record(self) -> None:
         """See :meth:`DeviceMemory.record`."""
         if self._lent is None:
@@ -227,6 +235,7 @@ class CudaMemory:
             peak_nbytes=peak + lent,
             n_flushes=stats["num_alloc_retries"],
             n_failures=stats["num_ooms"],
+            pool_nbytes=reserved,
         )
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -253,16 +262,17 @@ class CudaMemory:
         raise MemoryLimitError(f"{nbytes} bytes of GPU memory are needed, which {self._device} does not have")
 
     @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
+    def holding(self, loan: Loan | None = None) -> Iterator[None]:
         """See :meth:`DeviceMemory.holding`."""
         if self._lent is None:
             yield
             return
-        self._lent.hold()
+        number = loan.number if isinstance(loan, _CudaLoan) else 0
+        self._lent.hold(number)
         try:
             yield
         finally:
-            self._lent.release()
+            self._lent.release(number)
 
     def step_done(self, host_room_nbytes: int) -> None:
         """See :meth:`DeviceMemory.step_done`."""

@@ -139,13 +139,17 @@ class OptimizerStateTier:
         return group.views_of(chunk, group.device[chunk.index].memory)
 
     @contextmanager
-    def holding_device(self) -> Iterator[None]:
-        """Within the block chunks that live in device memory stay there; see [Note: loans] in
+    def holding_device(self, chunk: Chunk | None = None) -> Iterator[None]:
+        """Within the block chunks that live in device memory stay there, or one does; see [Note: loans] in
         :mod:`tencache_ds.memory.device_memory`. Those taken back before it live in host memory."""
         if self._device is None:
             yield
             return
-        with self._device.holding():
+        loan = None if chunk is None else self._groups[chunk.sub_group].device.get(chunk.index)
+        if chunk is not None and loan is None:
+            yield
+            return
+        with self._device.holding(loan):
             self._collect(self._device.taken_nbytes)
             yield
 
@@ -476,7 +480,7 @@ class OptimizerStateTier:
         if chunk.index not in group.device:
             return None
         copy = empty(chunk.nbytes, torch.uint8)
-        with self.holding_device():
+        with self.holding_device(chunk):
             if chunk.index not in group.device:
                 return None
             self._require_device().read(copy, group.device[chunk.index].memory[: chunk.nbytes])
@@ -484,7 +488,7 @@ class OptimizerStateTier:
 
     def _write_back(self, group: SubGroup, chunk: Chunk, copy: torch.Tensor) -> None:
         """Puts a changed copy where the chunk lives now."""
-        with self.holding_device():
+        with self.holding_device(chunk):
             if chunk.index in group.device:
                 self._require_device().write(group.device[chunk.index].memory[: chunk.nbytes], copy)
             else:

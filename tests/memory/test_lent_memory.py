@@ -94,6 +94,30 @@ def test_an_allocation_gets_what_was_lent_and_no_byte_is_lost(card):
     card.check()
 
 
+def test_at_the_peak_of_a_step_no_second_request_of_its_largest_size_is_expected(card):
+    card.expect(2 * GIB)
+    largest = card.allocate(2 * GIB)
+    card.lend(11)  # which leaves 1.25 GiB
+    assert card.allocate(PIECE // 4).numel() == PIECE // 4
+    assert not any(card.taken)
+    del largest
+    torch.cuda.empty_cache()
+    card.lend(8)
+    assert card.allocate(2 * GIB).numel() == 2 * GIB
+    assert 0 < sum(card.taken) < len(card.taken)
+    card.check()
+
+
+def test_a_loan_that_is_held_by_itself_stays_and_others_are_taken(card):
+    card.expect(2 * GIB)
+    card.lend(20)
+    with card.memory.holding(card.loans[-1][0]):
+        assert card.allocate(2 * GIB).numel() == 2 * GIB
+    assert not card.taken[-1]
+    assert any(card.taken)
+    card.check()
+
+
 def test_a_kernel_in_flight_is_waited_for(card):
     card.lend(20)
     loan, image = card.loans[-1]

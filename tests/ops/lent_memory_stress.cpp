@@ -65,24 +65,25 @@ void borrow(tencache::LentMemory& memory, unsigned seed, int turns)
         const auto [number, address] = memory.lend(nbytes, image.data(), random() % 4);
         if (address == nullptr) continue;
         unsigned char value = 0;
-        memory.hold();
+        const std::uint64_t held = random() % 2 ? number : tencache::LentMemory::ALL;
+        memory.hold(held);
         if (memory.taken(number)) {  // before anything was written: what the image has is of no interest
-            memory.release();
+            memory.release(held);
             if (memory.end(number)) fail("a loan that was taken back ended as if it was there");
             continue;
         }
         std::memset(address, value = static_cast<unsigned char>(random()), nbytes);
-        memory.release();
+        memory.release(held);
         for (int use = 0; use < 4; ++use) {
             std::this_thread::yield();
-            memory.hold();
+            memory.hold(held);
             const bool taken = memory.taken(number);
             auto* bytes = taken ? image.data() : static_cast<unsigned char*>(address);
             for (std::size_t index = 0; index < nbytes; ++index) {
                 if (bytes[index] != value) fail("bytes of a loan are not those last written");
             }
             if (!taken) std::memset(bytes, ++value, nbytes);
-            memory.release();
+            memory.release(held);
         }
         memory.end(number);
     }

@@ -20,6 +20,7 @@ class OrdinaryLoan:
         self.image = image
         self.rank = rank
         self.taken = False
+        self.holds = 0
 
     def take_back(self) -> None:
         assert self.image is not None
@@ -51,6 +52,13 @@ class OrdinaryDevice:
 
     def record(self) -> None: ...
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a part of what was allocated; parts of anything else are in host memory."""
+        return tensor.untyped_storage().data_ptr() in self._storages()
+
+    def _storages(self) -> set[int]:
+        raise NotImplementedError
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         raise NotImplementedError
 
@@ -69,7 +77,7 @@ class OrdinaryDevice:
             if self._holds:
                 return 0
             loans = [loan for reference in self._loans if (loan := reference()) is not None]
-            loans = [loan for loan in loans if not loan.taken and loan.memory.numel()]
+            loans = [loan for loan in loans if not loan.taken and not loan.holds and loan.memory.numel()]
             loans.sort(key=lambda loan: -loan.rank)
             for loan in loans[:count]:
                 loan.take_back()
@@ -77,14 +85,19 @@ class OrdinaryDevice:
             return len(loans[:count])
 
     @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
-        with self._lock:
-            self._holds += 1
+    def holding(self, loan: OrdinaryLoan | None = None) -> Iterator[None]:
+        def hold(count: int) -> None:
+            with self._lock:
+                if loan is None:
+                    self._holds += count
+                else:
+                    loan.holds += count
+
+        hold(1)
         try:
             yield
         finally:
-            with self._lock:
-                self._holds -= 1
+            hold(-1)
 
     def step_done(self, host_room_nbytes: int) -> None:
         self.host_room_nbytes = host_room_nbytes

@@ -4,11 +4,13 @@
 //
 // Each loan has an image: host memory that gets the bytes when the loan is taken back. Taking back runs inside torch's
 // allocator, under its lock and on any thread, which may or may not hold Python's GIL: nothing here calls torch or Python.
-// Python learns of it afterwards: whoever is about to use a loan holds them all first, and then looks which were taken.
+// Python learns of it afterwards: whoever is about to use loans holds them first, and then looks which were taken.
 
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -30,6 +32,7 @@ struct LendingDriver {
 class LentMemory {
 public:
     static constexpr std::int64_t EVERYTHING = INT64_MAX;
+    static constexpr std::uint64_t ALL = 0;  // a number for all loans
 
     explicit LentMemory(LendingDriver& driver) : driver_(driver) {}
 
@@ -43,7 +46,7 @@ public:
         std::lock_guard<std::mutex> lock(mutex_);
         void* address = driver_.allocate(nbytes);
         if (address == nullptr) return {0, nullptr};
-        loans_[++n_loans_] = Loan{address, nbytes, image, rank, false};
+        loans_[++n_loans_] = Loan{address, nbytes, image, rank, false, 0};
         lent_nbytes_ += nbytes;
         return {n_loans_, address};
     }
@@ -60,22 +63,26 @@ public:
         return true;
     }
 
-    // Between the two nothing is taken back: an allocation that needs memory meanwhile does not get it from here.
-    void hold()
+    // Between the two a loan is not taken back, or none is: an allocation that needs memory meanwhile gets that of others,
+    // and where there are none, waits a moment for those that are held singly.
+    void hold(std::uint64_t number = ALL)
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        ++holds_;
+        ++(number == ALL ? holds_ : find(number).holds);
     }
 
-    void release()
+    void release(std::uint64_t number = ALL)
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        if (holds_ == 0) throw std::logic_error("loans are not held");
-        --holds_;
+        if (number != ALL && loans_.count(number) == 0) return;  // it had been taken back, and has ended
+        int& holds = number == ALL ? holds_ : find(number).holds;
+        if (holds == 0) throw std::logic_error("the loan is not held");
+        --holds;
+        released_.notify_all();
     }
 
     // Whether a loan was taken back: its bytes are in its image.
-    bool taken(std::uint64_t number) const
+    bool taken(std::uint64_t number)
     {
         std::lock_guard<std::mutex> lock(mutex_);
         return find(number).taken;
@@ -84,12 +91,16 @@ public:
     // Takes loans back until an allocation can get this much; returns how many bytes were. Any thread, without the GIL.
     std::size_t take_back(std::int64_t wanted_nbytes)
     {
-        std::lock_guard<std::mutex> lock(mutex_);
-        if (holds_ > 0 || lent_nbytes_ == 0) return 0;
+        std::unique_lock<std::mutex> lock(mutex_);
+        const auto deadline = std::chrono::steady_clock::now() + LONGEST_WAIT;
         std::size_t nbytes = 0;
-        while (wanted_nbytes == EVERYTHING || driver_.available_nbytes(lent_nbytes_) < wanted_nbytes) {
+        while (holds_ == 0 && lent_nbytes_ > 0 &&
+               (wanted_nbytes == EVERYTHING || driver_.available_nbytes(lent_nbytes_) < wanted_nbytes)) {
             auto next = last();
-            if (next == loans_.end()) break;
+            if (next == loans_.end()) {
+                if (released_.wait_until(lock, deadline) == std::cv_status::timeout) break;
+                continue;
+            }
             Loan& loan = next->second;
             if (host_room_nbytes_ < static_cast<std::int64_t>(loan.nbytes)) {
                 ++n_refused_;
@@ -124,9 +135,14 @@ private:
         void* image = nullptr;
         std::uint64_t rank = 0;
         bool taken = false;
+        int holds = 0;
     };
 
-    const Loan& find(std::uint64_t number) const
+    // Whoever holds a loan issues some work to the device. It may need the GIL for that, which the thread that waits may
+    // have.
+    static constexpr std::chrono::milliseconds LONGEST_WAIT{100};
+
+    Loan& find(std::uint64_t number)
     {
         auto found = loans_.find(number);
         if (found == loans_.end()) throw std::invalid_argument("no such loan: it has ended before");
@@ -137,13 +153,15 @@ private:
     {
         auto best = loans_.end();
         for (auto each = loans_.begin(); each != loans_.end(); ++each) {
-            if (!each->second.taken && (best == loans_.end() || each->second.rank >= best->second.rank)) best = each;
+            if (each->second.taken || each->second.holds > 0) continue;
+            if (best == loans_.end() || each->second.rank >= best->second.rank) best = each;
         }
         return best;
     }
 
     LendingDriver& driver_;
-    mutable std::mutex mutex_;
+    std::mutex mutex_;
+    std::condition_variable released_;
     std::map<std::uint64_t, Loan> loans_;
     std::uint64_t n_loans_ = 0;
     std::int64_t host_room_nbytes_ = 0;

@@ -3,10 +3,10 @@
 // Lent memory of CUDA devices, and the hook by which torch's allocator takes it back.
 //
 // Where no cached block fits, torch's allocator runs its FreeMemoryCallbacks and then asks the driver. A callback is not
-// told the size: it makes available as much as 1.25 times the largest request of this step and the one before, which a
-// trace tracker sees, and at least LEAST_NBYTES. Where that was not enough, the driver has refused, and torch releases
-// cached segments before it asks again: at the first of them everything lent is taken back. Whoever lends keeps one in the
-// cache for that.
+// told the size: it makes available what the requests of this step and the one before, which a trace tracker sees, give
+// reason to expect (Device::wanted_nbytes). Where that was not enough, the driver has refused, and torch releases cached
+// segments before it asks again: at the first of them everything lent is taken back. Whoever lends keeps one in the cache
+// for that.
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
@@ -105,15 +105,24 @@ struct Device {
         raise(peak, in_use += nbytes);
     }
     void freed(std::int64_t nbytes) { in_use -= nbytes; }
-    void record() { in_use = peak = 0; }
-    std::int64_t largest_request_nbytes() const
+    void record()
     {
-        return std::max(largest_of_this_step.load(), largest_of_last_step.load());
+        peak_before = peak - in_use;
+        in_use = peak = 0;
+    }
+    // What is to be available: 1.25 times the largest request, but no more than takes this step to the peak of the one
+    // before and LEAST_NBYTES beyond: near its peak the largest request has been made.
+    std::int64_t wanted_nbytes() const
+    {
+        const std::int64_t largest = std::max(largest_of_this_step.load(), largest_of_last_step.load());
+        const std::int64_t to_peak = std::max(peak.load(), peak_before.load()) - in_use;
+        return std::max(LEAST_NBYTES, std::min(largest + largest / 4, to_peak + LEAST_NBYTES));
     }
     void step_done() { largest_of_last_step = largest_of_this_step.exchange(0); }
 
     std::atomic<std::int64_t> largest_of_this_step{0}, largest_of_last_step{0};
     std::atomic<std::int64_t> in_use{0}, peak{0};  // of torch's memory, beyond what it was at record()
+    std::atomic<std::int64_t> peak_before{0};      // before record(), beyond the same
 
 private:
     static void raise(std::atomic<std::int64_t>& highest, std::int64_t nbytes)
@@ -154,8 +163,7 @@ public:
         Device* device = find_device(index);
         if (device == nullptr || device->memory.lent_nbytes() == 0 || is_capturing()) return false;
         in_miss = true;
-        const std::int64_t largest = device->largest_request_nbytes();
-        device->memory.take_back(std::max(LEAST_NBYTES, largest + largest / 4));
+        device->memory.take_back(device->wanted_nbytes());
         return false;  // what was freed is the driver's, not in a block of torch's
     }
 };
@@ -209,8 +217,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
             },
             unlocked())
         .def("end", [](Device& self, std::uint64_t number) { return self.memory.end(number); }, unlocked())
-        .def("hold", [](Device& self) { self.memory.hold(); }, unlocked())
-        .def("release", [](Device& self) { self.memory.release(); }, unlocked())
+        .def("hold", [](Device& self, std::uint64_t number) { self.memory.hold(number); }, py::arg("number") = 0, unlocked())
+        .def(
+            "release", [](Device& self, std::uint64_t number) { self.memory.release(number); }, py::arg("number") = 0,
+            unlocked())
         .def("taken", [](Device& self, std::uint64_t number) { return self.memory.taken(number); }, unlocked())
         .def("take_back", [](Device& self, std::int64_t nbytes) { return self.memory.take_back(nbytes); }, unlocked())
         .def("set_host_room", [](Device& self, std::int64_t nbytes) { self.memory.set_host_room(nbytes); }, unlocked())
