@@ -12,7 +12,6 @@ See [Note: memory that training needs] in :mod:`tencache_ds.planning.memory_watc
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -127,7 +126,6 @@ class GpuHomes:
         options: of the user.
         memory: of the compute device.
         tier: the optimizer's state.
-        gradient_itemsize: bytes of an element of the accumulated gradients.
         n_sub_groups: of the optimizer's state.
         shards: the weights that may be there, in the same order on every rank.
         moves: carries out the decisions.
@@ -146,7 +144,6 @@ class GpuHomes:
         options: TenCacheConfig,
         memory: DeviceMemory,
         tier: OptimizerStateTier,
-        gradient_itemsize: int,
         n_sub_groups: int,
         shards: Callable[[], Sequence[Shard]],
         moves: GpuMoves,
@@ -163,7 +160,6 @@ class GpuHomes:
         self._options = options
         self._memory = memory
         self._tier = tier
-        self._gradient_itemsize = gradient_itemsize
         self._n_sub_groups = n_sub_groups
         self._shards = shards
         self._moves = moves
@@ -185,7 +181,7 @@ class GpuHomes:
         self._stuck = False
         # Chunks of each sub-group, and weights (keys).
         self._handed_back: tuple[list[int], frozenset[int]] | None = None
-        self._left_nbytes = 0
+        self._left_nbytes = self._pool_nbytes = 0
         self._taken_nbytes = memory.taken_nbytes
         memory.step_done(host_room_nbytes())
         memory.record()
@@ -265,9 +261,12 @@ class GpuHomes:
             self._report("training has not needed the memory for some time", None, None)
 
     def _allowed_nbytes(self, usage: GpuUsage) -> int:
-        """The unused part of the user's limit."""
+        """The unused part of the user's limit; without one, where state leaves for it, what torch's allocator does not
+        hold."""
         most_nbytes = limit_nbytes(usage, self._options.gpu_memory)
-        return usage.available_nbytes if most_nbytes is None else max(most_nbytes - self._moves.nbytes, 0)
+        if most_nbytes is not None:
+            return max(most_nbytes - self._moves.nbytes, 0)
+        return usage.free_nbytes - self._watch.headroom_nbytes if self._memory.lends else usage.available_nbytes
 
     # The plan
 
@@ -276,13 +275,14 @@ class GpuHomes:
         self._memory.synchronize()
         self._n_steps += 1
         usage = self._memory.usage()
+        self._pool_nbytes = max(self._pool_nbytes, usage.pool_nbytes)
         budget = self._budget(usage)
         shards = self._shards()
         chunks = self._chunks(shards)
         there = self._moves.counts()
         moved = {} if self._activations is None else dict(self._activations.measured())
         free = {position: SavedItem(cost.nbytes, 0.0) for position, cost in moved.items()}
-        costs = StepCosts([Weight(shard.nbytes, 0.0) for shard in shards], UpdateRates(1.0), free)
+        costs = StepCosts([self._weight(shard, 0.0) for shard in shards], UpdateRates(1.0), free)
         fits = costs.fits(chunks, budget.nbytes, budget.lasting_nbytes)
         everything = fits and (bool(moved) or not self._moves_activations)
         typical = None
@@ -334,7 +334,7 @@ class GpuHomes:
             step,
             waits_seconds=waits,
             arithmetic_seconds=self._numel_outside(chunks, plan.chunks) / costs.rates.params_per_s,
-            update_seconds=max(plan.seconds - waits, 0.0),
+            update_seconds=plan.update_seconds,
             nvme_bytes_per_s=costs.rates.nvme_bytes_per_s,
         )
 
@@ -350,7 +350,7 @@ class GpuHomes:
             left_nbytes = 0 if self._moves.any_on_nvme else self._tier.resident_nbytes
             elsewhere_nbytes = self._host_room_nbytes() + left_nbytes
         wanted_nbytes = limit_nbytes(usage, self._options.gpu_memory)
-        budget = gpu_budget(usage, wanted_nbytes, self._moves.nbytes, elsewhere_nbytes)
+        budget = gpu_budget(usage, wanted_nbytes, self._moves.nbytes, elsewhere_nbytes, self._pool_nbytes)
         nbytes, lasting_nbytes = self._agree(
             "GPU memory",
             (budget.nbytes, budget.lasting_nbytes),
@@ -360,22 +360,23 @@ class GpuHomes:
         return GpuBudget(nbytes, lasting_nbytes, reason)
 
     def _chunks(self, shards: Sequence[Shard]) -> list[list[StateChunk]]:
-        """Chunks of each sub-group whose state may be there: Adam's, in single precision, of weights that may."""
+        """Chunks of each sub-group whose state may be there: Adam's, in single precision."""
         groups: list[list[StateChunk]] = []
         index_of = {shard.key: index for index, shard in enumerate(shards)}
         for index in range(self._n_sub_groups):
             kinds = self._tier.kinds(index)
             dtypes = {self._tier.dtype(index, kind) for kind in kinds}
-            there = set(kinds) == {MASTER, EXP_AVG, EXP_AVG_SQ} and dtypes == {torch.float32}
+            may = set(kinds) == {MASTER, EXP_AVG, EXP_AVG_SQ} and dtypes == {torch.float32}
             groups.append([])
-            needed, freed = self._moves.needed(index), self._moves.freed_gradient_nbytes(index)
-            for chunk, keys, freed_nbytes in zip(self._tier.chunks(index), needed, freed, strict=True):
-                if not there or not index_of.keys() >= set(keys):
-                    break
-                weights = tuple(index_of[key] for key in keys)
-                gradient_nbytes = chunk.numel * self._gradient_itemsize
-                groups[-1].append(StateChunk(chunk.nbytes, gradient_nbytes, chunk.numel, weights, freed_nbytes))
+            for chunk, keys in zip(self._tier.chunks(index), self._moves.weights_of(index), strict=True):
+                if may:
+                    weights = tuple(index_of[key] for key in keys if key in index_of)
+                    groups[-1].append(StateChunk(chunk.nbytes, chunk.numel, weights))
         return groups
+
+    def _weight(self, shard: Shard, seconds: float) -> Weight:
+        numel, nbytes = self._moves.gradient_of(shard.key)
+        return Weight(shard.nbytes, seconds, shard.nbytes if shard.frees_host else 0, nbytes, numel)
 
     def _costs(
         self,
@@ -397,7 +398,7 @@ class GpuHomes:
                 longest = wait.seconds if shard.stored else copies + self._without_fetches * wait.host_seconds
                 overhead = wait.overhead_seconds if shard.stored or self._without_fetches else 0.0
                 seconds = max((min(wait.seconds, longest) + overhead) * share, HIDDEN_SHARE * copies)
-            weights.append(Weight(shard.nbytes, seconds, shard.nbytes if shard.frees_host else 0))
+            weights.append(self._weight(shard, seconds))
         activations = {}
         for position, cost in moved.items():
             copies = 2 * cost.moved_nbytes / rate
@@ -415,6 +416,9 @@ class GpuHomes:
             max(numel, 1) / max(typical.arithmetic, 1e-6),
             nvme_bytes_per_s(stored, typical.update, typical.passes, self._staging_nbytes()),
             self._tier.resident_nbytes + max(self._host_left_nbytes(), 0),
+            rate,
+            self._hidden_share(),
+            typical.forward,
         )
         return StepCosts(weights, rates, activations)
 
@@ -438,14 +442,10 @@ class GpuHomes:
         moving = [shard for shard in shards if shard.key in chosen]
         if not self._moves.bring_weights(moving, self._agree):
             return plan
-        if chosen != set(wanted):  # as many chunks as fit with these weights
-            there = [index for index, shard in enumerate(shards) if shard.key in chosen]
-            chunks = [
-                list(itertools.takewhile(lambda chunk: set(chunk.weights) <= set(there), group)) for group in chunks
-            ]
+        if chosen != set(wanted):  # as many chunks as fit beside these weights, with their gradients
+            taken = self._moves.weight_nbytes + sum(self._moves.gradient_of(key)[1] for key in chosen)
             free = [[dataclasses.replace(chunk, weights=()) for chunk in group] for group in chunks]
-            left_nbytes = max(budget.nbytes - self._moves.weight_nbytes, 0)
-            lasting_nbytes = max(budget.lasting_nbytes - self._moves.weight_nbytes, 0)
+            left_nbytes, lasting_nbytes = max(budget.nbytes - taken, 0), max(budget.lasting_nbytes - taken, 0)
             plan = dataclasses.replace(costs, weights=[]).plan(free, left_nbytes, lasting_nbytes)
         counts = [max(count, there) for count, there in zip(plan.chunks, self._moves.counts(), strict=True)]
         self._moves.bring_state(counts)
@@ -474,9 +474,9 @@ class GpuHomes:
         try:
             if self._moves.state_nbytes:
                 left_nbytes = self._moves.release_state(nbytes + int(QUANTUM_SHARE * self._watch.headroom_nbytes))
-                self._moves.release_gradients()
             if left_nbytes < nbytes and self._moves.weight_nbytes:
                 n_weights = self._moves.release_weights()
+            self._moves.release_gradients()
         except TenCacheError as error:
             self._stuck = True
             logger.warning("training needs GPU memory, but its contents fit nowhere else: %s", error)

@@ -103,9 +103,8 @@ class GpuMoves:
         """Reports the contents to the accounts."""
         self._accounts.note_gpu(weight_nbytes=self.weight_nbytes, gradient_nbytes=self.gradient_nbytes)
 
-    def needed(self, sub_group: int) -> list[tuple[int, ...]]:
-        """Weights (keys) that each chunk of a sub-group has elements of: without them on the device it is not updated
-        there."""
+    def weights_of(self, sub_group: int) -> list[tuple[int, ...]]:
+        """Weights (keys) that each chunk of a sub-group has elements of."""
         runs: list[tuple[int, ...]] = []
         ends = list(itertools.accumulate(numel for _, numel in self._sub_groups[sub_group]))
         keys = [key for key, _ in self._sub_groups[sub_group]]
@@ -115,16 +114,10 @@ class GpuMoves:
             runs.append(tuple(keys[first : last + 1]))
         return runs
 
-    def freed_gradient_nbytes(self, sub_group: int) -> list[int]:
-        """Host memory of gradients that becomes free with each chunk of a sub-group, when it and all before it are in
-        GPU memory."""
-        first = sum(self._tier.numel(index) for index in range(sub_group))
-        ends = {first + chunk.start + chunk.numel: chunk.index for chunk in self._tier.chunks(sub_group)}
-        result = [0] * len(ends)
-        for end, nbytes in self._gradients.buffers:
-            if end in ends:
-                result[ends[end]] = nbytes
-        return result
+    def gradient_of(self, key: int) -> tuple[int, int]:
+        """Elements of a weight's gradient, and its bytes; 0 where none is accumulated."""
+        nbytes = self._gradients.nbytes_of(key) if self._gradients.accumulates(key) else 0
+        return nbytes // self._gradients.dtype.itemsize, nbytes
 
     # Into GPU memory, between two steps
 
@@ -134,8 +127,9 @@ class GpuMoves:
         return self._weight_moves.bring(shards, agree)
 
     def bring_state(self, counts: Sequence[int]) -> None:
-        """Moves state and gradients of the first ``counts`` chunks of each sub-group; each rank decides alone. Ends at
-        an allocation that fails. Host memory that becomes free takes state from NVMe."""
+        """Moves the state of the first ``counts`` chunks of each sub-group, and the gradients of weights that are there
+        with all of their state; each rank decides alone. Ends at an allocation that fails. Host memory that becomes
+        free takes state from NVMe."""
         try:
             for index, (count, there) in enumerate(zip(counts, self.counts(), strict=True)):
                 if count and count >= there:
@@ -164,13 +158,13 @@ class GpuMoves:
         nbytes -= self._weight_moves.bring_back(nbytes)
         if self._weight_moves.out:
             return self.nbytes - before
-        counts = self.counts()
-        itemsize = self._gradients.dtype.itemsize
+        counts, there = self.counts(), set(self._weight_moves.there)
         for index in range(len(counts)):
-            chunks, needed = self._tier.chunks(index), self.needed(index)
-            while counts[index] < len(chunks) and set(needed[counts[index]]) <= set(self._weight_moves.there):
+            chunks, weights = self._tier.chunks(index), self.weights_of(index)
+            while counts[index] < len(chunks):
                 chunk = chunks[counts[index]]
-                nbytes -= chunk.nbytes + chunk.numel * itemsize
+                with_gradients = not there.isdisjoint(weights[counts[index]])
+                nbytes -= chunk.nbytes + with_gradients * chunk.numel * self._gradients.dtype.itemsize
                 if nbytes < 0:
                     break
                 counts[index] += 1
@@ -181,9 +175,10 @@ class GpuMoves:
         return self.nbytes - before
 
     def _bring_gradients(self, sub_group: int, count: int) -> None:
-        """Those of weights all of whose elements belong to the first chunks of a sub-group."""
+        """Those of weights in GPU memory all of whose elements belong to the first chunks of a sub-group."""
+        there = self._weight_moves.there
         for key, numel, belongs in self._within(sub_group, count):
-            if belongs and not self._gradients.on_device(key):
+            if belongs and key in there and not self._gradients.on_device(key):
                 memory = self._memory.allocate(numel * self._gradients.dtype.itemsize)
                 self._moved_gradient(key, self._gradients.move(key, memory.view(self._gradients.dtype)))
 
@@ -231,12 +226,13 @@ class GpuMoves:
         return before - self.state_nbytes
 
     def release_gradients(self) -> None:
-        """Those of weights whose state has left, so that no update has to fetch them piece by piece."""
+        """Those of weights that have left, or whose state has."""
         if not self._gradients.device_nbytes:
             return
+        there = self._weight_moves.there
         for index, count in enumerate(self.counts()):
             for key, _, belongs in self._within(index, count):
-                if not belongs and self._gradients.on_device(key):
+                if self._gradients.on_device(key) and not (belongs and key in there):
                     self._moved_gradient(key, self._gradients.move(key, None))
         self._memory.synchronize()
         self.note()

@@ -26,6 +26,7 @@ class GpuUsage:
         peak_nbytes: the most that they have used since recording began.
         n_flushes: how often torch's allocator had to free its whole cache to obtain memory.
         n_failures: how often it did not obtain any.
+        pool_nbytes: what it holds: tensors, its cache, and what streams are not done with.
     """
 
     free_nbytes: int
@@ -34,6 +35,7 @@ class GpuUsage:
     peak_nbytes: int
     n_flushes: int = 0
     n_failures: int = 0
+    pool_nbytes: int = 0
 
     @property
     def available_nbytes(self) -> int:

@@ -12,6 +12,10 @@ BOUNCE_NBYTES = 32 * 2**20
 N_BOUNCES = 3
 """Two for the copies, one to measure their rate."""
 
+N_LANES = 3
+"""Chunks of state in GPU memory that are updated side by side without their weights: the gradient of one is copied, one
+is updated, and the weights of one are copied back."""
+
 
 def round_up(nbytes: int, multiple: int = PAGE_NBYTES) -> int:
     """The smallest multiple that is not below ``nbytes``; by default whole pages."""

@@ -15,6 +15,7 @@ from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.cpu_adam_op import LazyCpuAdam
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import updates_by_chunks
+from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, adam_scalars
 from tencache_ds.tiers.cpu_share import ArithmeticCores
 from tencache_ds.tiers.device_adam import DeviceAdam
@@ -41,7 +42,7 @@ class SubGroupUpdater:
         *,
         cores: int,
         fused: FusedAdam | None,
-        device: DeviceAdam | None = None,
+        device: tuple[DeviceMemory, DeviceAdam] | None = None,
     ) -> None:
         """
         Args:
@@ -52,7 +53,8 @@ class SubGroupUpdater:
             writer: where the model's weights get their new values.
             cores: how many of the host's cores arithmetic may use here.
             fused: Adam in one pass; None leaves Adam to DeepSpeed's op.
-            device: Adam on state in device memory; None where there is none. Not without ``fused``.
+            device: memory of the compute device, and Adam on state there; None where there is none. Not without
+                ``fused``.
         """
         self._optimizer = optimizer
         self._states = states
@@ -66,7 +68,8 @@ class SubGroupUpdater:
             in_file = FusedUpdate(fused)
             kernels.insert(0, in_file)
             if device is not None:
-                in_place = DeviceUpdate(device, fused.width, tier, gradients, writer)
+                memory, adam = device
+                in_place = DeviceUpdate(adam, fused.width, memory, tier, gradients, writer)
         self.by_chunks = ChunkedUpdate(tier, gradients, writer, kernels, in_place, in_file)
         """Adam on chunks, with the arithmetic of DeepSpeed's CPU Adam on the whole sub-group. Chunks begin at multiples
         of every vector width, so the result is the same bit for bit."""

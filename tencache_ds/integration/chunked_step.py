@@ -197,10 +197,11 @@ class ChunkedStep:
         Raises:
             StorageError: a read failed, or an earlier write.
         """
-        later = self._later[step.sub_group]
-        elsewhere = self._update.start_in_place(step) | {chunk.index for chunk in later}
+        in_place = self._update.start_in_place(step)
+        later = [chunk for chunk in self._later[step.sub_group] if chunk.index not in in_place]
+        elsewhere = in_place | {chunk.index for chunk in later}
         chunks = self._state.chunks(step.sub_group)
-        self._update.run(step, [chunk for chunk in chunks if chunk.index not in elsewhere])
+        self._update.run([(step, [chunk for chunk in chunks if chunk.index not in elsewhere])])
         if later:
             self._work.append((step, later))
         if self._background is not None and self._work and step.sub_group == len(self._groups) - 1:
@@ -253,8 +254,10 @@ class ChunkedStep:
         if self._background is None:
             return 0.0
         chunks = self._all_chunks()
-        later = sum(chunk.numel for group in self._chunks_that_may_wait(chunks) for chunk in group)
-        total = sum(chunk.numel for group in chunks for chunk in group if not self._state.on_device(chunk))
+        later, total = (
+            sum(chunk.numel for group in groups for chunk in group if not self._state.on_device(chunk))
+            for groups in (self._chunks_that_may_wait(chunks), chunks)
+        )
         return later / total if total else 0.0
 
     # Mechanics
@@ -269,8 +272,8 @@ class ChunkedStep:
         return [self._state.chunks(index) for index in range(len(self._groups))]
 
     def _chunks_that_may_wait(self, chunks: Sequence[Sequence[Chunk]]) -> Sequence[Sequence[Chunk]]:
-        """Chunks of fp32 Adam, by sub-group, in host memory or on NVMe whose weights are in host memory, and gathered
-        before anybody sees them."""
+        """Chunks of fp32 Adam, by sub-group, whose weights are in host memory, and gathered before anybody sees
+        them."""
         in_use = self._weights.in_use()
         key = (in_use, self._state.version)
         if self._may_wait is None or self._may_wait[0] != key:
@@ -279,9 +282,8 @@ class ChunkedStep:
                 dtypes = {self._state.dtype(index, kind) for kind in self._state.kinds(index)}
                 weights = {param.ds_tensor.dtype for param in self._groups[index]}
                 fits = dtypes == {torch.float32} and weights <= TYPES.keys()
-                candidates.append([chunk for chunk in group if fits and self._is_out_of_sight(chunk, in_use)])
+                candidates.append(
+                    [chunk for chunk in group if fits and in_use.isdisjoint(self._weights.keys_of(chunk))]
+                )
             self._may_wait = key, candidates
         return self._may_wait[1]
-
-    def _is_out_of_sight(self, chunk: Chunk, in_use: frozenset[int]) -> bool:
-        return not self._state.on_device(chunk) and in_use.isdisjoint(self._weights.keys_of(chunk))

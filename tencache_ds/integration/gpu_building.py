@@ -121,7 +121,6 @@ def build_gpu_homes(
         session.options,
         memory,
         state.tier,
-        gradients.dtype.itemsize,
         len(groups),
         weights.shards,
         moves,

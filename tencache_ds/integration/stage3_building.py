@@ -216,7 +216,7 @@ class BuildingMixin:
             self._model_weights,
             cores=engine.surroundings.cores,
             fused=fused,
-            device=None if self._device is None else self._device[1],
+            device=self._device,
         )
         moves = self._state_moves = StateMoves(
             self._state,

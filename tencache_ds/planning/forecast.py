@@ -112,31 +112,44 @@ def forecast(training: Training, budget_nbytes: int, hardware: Hardware, *, gpu_
     Raises:
         ConfigError: no rate is known.
     """
-    per_weight, per_update = training.weight_nbytes, training.gradient_nbytes + training.state_nbytes
+    per_weight, per_state = training.weight_nbytes, training.state_nbytes
+    beside = per_weight + training.gradient_nbytes
     all_weights = training.numel * per_weight
-    most = gpu_budget_nbytes // (per_weight + per_update)
     stored_weights = max(0, all_weights - budget_nbytes)
-    counts = [most, *(max(0, gpu_budget_nbytes - first) // per_update for first in (all_weights, stored_weights))]
+    counts = [gpu_budget_nbytes // per_state, gpu_budget_nbytes // (per_state + beside), 0]
+    for first in (all_weights, stored_weights):
+        counts += [max(0, gpu_budget_nbytes - first) // each for each in (per_state, per_state + beside - per_weight)]
     # With one parameter less, what its state would take holds weights: so more memory never gives a longer step.
     counts += [max(0, count - 1) for count in counts]
     forecasts = []
-    for updated in {min(training.numel, most, count) for count in counts}:
-        on_gpu = min(all_weights, gpu_budget_nbytes - updated * per_update)
-        forecasts.append(_placed(training, budget_nbytes, hardware, gpu_budget_nbytes, on_gpu, updated))
+    for updated in {min(training.numel, count) for count in counts}:
+        left = gpu_budget_nbytes - updated * per_state
+        trained = min(updated, left // beside)  # parameters whose weights and gradients are there with their state
+        on_gpu = trained * per_weight + (left - trained * beside if trained == updated else 0)
+        forecasts.append(
+            _placed(training, budget_nbytes, hardware, gpu_budget_nbytes, min(all_weights, on_gpu), updated, trained)
+        )
     return min(forecasts, key=lambda each: (each.bound.seconds, sum(each.bound.by_resource.values())))
 
 
 def _placed(
-    training: Training, budget_nbytes: int, hardware: Hardware, gpu_budget_nbytes: int, on_gpu: int, updated: int
+    training: Training,
+    budget_nbytes: int,
+    hardware: Hardware,
+    gpu_budget_nbytes: int,
+    on_gpu: int,
+    updated: int,
+    trained: int,
 ) -> Forecast:
-    """The forecast for a given number of bytes of weights and of parameters with their state in GPU memory."""
+    """The forecast for given bytes of weights in GPU memory, and numbers of parameters with state, and with everything,
+    there."""
     numel, per_weight = training.numel, training.weight_nbytes
     weights = _split(numel * per_weight, budget_nbytes)
     gradient_nbytes = numel * training.gradient_nbytes
     left = budget_nbytes - weights.host_nbytes - gradient_nbytes
     state = _split((numel - updated) * training.state_nbytes, left)
     weights = ByPlace(weights.host_nbytes, max(0, weights.nvme_nbytes - on_gpu), on_gpu)
-    gradients = ByPlace(gradient_nbytes, 0, updated * training.gradient_nbytes)
+    gradients = ByPlace(gradient_nbytes, 0, trained * training.gradient_nbytes)
     state = ByPlace(state.host_nbytes, state.nvme_nbytes, updated * training.state_nbytes)
     shared = max(0, weights.host_nbytes - on_gpu) / (numel * per_weight)  # spread over the step, as state on NVMe is
     demand = Demand(

@@ -33,7 +33,11 @@ class GpuBudget:
 
 
 def gpu_budget(
-    usage: GpuUsage, wanted_nbytes: int | None, there_nbytes: int = 0, room_elsewhere_nbytes: int | None = None
+    usage: GpuUsage,
+    wanted_nbytes: int | None,
+    there_nbytes: int = 0,
+    room_elsewhere_nbytes: int | None = None,
+    pool_nbytes: int = 0,
 ) -> GpuBudget:
     """The part of a GPU's memory that may hold weights, gradients and optimizer state between two uses.
 
@@ -42,6 +46,8 @@ def gpu_budget(
         wanted_nbytes: the user's ``gpu_memory``, or None for automatic.
         there_nbytes: what it holds of them already.
         room_elsewhere_nbytes: of state that can leave within an allocation; None where it cannot.
+        pool_nbytes: the most that torch's allocator has held. Where the host runs ahead of the device, that is up to
+            twice of what tensors need; state would leave for it in the next step.
 
     Returns:
         Automatic: what the recorded step left free, less as much again as its activations and gradients took: they may
@@ -56,8 +62,9 @@ def gpu_budget(
         return GpuBudget(left_nbytes, left_nbytes, reason)
     lasting_nbytes = nbytes = max(left_nbytes - headroom(usage), 0)
     if room_elsewhere_nbytes is not None:
-        most_nbytes = max(left_nbytes - headroom(usage, can_leave=True), 0)
-        nbytes = min(most_nbytes, lasting_nbytes + max(room_elsewhere_nbytes, 0))
+        beside_pool_nbytes = usage.free_nbytes - max(pool_nbytes - usage.pool_nbytes, 0) + there_nbytes
+        most_nbytes = min(left_nbytes, beside_pool_nbytes) - headroom(usage, can_leave=True)
+        nbytes = max(min(most_nbytes, lasting_nbytes + max(room_elsewhere_nbytes, 0)), lasting_nbytes)
     nbytes = max(nbytes, there_nbytes)
     return GpuBudget(
         nbytes,

@@ -2,24 +2,29 @@
 """The contents of GPU memory: the items that save most seconds of a step per byte, as measured.
 
 A weight that is in GPU memory saves what a step waits for its copies; most of that time may already be hidden behind
-arithmetic. A chunk of optimizer state saves its part of the host's update, which takes as long as the slower of two
-things that run side by side: the processor's arithmetic, and the transfers from and to NVMe. Where those limit the
-step, whatever leaves host memory for the GPU saves twice its bytes, because what becomes free takes another chunk. Its
-update on the GPU is counted as nothing: a GPU's memory is an order of magnitude faster than the host's. A gradient goes
-where its state is, so it need not cross PCIe; and state goes there with its weights only, so neither do their new
-values.
+arithmetic. A chunk of optimizer state saves its part of the host's update, which takes as long as the slowest of three
+things that run side by side: the processor's arithmetic, the transfers from and to NVMe, and the copies between host
+and GPU memory for state that is in the latter without its weights. Where NVMe limits the step, whatever leaves host
+memory for the GPU saves twice its bytes, because what becomes free takes another chunk. The arithmetic on the GPU is
+counted as nothing: a GPU's memory is an order of magnitude faster than the host's.
+
+State needs no weights beside it: 12 bytes per parameter save its update, 16 its copies too. Where a weight and all of
+its state are there, its gradient is as well, and nothing crosses PCIe. Where the next forward pass is longer than the
+update beside it, state saves next to nothing; but a weight that is there without its state is visible, and its update
+is over before the pass begins.
 
 An activation that stays saves what a step waits for its copies out and back, in every micro-step, and the host memory
 that it would be in. It takes its bytes at the peak of a pass, when most of them are there at the same time.
 
-State goes there from the front, in the order of the update: then a sub-group is updated in one or two launches, and
-gradients that follow their state do so as whole weights.
+State goes there from the front, in the order of the update: those weights are needed first in the next pass, and are
+ready while the host updates the others.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +45,9 @@ _TRIED = 16
 _GRID = 64
 """With more chunk counts than this, a grid of this size is compared first, then the neighbours of the best."""
 
-_SHARES_BEYOND = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Shares that are tried of the memory beyond what weights and gradients may take."""
+HIDDEN_GAIN = 0.95
+"""Share of an update's time beside the next forward pass that costs the step nothing. The rest, which nobody has
+measured for itself, prefers less work on the host among plans that are equally quick otherwise."""
 
 _CORE = 12
 """Number of items around the point where a greedy choice runs out of memory whose combinations are all tried."""
@@ -55,31 +61,30 @@ class Weight:
         nbytes: of the shard.
         seconds: what a step takes longer because it is not in GPU memory.
         host_nbytes: host memory that optimizer state can take when it is.
+        gradient_nbytes: of its gradient, which is there when the weight and all of its state are.
+        numel: parameters that an update changes.
     """
 
     nbytes: int
     seconds: float
     host_nbytes: int = 0
+    gradient_nbytes: int = 0
+    numel: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
-    """A chunk of optimizer state with the gradients that it is updated with.
+    """A chunk of optimizer state.
 
     Attributes:
         nbytes: of its state.
-        gradient_nbytes: of its gradients.
         numel: parameters.
         weights: indices of the weights that they belong to.
-        host_nbytes: host memory of gradients that optimizer state can take when this chunk and all before it in its
-            sub-group are in GPU memory.
     """
 
     nbytes: int
-    gradient_nbytes: int
     numel: int
     weights: tuple[int, ...] = ()
-    host_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +110,43 @@ class UpdateRates:
         params_per_s: of this rank's cores.
         nvme_bytes_per_s: of this rank's share of NVMe, reads and writes together; None where no state is there.
         host_nbytes: host memory for optimizer state; the rest is on NVMe.
+        link_bytes_per_s: of copies between host and GPU memory, in either direction.
+        hidden_share: of an update of weights outside GPU memory, what may go on beside the next forward pass.
+        forward_seconds: of that pass.
     """
 
     params_per_s: float
     nvme_bytes_per_s: float | None = None
     host_nbytes: int = 0
+    link_bytes_per_s: float = math.inf
+    hidden_share: float = 0.0
+    forward_seconds: float = 0.0
 
-    def seconds(self, numel: int, nbytes: int, freed_nbytes: int | Array = 0) -> Any:
-        """Duration of the update of ``numel`` parameters with ``nbytes`` of state, when ``freed_nbytes`` more of host
-        memory are free; per element, if that is an array."""
-        arithmetic = numel / self.params_per_s
+    def exposed_seconds(self, update_seconds: Any, visible_numel: int | Array) -> Any:
+        """What an update adds to a step.
+
+        Args:
+            update_seconds: see :meth:`seconds`.
+            visible_numel: parameters updated outside GPU memory whose weights are there.
+        """
+        may_hide = np.maximum(update_seconds - visible_numel / self.params_per_s, 0.0) * self.hidden_share
+        return update_seconds - HIDDEN_GAIN * np.minimum(may_hide, self.forward_seconds)
+
+    def seconds(self, numel: int, nbytes: int, freed_nbytes: int | Array = 0, crossing_nbytes: int | Array = 0) -> Any:
+        """Duration of an update; per element, if an argument is an array.
+
+        Args:
+            numel: parameters whose state is outside GPU memory.
+            nbytes: of this state.
+            freed_nbytes: so much more of host memory is free.
+            crossing_nbytes: of gradients, or weights if these are more, that state in GPU memory needs from host memory
+                and back.
+        """
+        seconds = np.maximum(numel / self.params_per_s, crossing_nbytes / self.link_bytes_per_s)
         if self.nvme_bytes_per_s is None:
-            return arithmetic
+            return seconds
         stored = np.maximum(nbytes - self.host_nbytes - freed_nbytes, 0)
-        return np.maximum(arithmetic, 2 * stored / self.nvme_bytes_per_s)
+        return np.maximum(seconds, 2 * stored / self.nvme_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +158,7 @@ class GpuPlan:
         chunks: of each sub-group how many of its chunks do, counted from its first.
         nbytes: of all of it, gradients included.
         seconds: what weights, updates and moved activations still add to a step.
+        update_seconds: of the update, whatever of it is hidden.
         activations: of each block whether it stays there.
     """
 
@@ -137,6 +166,7 @@ class GpuPlan:
     chunks: tuple[int, ...]
     nbytes: int
     seconds: float
+    update_seconds: float
     activations: tuple[bool, ...] = ()
 
 
@@ -146,51 +176,57 @@ def plan_gpu(
     budget_nbytes: int,
     rates: UpdateRates,
     *,
+    lasting_nbytes: int | None = None,
     least: int = 0,
     activations: Sequence[SavedItem] = (),
 ) -> GpuPlan:
     """The weights, chunks and activations with which a step is shortest.
 
-    For each number of chunks that fit with their weights, the rest of the budget goes to the weights and activations
-    that save most per byte; for the best of these numbers, which of them are the last to get in is tried out.
+    For each number of chunks, the rest of the budget goes to the weights and activations that save most per byte; for
+    the best of these numbers, which of them are the last to get in is tried out.
 
     Args:
         weights: all of them.
         groups: the chunks of each sub-group that may go there, in the order of the update.
         budget_nbytes: for all of them and for gradients; not negative.
         rates: of updates elsewhere.
-        least: number of chunks that are there and stay, whatever the budget and wherever their weights are.
+        lasting_nbytes: for all but state; None: no less than for everything.
+        least: number of chunks that are there and stay, whatever the budget.
         activations: those that may be moved.
     """
-    items: list[Weight | SavedItem] = [*weights, *activations]  # no chunk needs an activation
     chunks = [chunk for group in groups for chunk in group]
+    items = _Items(weights, activations, chunks)
+    used, numel, nbytes = (
+        _running(values)
+        for values in (
+            [_rounded(chunk.nbytes) for chunk in chunks],
+            [chunk.numel for chunk in chunks],
+            [chunk.nbytes for chunk in chunks],
+        )
+    )
     per_byte = 0.0 if rates.nvme_bytes_per_s is None else 2 / rates.nvme_bytes_per_s
-    knapsacks = [_Knapsack(items, each) for each in sorted({0.0, per_byte})]
-    knapsack = knapsacks[-1]
-    needed_by = np.full(len(items), len(chunks) + 1)  # of each item the first chunk that needs it, from 1
-    for number, chunk in reversed(list(enumerate(chunks, 1))):
-        needed_by[list(chunk.weights)] = number
-    sizes = np.array([0] + [_rounded(each.nbytes) + _rounded(each.gradient_nbytes) for each in chunks], np.int64)
-    np.add.at(sizes, needed_by[needed_by <= len(chunks)], knapsack.sizes[needed_by <= len(chunks)])
-    used = np.cumsum(sizes)
-    numel, nbytes = _running([each.numel for each in chunks]), _running([each.nbytes for each in chunks])
-    gradients = _running([each.host_nbytes for each in chunks])
+    per_visible = {0.0, 1 / rates.params_per_s if rates.hidden_share else 0.0}
 
-    def seconds_of_update(n: int, freed_nbytes: int | Array) -> Any:
-        left_numel, left_nbytes = int(numel[-1] - numel[n]), int(nbytes[-1] - nbytes[n])
-        return rates.seconds(left_numel, left_nbytes, gradients[n] + freed_nbytes)
+    def update_seconds(n: int, freed_nbytes: int | Array, crossing_nbytes: int | Array) -> Any:
+        left = int(numel[-1] - numel[n]), int(nbytes[-1] - nbytes[n])
+        return rates.seconds(*left, freed_nbytes, crossing_nbytes)
 
-    def forced(n: int) -> Array:
-        return needed_by <= n if used[n] <= budget_nbytes else np.zeros(len(items), bool)
+    def exposed(n: int, freed_nbytes: Array, crossing_nbytes: Array, visible_numel: Array) -> Any:
+        return rates.exposed_seconds(update_seconds(n, freed_nbytes, crossing_nbytes), visible_numel)
 
     def left(n: int) -> int:
-        there = int(used[n] if used[n] <= budget_nbytes else used[n] - knapsack.sizes[needed_by <= n].sum())
-        return max(budget_nbytes - there, 0)
+        nbytes = max(budget_nbytes - int(used[n]), 0)
+        return nbytes if lasting_nbytes is None else min(nbytes, lasting_nbytes)
+
+    def seconds_of(n: int, knapsack: _Knapsack, there: Array) -> tuple[float, float]:
+        freed, crossing, visible = knapsack.effects(there)
+        update = float(update_seconds(n, freed, crossing))
+        return float(rates.exposed_seconds(update, visible)) + float(items.seconds[~there].sum()), update
 
     def roughly(n: int) -> tuple[float, int]:
         # Of equally good ones, that with the most state there: less traffic, whatever it is hidden behind.
-        seconds, freed_nbytes = knapsack.greedily(left(n), forced(n))
-        return float(seconds_of_update(n, freed_nbytes)) + seconds, -n
+        knapsacks = [_Knapsack(items, n, per_byte, each) for each in per_visible]
+        return min(seconds_of(n, each, each.greedily(left(n)))[0] for each in knapsacks), -n
 
     most = max(least, int(np.searchsorted(used, budget_nbytes, side="right")) - 1)
     stride = max((most - least) // _GRID, 1)
@@ -200,16 +236,15 @@ def plan_gpu(
         compared[n] = roughly(n)
     plans = []
     for n in sorted(compared, key=compared.__getitem__)[:_TRIED]:
-        state_nbytes = int(used[n] - knapsack.sizes[needed_by <= n].sum())
-        for each in knapsacks:
-            there = forced(n) | each.choose(left(n), forced(n), functools.partial(seconds_of_update, n))
-            freed_nbytes = int(each.host[there].sum())
+        for worth in sorted(itertools.product({0.0, per_byte}, per_visible)):
+            knapsack = _Knapsack(items, n, *worth)
+            there = knapsack.choose(left(n), functools.partial(exposed, n))
             plans.append(
                 GpuPlan(
                     tuple(there[: len(weights)].tolist()),
                     _by_group(groups, n),
-                    state_nbytes + int(each.sizes[there].sum()),
-                    float(seconds_of_update(n, freed_nbytes)) + float(each.seconds[~there].sum()),
+                    int(used[n]) + int(knapsack.sizes[there].sum()),
+                    *seconds_of(n, knapsack, there),
                     tuple(there[len(weights) :].tolist()),
                 )
             )
@@ -238,32 +273,25 @@ class StepCosts:
         Args:
             chunks: of each sub-group those that may be there.
             budget_nbytes: for everything.
-            lasting_nbytes: for weights and gradients; of what is beyond it as much is used as they allow.
+            lasting_nbytes: for all but state.
             least: number of chunks that are there and stay.
         """
-        lasting_nbytes = min(lasting_nbytes, budget_nbytes)
-        activations = list(self.activations.values())
-        for share in _SHARES_BEYOND:
-            nbytes = lasting_nbytes + int(share * (budget_nbytes - lasting_nbytes))
-            plan = plan_gpu(self.weights, chunks, nbytes, self.rates, least=least, activations=activations)
-            if budget_nbytes == lasting_nbytes or self._lasting_nbytes(plan, chunks) <= lasting_nbytes:
-                break
-        return plan
-
-    def _lasting_nbytes(self, plan: GpuPlan, chunks: Sequence[Sequence[StateChunk]]) -> int:
-        weights = sum(
-            _rounded(weight.nbytes) for weight, there in zip(self.weights, plan.weights, strict=True) if there
+        return plan_gpu(
+            self.weights,
+            chunks,
+            budget_nbytes,
+            self.rates,
+            lasting_nbytes=lasting_nbytes,
+            least=least,
+            activations=list(self.activations.values()),
         )
-        there = (chunk for group, count in zip(chunks, plan.chunks, strict=True) for chunk in group[:count])
-        return weights + sum(_rounded(chunk.gradient_nbytes) for chunk in there)
 
     def fits(self, chunks: Sequence[Sequence[StateChunk]], budget_nbytes: int, lasting_nbytes: int) -> bool:
         """Whether everything fits, which takes no plan to know."""
-        all_chunks = list(itertools.chain.from_iterable(chunks))
-        lasting = [weight.nbytes for weight in self.weights] + [chunk.gradient_nbytes for chunk in all_chunks]
-        others = [chunk.nbytes for chunk in all_chunks] + [each.nbytes for each in self.activations.values()]
-        n_lasting = sum(map(_rounded, lasting))
-        return n_lasting <= lasting_nbytes and n_lasting + sum(map(_rounded, others)) <= budget_nbytes
+        lasting = sum(_rounded(weight.nbytes) + _rounded(weight.gradient_nbytes) for weight in self.weights)
+        lasting += sum(_rounded(each.nbytes) for each in self.activations.values())
+        state = sum(_rounded(chunk.nbytes) for chunk in itertools.chain.from_iterable(chunks))
+        return lasting <= lasting_nbytes and lasting + state <= budget_nbytes
 
     def leaving(self, plan: GpuPlan) -> list[int]:
         """Positions of the activations that are to move."""
@@ -275,38 +303,70 @@ class StepCosts:
         return [weight.seconds for weight in self.weights] + [each.seconds for each in self.activations.values()]
 
 
+class _Items:
+    """Weights, then activations, as arrays.
+
+    Args:
+        weights, activations: all of them.
+        chunks: of state that may be in GPU memory, in order.
+    """
+
+    def __init__(
+        self, weights: Sequence[Weight], activations: Sequence[SavedItem], chunks: Sequence[StateChunk]
+    ) -> None:
+        items: list[Weight | SavedItem] = [*weights, *activations]
+        none = [0] * len(activations)
+        self.sizes = np.array([_rounded(item.nbytes) for item in items], np.int64)
+        self.seconds = np.array([item.seconds for item in items], np.float64)
+        self.host = np.array([item.host_nbytes for item in items], np.int64)
+        self.numel = np.array([weight.numel for weight in weights] + none, np.int64)
+        self.gradients = np.array([weight.gradient_nbytes for weight in weights] + none, np.int64)
+        self.gradient_sizes = np.array([_rounded(weight.gradient_nbytes) for weight in weights] + none, np.int64)
+        self.crossing = np.maximum(self.gradients, [item.nbytes for item in items])
+        self.complete_with = np.full(len(items), len(chunks) + 1)  # of each weight the last chunk of its state, from 1
+        for number, chunk in enumerate(chunks, 1):
+            self.complete_with[list(chunk.weights)] = number
+
+
 class _Knapsack:
     """Which weights and activations to take with the remainder of a budget.
 
     Args:
         items: all of them.
-        seconds_per_byte: what host memory that they free is taken to be worth.
+        n: chunks of state that are there.
+        per_byte: seconds that host memory which they free is taken to be worth.
+        per_visible: seconds that the update of a parameter is taken to cost once its weight is visible.
     """
 
-    def __init__(self, items: Sequence[Weight | SavedItem], seconds_per_byte: float) -> None:
-        self.sizes = np.array([_rounded(item.nbytes) for item in items], np.int64)
-        self.seconds = np.array([item.seconds for item in items], np.float64)
-        self.host = np.array([item.host_nbytes for item in items], np.int64)
-        worth = self.seconds + self.host * seconds_per_byte
-        self._order = np.argsort(-worth / np.maximum(self.sizes, 1), kind="stable")
+    def __init__(self, items: _Items, n: int, per_byte: float, per_visible: float) -> None:
+        complete = items.complete_with <= n
+        self.sizes = items.sizes + complete * items.gradient_sizes
+        self._host = items.host + complete * items.gradients
+        self._crossing = complete * items.crossing
+        self._visible = ~complete * items.numel
+        self._seconds = items.seconds
+        worth = self._seconds + self._host * per_byte - self._visible * per_visible
+        order = np.argsort(-worth / np.maximum(self.sizes, 1), kind="stable")
+        self._order = order[worth[order] >= 0]
 
-    def greedily(self, budget: int, taken: Array) -> tuple[float, int]:
-        """After a greedy choice among those that are not taken: what the others still cost, and the host memory that is
-        free."""
-        order = self._order[~taken[self._order]]
-        n = int(np.searchsorted(np.cumsum(self.sizes[order]), budget, side="right"))
-        return float(self.seconds[order[n:]].sum()), int(self.host[taken].sum() + self.host[order[:n]].sum())
+    def effects(self, there: Array) -> tuple[int, int, int]:
+        """Of what is there: host memory that is free, bytes that cross PCIe, and parameters that are visible."""
+        return int(self._host[there].sum()), int(self._crossing[~there].sum()), int(self._visible[there].sum())
 
-    def choose(self, budget: int, taken: Array, seconds_of_update: Callable[[Array], Any]) -> Array:
-        """Whether each item is chosen beside those that are taken: greedily, but for those around the point
-        where that ends.
+    def greedily(self, budget: int) -> Array:
+        """Whether each item is chosen, greedily."""
+        there = np.zeros(len(self.sizes), bool)
+        there[self._order[: int(np.searchsorted(np.cumsum(self.sizes[self._order]), budget, side="right"))]] = True
+        return there
+
+    def choose(self, budget: int, seconds_of_update: Callable[[Array, Array, Array], Any]) -> Array:
+        """Whether each item is chosen: greedily, but for those around the point where that ends.
 
         Args:
             budget: for them.
-            taken: of each item whether it is.
-            seconds_of_update: what an update takes when so much host memory is free (of each element).
+            seconds_of_update: what an update adds to a step with such :meth:`effects` (of each element).
         """
-        order = self._order[~taken[self._order]]
+        order = self._order
         running = _running(self.sizes[order])
         start = int(np.searchsorted(running, budget, side="right")) - 1 - _CORE // 2
         start = max(0, min(start, len(order) - _CORE))
@@ -315,8 +375,13 @@ class _Knapsack:
         there[order[:start]] = True
         left = budget - int(running[start])
         combinations = (np.arange(2 ** len(core))[:, None] >> np.arange(len(core))) & 1
-        freed = int(self.host[taken].sum() + self.host[there].sum()) + combinations @ self.host[core]
-        costs = seconds_of_update(freed) - combinations @ self.seconds[core]
+        freed, crossing, visible = self.effects(there)
+        costs = seconds_of_update(
+            freed + combinations @ self._host[core],
+            crossing - combinations @ self._crossing[core],
+            visible + combinations @ self._visible[core],
+        )
+        costs = costs - combinations @ self._seconds[core]
         costs = np.where(combinations @ self.sizes[core] <= left, costs, np.inf)
         best = combinations[int(costs.argmin())].astype(bool)
         there[core] = best

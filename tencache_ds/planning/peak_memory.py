@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tencache_ds.layout import gib
+from tencache_ds.layout import N_LANES, gib
 from tencache_ds.planning.budget import WRITES_BEHIND_NBYTES
 
 OVERHEAD_NBYTES = 64 * 2**20
 """Stacks of I/O and update threads, records of weights and chunks, pieces of memory between those in use."""
+
+LANE_SHARE = 2 / 3
+"""Bytes of gradients and weights, of 4 per parameter at most, for each byte of the state that they belong to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,8 @@ class MemoryNeeds:
         late_staging: those that are built when state goes to NVMe for the first time.
         bounces: pinned buffers through which state is copied to a GPU and back.
         gpu_weights: shards that may go to GPU memory.
-        gpu_limit: GPU memory that weights, gradients and state may take; None without a GPU to use.
+        gpu_limit: GPU memory that weights, gradients and state may take, beside buffers for the update of such state;
+            None without a GPU to use.
         gpu_staging: GPU memory of weights that are read into it.
         weights_pinned: whether the host memory of weights is pinned.
         gradients_pinned: whether that of gradients is.
@@ -155,10 +159,13 @@ def peak_memory(needs: MemoryNeeds) -> PeakMemory:
     )
     pinned_building = max(needs.weights_building, needs.weights_host) if needs.weights_pinned else 0
     movable = needs.gpu_weights + (needs.gradients + state if uses_gpu else 0)
+    gpu = min(movable, needs.gpu_limit or 0)
+    if 0 < gpu < movable:  # else all state is updated in place, or none is there
+        gpu += int(N_LANES * LANE_SHARE * needs.largest_chunk)
     return PeakMemory(
         max(building, training) + OVERHEAD_NBYTES,
         max(pinned_building, pinned_training),
-        min(movable, needs.gpu_limit or 0) + needs.gpu_staging,
+        gpu + needs.gpu_staging,
     )
 
 

@@ -17,11 +17,8 @@ import torch
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.step_guard import StepGuard
-from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep
+from tencache_ds.tiers.update import ChunkedUpdate, Work
 from tencache_ds.tiers.update_gate import UpdateGate
-
-Work = Sequence[tuple[SubGroupStep, Sequence[Chunk]]]
-"""Chunks of sub-groups, in the order in which they are updated."""
 
 
 class BackgroundUpdate:
@@ -94,8 +91,7 @@ class BackgroundUpdate:
     def _run(self, work: Work, n_steps: int) -> None:
         try:
             with torch.no_grad(), self._counters.in_background(n_steps):
-                for step, chunks in work:
-                    self._update.run(step, chunks, self._finished)
+                self._update.run(work, self._finished)
         except BaseException as error:
             self._guard.update_failed(error)
             self._gate.failed()

@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The update of those chunks of optimizer state that live in device memory, on the compute device's own stream: an
+"""The update of those chunks of optimizer state that live in device memory: an
 :class:`~tencache_ds.tiers.update.InPlaceKernel`.
 
-Their gradients are accumulated there and their weights live there, so nothing is copied to the host. A weight of which
-some elements belong to chunks elsewhere has its gradient in host memory: those elements are copied to the device.
+Where a chunk's gradients and weights live there too, nothing is copied: all such chunks of a sub-group are updated in
+one or two launches on the compute device's own stream. Of the others, gradients in host memory are copied to the device
+and new weights back, chunk by chunk on streams beside it: 2 to 4 bytes per parameter in either direction, where the
+host's update of the same chunk moves 28 over its memory bus.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from tencache_ds.errors import MemoryLimitError
+from tencache_ds.layout import N_LANES
+from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.chunks import Chunk
+from tencache_ds.tensors import empty
 from tencache_ds.tiers.device_adam import DeviceAdam, Launch, Run
 from tencache_ds.tiers.fused_adam import TYPES
 from tencache_ds.tiers.gradients import GradientTier
@@ -23,6 +32,8 @@ from tencache_ds.tiers.update import Pieces, SubGroupStep
 from tencache_ds.tiers.weight_writer import WeightWriter
 
 Places = tuple[int, int, tuple[int, ...]]
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""Target and source."""
 
 
 @dataclass(slots=True)
@@ -34,55 +45,129 @@ class _Prepared:
             all three.
         launch: updates the chunks; None where there are none.
         chunks: the chunks it updates.
-        copies: ``(device, host)`` of gradients that have to be copied before.
     """
 
     places: Places
     launch: Launch | None
     chunks: list[Chunk]
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+class _Lane:
+    """A stream of the device, and memory for gradients and weights on their way.
+
+    Args:
+        memory: of the device.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._stream = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def issuing(self, since: torch.cuda.Event | None) -> Iterator[None]:
+        """Within the block work is issued to the stream, behind an event of another one."""
+        if self._stream is None:
+            yield
+            return
+        if since is not None:
+            self._stream.wait_event(since)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def buffer(self, purpose: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Device memory for a purpose, 1-D, which the lane's next chunk uses again; within :meth:`issuing`."""
+        nbytes = numel * dtype.itemsize
+        if purpose not in self._buffers or self._buffers[purpose].numel() < nbytes:
+            self._buffers.pop(purpose, None)
+            self._buffers[purpose] = self._memory.allocate(nbytes)
+        return self._buffers[purpose][:nbytes].view(dtype)
+
+    def event(self) -> torch.cuda.Event | None:
+        """Behind everything issued so far; None where that is done."""
+        return record_event(self._stream)
+
+
+class _DeviceJob:
+    """A chunk whose update was issued: an :class:`~tencache_ds.tiers.update.UpdateJob`.
+
+    Args:
+        event: behind it.
+        tensors: kept until it has ended.
+    """
+
+    error = None
+    transfer_ns = 0
+    match = True
+    digest = b""
+
+    def __init__(self, event: torch.cuda.Event | None, tensors: Any) -> None:
+        self._event = event
+        self._tensors = tensors
+        self._end_ns = 0
+
+    @property
+    def end_ns(self) -> int:
+        """See :attr:`UpdateJob.end_ns`: when that was noticed."""
+        if not self._end_ns and (self._event is None or self._event.query()):
+            self._end_ns = time.perf_counter_ns()
+        return self._end_ns
+
+    def wait(self, timeout_s: float) -> bool:
+        """See :meth:`UpdateJob.wait`. However long the device takes."""
+        if self._event is not None:
+            self._event.synchronize()
+        self._end_ns = self._end_ns or time.perf_counter_ns()
+        return True
+
+    def publish(self) -> None:
+        """See :meth:`UpdateJob.publish`. The kernel wrote to all of them."""
 
 
 class DeviceUpdate:
-    """Used by the training thread.
+    """Used by one thread at a time.
 
     Args:
         adam: the kernel.
         width: elements per vector of DeepSpeed's CPU Adam: a sub-group's remainder is its scalar tail.
+        memory: of the device.
         tier: master weights and moments.
         gradients: the accumulated gradients.
-        writer: the weights. Those of chunks in device memory have to be there too.
+        writer: the weights.
     """
 
     def __init__(
         self,
         adam: DeviceAdam,
         width: int,
+        memory: DeviceMemory,
         tier: OptimizerStateTier,
         gradients: GradientTier,
         writer: WeightWriter,
     ) -> None:
         self._adam = adam
         self._width = width
+        self._memory = memory
         self._tier = tier
         self._gradients = gradients
         self._writer = writer
         self._prepared: dict[int, _Prepared] = {}
+        self._since: torch.cuda.Event | None = None
+        self._lanes: list[_Lane] = []
+        self._turn = 0
+        self._launches: dict[tuple[int, int], tuple[Any, Launch]] = {}  # of single chunks, with their addresses
+
+    # All chunks at once
 
     def start(self, step: SubGroupStep) -> frozenset[int]:
-        """Starts the update of a sub-group's chunks in device memory; later work on the current stream sees them
-        updated.
-
-        Returns:
-            The indices of the chunks that are updated; those whose gradient was replaced at a higher precision are not.
-        """
+        """See :meth:`InPlaceKernel.start`."""
+        if self._memory.device.type == "cuda":
+            self._since = record_event(torch.cuda.current_stream(self._memory.device))
         while True:
             prepared = self._prepared_for(step)  # allocates, for which chunks may have to leave
             with self._tier.holding_device():
                 if prepared.places != self._places(step.sub_group):
                     continue
-                for device, host in prepared.copies:
-                    device.copy_(host, non_blocking=True)
                 if prepared.launch is not None:
                     prepared.launch(step.scalars)
                     self._writer.order_gathers()
@@ -105,35 +190,123 @@ class DeviceUpdate:
         prepared = _Prepared(places, None, [])
         runs: list[Run] = []
         weight_dtype = None
-        numel = self._tier.numel(sub_group)
         for chunk in self._tier.chunks(sub_group):
             if not self._tier.on_device(chunk) or self._writer.stored(chunk):
                 continue
             gradients = self._gradients.pieces(start + chunk.start, chunk.numel)
             weights = self._writer.open(chunk)
             self._writer.close(chunk)
-            views = self._tier.device_views(chunk)
-            dtypes = {weight.dtype for _, weight in weights}
-            on_device = all(weight.device == views[MASTER].device for _, weight in weights)
-            if gradients is None or not on_device or len(dtypes) != 1 or not dtypes <= TYPES.keys():
+            dtype = _common_dtype(weights)
+            if gradients is None or dtype is None or not self._all_there((*gradients, *weights)):
                 continue
-            weight_dtype = weights[0][1].dtype
-            gradients = [(first, self._here(each, views[MASTER].device, prepared)) for first, each in gradients]
-            end = chunk.start + chunk.numel
-            n_tail = numel % self._width if end == numel else 0
-            runs += _runs(views, gradients, weights, chunk.numel, n_tail)
+            weight_dtype = dtype
+            runs += self._runs(chunk, gradients, weights)
             prepared.chunks.append(chunk)
         if weight_dtype is not None:
             prepared.launch = self._adam.prepare(runs, self._gradients.dtype, weight_dtype)
         return prepared
 
-    @staticmethod
-    def _here(gradient: torch.Tensor, device: torch.device, prepared: _Prepared) -> torch.Tensor:
-        if gradient.device == device:
-            return gradient
-        copy = torch.empty_like(gradient, device=device)
-        prepared.copies.append((copy, gradient))
-        return copy
+    def _all_there(self, pieces: Pieces) -> bool:
+        return all(self._memory.holds(tensor) for _, tensor in pieces)
+
+    def _runs(self, chunk: Chunk, gradients: Pieces, weights: Pieces) -> list[Run]:
+        end, numel = chunk.start + chunk.numel, self._tier.numel(chunk.sub_group)
+        n_tail = numel % self._width if end == numel else 0
+        return list(_runs(self._tier.device_views(chunk), gradients, weights, chunk.numel, n_tail))
+
+    # Chunk by chunk
+
+    def start_chunk(self, step: SubGroupStep, chunk: Chunk, weights: Pieces) -> _DeviceJob | None:
+        """See :meth:`InPlaceKernel.start_chunk`."""
+        weight_dtype = _common_dtype(weights)
+        if weight_dtype is None:
+            return None
+        gradients = self._gradients_of(step, chunk)
+        lane = self._next_lane()
+        with lane.issuing(self._since):
+            try:
+                here, copies = self._staged(gradients, lane, "gradients")
+                targets, copies_back = self._staged(weights, lane, "weights")
+            except MemoryLimitError:
+                return None
+            while True:
+                address = self._address_of(chunk)
+                if address is None:
+                    return None
+                launch = self._launch_of(chunk, address, here, targets)  # allocates, for which chunks may have to leave
+                with self._tier.holding_device(chunk):
+                    if self._address_of(chunk) != address:
+                        continue
+                    for target, source in copies:
+                        target.copy_(source, non_blocking=True)
+                    launch(step.scalars)
+                    for source, target in copies_back:
+                        target.copy_(source, non_blocking=True)
+                return _DeviceJob(lane.event(), (gradients, weights))
+
+    def _address_of(self, chunk: Chunk) -> int | None:
+        """Of a chunk's state; None where it is not there any more."""
+        return self._tier.device_views(chunk)[MASTER].data_ptr() if self._tier.on_device(chunk) else None
+
+    def _gradients_of(self, step: SubGroupStep, chunk: Chunk) -> Pieces:
+        """Where a chunk's gradients are: in as few tensors as possible, of one dtype."""
+        start = step.start + chunk.start
+        whole = self._gradients.view(start, chunk.numel)
+        if whole is not None:
+            return [(0, whole)]
+        pieces = self._gradients.pieces(start, chunk.numel)
+        if pieces is not None:
+            return pieces
+        whole = empty(chunk.numel, torch.float32)  # some at full precision
+        self._gradients.fill(whole, start)
+        return [(0, whole)]
+
+    def _next_lane(self) -> _Lane:
+        if not self._lanes:
+            self._lanes = [_Lane(self._memory) for _ in range(N_LANES)]
+        self._turn = (self._turn + 1) % N_LANES
+        return self._lanes[self._turn]
+
+    def _staged(self, pieces: Pieces, lane: _Lane, purpose: str) -> tuple[Pieces, list[Copy]]:
+        """The pieces with a part of a lane's buffer in the place of each that is elsewhere, and ``(part, piece)`` of
+        these."""
+        if self._all_there(pieces):
+            return pieces, []
+        first, last = pieces[-1]
+        buffer = lane.buffer(purpose, first + last.numel(), last.dtype)
+        here, copies = [], []
+        for first, tensor in pieces:
+            part = tensor
+            if not self._memory.holds(tensor):
+                part = buffer[first : first + tensor.numel()]
+                copies.append((part, tensor))
+            here.append((first, part))
+        return here, copies
+
+    def _launch_of(self, chunk: Chunk, address: int, gradients: Pieces, weights: Pieces) -> Launch:
+        """A chunk's; prepared anew when something has another address."""
+        tensors = [(first, tensor.data_ptr(), tensor.numel(), tensor.dtype) for first, tensor in (*gradients, *weights)]
+        known = self._launches.get((chunk.sub_group, chunk.index))
+        if known is not None and known[0] == (address, tensors):
+            return known[1]
+        launch = self._adam.prepare(self._runs(chunk, gradients, weights), gradients[0][1].dtype, weights[0][1].dtype)
+        self._launches[chunk.sub_group, chunk.index] = (address, tensors), launch
+        return launch
+
+
+def record_event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """An event behind everything issued to a stream; to wait for it takes no processor."""
+    if stream is None:
+        return None
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event
+
+
+def _common_dtype(weights: Pieces) -> torch.dtype | None:
+    """That of the weights; None where they have several, or one that the kernel does not know."""
+    dtypes = {weight.dtype for _, weight in weights}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= TYPES.keys() else None
 
 
 def _runs(views: dict[str, torch.Tensor], gradients: Pieces, weights: Pieces, numel: int, n_tail: int) -> Iterator[Run]:

@@ -195,12 +195,6 @@ class GradientTier:
         buffers = {id(buffer): buffer for buffer in map(self._buffer_of.__getitem__, keys) if buffer.tensor is None}
         return sum((buffer.end - buffer.start) * self.dtype.itemsize for buffer in buffers.values())
 
-    @property
-    def buffers(self) -> list[tuple[int, int]]:
-        """``(end, bytes)`` of each buffer of host memory, there or not; the end is an element among those of all
-        gradients."""
-        return [(buffer.end, (buffer.end - buffer.start) * self.dtype.itemsize) for buffer in self._buffers]
-
     def free_unused(self) -> None:
         """Frees the buffers of host memory all of whose gradients are in device memory. No copy from them may be
         under way."""

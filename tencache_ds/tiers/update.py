@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer step of a sub-group as a stream of chunks over kernels.
+"""The optimizer step of sub-groups as a stream of chunks over kernels.
 
-Chunks in device memory are updated there, all at once. The others pass through host memory one after another; while a
-kernel updates one, the next is awaited.
+Chunks in device memory are updated there: all at once where their gradients and weights are there too, otherwise one
+after another beside the rest. That passes through host memory; while a kernel updates one, the next is awaited.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ BUFFERS_OF_UPDATE = 0.25
 
 IN_FILE_AHEAD = 2
 """Chunks in files that may be under way, as a multiple of the threads that each update one of them."""
+
+STARTED_ON_DEVICE = 2
+"""Chunks in device memory that are started behind each one in host memory: it takes the thread a third of a millisecond
+each, in which the host's kernel has something to do."""
+
+AHEAD_ON_DEVICE = 16
+"""Chunks that may be under way there. A stream takes a thousand operations before it makes the thread wait."""
 
 JOB_TIMEOUT_S = 3600.0
 """A chunk takes milliseconds; where it takes this long, nothing else gets on either."""
@@ -168,10 +175,33 @@ class FileKernel(Protocol):
 
 
 class InPlaceKernel(Protocol):
-    """Updates chunks where they live outside host memory. Used by the training thread."""
+    """Updates chunks where they live outside host memory. Used by one thread at a time."""
 
     def start(self, step: SubGroupStep) -> frozenset[int]:
-        """Begins to update the chunks of a sub-group that it takes; returns their indices."""
+        """A step of a sub-group begins: updates the chunks whose gradients and weights are there too. Later work on the
+        current stream sees them updated. By the training thread.
+
+        Returns:
+            The indices of the chunks that are updated; those whose gradient was replaced at a higher precision are not.
+        """
+
+    def start_chunk(self, step: SubGroupStep, chunk: Chunk, weights: Pieces) -> UpdateJob | None:
+        """Begins to update another chunk, whatever the place of its gradients and weights. Any thread, after
+        :meth:`start`.
+
+        Args:
+            step: of its sub-group.
+            chunk: which one.
+            weights: see :meth:`UpdateKernel.start`.
+
+        Returns:
+            The running job; None of a chunk that has left device memory, or with weights of several dtypes, or where
+            there is no device memory for gradients and weights on their way.
+        """
+
+
+Work = Sequence[tuple[SubGroupStep, Sequence[Chunk]]]
+"""Chunks of sub-groups, in the order in which they are updated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,50 +255,86 @@ class ChunkedUpdate:
         with span(Category.UPDATE, "update::in_place", f"sub-group {step.sub_group}"):
             return self._in_place.start(step)
 
-    def run(
-        self, step: SubGroupStep, chunks: Iterable[Chunk], finished: Callable[[Chunk], None] = lambda chunk: None
-    ) -> None:
-        """Updates chunks of a sub-group; writes to NVMe may be under way afterwards.
+    def run(self, work: Work, finished: Callable[[Chunk], None] = lambda chunk: None) -> None:
+        """Updates chunks; writes to NVMe may be under way afterwards.
 
         Args:
-            step: of the sub-group.
-            chunks: in the order of the pass over the tier that has begun.
+            work: chunks in the order of the pass over the tier that has begun.
             finished: called for each when its weights have their values.
 
         Raises:
             StorageError: a read failed, or an earlier write.
             TenCacheError: no kernel takes a chunk.
         """
+        waiting = deque(
+            (step, chunk)
+            for step, chunks in work
+            if not self._writer.holds_buffers(step.sub_group)
+            for chunk in chunks
+            if self._tier.on_device(chunk)
+        )
+        later = {chunk for _, chunk in waiting}
+        begun: deque[_Begun] = deque()
+        beside: deque[_Begun] = deque()
+        try:
+            for step, chunks in work:
+                for chunk in chunks:
+                    if chunk in later:
+                        continue
+                    self._begin(step, chunk, begun, beside, finished)
+                    for _ in range(min(STARTED_ON_DEVICE, len(waiting))):
+                        self._begin(*waiting.popleft(), begun, beside, finished)
+                while begun:  # a few at a time: weights of the first ones may be waited for
+                    self._finish_oldest(begun, finished, left=max(len(begun) - JOBS_AHEAD, 0))
+            while waiting:
+                self._begin(*waiting.popleft(), begun, beside, finished)
+            while begun or beside:
+                self._finish(begun or beside, finished)
+        except BaseException:
+            self._abandon([*begun, *beside])
+            raise
+
+    def _begin(
+        self,
+        step: SubGroupStep,
+        chunk: Chunk,
+        begun: deque[_Begun],
+        beside: deque[_Begun],
+        finished: Callable[[Chunk], None],
+    ) -> None:
+        """Begins the update of a chunk behind those that were begun, or, in device memory, ``beside`` them."""
         # Where weights are on NVMe, they hold staging buffers as well: two chunks at a time could wait for each other.
         alone = self._writer.holds_buffers(step.sub_group)
+        while beside and (alone or beside[0].job.end_ns or len(beside) >= AHEAD_ON_DEVICE):
+            self._finish(beside, finished)
+        if self._in_place is not None and self._tier.on_device(chunk):
+            if alone:
+                self._finish_oldest(begun, finished)
+            with span(Category.UPDATE, "update::start", name_of(chunk), chunk.nbytes):
+                beside_job = self._in_place.start_chunk(step, chunk, self._writer.open(chunk))
+            if beside_job is not None:
+                beside.append(_Begun(ChunkInUse(chunk, {}), beside_job, time.perf_counter_ns()))
+                return
         ahead, staged_ahead = (0, 0) if alone else (JOBS_AHEAD, self._staged_ahead())
         in_file = None if alone else self._in_file
-        begun: deque[_Begun] = deque()
+        self._give_back_ended(begun, finished, waits=not self._tier.ready(chunk))
+        used = self._tier.take(chunk, split=True, in_file=in_file is not None)
         try:
-            for chunk in chunks:
-                self._give_back_ended(begun, finished, waits=not self._tier.ready(chunk))
-                used = self._tier.take(chunk, split=True, in_file=in_file is not None)
-                try:
-                    most, left = (staged_ahead, staged_ahead) if used.staged else (ahead, min(JOBS_LEFT, ahead))
-                    if used.edit is not None and in_file is not None:
-                        most = IN_FILE_AHEAD * in_file.n_threads
-                        left = most - (in_file.n_threads + 1) // 2
-                    if len(begun) > most:
-                        self._finish_oldest(begun, finished, left=left)
-                    job = self._start(used, step, begun, finished)
-                except BaseException:
-                    self._tier.drop(used)
-                    raise
-                if job is None:
-                    self._tier.put(used)
-                    finished(chunk)
-                else:
-                    begun.append(_Begun(used, job, time.perf_counter_ns()))
-            while begun:  # a few at a time: weights of the first ones may be waited for
-                self._finish_oldest(begun, finished, left=max(len(begun) - JOBS_AHEAD, 0))
+            most, left = (staged_ahead, staged_ahead) if used.staged else (ahead, min(JOBS_LEFT, ahead))
+            if used.edit is not None and in_file is not None:
+                most = IN_FILE_AHEAD * in_file.n_threads
+                left = most - (in_file.n_threads + 1) // 2
+            if len(begun) > most:
+                self._finish_oldest(begun, finished, left=left)
+            job = self._start(used, step, begun, finished)
         except BaseException:
-            self._abandon(begun)
+            self._tier.drop(used)
             raise
+        if job is None:
+            self._tier.put(used)
+            finished(chunk)
+        else:
+            begun.append(_Begun(used, job, time.perf_counter_ns()))
 
     def _staged_ahead(self) -> int:
         return min(STAGED_JOBS_AHEAD, int(BUFFERS_OF_UPDATE * self._tier.n_buffers))
@@ -354,7 +420,7 @@ class ChunkedUpdate:
             )
         self._t_last_end_ns = t_end_ns
 
-    def _abandon(self, begun: deque[_Begun]) -> None:
+    def _abandon(self, begun: Iterable[_Begun]) -> None:
         """After an error: the memory must not be released while a kernel still writes to it."""
         for entry in begun:
             if not entry.job.wait(JOB_TIMEOUT_S) or self._failure(entry) is not None:

@@ -3,8 +3,8 @@
 
 On a GPU this is the real thing. On the CPU accelerator ordinary memory stands in for the device's, and the update team
 for the GPU kernel; all else is what runs on a GPU: the plan, the moves, what leaves when memory gets short, saving. A
-case may say by ``"device_memory"`` how much there is, by ``"moves"`` that places change at random after steps, and by
-``"peak"`` that memory is measured.
+case may say by ``"device_memory"`` how much there is, by ``"copy_rate"`` how slow copies are taken to be, by
+``"moves"`` that places change at random after steps, and by ``"peak"`` that memory is measured.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from tests.tiers.ordinary_device import OrdinaryDevice
 
 plain_config = training.config_for
 AMPLE_NBYTES = 4 * 2**30
-CAPACITY = {"nbytes": AMPLE_NBYTES}
-"""Size of the ordinary memory that stands in for a device's."""
+CAPACITY: dict[str, float] = {"nbytes": AMPLE_NBYTES, "copy_rate": 1e10}
+"""Size of the ordinary memory that stands in for a device's, and rate of copies to it."""
 
-NOT_FOR_STOCK = {"tencache", "capacity", "device_memory", "moves", "places", "shrinks_at", "host_available",
-                 "nvme_free", "host_runs_out_at", "beside_zero_init", "takes_back", "hands_back"}  # fmt: skip
+NOT_FOR_STOCK = {"tencache", "capacity", "copy_rate", "device_memory", "moves", "places", "shrinks_at",
+                 "host_available", "nvme_free", "host_runs_out_at", "beside_zero_init", "takes_back",
+                 "hands_back"}  # fmt: skip
 stock_results: dict[str, dict[str, Any]] = {}
 """Many cases differ in these keys only."""
 
@@ -82,6 +83,9 @@ class OrdinaryMemory(OrdinaryDevice):
     def usage(self) -> GpuUsage:
         return GpuUsage(self._free_nbytes(), 0, 2**20, 2**20)
 
+    def copy_rate(self) -> float:
+        return CAPACITY["copy_rate"]
+
     def _free_nbytes(self) -> int:
         self._given = [reference for reference in self._given if reference() is not None]
         return max(CAPACITY["nbytes"] - self.given_nbytes - self.wanted_by_training_nbytes, 0)
@@ -93,6 +97,9 @@ class OrdinaryMemory(OrdinaryDevice):
 
     def allocated_nbytes(self) -> int:
         return 2**20
+
+    def _storages(self) -> set[int]:
+        return {storage.data_ptr() for reference in self._given if (storage := reference()) is not None}
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > self._free_nbytes():
@@ -191,7 +198,7 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
         hook = FullHost(case["host_runs_out_at"])
     followed = Followed(hook, beside_zero_init="beside_zero_init" in case)
     RememberedRecorder.waits_of_last = []
-    CAPACITY["nbytes"] = case.get("capacity", AMPLE_NBYTES)
+    CAPACITY.update(nbytes=case.get("capacity", AMPLE_NBYTES), copy_rate=case.get("copy_rate", 1e10))
     peak = HostPeak(given_nbytes)
     with little_room(case), peak if "peak" in case else contextlib.nullcontext():
         result = training.run_case(case, engine, folder, rank, hook=followed if engine == "tencache" else hook)

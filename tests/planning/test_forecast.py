@@ -55,15 +55,14 @@ def test_more_memory_is_never_slower(training: Training, budgets: list[int], oth
 
 
 @given(trainings, st.integers(0, 2**45), st.integers(0, 2**45))
-def test_what_is_in_gpu_memory_is_updated_there(training: Training, host: int, gpu: int) -> None:
+def test_gradients_are_in_gpu_memory_beside_state_and_weights(training: Training, host: int, gpu: int) -> None:
     plan = forecast(training, host, MACHINE, gpu_budget_nbytes=gpu)
     assert plan.gpu_nbytes <= gpu
     state = plan.state
     assert state.gpu_nbytes + state.host_nbytes + state.nvme_nbytes == training.numel * training.state_nbytes
-    assert plan.gradients.gpu_nbytes * training.state_nbytes == state.gpu_nbytes * training.gradient_nbytes
-    if state.gpu_nbytes:
-        updated = state.gpu_nbytes // training.state_nbytes
-        assert plan.weights.gpu_nbytes >= updated * training.weight_nbytes, "state goes there with its weights"
+    n_gradients = plan.gradients.gpu_nbytes / training.gradient_nbytes
+    assert n_gradients <= state.gpu_nbytes / training.state_nbytes, "only beside state"
+    assert n_gradients <= plan.weights.gpu_nbytes / training.weight_nbytes, "and beside weights"
     at_start = forecast(training, host, MACHINE)
     assert plan.host_nbytes <= at_start.host_nbytes
     assert plan.nvme_nbytes <= at_start.nvme_nbytes
@@ -71,7 +70,7 @@ def test_what_is_in_gpu_memory_is_updated_there(training: Training, host: int, g
 
 def test_where_the_drive_is_the_limit_state_comes_before_weights() -> None:
     slow = forecast(BILLION, 4 * 10**9, MACHINE, gpu_budget_nbytes=4 * 10**9)
-    assert slow.state.gpu_nbytes == 3 * 10**9
+    assert slow.state.gpu_nbytes == pytest.approx(4 * 10**9)
     fast = MACHINE.model_copy(update={"h2d_bytes_per_s": 1e9})
     quick = forecast(BILLION, 16 * 10**9, fast, gpu_budget_nbytes=2 * 10**9)
     assert (quick.weights.gpu_nbytes, quick.state.gpu_nbytes) == (2 * 10**9, 0)

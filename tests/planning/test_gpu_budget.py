@@ -48,6 +48,16 @@ def test_what_can_leave_takes_most_of_the_room_that_stays_free_of_the_rest():
     assert wanted.nbytes == wanted.lasting_nbytes == 50 * GIB
 
 
+def test_state_takes_nothing_that_the_allocator_has_held():
+    step = {"free": 40, "cached": 5, "allocated": 10, "peak": 15}  # 5 GiB of activations
+    held = GpuUsage(*(step[name] * GIB for name in step), pool_nbytes=15 * GIB)
+    assert gpu_budget(held, None, 0, 99 * GIB, 15 * GIB).nbytes == 39 * GIB
+    assert gpu_budget(held, None, 0, 99 * GIB, 18 * GIB).nbytes == 36 * GIB, "before it had to free its cache"
+    full = gpu_budget(held, None, 0, 99 * GIB, 60 * GIB)
+    assert full.nbytes == full.lasting_nbytes == 35 * GIB
+    assert gpu_budget(held, 37 * GIB, 0, 99 * GIB, 60 * GIB).nbytes == 37 * GIB, "the user knows better"
+
+
 def test_a_figure_of_the_user_counts_as_far_as_a_step_leaves_it_free():
     result = usage(free=20, cached=2, allocated=5, peak=9)
     assert gpu_budget(result, 18 * GIB).nbytes == 18 * GIB

@@ -165,7 +165,7 @@ def test_a_model_in_ram() -> None:
         gpu_limit=80 * GIB, weights_pinned=True, gradients_pinned=True,
     )  # fmt: skip
     assert peak_memory(needed) == PeakMemory(16 * GIB + MIB + OVERHEAD_NBYTES, 4 * GIB, 16 * GIB)
-    assert peak_memory(replace(needed, gpu_limit=3 * GIB)).gpu_nbytes == 3 * GIB
+    assert peak_memory(replace(needed, gpu_limit=3 * GIB)).gpu_nbytes == 3 * GIB + 2 * MIB
     assert peak_memory(replace(needed, gpu_limit=None)).gpu_nbytes == 0
 
 
@@ -214,7 +214,7 @@ def test_a_forecast_with_all_in_ram() -> None:
     everything = 64 * 10**9
     peak = of_forecast(80 * GIB, may_use_nvme=False)
     assert peak.host_nbytes == everything + 32 * MIB + OVERHEAD_NBYTES
-    assert of_forecast(80 * GIB, may_use_nvme=False, gpu_limit=8 * GIB).gpu_nbytes == 8 * GIB
+    assert of_forecast(80 * GIB, may_use_nvme=False, gpu_limit=8 * GIB).gpu_nbytes == 8 * GIB + 64 * MIB
     assert of_forecast(80 * GIB, may_use_nvme=False, gpu_limit=800 * GIB).gpu_nbytes == everything
 
 

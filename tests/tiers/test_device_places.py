@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -44,6 +46,7 @@ class Device(OrdinaryDevice):
 
     def __init__(self, nbytes: int = 2**30) -> None:
         self.left_nbytes = nbytes
+        self.given: list[torch.Tensor] = []
 
     def usage(self) -> GpuUsage:
         return GpuUsage(self.left_nbytes, 0, 0, 0)
@@ -55,7 +58,16 @@ class Device(OrdinaryDevice):
         if nbytes > self.left_nbytes:
             raise MemoryLimitError(f"{nbytes} bytes are not there")
         self.left_nbytes -= nbytes
-        return torch.full((nbytes,), 0xCB, dtype=torch.uint8)
+        memory = torch.full((nbytes,), 0xCB, dtype=torch.uint8)
+        self.given.append(memory)
+        return memory
+
+    def _storages(self) -> set[int]:
+        return {memory.untyped_storage().data_ptr() for memory in self.given}
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros in device memory."""
+        return self.allocate(numel * dtype.itemsize).view(dtype).zero_()
 
 
 class Bench:
@@ -331,10 +343,13 @@ def at_address(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 class Weights:
     """A writer of weights whose lengths have nothing to do with those of chunks."""
 
-    def __init__(self, numels: tuple[int, ...]) -> None:
+    def __init__(self, numels: tuple[int, ...], device: Device | None = None) -> None:
         self.numels = numels
         self.stored_chunks: set[int] = set()
-        self.tensors = [torch.zeros(numel, dtype=torch.bfloat16) for numel in numels]
+        self.tensors = [
+            torch.zeros(numel, dtype=torch.bfloat16) if device is None else device.tensor(numel, torch.bfloat16)
+            for numel in numels
+        ]
         self.n_ordered = 0
 
     def open(self, chunk):
@@ -361,67 +376,137 @@ class Weights:
         return tuple(tensor.data_ptr() for tensor in self.tensors)
 
 
-def test_an_update_reaches_every_element_of_every_chunk_there(bench):
-    numel = NUMELS[0]
-    lengths = (100, 5000, 3000, numel - 8100)
-    segments, start = [], 7  # another sub-group's gradients come before
-    for key, length in enumerate(lengths):
-        segments.append(GradientSegment(key, start, length))
-        start += length
-    gradients = gradient_tier([segments], torch.bfloat16, bench.storage.counters)
-    weights = Weights(lengths)
-    update = DeviceUpdate(Adam(at_address), 16, bench.tier, gradients, weights)
-    first = SubGroupStep(0, 7, 1, 1.0, {}, None)
-    bench.tier.relocate({0: (Place.GPU, Place.NVME, Place.GPU, Place.GPU)})
-    gradients.move(1, torch.empty(lengths[1], dtype=torch.bfloat16))
+class Update:
+    """An update of the first sub-group of a bench, whose four weights end within its chunks.
 
-    def step(seed: int) -> torch.Tensor:
-        values = [numbers(length, torch.bfloat16, seed + key) for key, length in enumerate(lengths)]
+    Args:
+        bench: whose.
+        on_device: the weights, and the gradients, that are there.
+    """
+
+    lengths = (100, 5000, 3000, NUMELS[0] - 8100)
+
+    def __init__(self, bench: Bench, weights: Iterable[int] = (), gradients: Iterable[int] = ()) -> None:
+        self.bench, device = bench, bench.device
+        segments, start = [], 7  # another sub-group's gradients come before
+        for key, length in enumerate(self.lengths):
+            segments.append(GradientSegment(key, start, length))
+            start += length
+        self.gradients = gradient_tier([segments], torch.bfloat16, bench.storage.counters)
+        for key in gradients:
+            self.gradients.move(key, device.tensor(self.lengths[key], torch.bfloat16))
+        self.weights = Weights(self.lengths)
+        for key in weights:
+            self.weights.tensors[key] = device.tensor(self.lengths[key], torch.bfloat16)
+        self.update = DeviceUpdate(Adam(at_address), 16, device, bench.tier, self.gradients, self.weights)
+        self.step = SubGroupStep(0, 7, 1, 1.0, {}, None)
+
+    def accumulate(self, seed: int) -> torch.Tensor:
+        values = [numbers(length, torch.bfloat16, seed + key) for key, length in enumerate(self.lengths)]
         for key, value in enumerate(values):
-            gradients.accumulate(key, value, first=True)
+            self.gradients.accumulate(key, value, first=True)
         return torch.cat(values)
 
-    def in_chunk(index: int) -> slice:
-        chunk = bench.tier.chunks(0)[index]
-        return slice(chunk.start, chunk.start + chunk.numel)
+    def start_chunk(self, index: int) -> Any:
+        chunk = self.bench.tier.chunks(0)[index]
+        return self.update.start_chunk(self.step, chunk, self.weights.open(chunk))
 
+    def check(self, gradient: torch.Tensor, updated: Iterable[int]) -> None:
+        """After an update of these chunks with this gradient."""
+        n_tail, written, dense = NUMELS[0] % 16, torch.cat(self.weights.tensors), self.bench.dense[0]
+        for index in updated:
+            chunk = self.bench.tier.chunks(0)[index]
+            part = slice(chunk.start, chunk.start + chunk.numel)
+            dense[MASTER][part] += gradient[part].float()
+            dense["exp_avg"][part] = float(n_tail if index == 3 else 0)
+            assert torch.equal(written[part], dense[MASTER][part].bfloat16())
+        self.bench.check()
+
+
+def test_an_update_reaches_every_element_of_every_chunk_whose_gradients_and_weights_are_there(bench):
+    everything = range(4)
+    update = Update(bench, weights=everything, gradients=everything)
+    bench.tier.relocate({0: (Place.GPU, Place.NVME, Place.GPU, Place.GPU)})
     for seed in (100, 200):
-        gradient = step(seed)
-        assert update.start(first) == {0, 2, 3}
-        for index in (0, 2, 3):
-            bench.dense[0][MASTER][in_chunk(index)] += gradient[in_chunk(index)].float()
-        gradients.end_step()
-    n_tail = numel % 16
-    written = torch.cat(weights.tensors)
-    for index in (0, 2, 3):
-        bench.dense[0]["exp_avg"][in_chunk(index)] = float(n_tail if index == 3 else 0)
-        assert torch.equal(written[in_chunk(index)], bench.dense[0][MASTER][in_chunk(index)].bfloat16())
-    assert not written[in_chunk(1)].any()
-    bench.check()
-    # A gradient at full precision is for the general path (weight 3 reaches from chunk 1 to the end), and the places
+        gradient = update.accumulate(seed)
+        assert update.update.start(update.step) == {0, 2, 3}
+        update.check(gradient, (0, 2, 3))
+        update.gradients.end_step()
+    chunk = bench.tier.chunks(0)[1]
+    assert not torch.cat(update.weights.tensors)[chunk.start : chunk.start + chunk.numel].any()
+    # A gradient at full precision is updated by itself (weight 3 reaches from chunk 1 to the end), and the places
     # change under the update.
-    step(300)
-    gradients.replace(3, torch.ones(lengths[3]))
-    assert update.start(first) == {0}
+    update.accumulate(300)
+    update.gradients.replace(3, torch.ones(update.lengths[3]))
+    assert update.update.start(update.step) == {0}
     bench.tier.relocate({0: (Place.HOST, Place.HOST, Place.HOST, Place.GPU)})
-    gradients.end_step()
-    step(400)
-    assert update.start(first) == {3}
-    gradients.end_step()
-    # Nor is a chunk updated there whose weights are on NVMe.
-    weights.stored_chunks = {3}
+    update.gradients.end_step()
+    update.accumulate(400)
+    assert update.update.start(update.step) == {3}
+    update.gradients.end_step()
+    # Nor is a chunk updated with the others whose weights are on NVMe, or whose gradients or weights are elsewhere.
+    update.weights.stored_chunks = {3}
     bench.tier.relocate({0: (Place.HOST, Place.HOST, Place.GPU, Place.GPU)})
-    step(500)
-    assert update.start(first) == {2}
-    assert update.start(SubGroupStep(1, 7 + numel, 1, 1.0, {}, None)) == set()
+    update.accumulate(500)
+    assert update.update.start(update.step) == {2}
+    update.gradients.move(3, None)
+    assert update.update.start(update.step) == set()
+    assert update.update.start(SubGroupStep(1, 7 + NUMELS[0], 1, 1.0, {}, None)) == set()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sets(st.integers(0, 3)), st.sets(st.integers(0, 3)), st.booleans(), st.integers(0, 3))
+def test_a_chunk_is_updated_wherever_its_gradients_and_weights_are(weights, gradients, replaced, moving):
+    """And wherever they are in the next step."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        try:
+            update = Update(bench, weights, gradients)
+            bench.tier.relocate({0: (Place.GPU,) * 4})
+            for seed in (100, 200):
+                gradient = update.accumulate(seed)
+                if replaced:
+                    gradient = gradient.float()
+                    value = numbers(update.lengths[3], torch.float32, seed)
+                    gradient[-update.lengths[3] :] = value
+                    update.gradients.replace(3, value)
+                together = update.update.start(update.step)
+                for index in set(range(4)) - together:
+                    job = update.start_chunk(index)
+                    assert job.wait(TIMEOUT_S)
+                    assert job.end_ns
+                    assert job.match
+                update.check(gradient, range(4))
+                update.gradients.end_step()
+                update.weights.tensors[moving] = bench.device.tensor(update.lengths[moving], torch.bfloat16)
+                update.gradients.move(moving, None)
+        finally:
+            bench.close()
+
+
+def test_a_chunk_that_has_left_is_left_to_the_host(bench):
+    update = Update(bench)
+    bench.tier.relocate({0: (Place.GPU,) * 4})
+    update.accumulate(100)
+    assert update.update.start(update.step) == set()
+    left, bench.device.left_nbytes = bench.device.left_nbytes, 0
+    assert update.start_chunk(0) is None, "without memory for its gradient"
+    bench.device.left_nbytes = left
+    bench.device.take_back(3)
+    assert [update.start_chunk(index) is None for index in range(4)] == [False, True, True, True]
+    update.weights.tensors[3] = torch.zeros(update.lengths[3], dtype=torch.float32)
+    bench.tier.relocate({0: (Place.GPU,) * 4})
+    assert update.start_chunk(1) is None, "with weights of two dtypes"
 
 
 def test_weights_that_moved_alone_are_updated_where_they_are(bench):
     lengths = (5000, NUMELS[1] - 5000)
     segments = [GradientSegment(key, start, length) for key, start, length in ((0, 0, 5000), (1, 5000, lengths[1]))]
     gradients = gradient_tier([segments], torch.bfloat16, bench.storage.counters)
-    weights = Weights(lengths)
-    update = DeviceUpdate(Adam(at_address), 16, bench.tier, gradients, weights)
+    weights = Weights(lengths, bench.device)
+    for key, length in enumerate(lengths):
+        gradients.move(key, bench.device.tensor(length, torch.bfloat16))
+    update = DeviceUpdate(Adam(at_address), 16, bench.device, bench.tier, gradients, weights)
     bench.tier.relocate({1: (Place.GPU,) * 2})
 
     def step() -> None:
@@ -433,7 +518,7 @@ def test_weights_that_moved_alone_are_updated_where_they_are(bench):
 
     step()
     former = weights.tensors[1]
-    before, weights.tensors[1] = former.clone(), torch.zeros_like(former)
+    before, weights.tensors[1] = former.clone(), bench.device.tensor(lengths[1], torch.bfloat16)
     step()
     assert weights.n_ordered == 2
     assert torch.equal(torch.cat(weights.tensors), bench.dense[1][MASTER].bfloat16())

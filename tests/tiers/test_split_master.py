@@ -357,9 +357,8 @@ class UpdateInFile:
     def step(self) -> None:
         chunks = self.bench.tier.chunks(0)
         self.bench.tier.begin_pass(chunks, {0} if self.update.in_file(0) else set())
-        self.update.run(
-            SubGroupStep(0, 0, 1, 1.0, {}, scalars_of(1)), chunks, lambda chunk: self.finished.append(chunk.index)
-        )
+        work = [(SubGroupStep(0, 0, 1, 1.0, {}, scalars_of(1)), chunks)]
+        self.update.run(work, lambda chunk: self.finished.append(chunk.index))
         self.bench.tier.drain()
 
 

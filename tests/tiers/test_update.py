@@ -26,6 +26,7 @@ from tencache_ds.tiers.unfused_update import Scratch, UnfusedUpdate, WholeUpdate
 from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep, publish
 from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
 from tests.tiers.ordinary_gradients import gradient_tier
+from tests.tiers.test_device_places import Device
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -62,6 +63,7 @@ class Bench:
 
     def __init__(self, folder: Path, places, *, holds: bool = False, n_buffers: int = 4) -> None:
         self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES, n_buffers),))
+        self.device = Device()
         self.tier = OptimizerStateTier(
             [SubGroupSpec(NUMEL, KINDS, places)],
             store=self.storage.store,
@@ -69,6 +71,7 @@ class Bench:
             counters=self.storage.counters,
             chunk_nbytes=CHUNK_NBYTES,
             timeout_s=TIMEOUT_S,
+            device=self.device,
         )
         self.master = numbers(NUMEL, torch.float32, 1)
         self.tier.write(0, {kind: self.master.clone() for kind, _ in KINDS})
@@ -82,7 +85,7 @@ class Bench:
         self.tier.begin_update()
         update = ChunkedUpdate(self.tier, self.gradients, self.weights, kernels, in_place)
         done = update.start_in_place(step())
-        update.run(step(), [chunk for chunk in self.tier.chunks(0) if chunk.index not in done])
+        update.run([(step(), [chunk for chunk in self.tier.chunks(0) if chunk.index not in done])])
 
     def expected(self, *indices: int) -> torch.Tensor:
         """Master weights after an update by :class:`Kernel` of some chunks."""
@@ -278,6 +281,104 @@ def test_chunks_updated_in_place_are_not_streamed(resident):
     left = [index for index in range(N_CHUNKS) if index not in (0, 3)]
     assert resident.weights.closed == left
     check(resident, *left)
+
+
+class OnDevice(Kernel):
+    """Updates chunks in device memory one by one; each ends when it was looked at twice."""
+
+    def __init__(self, bench: Bench, *, leaves: int = -1, **options) -> None:
+        super().__init__(**options)
+        self._bench, self._leaves = bench, leaves
+
+    def start(self, step) -> frozenset[int]:
+        return frozenset()
+
+    def start_chunk(self, step, chunk, weights):
+        if chunk.index == self._leaves:
+            return None
+        self._asked = chunk.index
+        gradient = self._bench.gradients.view(step.start + chunk.start, chunk.numel)
+        job = Kernel.start(self, self._bench.tier.device_views(chunk), gradient, weights, step, b"")
+        return Looked(job)
+
+
+class Looked:
+    transfer_ns = 0
+    error, match, digest = None, True, b""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._looks = job, 0
+        self.wait, self.publish = job.wait, job.publish
+
+    @property
+    def end_ns(self) -> int:
+        self._looks += 1
+        if self._looks == 2:
+            self._job.wait(0)
+        return self._job.end_ns
+
+
+MIXED = (Place.GPU, Place.HOST, Place.NVME, Place.GPU, Place.HOST, Place.GPU, Place.GPU)
+
+
+def test_chunks_in_device_memory_are_updated_beside_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(update, "AHEAD_ON_DEVICE", 2)
+    bench = Bench(tmp_path, MIXED)
+    kernel, beside = Kernel(), OnDevice(bench)
+    bench.update(kernel, in_place=beside)
+    assert sorted(bench.weights.closed) == list(range(N_CHUNKS)), "each once"
+    assert beside.numbers == [0, 3, 5, 6]
+    assert len(kernel.numbers) == 3
+    assert beside.most_under_way == 2
+    assert [index for index in bench.weights.closed if index in (1, 2, 4)] == [1, 2, 4]
+    assert bench.tier.places(0) == MIXED
+    check(bench, *range(N_CHUNKS))
+    bench.close()
+
+
+def test_a_host_kernel_has_work_before_the_device_gets_all_of_its_own(tmp_path):
+    bench = Bench(tmp_path, (Place.GPU,) * 5 + (Place.HOST,) * 2)
+    kernel, beside = Kernel(), OnDevice(bench)
+    started = []
+    for each, name in ((kernel, "start"), (beside, "start_chunk")):
+        real = getattr(each, name)
+        setattr(each, name, lambda *args, real=real, each=each: (started.append(each), real(*args))[1])
+    bench.update(kernel, in_place=beside)
+    assert started[0] is kernel
+    assert started[1 : 1 + update.STARTED_ON_DEVICE] == [beside] * update.STARTED_ON_DEVICE
+    check(bench, *range(N_CHUNKS))
+    bench.close()
+
+
+def test_where_weights_hold_staging_buffers_all_chunks_keep_their_order(tmp_path):
+    bench = Bench(tmp_path, MIXED, holds=True)
+    kernel, beside = Kernel(), OnDevice(bench)
+    bench.update(kernel, in_place=beside)
+    assert bench.weights.closed == list(range(N_CHUNKS))
+    assert kernel.most_under_way == beside.most_under_way == 1
+    check(bench, *range(N_CHUNKS))
+    bench.close()
+
+
+def test_a_chunk_that_has_left_device_memory_is_updated_in_host_memory(tmp_path):
+    bench = Bench(tmp_path, MIXED)
+    kernel, beside = Kernel(), OnDevice(bench, leaves=3)
+    bench.update(kernel, in_place=beside)
+    assert sorted(bench.weights.closed) == list(range(N_CHUNKS))
+    assert len(kernel.numbers) == 4
+    check(bench, *range(N_CHUNKS))
+    bench.close()
+
+
+@pytest.mark.parametrize("fails", ["beside", "host"])
+def test_after_an_error_nothing_is_under_way_on_the_device_either(tmp_path, fails):
+    bench = Bench(tmp_path, MIXED)
+    kernel = Kernel(fails_at=1 if fails == "host" else -1)
+    beside = OnDevice(bench, fails_at=3 if fails == "beside" else -2)
+    with pytest.raises(RuntimeError, match="the kernel failed"):
+        bench.update(kernel, in_place=beside)
+    assert kernel.n_under_way == beside.n_under_way == 0
+    bench.close()
 
 
 def test_a_gradient_in_pieces_is_put_together(resident):
