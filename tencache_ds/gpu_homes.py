@@ -194,6 +194,11 @@ class GpuHomes:
         return self._planned
 
     @property
+    def measures_update(self) -> bool:
+        """Whether the update of this step is measured: then it is to be over when the step returns."""
+        return self._observer.observes
+
+    @property
     def releasable_nbytes(self) -> int:
         """Optimizer state that leaves GPU memory within a pass that needs it."""
         return self._moves.state_nbytes if self._memory.lends and not self._stuck else 0
@@ -292,6 +297,7 @@ class GpuHomes:
             seconds = record.seconds - self._planning_seconds
             self._observer.step_done(record, seconds, update_seconds, self._forward_seconds or 0.0)
             if self._agree("whether more steps are to be observed", not self._observer.has_enough, any):
+                self._moves.collect()  # so that no update goes on beside it
                 clock = self._observer.begin_step(seconds)
                 if self._activations is not None:
                     self._activations.measure(clock)

@@ -66,6 +66,11 @@ class StepObserver:
         self._steps.add(StepTimes(forward_seconds, passes_seconds - forward_seconds, update_seconds, arithmetic))
 
     @property
+    def observes(self) -> bool:
+        """Whether the step that goes on, or is next, is observed."""
+        return self._observes
+
+    @property
     def has_enough(self) -> bool:
         """Whether no more steps have to be observed."""
         return self._steps.are_enough and self._recorder is not None

@@ -40,7 +40,7 @@ def test_of_short_steps_the_last_is_recorded():
     training = Training()
     for n_steps in range(MOST_STEPS):
         assert not training.observer.has_enough, n_steps
-        training.step(1.0)
+        training.step(0.6)
     assert training.observer.has_enough
     assert training.recorded == [False] * (MOST_STEPS - 1) + [True]
     assert set(training.observer.waits()) == {1}
@@ -66,9 +66,9 @@ def test_a_step_that_takes_unexpectedly_long_is_followed_by_one_that_is_recorded
 
 def test_a_recorded_step_counts_as_a_typical_one():
     training = Training()
-    for seconds in (*[1.0] * (MOST_STEPS - 1), 1.5):
+    for seconds in (*[0.6] * (MOST_STEPS - 1), 0.7):
         training.step(seconds)
-    assert training.observer.typical.passes == pytest.approx(0.5)
+    assert training.observer.typical.passes == pytest.approx(0.1)
     assert training.observer.typical_share == pytest.approx(0.5)
 
 

@@ -250,8 +250,8 @@ class TenCacheZeroOptimizer_Stage3(
             return
         if self._begin_weight_change():
             self._by_chunks = self._may_update_by_chunks()
-            if self._by_chunks:  # a step that is measured is over when it returns
-                self._chunked_step.begin(alone=self._gpu_homes is not None and not self._gpu_homes.settled)
+            if self._by_chunks:
+                self._chunked_step.begin(alone=self._gpu_homes is not None and self._gpu_homes.measures_update)
         start = self._sub_group_starts[sub_group_id]
         t_start_s = time.perf_counter()
         stock_step = super()._optimizer_step

@@ -19,7 +19,7 @@ LEAST_STEPS = 2
 MOST_STEPS = 6
 """No more than so many are."""
 
-ENOUGH_SECONDS = 10.0
+ENOUGH_SECONDS = 4.0
 """Once they have taken so long, fewer will do: what the plan gains is missing in each."""
 
 LEAST_SETTLED_STEPS = 4
