@@ -316,7 +316,7 @@ def show(
     console.print(
         f"per rank at most, including start-up and moves: {format_nbytes(peak.host_nbytes)} of RAM beyond the program "
         f"itself, {format_nbytes(peak.pinned_nbytes)} of it pinned, and {format_nbytes(peak.gpu_nbytes)} of GPU memory "
-        "for weights, gradients and optimizer state",
+        "for weights, gradients and optimizer state, and for the update of state without its weights",
         highlight=False,
         soft_wrap=True,
     )
