@@ -27,7 +27,6 @@ class TenCacheUpdateBuilder(OwnOp, CPUOpBuilder):
         "adam_avx2.cpp",
         "adam_neon.cpp",
         "sampler.cpp",
-        "state_file.cpp",
         "team.cpp",
         "py_update.cpp",
     )

@@ -30,7 +30,7 @@ from tencache_ds.io import (
     open_backend,
 )
 from tencache_ds.io.backends.registry import may_need_pinned_buffers
-from tencache_ds.io.integrity.fingerprint import Fingerprint, sampled_fingerprint, whole_fingerprint
+from tencache_ds.io.integrity import Fingerprint, sampled_fingerprint, whole_fingerprint
 from tencache_ds.keys import FAULTS_VARIABLE
 from tencache_ds.layout import gib
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
@@ -275,8 +275,6 @@ class TenCacheEngine:
             n_files=self.n_lanes,
             fingerprint=FINGERPRINTS[Verify(self.options.verify)],
             timeout_s=self.options.io_timeout_s,
-            # Injected faults are those of requests.
-            editable=not self._injected_faults and all(map(_in_memory, paths)),
         )
 
     def _open_backend(self) -> tuple[StorageBackend, str]:

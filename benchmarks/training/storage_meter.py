@@ -128,20 +128,6 @@ class StorageMeter:
 
         backend_class.submit = submit  # type: ignore[attr-defined]
 
-    def meter_edits(self, edit_class: type) -> None:
-        """Counts the bytes that are changed in files in memory. The update's threads do it: no waits.
-
-        Args:
-            edit_class: ``tencache_ds.io.ExtentEdit``.
-        """
-        original: Any = edit_class.keep  # type: ignore[attr-defined]
-
-        def keep(edit: Any) -> None:
-            original(edit)
-            self.add(read_nbytes=edit.extent.allocated_nbytes, write_nbytes=edit.extent.allocated_nbytes)
-
-        edit_class.keep = keep  # type: ignore[attr-defined]
-
 
 def on_training_thread() -> bool:
     """Whether the calling thread is the main one, or one that Python did not start: autograd's threads are such.

@@ -92,13 +92,12 @@ def meter_storage(meter: StorageMeter, config: dict[str, Any]) -> None:
             ) from error
         print(f"aio_handle is not metered; TenCache runs without it: {type(error).__name__}: {error}", flush=True)
     if with_tencache:
-        from tencache_ds.io import ExtentEdit, GdsBackend, NativeBackend
+        from tencache_ds.io import GdsBackend, NativeBackend
         from tencache_ds.io.backends.posix import PosixFiles
 
         meter.meter_files(PosixFiles)
         for backend in (NativeBackend, GdsBackend):
             meter.meter_requests(backend)
-        meter.meter_edits(ExtentEdit)
 
 
 @contextmanager

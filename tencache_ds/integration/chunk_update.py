@@ -61,16 +61,15 @@ class SubGroupUpdater:
         self._adam = LazyCpuAdam.of(optimizer) if updates_by_chunks(optimizer) else None
         limit, scratch = ArithmeticCores(cores, tier.streamed), Scratch()
         kernels: list[UpdateKernel] = [UnfusedUpdate(_DeepSpeedCpuAdam(optimizer), limit, scratch)]
-        in_place = in_file = None
+        in_place = None
         self.one_pass = fused is not None
         """Whether chunks of fp32 state are updated on threads of the update's own, and nothing else of the process."""
         if fused is not None:
-            in_file = FusedUpdate(fused)
-            kernels.insert(0, in_file)
+            kernels.insert(0, FusedUpdate(fused))
             if device is not None:
                 memory, adam = device
                 in_place = DeviceUpdate(adam, fused.width, memory, tier, gradients, writer)
-        self.by_chunks = ChunkedUpdate(tier, gradients, writer, kernels, in_place, in_file)
+        self.by_chunks = ChunkedUpdate(tier, gradients, writer, kernels, in_place)
         """Adam on chunks, with the arithmetic of DeepSpeed's CPU Adam on the whole sub-group. Chunks begin at multiples
         of every vector width, so the result is the same bit for bit."""
         self._as_whole = WholeUpdate(tier, gradients, writer, limit, scratch)

@@ -183,13 +183,12 @@ class ChunkedStep:
         # A gradient that was replaced is not in the buffer any more when the next backward pass begins.
         overlaps = self._background is not None and not alone and not self._gradients.any_replaced
         self._later = self._chunks_that_may_wait(chunks) if overlaps else [() for _ in chunks]
-        in_file = {index for index in range(len(chunks)) if self._update.in_file(index)}
         if not any(self._later):
-            self._state.begin_pass(itertools.chain.from_iterable(chunks), in_file)
+            self._state.begin_pass(itertools.chain.from_iterable(chunks))
             return
         later = set(itertools.chain.from_iterable(self._later))
         now = [chunk for chunk in itertools.chain.from_iterable(chunks) if chunk not in later]
-        self._state.begin_pass([*now, *itertools.chain.from_iterable(self._later)], in_file)
+        self._state.begin_pass([*now, *itertools.chain.from_iterable(self._later)])
 
     def update(self, step: SubGroupStep) -> None:
         """Updates a sub-group; after the last one, the chunks that may wait are updated in the background.

@@ -12,7 +12,6 @@ from tencache_ds.io.backends.posix import PosixBackend
 from tencache_ds.io.backends.protocol import StorageBackend
 from tencache_ds.io.backends.registry import BACKENDS, BackendSettings, open_backend
 from tencache_ds.io.backends.ticket import Operation, Priority, StorageCancelledError, StorageTimeoutError, Ticket
-from tencache_ds.io.edit import ExtentEdit
 from tencache_ds.io.extents import Extent
 from tencache_ds.io.paths import NvmePath, NvmePaths
 from tencache_ds.io.scratch import ScratchFolder, free_nbytes
@@ -24,7 +23,6 @@ __all__ = [
     "AioBackend",
     "BackendSettings",
     "Extent",
-    "ExtentEdit",
     "ExtentStore",
     "GdsBackend",
     "IoCounters",

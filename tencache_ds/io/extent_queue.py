@@ -12,7 +12,7 @@ import torch
 from tencache_ds.errors import StorageError
 from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
 from tencache_ds.io.extents import Extent
-from tencache_ds.io.integrity.witness import Witness
+from tencache_ds.io.integrity import Witness
 from tencache_ds.observability import spans
 
 

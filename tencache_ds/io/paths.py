@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from tencache_ds.errors import SpaceError, StorageError, add_note
 from tencache_ds.io.backends.protocol import StorageBackend
 from tencache_ds.io.backends.ticket import StorageCancelledError
-from tencache_ds.io.former_scratch import warn_of_former_leftovers
-from tencache_ds.io.integrity.fingerprint import Fingerprint
+from tencache_ds.io.integrity import Fingerprint
 from tencache_ds.io.scratch import ScratchFolder
 from tencache_ds.io.store import ExtentStore
 from tencache_ds.io.stripes import Placement
@@ -108,14 +107,13 @@ class NvmePaths:
         n_files: int,
         fingerprint: Fingerprint | None,
         timeout_s: float,
-        editable: bool = False,
     ) -> ExtentStore:
         """A store over some paths; several paths share its extents in proportion to their bandwidth.
 
         Args:
             kind: ``"weights"``, ``"optimizer"`` or ``"activations"``, part of the files' names.
             roots: the folders, different ones.
-            preallocate_nbytes, growth_nbytes, n_files, fingerprint, timeout_s, editable: see
+            preallocate_nbytes, growth_nbytes, n_files, fingerprint, timeout_s: see
                 :class:`tencache_ds.io.store.ExtentStore`.
 
         Raises:
@@ -145,7 +143,6 @@ class NvmePaths:
             fingerprint=fingerprint,
             timeout_s=timeout_s,
             explain=self.explain,
-            editable=editable,
         )
         self._stores.append((store, paths))
         for index, path in enumerate(paths):
@@ -192,8 +189,6 @@ class NvmePaths:
         key = os.path.abspath(root)
         if key not in self._paths:
             scratch = ScratchFolder(root, self._rank, "engine")
-            if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a host is enough to say it
-                warn_of_former_leftovers(root)
             backend, reason = self._open_backend()
             self._paths[key] = NvmePath(root, scratch, backend, reason)
         return self._paths[key]

@@ -10,7 +10,6 @@ One lock guards the extents' queues and results. No request is submitted or comp
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -24,20 +23,14 @@ from tencache_ds.errors import StorageError
 from tencache_ds.io.backends.protocol import StorageBackend
 from tencache_ds.io.backends.requests import cancelled, check_request, refusal
 from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
-from tencache_ds.io.edit import ExtentEdit
 from tencache_ds.io.extent_queue import ExtentQueue, ExtentTicket, Request, record
 from tencache_ds.io.extents import Extent
-from tencache_ds.io.integrity.fingerprint import Fingerprint, sampled_fingerprint
-from tencache_ds.io.integrity.verification import verify_read
-from tencache_ds.io.integrity.witness import Witness
+from tencache_ds.io.integrity import Fingerprint, Witness, sampled_fingerprint, verify_read
 from tencache_ds.io.scratch import openable
 from tencache_ds.io.space import SpaceFiles
 from tencache_ds.io.stripes import Placement, StripedSpace
 from tencache_ds.layout import round_up
 from tencache_ds.observability import spans
-from tencache_ds.tensors import empty
-
-_NOTHING = empty(0, torch.uint8)
 
 
 class ExtentStore:
@@ -56,7 +49,6 @@ class ExtentStore:
         timeout_s: longest time in seconds that a ticket's ``wait()`` without a limit, :meth:`drain` and :meth:`close`
             wait for one request.
         explain: sees each error before the waiter of a ticket does, in the waiter's thread; may add a note.
-        editable: the files are in memory: :meth:`edit` is as good as requests.
 
     Raises:
         SpaceError: the devices cannot hold ``preallocate_nbytes``.
@@ -76,7 +68,6 @@ class ExtentStore:
         fingerprint: Fingerprint | None = sampled_fingerprint,
         timeout_s: float = 600.0,
         explain: Callable[[StorageError], None] | None = None,
-        editable: bool = False,
     ) -> None:
         files = [_file_names(name, n_files) for name in (path, *(name for name, _ in others))]
         backends = [backend, *(other for _, other in others)]
@@ -84,8 +75,6 @@ class ExtentStore:
         """The files."""
         self.n_healed_reads = 0
         """Reads that differed from the last write, and no longer did when read again."""
-        self.editable = editable and fingerprint in (None, sampled_fingerprint)
-        """Whether :meth:`edit` may give extents out: reads are compared by a word of every page at most."""
         self._backends = {name: b for names, b in zip(files, backends, strict=True) for name in names}
         self._alignment_nbytes = max(b.alignment_nbytes for b in backends)
         self._explain = explain
@@ -238,43 +227,6 @@ class ExtentStore:
         self._check_buffer(extent, buffer)
         ticket = self._ticket(Operation.READ, extent, buffer)
         return self._enqueue(extent, Request(Operation.READ, buffer, priority, ticket))
-
-    def edit(self, extent: Extent) -> ExtentEdit | None:
-        """An extent whose caller reads and writes all of it in the file itself, and ends that before :meth:`close`.
-
-        Returns:
-            None unless the store is :attr:`editable`, all requests of the extent are done, and its last write has left
-            no part of it undefined.
-
-        Raises:
-            ValueError: not an extent of this store.
-            StorageError: the store is closed.
-        """
-        if not self.editable:
-            return None
-        ticket = self._ticket(Operation.WRITE, extent, _NOTHING)
-        with self._lock:
-            self._check_open("edit", extent.file, extent.offset, extent.nbytes, extent.tag)
-            state = self._state(extent)
-            if not state.idle or state.poison is not None or state.written_nbytes != extent.allocated_nbytes:
-                return None
-            before = state.witness
-            after = None if self._fingerprint is None else Witness(state.n_writes, self._fingerprint)
-            state.n_writes += 1
-            state.running.append(request := Request(Operation.WRITE, _NOTHING, Priority.BACKGROUND, ticket, after))
-            self._in_flight.add(ticket)
-        self._backends[extent.file].counters.edit_started()
-        descriptor, end = self._space.descriptor(extent.file), partial(self._end_edit, state, request)
-        return ExtentEdit(extent, descriptor, before, after, end)
-
-    def _end_edit(self, state: ExtentQueue, request: Request, kept: bool, error: StorageError | None) -> None:
-        if kept:
-            state.witness = request.witness  # no other request of the extent runs
-        self._backends[state.extent.file].counters.edit_ended(state.extent.allocated_nbytes if kept else 0)
-        self._run(state, self._end(state, request, error))
-        if error is not None:
-            with contextlib.suppress(StorageError):
-                request.ticket.wait()  # the caller raises it
 
     def drain(self) -> None:
         """Waits for all writes submitted so far.

@@ -20,8 +20,7 @@ import math
 
 from tencache_ds.items import GpuUsage
 from tencache_ds.planning.gpu_budget import LOST_SHARE
-from tencache_ds.planning.look import pause_s
-from tencache_ds.planning.patience import Patience
+from tencache_ds.planning.patience import Patience, pause_s
 from tencache_ds.str_enum import StrEnum
 
 UNKNOWN_SHARE = 0.125

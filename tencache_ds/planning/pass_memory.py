@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from tencache_ds.items import GpuUsage
 from tencache_ds.planning.gpu_budget import LEAST_HEADROOM_NBYTES
-from tencache_ds.planning.look import LOOK_EVERY_S, pause_s
-from tencache_ds.planning.patience import Patience
+from tencache_ds.planning.patience import LOOK_EVERY_S, Patience, pause_s
 
 SPARE_SHARE = 0.25
 """Share of what a pass is expected to take that is kept free in addition, for what is lost between allocations."""

@@ -96,8 +96,6 @@ class _DeviceJob:
         tensors: kept until it has ended.
     """
 
-    error = None
-    transfer_ns = 0
     match = True
     digest = b""
 

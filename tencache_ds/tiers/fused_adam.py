@@ -18,7 +18,6 @@ from tencache_ds.errors import TenCacheError
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
 from tencache_ds.tiers.split_master import Pieces
-from tencache_ds.tiers.sub_group import ChunkEdit
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """Dtypes of gradients and weights that the op knows."""
@@ -33,14 +32,6 @@ class Job(Protocol):
     @property
     def end_ns(self) -> int:
         """When it ended, by ``time.perf_counter_ns()``; 0 until then."""
-
-    @property
-    def error(self) -> int:
-        """Once it has ended: the errno of the transfer that failed, of a chunk in a file. It may be changed in part."""
-
-    @property
-    def transfer_ns(self) -> int:
-        """Once it has ended: what transfers took of the thread's time, of a chunk in a file."""
 
     @property
     def match(self) -> bool:
@@ -130,30 +121,6 @@ class FusedAdam:
         job: Job = self._team.adam(
             _runs(arrays, gradient.numel(), weights), *self._inputs(gradient, weights, scalars), split, expected
         )
-        return job
-
-    def start_in_file(
-        self,
-        edit: ChunkEdit,
-        gradient: torch.Tensor,
-        weights: Sequence[tuple[int, torch.Tensor]],
-        scalars: AdamScalars,
-        expected: bytes = b"",
-    ) -> Job:
-        """Begins the update of a chunk in a file, on one thread; arguments as for :meth:`start`. With ``expected``, and
-        only then, master weights are split."""
-        runs = [(0, 0, 0, *run) for run in _runs((gradient,), gradient.numel(), weights)]
-        extent = edit.extent
-        file = self._op.StateFile(
-            fd=extent.fd,
-            offset=extent.extent.offset,
-            pieces=edit.pieces,
-            words_read=extent.words_read.ctypes.data if extent.words_read.size else 0,
-            read_position=extent.read_position,
-            words_written=extent.words_written.ctypes.data if extent.words_written.size else 0,
-            written_position=extent.written_position,
-        )
-        job: Job = self._team.adam(runs, *self._inputs(gradient, weights, scalars), bool(expected), expected, file=file)
         return job
 
     def _inputs(

@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tencache_ds.errors import StorageError
-from tencache_ds.io import ExtentEdit
 from tencache_ds.tensors import empty
 from tencache_ds.tiers.fused_adam import FusedAdam, Job
-from tencache_ds.tiers.sub_group import ChunkEdit
 from tencache_ds.tiers.update import Pieces, SubGroupStep
 
 
@@ -70,30 +67,16 @@ class _FusedJob:
         job: its update.
         gradient: kept, because the job has only its address.
         rounded: of the weights in device memory.
-        extent: of a chunk in a file.
     """
 
     job: Job
     gradient: torch.Tensor
     rounded: _Rounded
-    extent: ExtentEdit | None = None
 
     @property
     def end_ns(self) -> int:
         """See :attr:`UpdateJob.end_ns`."""
         return self.job.end_ns
-
-    @property
-    def error(self) -> StorageError | None:
-        """See :attr:`UpdateJob.error`."""
-        if self.extent is None or not self.job.error:
-            return None
-        return self.extent.failed(self.job.error)
-
-    @property
-    def transfer_ns(self) -> int:
-        """See :attr:`UpdateJob.transfer_ns`."""
-        return self.job.transfer_ns
 
     @property
     def match(self) -> bool:
@@ -142,19 +125,6 @@ class FusedUpdate:
         """See :meth:`UpdateKernel.start`."""
         targets, rounded = self._in_host_memory(weights)
         return _FusedJob(self._adam.start(state, gradient, targets, step.scalars, digest), gradient, rounded)
-
-    @property
-    def n_threads(self) -> int:
-        """See :attr:`FileKernel.n_threads`."""
-        return self._adam.n_threads
-
-    def start_in_file(
-        self, edit: ChunkEdit, gradient: torch.Tensor, weights: Pieces, step: SubGroupStep, digest: bytes
-    ) -> _FusedJob:
-        """See :meth:`FileKernel.start_in_file`."""
-        targets, rounded = self._in_host_memory(weights)
-        job = self._adam.start_in_file(edit, gradient, targets, step.scalars, digest)
-        return _FusedJob(job, gradient, rounded, edit.extent)
 
     def _in_host_memory(self, weights: Pieces) -> tuple[list[tuple[int, torch.Tensor]], _Rounded]:
         """Where the new values of weights go, and those of weights in device memory."""

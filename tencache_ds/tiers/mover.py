@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.io import Extent, ExtentEdit, ExtentStore, Priority, Ticket
+from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
 from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
 from tencache_ds.observability.counters import Counters, Link, Stall
 
@@ -100,14 +100,6 @@ class Mover:
         except BaseException:
             buffer.release()
             raise
-
-    def edit(self, extent: Extent) -> ExtentEdit | None:
-        """Starts to change all of an extent in its file; see :meth:`ExtentStore.edit`."""
-        edit = self._require_store().edit(extent)
-        if edit is not None:
-            for link in (Link.NVME_READ, Link.NVME_WRITE):
-                self.counters.moved(link, extent.allocated_nbytes)
-        return edit
 
     def wait(self, ticket: Ticket, cause: Stall, buffer: Buffer | None = None) -> None:
         """Waits for a transfer; waiting time is counted as a stall.

@@ -8,14 +8,14 @@ memory are updated there (:mod:`tencache_ds.tiers.device_update`); all other rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from tencache_ds.errors import StorageError, TenCacheError
+from tencache_ds.errors import TenCacheError
 from tencache_ds.io import ExtentStore
 from tencache_ds.items import Place
 from tencache_ds.memory.arena import HostArena, Locking, untouched_zeros
@@ -176,18 +176,16 @@ class OptimizerStateTier:
         groups = self._groups if sub_groups is None else [self._groups[index] for index in sub_groups]
         self.begin_pass(chunk for group in groups for chunk in group.chunks)
 
-    def begin_pass(self, chunks: Iterable[Chunk], in_file: Set[int] = frozenset()) -> None:
-        """Starts a pass over chunks, and reads the first ones ahead, but those of sub-groups ``in_file`` that can stay
-        there."""
-        self._stored.begin(chunks, in_file)
+    def begin_pass(self, chunks: Iterable[Chunk]) -> None:
+        """Starts a pass over chunks, and reads the first ones ahead."""
+        self._stored.begin(chunks)
 
-    def take(self, chunk: Chunk, *, split: bool = False, in_file: bool = False) -> ChunkInUse:
+    def take(self, chunk: Chunk, *, split: bool = False) -> ChunkInUse:
         """A chunk's state in host memory, read ahead in the order of the pass or read now.
 
         Args:
             chunk: which one.
             split: its master weights may be split, for an update that compares the weights and writes to them.
-            in_file: such an update can also change it in its file, where it then stays if that is as good.
 
         Raises:
             StorageError: the read failed.
@@ -201,9 +199,6 @@ class OptimizerStateTier:
                 return ChunkInUse(chunk, group.resident_views(chunk))
             write_back = partial(self._write_back, group, chunk, copy)
             return ChunkInUse(chunk, group.views_of(chunk, copy), _write_back=write_back)
-        edit = self._stored.edit(chunk) if in_file else None
-        if edit is not None:
-            return ChunkInUse(chunk, {}, group.split.get(chunk.index, b""), edit=edit)
         lease, digest = self._stored.take(chunk, split=split)
         layout = split_layout(chunk) if digest else chunk
         return ChunkInUse(chunk, group.views_in(layout, lease), digest, _lease=lease)
@@ -223,10 +218,9 @@ class OptimizerStateTier:
         if lease is not None:
             self._stored.put(used.chunk, lease, changed=changed, digest=used.digest, fresh=used.fresh)
 
-    def drop(self, used: ChunkInUse, error: StorageError | None = None) -> None:
-        """Ends the use of a chunk after an error: its copy on NVMe, or in device memory, stays unchanged; or, with the
-        error of an update in its file, is lost."""
-        lease = used.end(changed=False, error=error)
+    def drop(self, used: ChunkInUse) -> None:
+        """Ends the use of a chunk after an error: its copy on NVMe, or in device memory, stays unchanged."""
+        lease = used.end(changed=False)
         if lease is not None:
             lease.release()
 

@@ -11,7 +11,7 @@ where these are split nothing. Its extent is as large as it will need to be; the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,10 +23,9 @@ from tencache_ds.layout import round_up
 from tencache_ds.memory.pool import BufferPool, Lease
 from tencache_ds.observability.counters import Stall
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.tiers.kinds import ADAM_IN_FP32, EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
 from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.split_master import SplitMasters, split_layout
-from tencache_ds.tiers.sub_group import ChunkEdit, SubGroup
+from tencache_ds.tiers.sub_group import SubGroup
 
 
 @dataclass(slots=True)
@@ -83,15 +82,10 @@ class StoredChunks:
 
     # A pass
 
-    def begin(self, chunks: Iterable[Chunk], in_file: Set[int] = frozenset()) -> None:
-        """Starts a pass over those of the chunks that live here, and reads the first ones ahead; of sub-groups that are
-        updated ``in_file`` only those that :meth:`edit` does not give out."""
+    def begin(self, chunks: Iterable[Chunk]) -> None:
+        """Starts a pass over those of the chunks that live here, and reads the first ones ahead."""
         self.abandon()
-        self._queue = deque(
-            chunk
-            for chunk in chunks
-            if self._is_here(chunk) and not (chunk.sub_group in in_file and self._editable(chunk))
-        )
+        self._queue = deque(filter(self._is_here, chunks))
         self.read_ahead()
 
     def begin_within(self, chunks: Iterable[Chunk]) -> None:
@@ -149,28 +143,6 @@ class StoredChunks:
     def ready(self, chunk: Chunk) -> bool:
         """Whether its bytes were read ahead and are there."""
         return bool(self._ahead) and self._ahead[0].chunk is chunk and self._ahead[0].done
-
-    def edit(self, chunk: Chunk) -> ChunkEdit | None:
-        """A chunk's place in a file in memory, for an update with as many kinds of state that compares the weights and
-        writes to them; None where it has to be read and written."""
-        if not self._editable(chunk) or chunk in self._queue or any(entry.chunk is chunk for entry in self._ahead):
-            return None
-        group = self._groups[chunk.sub_group]
-        is_split = chunk.index in group.split
-        if is_split and (self._masters is None or not self._masters.in_place(chunk)):
-            return None
-        extent = self._mover.edit(group.extents[chunk.index])
-        if extent is None:
-            return None
-
-        def changed(digest: bytes, transfer_ns: int) -> None:
-            self._mover.counters.waited(Stall.OPTIMIZER_READ, transfer_ns)
-            if is_split:
-                group.split[chunk.index] = digest
-
-        layout, master = (split_layout(chunk), REMAINDER) if is_split else (chunk, MASTER)
-        offsets = (layout.piece(master).offset, layout.piece(EXP_AVG).offset, layout.piece(EXP_AVG_SQ).offset)
-        return ChunkEdit(extent, offsets, changed)
 
     def blank(self, chunk: Chunk, *, fresh: bool = False) -> Lease:
         """A zeroed buffer for a chunk whose bytes are of no interest; of a ``fresh`` one only the first piece is."""
@@ -296,16 +268,6 @@ class StoredChunks:
 
     def _is_here(self, chunk: Chunk) -> bool:
         return chunk.index in self._groups[chunk.sub_group].extents
-
-    def _editable(self, chunk: Chunk) -> bool:
-        """Whether an update may change it in its file, if the weights are where they were: Adam's state, as it is to
-        stay, all of it written. Asked for every chunk of a pass."""
-        group = self._groups[chunk.sub_group]
-        if self._mover.store is None or not self._mover.store.editable or not self._is_here(chunk):
-            return False
-        if chunk.index in group.fresh or dict(group.spec.kinds) != ADAM_IN_FP32:
-            return False
-        return self._masters is None or chunk.index in group.split
 
     def _skip_to(self, chunk: Chunk) -> None:
         """The caller left the order of the pass: chunks read ahead are useless if they lie before ``chunk``."""

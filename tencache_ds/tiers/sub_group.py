@@ -9,8 +9,7 @@ from functools import partial
 
 import torch
 
-from tencache_ds.errors import StorageError
-from tencache_ds.io import Extent, ExtentEdit
+from tencache_ds.io import Extent
 from tencache_ds.items import Place
 from tencache_ds.memory.device_memory import Loan
 from tencache_ds.memory.pool import Lease
@@ -124,25 +123,9 @@ class SubGroup:
         return views_of(chunk, buffer, dict(self.spec.kinds))
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkEdit:
-    """A chunk whose state is changed in its file.
-
-    Attributes:
-        extent: where it is.
-        pieces: first bytes in the extent of master weights or their remainders, exp_avg and exp_avg_sq.
-        changed: to be called with the digest of the weights that its master weights are split over now, and what
-            transfers took of the time of the update.
-    """
-
-    extent: ExtentEdit
-    pieces: tuple[int, int, int]
-    changed: Callable[[bytes, int], None]
-
-
 @dataclass(slots=True)
 class ChunkInUse:
-    """A chunk whose state is in host memory, or to be changed in a file.
+    """A chunk whose state is in host memory.
 
     Attributes:
         chunk: which one.
@@ -150,16 +133,12 @@ class ChunkInUse:
         digest: where the remainders of its master weights are there instead of these, the hash of the weights that they
             are remainders of, not yet compared; whoever changes the chunk replaces it. Empty: whole master weights.
         fresh: whether the kinds of state that are not in ``views`` are zero.
-        edit: of a chunk in a file, which has no views.
-        transfer_ns: of such a chunk, what transfers took of the time of the update; whoever changes it says so.
     """
 
     chunk: Chunk
     views: Mapping[str, torch.Tensor]
     digest: bytes = b""
     fresh: bool = False
-    edit: ChunkEdit | None = None
-    transfer_ns: int = 0
     _lease: Lease | None = None
     _write_back: Callable[[], None] | None = None  # of a copy of device memory
 
@@ -168,22 +147,12 @@ class ChunkInUse:
         """Whether it holds a staging buffer."""
         return self._lease is not None
 
-    def end(self, *, changed: bool, error: StorageError | None = None) -> Lease | None:
-        """Invalidates the views, and ends an edit, which may have failed with an ``error``. Changes in a copy of device
-        memory are copied back; the lease of a staging buffer is returned, once, for the caller to release.
-
-        Raises:
-            CorruptionError: the bytes that were changed in a file were not those last written.
-        """
+    def end(self, *, changed: bool) -> Lease | None:
+        """Invalidates the views. Changes in a copy of device memory are copied back; the lease of a staging buffer is
+        returned, once, for the caller to release."""
         lease, self._lease = self._lease, None
         write_back, self._write_back = self._write_back, None
         self.views = {}
-        edit, self.edit = self.edit, None
         if write_back is not None and changed:
             write_back()
-        if edit is not None and changed:
-            edit.extent.keep()
-            edit.changed(self.digest, self.transfer_ns)
-        elif edit is not None:
-            edit.extent.drop(error)
         return lease

@@ -25,7 +25,7 @@ from tencache_ds.tensors import empty
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import changed_unnoticed
-from tencache_ds.tiers.sub_group import ChunkEdit, ChunkInUse
+from tencache_ds.tiers.sub_group import ChunkInUse
 from tencache_ds.tiers.weight_writer import WeightWriter
 
 JOBS_AHEAD = 6
@@ -42,9 +42,6 @@ lane has it, delays its own block; with one chunk under way at a time, all other
 
 BUFFERS_OF_UPDATE = 0.25
 """At most this share of the staging buffers is queued: the others are for reads and writes."""
-
-IN_FILE_AHEAD = 2
-"""Chunks in files that may be under way, as a multiple of the threads that each update one of them."""
 
 STARTED_ON_DEVICE = 2
 """Chunks in device memory that are started behind each one in host memory: it takes the thread a third of a millisecond
@@ -88,20 +85,12 @@ class UpdateJob(Protocol):
 
     Attributes:
         end_ns: when it ended, by ``time.perf_counter_ns()``; 0 until then.
-        error: once it has ended, the transfer that failed, of a chunk in a file; part of it may be changed then.
-        transfer_ns: once it has ended, of a chunk in a file, what its transfers took of its thread's time.
-        match: once it has ended without one, whether the weights were those of the digest.
+        match: once it has ended, whether the weights were those of the digest.
         digest: then, that of the weights over which master weights are split now; empty for whole master weights.
     """
 
     @property
     def end_ns(self) -> int: ...
-
-    @property
-    def error(self) -> StorageError | None: ...
-
-    @property
-    def transfer_ns(self) -> int: ...
 
     @property
     def match(self) -> bool: ...
@@ -153,27 +142,6 @@ class UpdateKernel(Protocol):
         """
 
 
-class FileKernel(Protocol):
-    """Updates chunks in their files, each on one thread. Used by the training thread.
-
-    Attributes:
-        n_threads: how many chunks it updates at a time.
-    """
-
-    @property
-    def n_threads(self) -> int: ...
-
-    def start_in_file(
-        self, edit: ChunkEdit, gradient: torch.Tensor, weights: Pieces, step: SubGroupStep, digest: bytes
-    ) -> UpdateJob:
-        """Begins to update a chunk of fp32 master weights or their remainders, and Adam's moments.
-
-        Args:
-            edit: where they are.
-            gradient, weights, step, digest: see :meth:`UpdateKernel.start`.
-        """
-
-
 class InPlaceKernel(Protocol):
     """Updates chunks where they live outside host memory. Used by one thread at a time."""
 
@@ -222,7 +190,6 @@ class ChunkedUpdate:
         writer: where the model's weights get their new values.
         kernels: for state in host memory; a chunk goes to the first one that takes it.
         in_place: for chunks that live elsewhere; those it leaves are updated in a copy in host memory.
-        in_file: for chunks in files in memory; None reads and writes them.
     """
 
     def __init__(
@@ -232,20 +199,13 @@ class ChunkedUpdate:
         writer: WeightWriter,
         kernels: Sequence[UpdateKernel],
         in_place: InPlaceKernel | None = None,
-        in_file: FileKernel | None = None,
     ) -> None:
         self._tier = tier
         self._gradients = gradients
         self._writer = writer
         self._kernels = tuple(kernels)
         self._in_place = in_place
-        self._in_file = in_file
         self._t_last_end_ns = 0  # of a chunk's update; kernels take one chunk after another
-
-    def in_file(self, sub_group: int) -> bool:
-        """Whether chunks of a sub-group are updated in their files where they can be. Not where weights hold staging
-        buffers: of such chunks one is under way at a time, and here each has one thread."""
-        return self._in_file is not None and not self._writer.holds_buffers(sub_group)
 
     def start_in_place(self, step: SubGroupStep) -> frozenset[int]:
         """Begins to update the chunks of a sub-group that stay where they are, outside host memory; returns their
@@ -316,14 +276,10 @@ class ChunkedUpdate:
                 beside.append(_Begun(ChunkInUse(chunk, {}), beside_job, time.perf_counter_ns()))
                 return
         ahead, staged_ahead = (0, 0) if alone else (JOBS_AHEAD, self._staged_ahead())
-        in_file = None if alone else self._in_file
         self._give_back_ended(begun, finished, waits=not self._tier.ready(chunk))
-        used = self._tier.take(chunk, split=True, in_file=in_file is not None)
+        used = self._tier.take(chunk, split=True)
         try:
             most, left = (staged_ahead, staged_ahead) if used.staged else (ahead, min(JOBS_LEFT, ahead))
-            if used.edit is not None and in_file is not None:
-                most = IN_FILE_AHEAD * in_file.n_threads
-                left = most - (in_file.n_threads + 1) // 2
             if len(begun) > most:
                 self._finish_oldest(begun, finished, left=left)
             job = self._start(used, step, begun, finished)
@@ -341,11 +297,8 @@ class ChunkedUpdate:
 
     def _give_back_ended(self, begun: deque[_Begun], finished: Callable[[Chunk], None], *, waits: bool) -> None:
         """Writes chunks with staging buffers as soon as they are updated; all of them before this thread waits for a
-        read, for which there may be no buffer before that. Ends those in files, which were updated on one thread."""
-        while begun:
-            used, ended = begun[0].used, begun[0].job.end_ns != 0
-            if not (ended and used.edit is not None) and not (used.staged and (ended or waits)):
-                return
+        read, for which there may be no buffer before that."""
+        while begun and begun[0].used.staged and (waits or begun[0].job.end_ns):
             self._finish(begun, finished)
 
     def _start(
@@ -358,9 +311,6 @@ class ChunkedUpdate:
             gradient = empty(chunk.numel, torch.float32)
             self._gradients.fill(gradient, step.start + chunk.start)
         weights = self._writer.open(chunk)
-        if used.edit is not None and self._in_file is not None:
-            with span(Category.UPDATE, "update::start", name_of(chunk), chunk.nbytes):
-                return self._in_file.start_in_file(used.edit, gradient, weights, step, used.digest)
         for kernel in self._kernels:
             if not kernel.takes(used.views, gradient, weights):
                 continue
@@ -395,10 +345,8 @@ class ChunkedUpdate:
         chunk = entry.used.chunk
         error = self._failure(entry)
         if error is not None:
-            self._tier.drop(entry.used, entry.job.error)
+            self._tier.drop(entry.used)
             raise error
-        if entry.used.edit is not None and self._in_file is not None:
-            entry.used.transfer_ns = entry.job.transfer_ns // self._in_file.n_threads
         try:
             with span(Category.COPY, "copy::weights", name_of(chunk)):
                 entry.job.publish()
@@ -424,17 +372,15 @@ class ChunkedUpdate:
         """After an error: the memory must not be released while a kernel still writes to it."""
         for entry in begun:
             if not entry.job.wait(JOB_TIMEOUT_S) or self._failure(entry) is not None:
-                self._tier.drop(entry.used, entry.job.error)
+                self._tier.drop(entry.used)
                 continue
             with contextlib.suppress(StorageError):
                 self._tier.put(entry.used)
 
     @staticmethod
     def _failure(entry: _Begun) -> TenCacheError | None:
-        """Why an update that has ended is void: a transfer failed, or the weights are not those it expected. If it is
-        not, the chunk gets the digest of the new ones."""
-        if entry.job.error is not None:
-            return entry.job.error
+        """Why an update that has ended is void: the weights are not those it expected. If it is not, the chunk gets the
+        digest of the new ones."""
         if not entry.job.match:
             return changed_unnoticed(entry.used.chunk)
         entry.used.digest = entry.job.digest

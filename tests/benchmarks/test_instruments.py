@@ -21,7 +21,7 @@ from benchmarks.training.consumption import CpuEnergy
 from benchmarks.training.device_profile import busy_s, parse_trace
 from benchmarks.training.storage_meter import StorageMeter, on_training_thread
 from benchmarks.training.timeline import Timeline
-from tencache_ds.io import BACKENDS, ExtentEdit, GdsBackend, NativeBackend
+from tencache_ds.io import BACKENDS, GdsBackend, NativeBackend
 from tencache_ds.io.backends.posix import PosixFiles
 from tests.io.conftest import aligned
 from tests.io.device_files import new_kind
@@ -45,7 +45,6 @@ def meter(op: ModuleType, monkeypatch: pytest.MonkeyPatch) -> StorageMeter:
         (PosixFiles, "transfer"),
         (NativeBackend, "submit"),
         (GdsBackend, "submit"),
-        (ExtentEdit, "keep"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # puts back what the meter replaces
     metered = StorageMeter()
@@ -177,24 +176,6 @@ def test_counts_what_tencache_moves(backend: str, handle: Any, meter: StorageMet
     store.close()
     storage.close()
     handle.free_cpu_locked_tensor(locked)
-    assert (counts.read_nbytes, counts.write_nbytes, counts.wait_ns) == (NBYTES, NBYTES, 0)
-
-
-def test_counts_what_is_changed_in_files(meter: StorageMeter, tmp_path: Path) -> None:
-    from tencache_ds.io import ExtentStore, PosixBackend
-
-    storage = PosixBackend(n_lanes=1)
-    store = ExtentStore(str(tmp_path / "store"), storage, growth_nbytes=NBYTES, fingerprint=None, editable=True)
-    extent = store.allocate(NBYTES, "data")
-    store.write(extent, aligned(NBYTES)).wait()
-    meter.meter_edits(ExtentEdit)
-    for end in (ExtentEdit.keep, ExtentEdit.drop):
-        edit = store.edit(extent)
-        assert edit is not None
-        end(edit)
-    counts = meter.counts()
-    store.close()
-    storage.close()
     assert (counts.read_nbytes, counts.write_nbytes, counts.wait_ns) == (NBYTES, NBYTES, 0)
 
 

@@ -22,7 +22,6 @@ import tencache_ds
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.coordinator import TenCacheCoordinator
 from tencache_ds.integration.model_weights import ModelWeights
-from tencache_ds.io import Extent, ExtentEdit, ExtentStore
 from tencache_ds.observability.counters import Stall
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.update import ChunkedUpdate
@@ -34,10 +33,8 @@ models.MODELS["deep"] = lambda: models.Mlp(depth=10)
 
 plain_config = training.config_for
 plain_finish = ChunkedUpdate._finish
-plain_edit = ExtentStore.edit
 in_background: list[int] = []
 each_delayed_s = 0.0
-edits: list[ExtentEdit] = []
 dies_at = 0
 
 
@@ -60,13 +57,6 @@ def slow_finish(self: ChunkedUpdate, *args: Any) -> None:
         if len(in_background) == dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
     plain_finish(self, *args)
-
-
-def noted_edit(self: ExtentStore, extent: Extent) -> ExtentEdit | None:
-    edit = plain_edit(self, extent)
-    if edit is not None:
-        edits.append(edit)
-    return edit
 
 
 def be_killed(case: dict[str, Any], folder: str) -> None:
@@ -172,7 +162,6 @@ def run_behind_update(case: dict[str, Any], folder: str) -> dict[str, Any]:
 def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:
     global each_delayed_s
     in_background.clear()
-    edits.clear()
     each_delayed_s = case.get("delay_s", 0.0)
     if case.get("model") == "deep":
         return run_behind_update(case, folder)
@@ -187,7 +176,7 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
     else:
         result = training.run_case(case, engine, folder, rank, evaluate_and_save(folder) if case.get("long") else None)
         if engine == "tencache":
-            result["in_background"], result["edits"] = len(in_background), len(edits)
+            result["in_background"] = len(in_background)
             result["waited_s"] = result["stats"]["total"]["stall_seconds"][Stall.UPDATE]
         return result
     return {"result": result, "in_background": len(in_background)}
@@ -196,5 +185,4 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
 if __name__ == "__main__":
     training.config_for = config_for
     ChunkedUpdate._finish = slow_finish
-    ExtentStore.edit = noted_edit  # type: ignore[method-assign]
     training.main(run)

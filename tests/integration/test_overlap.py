@@ -162,16 +162,6 @@ def test_steps_went_on_in_the_background_and_were_waited_for(one_rank: Any, name
     assert result["waited_s"] > 0
 
 
-def test_files_in_memory_are_updated_where_they_are(one_rank: Any, two_ranks: Any) -> None:
-    for outcome in (one_rank, two_ranks):
-        assert outcome.result("state_in_memory", "tencache")["edits"] > 10
-
-
-@pytest.mark.long
-def test_whole_masters_in_memory_are_updated_where_they_are(one_rank: Any) -> None:
-    assert one_rank.result("state_in_memory_whole", "tencache")["edits"] > 10
-
-
 def test_a_forward_pass_runs_behind_the_update_and_not_only_after_it(one_rank: Any) -> None:
     assert one_rank.result("deep", "tencache")["in_the_middle"] == [True] * 5
 

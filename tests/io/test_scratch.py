@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import select
@@ -269,52 +268,16 @@ def test_a_name_that_is_taken_is_refused(tmp_path, taken):
 # What was there before
 
 
-def former_job(root, name, *, files=("weights-0.bin", "optimizer.bin"), lock=True):
-    """A folder as versions before made it."""
-    folder = os.path.join(root, "tencache", name)
-    os.makedirs(os.path.join(folder, "rank0"))
-    for file in files:
-        with open(os.path.join(folder, "rank0", file), "wb") as opened:
-            opened.write(bytes(2 * PAGE))
-    if lock:
-        with open(os.path.join(folder, "owner.lock"), "w") as opened:
-            opened.write("4242\n")
-    os.utime(folder, (0, 0))
-    return folder
-
-
 def test_a_users_own_folders_stay_whatever_they_are_called(root, caplog):
-    former_job(root, "exp-7-20261121", lock=False)
-    former_job(root, "exp-8-20261121", files=("weights-0.bin", "thesis.tex"))
-    former_job(root, "exp-9", files=("notes",))
-    os.makedirs(os.path.join(root, "tencache", "exp-10-20261121"))
+    for name in ("exp-7-20261121", "tencache-engine-12-0123abcd-rank0-data"):
+        folder = os.path.join(root, "tencache", name, "rank0")
+        os.makedirs(folder)
+        with open(os.path.join(folder, "weights-0.bin"), "wb") as opened:
+            opened.write(bytes(PAGE))
     before = everything_below(root)
     with caplog.at_level("WARNING", logger="DeepSpeed.tencache.io"):
         open_store(root)[0].close()
     assert everything_below(root) == before
-    assert caplog.text == ""
-
-
-def test_what_an_earlier_version_left_is_named_and_stays(root, caplog):
-    dead = former_job(root, "engine-12-0123abcd")
-    odd = former_job(root, "my job-13-0123abcd")
-    living = former_job(root, "engine-14-0123abcd")
-    before = everything_below(root)
-    with open(os.path.join(living, "owner.lock")) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with caplog.at_level("WARNING", logger="DeepSpeed.tencache.io"):
-            open_store(root)[0].close()
-    assert everything_below(root) == before
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("2 scratch folder(s) left by an earlier version of TenCache hold 0.000 GB.")
-    assert message.endswith(f"rm -r -- {dead} '{odd}'")
-
-
-def test_only_the_first_rank_of_a_host_names_them(root, caplog, monkeypatch):
-    former_job(root, "engine-12-0123abcd")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with caplog.at_level("WARNING", logger="DeepSpeed.tencache.io"):
-        open_store(root, rank=1)[0].close()
     assert caplog.text == ""
 
 

@@ -45,7 +45,7 @@ from tencache_ds.io import (
     StorageTimeoutError,
     Ticket,
 )
-from tencache_ds.io.integrity.fingerprint import sampled_fingerprint, whole_fingerprint
+from tencache_ds.io.integrity import sampled_fingerprint, whole_fingerprint
 from tencache_ds.io.wrappers.fault_rules import Fault, Kind
 from tencache_ds.io.wrappers.faults import FaultBackend
 from tencache_ds.io.wrappers.pass_through import Submission

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tencache_ds.items import GpuUsage
 from tencache_ds.planning.gpu_budget import LEAST_HEADROOM_NBYTES
-from tencache_ds.planning.look import LONGEST_PAUSE_S, LOOK_EVERY_S, LOOK_SHARE
 from tencache_ds.planning.pass_memory import AMPLE_PAUSE_S, FIRST_PATIENCE, PassMemory
+from tencache_ds.planning.patience import LONGEST_PAUSE_S, LOOK_EVERY_S, LOOK_SHARE
 
 GIB = 2**30
 CAPACITY = 100 * GIB

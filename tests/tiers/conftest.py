@@ -48,14 +48,11 @@ class ControlledBackend(PosixBackend):
 
 
 class Storage:
-    """A store in ``folder``, as if it were in memory if it is ``editable``, a poisoned pool of ``classes`` and fresh
-    counters."""
+    """A store in ``folder``, a poisoned pool of ``classes`` and fresh counters."""
 
-    def __init__(self, folder: Path, classes: tuple[SizeClass, ...], *, editable: bool = False) -> None:
+    def __init__(self, folder: Path, classes: tuple[SizeClass, ...]) -> None:
         self.backend = ControlledBackend()
-        self.store = ExtentStore(
-            str(folder / "store.bin"), self.backend, growth_nbytes=1 << 20, timeout_s=TIMEOUT_S, editable=editable
-        )
+        self.store = ExtentStore(str(folder / "store.bin"), self.backend, growth_nbytes=1 << 20, timeout_s=TIMEOUT_S)
         self.arena = HostArena(sum(c.nbytes for c in classes), Locking.NONE)
         self.pool = BufferPool(self.arena, classes, poison=True)
         self.counters = Counters()

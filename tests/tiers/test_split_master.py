@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,21 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tencache_ds.errors import CorruptionError, StorageError, TenCacheError
+from tencache_ds.errors import TenCacheError
 from tencache_ds.items import Place
-from tencache_ds.observability.counters import Link, Stall
+from tencache_ds.observability.counters import Link
 from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, adam_scalars
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.fused_adam import FusedAdam
-from tencache_ds.tiers.fused_update import FusedUpdate
-from tencache_ds.tiers.gradients import GradientSegment
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import SplitMasters, changed_unnoticed
 from tencache_ds.tiers.sub_group import SubGroupSpec
-from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep
 from tests.tiers.conftest import TIMEOUT_S, Storage
-from tests.tiers.ordinary_gradients import gradient_tier
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the op
 
@@ -91,12 +85,10 @@ class Bench:
         *,
         split: bool,
         weights: Weights | None = None,
-        in_file: bool = False,
     ) -> None:
         folder.mkdir(exist_ok=True)
-        self.in_file, self.n_edits = in_file, 0
         self.adam, self.weights, self.n_steps = adam, weights or Weights(), 0
-        self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES, 3),), editable=in_file)
+        self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES, 3),))
         self.tier = OptimizerStateTier(
             [SubGroupSpec(NUMEL, KINDS, ON_NVME)],
             store=self.storage.store,
@@ -129,22 +121,12 @@ class Bench:
         if self.n_steps > 2:
             gradient[77::1500] = float("nan")
         scalars = scalars_of(self.n_steps)
-        self.tier.begin_pass(self.tier.chunks(0), {0} if self.in_file else set())
+        self.tier.begin_pass(self.tier.chunks(0))
         for chunk in self.tier.chunks(0):
-            used = self.tier.take(chunk, split=True, in_file=self.in_file)
-            arguments = (
-                gradient[chunk.start : chunk.start + chunk.numel],
-                self.weights.of(chunk),
-                scalars,
-                used.digest,
-            )
-            if used.edit is None:
-                job = self.adam.start(used.views, *arguments)
-            else:
-                job = self.adam.start_in_file(used.edit, *arguments)
-                self.n_edits += 1
+            used = self.tier.take(chunk, split=True)
+            part = gradient[chunk.start : chunk.start + chunk.numel]
+            job = self.adam.start(used.views, part, self.weights.of(chunk), scalars, used.digest)
             assert job.wait(TIMEOUT_S)
-            assert job.error == 0
             if not job.match:
                 self.tier.drop(used)
                 raise changed_unnoticed(chunk)
@@ -217,10 +199,7 @@ def split(adam: FusedAdam, tmp_path: Path) -> Any:
 )
 def test_nothing_that_is_done_with_it_sees_a_difference(adam: FusedAdam, operations: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        benches = [
-            Bench(Path(folder) / name, adam, split="split" in name, in_file="file" in name)
-            for name in ("split", "whole", "split in file", "whole in file")
-        ]
+        benches = [Bench(Path(folder) / name, adam, split=name == "split") for name in ("split", "whole")]
         try:
             for operation, first in operations:
                 for bench in benches:
@@ -233,15 +212,12 @@ def test_nothing_that_is_done_with_it_sees_a_difference(adam: FusedAdam, operati
                 bench.close()
 
 
-@pytest.mark.parametrize("in_file", [False, True])
-def test_an_update_moves_ten_bytes_for_each_parameter(adam: FusedAdam, tmp_path: Path, in_file: bool) -> None:
-    split = Bench(tmp_path, adam, split=True, in_file=in_file)
+def test_an_update_moves_ten_bytes_for_each_parameter(split: Bench) -> None:
     assert split.n_split == N_CHUNKS
     split.update()  # of fresh chunks, which are not written before
-    assert split.n_edits == 0
     split.tier.drain()
     whole = 2 * 10 * 4096 + 3 * 4096  # the last chunk has a page of each kind
-    for n in range(3):
+    for _ in range(3):
         before = dict(split.storage.counters.total().nbytes)
         n_bytes_written = split.storage.backend.counters.bytes_written
         split.update()
@@ -249,8 +225,6 @@ def test_an_update_moves_ten_bytes_for_each_parameter(adam: FusedAdam, tmp_path:
         moved = {link: split.storage.counters.total().nbytes[link] - before.get(link, 0) for link in before}
         assert moved[Link.NVME_READ] == moved[Link.NVME_WRITE] == whole
         assert split.storage.backend.counters.bytes_written - n_bytes_written == whole
-        assert split.n_edits == (N_CHUNKS * (n + 1) if in_file else 0)
-    split.close()
 
 
 @pytest.mark.parametrize(("is_split", "n_written"), [(True, 0), (False, 4)])
@@ -325,130 +299,3 @@ def test_weights_that_changed_unnoticed_are_an_error(split: Bench, use: str) -> 
         USES[use](split)
     split.tier.drain()
     split.storage.assert_idle()
-
-
-class Writer:
-    """Gives an update the weights of a bench."""
-
-    def __init__(self, bench: Bench, *, holds: bool = False) -> None:
-        self._bench, self._holds = bench, holds
-
-    def open(self, chunk: Any) -> list[tuple[int, torch.Tensor]]:
-        return self._bench.weights.of(chunk)
-
-    def close(self, chunk: Any) -> None:
-        pass
-
-    def holds_buffers(self, sub_group: int) -> bool:
-        return self._holds
-
-
-class UpdateInFile:
-    """Steps of a bench, as an optimizer takes them."""
-
-    def __init__(self, bench: Bench, *, holds: bool = False) -> None:
-        self.bench, kernel = bench, FusedUpdate(bench.adam)
-        segments = [GradientSegment(1, 0, NUMEL)]
-        self.gradients = gradient_tier([segments], torch.bfloat16, bench.storage.counters)
-        self.gradients.accumulate(1, torch.ones(NUMEL, dtype=torch.bfloat16), first=True)
-        self.update = ChunkedUpdate(bench.tier, self.gradients, Writer(bench, holds=holds), [kernel], in_file=kernel)
-        self.finished: list[int] = []
-
-    def step(self) -> None:
-        chunks = self.bench.tier.chunks(0)
-        self.bench.tier.begin_pass(chunks, {0} if self.update.in_file(0) else set())
-        work = [(SubGroupStep(0, 0, 1, 1.0, {}, scalars_of(1)), chunks)]
-        self.update.run(work, lambda chunk: self.finished.append(chunk.index))
-        self.bench.tier.drain()
-
-
-@pytest.fixture
-def pair(adam: FusedAdam, tmp_path: Path) -> Any:
-    benches = [Bench(tmp_path / name, adam, split=True, in_file=name == "file") for name in ("file", "staged")]
-    updates = [UpdateInFile(bench) for bench in benches]
-    for update in updates:
-        update.step()  # of fresh chunks
-        update.finished.clear()
-    yield updates
-    for bench in benches:
-        bench.close()
-
-
-def edits_of(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The edits that a store gives out from now on."""
-    given: list[Any] = []
-    edit = store.edit
-
-    def noted(extent: Any) -> Any:
-        given.append(edit(extent))
-        return given[-1]
-
-    monkeypatch.setattr(store, "edit", noted)
-    return given
-
-
-def test_an_update_in_the_file_equals_one_in_buffers(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    edits = edits_of(pair[0].bench.storage.store, monkeypatch)
-    for _ in range(3):
-        for update in pair:
-            update.step()
-        for actual, expected in zip(*(update.bench.value() for update in pair), strict=True):
-            assert torch.equal(actual, expected)
-    assert len(edits) == 3 * N_CHUNKS
-    assert None not in edits
-    assert pair[0].finished == pair[1].finished == 3 * list(range(N_CHUNKS))
-
-
-def test_transfers_of_an_update_in_the_file_are_waits_for_state(pair: Any) -> None:
-    counters = pair[0].bench.storage.counters
-    counters.step_done(0)
-    t_start_s = time.perf_counter()
-    pair[0].step()
-    seconds = time.perf_counter() - t_start_s
-    stalls = counters.step_done(0).stall_seconds
-    assert 0 < stalls[Stall.OPTIMIZER_READ] < seconds
-    assert stalls[Stall.BUFFER] == 0
-
-
-def test_of_weights_that_were_changed_nothing_is_written_to_the_file(pair: Any) -> None:
-    bench = pair[0].bench
-    before = bench.tier.borrow(0)[EXP_AVG].clone()
-    bench.weights.parts[1][-1] = 5.0  # of the last chunk
-    with pytest.raises(TenCacheError, match="elements from 8192"):
-        pair[0].step()
-    bench.weights.parts[1][-1] = pair[1].bench.weights.parts[1][-1]
-    after = bench.tier.borrow(0)[EXP_AVG]
-    last = bench.tier.chunks(0)[2]
-    assert torch.equal(after[last.start :], before[last.start :])
-    assert not torch.equal(after[:100], before[:100]), "the other chunks are updated"
-
-
-def test_a_transfer_that_fails_names_the_file_and_the_chunk(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = pair[0].bench
-    read_only = os.open("/dev/null", os.O_RDONLY)
-    monkeypatch.setattr(bench.storage.store._space, "descriptor", lambda file: read_only)
-    with pytest.raises(StorageError, match=r"edit.*chunk 0.0"):
-        pair[0].step()
-    monkeypatch.undo()
-    os.close(read_only)
-    with pytest.raises(StorageError):
-        bench.tier.read(0, EXP_AVG)
-
-
-def test_a_file_that_something_else_has_written_to_stops_the_update(pair: Any) -> None:
-    bench = pair[0].bench
-    extent = bench.tier._groups[0].extents[1]
-    fd = bench.storage.store._space.descriptor(extent.file)
-    os.pwrite(fd, b"\xff" * 4096, extent.offset)
-    with pytest.raises(CorruptionError, match="chunk 0.1"):
-        pair[0].step()
-
-
-def test_chunks_whose_weights_hold_buffers_go_through_some(adam: FusedAdam, tmp_path: Path, monkeypatch: Any) -> None:
-    bench = Bench(tmp_path, adam, split=True, in_file=True)
-    update = UpdateInFile(bench, holds=True)
-    edits = edits_of(bench.storage.store, monkeypatch)
-    update.step()
-    update.step()
-    assert not edits
-    bench.close()

@@ -137,9 +137,6 @@ struct Digests {
     std::vector<std::uint64_t> before;  // expected; empty: not compared
     std::vector<std::uint64_t> after;
     std::atomic<bool> match{true};
-    // Of state in a file: errno of the transfer that failed, and what transfers took of the thread's time.
-    int error = 0;
-    std::int64_t transfer_ns = 0;
 };
 
 // Whether the weights of a block are those that its master weights are split over; notes it if not. Without them the

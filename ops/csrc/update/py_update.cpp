@@ -7,7 +7,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -20,7 +19,6 @@
 #include "adam.h"
 #include "blocks.h"
 #include "sampler.h"
-#include "state_file.h"
 #include "team.h"
 
 namespace py = pybind11;
@@ -42,8 +40,6 @@ using tencache::MasterRun;
 using tencache::MasterTuple;
 using tencache::RunTuple;
 using tencache::Sampler;
-using tencache::StateBlock;
-using tencache::StateFile;
 using tencache::Team;
 using tencache::WeightRun;
 using tencache::by_block;
@@ -90,8 +86,6 @@ public:
     // All of these: once it has ended.
     bool match() const { return digests_ == nullptr || digests_->match; }
     py::bytes digest() const { return digests_ == nullptr ? py::bytes() : bytes_of(digests_->after); }
-    int error() const { return digests_ == nullptr ? 0 : digests_->error; }
-    std::int64_t transfer_ns() const { return digests_ == nullptr ? 0 : digests_->transfer_ns; }
 
 private:
     std::shared_ptr<Team> team_;
@@ -116,8 +110,6 @@ public:
 
     int n_threads() const { return team_->n_threads(); }
 
-    // The blocks of state in memory run on any threads. Those of state in a file run on one: files in memory take one writer
-    // at a time. Chunks in other files run beside it, and the runs' addresses of state are of no meaning.
     PyJob adam(const std::vector<RunTuple>& runs,
                const std::string& gradient_type,
                const std::string& weight_type,
@@ -125,33 +117,23 @@ public:
                const AdamScalars& scalars,
                bool split,
                const std::string& expected,
-               const std::string& variant_name,
-               const StateFile* file)
+               const std::string& variant_name)
     {
         const AdamVariant variant = variant_of(variant_name);
         const AdamTypes types{element_type(gradient_type), element_type(weight_type)};
-        if (file == nullptr) { check_state(runs); }
+        check_state(runs);
         auto blocks = std::make_shared<Blocks>(by_block(cut_blocks(runs, types, n_tail, split)));
         auto digests = digests_for(expected, split ? blocks->size() : 0);
         const AdamKernel kernel = split ? variant.split_kernel : variant.kernel;
         const auto update = [scalars, types, kernel](const AdamRun& part) { kernel(scalars, types, part); };
         auto job = std::make_shared<Job>();
-        if (file == nullptr) {
-            job->n_blocks = blocks->size();
-            job->run = [blocks, digests, update, split](std::size_t index) {
-                const auto& block = (*blocks)[index];
-                if (!has_expected_weights(*digests, index, block)) { return; }
-                for (const AdamRun& part : block) { update(part); }
-                if (split) { digests->after[index] = digest_of(block); }
-            };
-        } else {
-            StateFile state = *file;
-            state.element_nbytes = {split ? sizeof(std::uint16_t) : sizeof(float), sizeof(float), sizeof(float)};
-            job->n_blocks = blocks->empty() ? 0 : 1;
-            job->run = [blocks, digests, update, split, state](std::size_t) {
-                update_in_file(state, *blocks, *digests, update, split);
-            };
-        }
+        job->n_blocks = blocks->size();
+        job->run = [blocks, digests, update, split](std::size_t index) {
+            const auto& block = (*blocks)[index];
+            if (!has_expected_weights(*digests, index, block)) { return; }
+            for (const AdamRun& part : block) { update(part); }
+            if (split) { digests->after[index] = digest_of(block); }
+        };
         return submit(job, digests);
     }
 
@@ -219,41 +201,6 @@ public:
     }
 
 private:
-    template <class Function>
-    static void update_in_file(
-        const StateFile& file, const Blocks& blocks, Digests& digests, const Function& update, bool split)
-    {
-        // Before anything is written.
-        for (std::size_t index = 0; index < blocks.size(); ++index) {
-            if (!has_expected_weights(digests, index, blocks[index])) { return; }
-        }
-        std::size_t first = 0;
-        for (std::size_t index = 0; index < blocks.size(); ++index) {
-            std::size_t numel = 0;
-            for (const AdamRun& part : blocks[index]) { numel += part.numel; }
-            StateBlock state;
-            const auto transfer = [&](const auto& move) {
-                const std::int64_t t_start_ns = tencache::now_ns();
-                digests.error = move(file, first, numel, state);
-                digests.transfer_ns += tencache::now_ns() - t_start_ns;
-                return digests.error == 0;
-            };
-            if (!transfer(tencache::read_state)) { return; }
-            std::size_t position = 0;
-            for (AdamRun part : blocks[index]) {
-                part.master = split ? nullptr : reinterpret_cast<float*>(state.kinds[0]) + position;
-                part.remainder = split ? reinterpret_cast<std::uint16_t*>(state.kinds[0]) + position : nullptr;
-                part.exp_avg = reinterpret_cast<float*>(state.kinds[1]) + position;
-                part.exp_avg_sq = reinterpret_cast<float*>(state.kinds[2]) + position;
-                update(part);
-                position += part.numel;
-            }
-            if (!transfer(tencache::write_state)) { return; }
-            if (split) { digests.after[index] = digest_of(blocks[index]); }
-            first += numel;
-        }
-    }
-
     static AdamVariant variant_of(const std::string& name)
     {
         const AdamVariant variant = name.empty() ? tencache::adam_variant() : tencache::adam_variant(name.c_str());
@@ -388,39 +335,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("step_size"),
              py::arg("weight_decay"),
              py::arg("decay"));
-    py::class_<StateFile>(m, "StateFile")
-        .def(py::init([](int fd,
-                         std::int64_t offset,
-                         const std::array<std::int64_t, 3>& pieces,
-                         std::uintptr_t words_read,
-                         std::size_t read_position,
-                         std::uintptr_t words_written,
-                         std::size_t written_position) {
-                 return StateFile{fd,
-                                  offset,
-                                  pieces,
-                                  {},
-                                  reinterpret_cast<std::uint64_t*>(words_read),
-                                  read_position,
-                                  reinterpret_cast<std::uint64_t*>(words_written),
-                                  written_position};
-             }),
-             py::kw_only(),
-             py::arg("fd"),
-             py::arg("offset"),
-             py::arg("pieces"),
-             py::arg("words_read"),
-             py::arg("read_position"),
-             py::arg("words_written"),
-             py::arg("written_position"));
     py::class_<PyJob>(m, "Job")
         .def("wait", &PyJob::wait, py::arg("timeout_s"))
         .def_property_readonly("done", &PyJob::done)
         .def_property_readonly("end_ns", &PyJob::end_ns)
         .def_property_readonly("match", &PyJob::match)
-        .def_property_readonly("digest", &PyJob::digest)
-        .def_property_readonly("error", &PyJob::error)
-        .def_property_readonly("transfer_ns", &PyJob::transfer_ns);
+        .def_property_readonly("digest", &PyJob::digest);
     py::class_<PyTeam>(m, "Team")
         .def(py::init<int>(), py::arg("n_threads"))
         .def_property_readonly("n_threads", &PyTeam::n_threads)
@@ -433,8 +353,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("scalars"),
              py::arg("split") = false,
              py::arg("expected") = py::bytes(),
-             py::arg("variant") = "",
-             py::arg("file") = nullptr)
+             py::arg("variant") = "")
         .def("digest", &PyTeam::digest, py::arg("runs"))
         .def("split", &PyTeam::split, py::arg("runs"), py::arg("variant") = "")
         .def("join", &PyTeam::join, py::arg("runs"), py::arg("variant") = "")

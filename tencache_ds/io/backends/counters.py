@@ -58,18 +58,6 @@ class IoCounters:
         with self._lock:
             self._n_requests[operation] += 1
 
-    def edit_started(self) -> None:
-        """Notes that a caller begins to read and write bytes of a file itself."""
-        for operation in Operation:
-            self.transfer_started(operation)
-
-    def edit_ended(self, nbytes: int) -> None:
-        """Notes that it has read and written so many (0 if that failed)."""
-        for operation in Operation:
-            self.transfer_ended(operation, nbytes)
-            if nbytes:
-                self.request_succeeded(operation)
-
     def snapshot(self) -> IoTotals:
         """All totals at one moment."""
         with self._lock:

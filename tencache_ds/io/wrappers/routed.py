@@ -76,14 +76,6 @@ class _Sum(IoCounters):
         super().__init__()
         self.parts = [first]
 
-    def edit_started(self) -> None:
-        """See :meth:`IoCounters.edit_started`."""
-        self.parts[0].edit_started()
-
-    def edit_ended(self, nbytes: int) -> None:
-        """See :meth:`IoCounters.edit_ended`."""
-        self.parts[0].edit_ended(nbytes)
-
     def snapshot(self) -> IoTotals:
         """All totals, of each part at one moment."""
         totals = [part.snapshot() for part in self.parts]

@@ -15,7 +15,7 @@ from tencache_ds.errors import CorruptionError, SpaceError, StorageError
 from tencache_ds.io import ExtentStore, GdsBackend, Operation, PosixBackend, RoutedBackend
 from tencache_ds.io.backends.gds import compatibility_mode, errno_in, missing_kvikio, plain_cause
 from tencache_ds.io.backends.gds_trial import obstacle, try_gds
-from tencache_ds.io.integrity.fingerprint import gathered_words, sampled_fingerprint
+from tencache_ds.io.integrity import gathered_words, sampled_fingerprint
 from tencache_ds.io.wrappers.fault_rules import parse_faults
 from tencache_ds.io.wrappers.faults import FaultBackend
 from tencache_ds.memory import BufferPool, DeviceArena, Locking

@@ -7,7 +7,7 @@ import pytest
 
 from tencache_ds.errors import CorruptionError
 from tencache_ds.io import ExtentStore, Operation
-from tencache_ds.io.integrity.fingerprint import whole_fingerprint
+from tencache_ds.io.integrity import whole_fingerprint
 from tests.io.conftest import aligned
 
 pytestmark = pytest.mark.timeout(60)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from tencache_ds.io.integrity.fingerprint import sampled_fingerprint, whole_fingerprint
+from tencache_ds.io.integrity import sampled_fingerprint, whole_fingerprint
 from tests.io.conftest import aligned
 
 pytestmark = pytest.mark.timeout(60)

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Integrity checks of data read back from storage."""
