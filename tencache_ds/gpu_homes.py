@@ -37,7 +37,6 @@ from tencache_ds.profiling.move_waits import MoveCost
 from tencache_ds.step_observer import StepObserver
 from tencache_ds.tiers.device_adam import DeviceAdam, TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
-from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.weight_moves import Agree, Shard
 
@@ -366,18 +365,16 @@ class GpuHomes:
         return GpuBudget(nbytes, lasting_nbytes, reason)
 
     def _chunks(self, shards: Sequence[Shard]) -> list[list[StateChunk]]:
-        """Chunks of each sub-group whose state may be there: Adam's, in single precision."""
+        """Chunks of each sub-group whose state may be there."""
         groups: list[list[StateChunk]] = []
         index_of = {shard.key: index for index, shard in enumerate(shards)}
         for index in range(self._n_sub_groups):
-            kinds = self._tier.kinds(index)
-            dtypes = {self._tier.dtype(index, kind) for kind in kinds}
-            may = set(kinds) == {MASTER, EXP_AVG, EXP_AVG_SQ} and dtypes == {torch.float32}
             groups.append([])
+            if not self._moves.may_move(index):
+                continue
             for chunk, keys in zip(self._tier.chunks(index), self._moves.weights_of(index), strict=True):
-                if may:
-                    weights = tuple(index_of[key] for key in keys if key in index_of)
-                    groups[-1].append(StateChunk(chunk.nbytes, chunk.numel, weights))
+                weights = tuple(index_of[key] for key in keys if key in index_of)
+                groups[-1].append(StateChunk(chunk.nbytes, chunk.numel, weights))
         return groups
 
     def _weight(self, shard: Shard, seconds: float) -> Weight:

@@ -18,6 +18,7 @@ from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.gpu_budget import chunks_to_release
 from tencache_ds.state_moves import HostAccounts, StateMoves
 from tencache_ds.tiers.gradients import GradientTier
+from tencache_ds.tiers.kinds import ADAM_IN_FP32
 from tencache_ds.weight_moves import Agree, MovableWeights, Shard, WeightMoves
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -103,6 +104,10 @@ class GpuMoves:
         """Reports the contents to the accounts."""
         self._accounts.note_gpu(weight_nbytes=self.weight_nbytes, gradient_nbytes=self.gradient_nbytes)
 
+    def may_move(self, sub_group: int) -> bool:
+        """Whether the state of a sub-group may be there: Adam's, in single precision."""
+        return {kind: self._tier.dtype(sub_group, kind) for kind in self._tier.kinds(sub_group)} == ADAM_IN_FP32
+
     def weights_of(self, sub_group: int) -> list[tuple[int, ...]]:
         """Weights (keys) that each chunk of a sub-group has elements of."""
         runs: list[tuple[int, ...]] = []
@@ -159,7 +164,7 @@ class GpuMoves:
         if self._weight_moves.out:
             return self.nbytes - before
         counts, there = self.counts(), set(self._weight_moves.there)
-        for index in range(len(counts)):
+        for index in filter(self.may_move, range(len(counts))):
             chunks, weights = self._tier.chunks(index), self.weights_of(index)
             while counts[index] < len(chunks):
                 chunk = chunks[counts[index]]

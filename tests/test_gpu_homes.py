@@ -353,6 +353,14 @@ def test_what_an_allocation_took_back_is_in_host_memory_and_comes_back_later(lif
     training.bench.check()
 
 
+def test_state_that_the_device_cannot_update_never_goes_there(life, monkeypatch):
+    training = life(18, lends=True)
+    monkeypatch.setattr(training.bench.tier, "dtype", lambda sub_group, kind: torch.bfloat16)
+    for _ in range(2 * FIRST_PATIENCE + OBSERVED_STEPS):
+        assert training.step(1) == 0
+    assert set(training.weights.there) == {0, 1, 2}
+
+
 def test_while_steps_stay_large_nothing_comes_back(life):
     training = life(18, lends=True)
     training.step(1)

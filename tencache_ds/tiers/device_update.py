@@ -32,8 +32,8 @@ from tencache_ds.tiers.update import Pieces, SubGroupStep
 from tencache_ds.tiers.weight_writer import WeightWriter
 
 Places = tuple[int, int, tuple[int, ...]]
-Copy = tuple[torch.Tensor, torch.Tensor]
-"""Target and source."""
+Staged = tuple[torch.Tensor, torch.Tensor]
+"""Part of a buffer, and the tensor elsewhere that it stands for."""
 
 
 @dataclass(slots=True)
@@ -223,8 +223,8 @@ class DeviceUpdate:
         lane = self._next_lane()
         with lane.issuing(self._since):
             try:
-                here, copies = self._staged(gradients, lane, "gradients")
-                targets, copies_back = self._staged(weights, lane, "weights")
+                here, staged_gradients = self._staged(gradients, lane, "gradients")
+                targets, staged_weights = self._staged(weights, lane, "weights")
             except MemoryLimitError:
                 return None
             while True:
@@ -235,11 +235,11 @@ class DeviceUpdate:
                 with self._tier.holding_device(chunk):
                     if self._address_of(chunk) != address:
                         continue
-                    for target, source in copies:
-                        target.copy_(source, non_blocking=True)
+                    for part, gradient in staged_gradients:
+                        part.copy_(gradient, non_blocking=True)
                     launch(step.scalars)
-                    for source, target in copies_back:
-                        target.copy_(source, non_blocking=True)
+                    for part, weight in staged_weights:
+                        weight.copy_(part, non_blocking=True)
                 return _DeviceJob(lane.event(), (gradients, weights))
 
     def _address_of(self, chunk: Chunk) -> int | None:
@@ -265,21 +265,20 @@ class DeviceUpdate:
         self._turn = (self._turn + 1) % N_LANES
         return self._lanes[self._turn]
 
-    def _staged(self, pieces: Pieces, lane: _Lane, purpose: str) -> tuple[Pieces, list[Copy]]:
-        """The pieces with a part of a lane's buffer in the place of each that is elsewhere, and ``(part, piece)`` of
-        these."""
+    def _staged(self, pieces: Pieces, lane: _Lane, purpose: str) -> tuple[Pieces, list[Staged]]:
+        """The pieces with a part of a lane's buffer in the place of each that is elsewhere, and those."""
         if self._all_there(pieces):
             return pieces, []
         first, last = pieces[-1]
         buffer = lane.buffer(purpose, first + last.numel(), last.dtype)
-        here, copies = [], []
+        here, staged = [], []
         for first, tensor in pieces:
             part = tensor
             if not self._memory.holds(tensor):
                 part = buffer[first : first + tensor.numel()]
-                copies.append((part, tensor))
+                staged.append((part, tensor))
             here.append((first, part))
-        return here, copies
+        return here, staged
 
     def _launch_of(self, chunk: Chunk, address: int, gradients: Pieces, weights: Pieces) -> Launch:
         """A chunk's; prepared anew when something has another address."""
