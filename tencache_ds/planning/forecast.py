@@ -118,7 +118,8 @@ def forecast(training: Training, budget_nbytes: int, hardware: Hardware, *, gpu_
     stored_weights = max(0, all_weights - budget_nbytes)
     counts = [gpu_budget_nbytes // per_state, gpu_budget_nbytes // (per_state + beside), 0]
     for first in (all_weights, stored_weights):
-        counts += [max(0, gpu_budget_nbytes - first) // each for each in (per_state, per_state + beside - per_weight)]
+        left = max(0, gpu_budget_nbytes - first)
+        counts += [left // per_state, left // (per_state + training.gradient_nbytes)]
     # With one parameter less, what its state would take holds weights: so more memory never gives a longer step.
     counts += [max(0, count - 1) for count in counts]
     forecasts = []

@@ -196,14 +196,8 @@ def plan_gpu(
     """
     chunks = [chunk for group in groups for chunk in group]
     items = _Items(weights, activations, chunks)
-    used, numel, nbytes = (
-        _running(values)
-        for values in (
-            [_rounded(chunk.nbytes) for chunk in chunks],
-            [chunk.numel for chunk in chunks],
-            [chunk.nbytes for chunk in chunks],
-        )
-    )
+    used = _running([_rounded(chunk.nbytes) for chunk in chunks])
+    numel, nbytes = _running([chunk.numel for chunk in chunks]), _running([chunk.nbytes for chunk in chunks])
     per_byte = 0.0 if rates.nvme_bytes_per_s is None else 2 / rates.nvme_bytes_per_s
     per_visible = {0.0, 1 / rates.params_per_s if rates.hidden_share else 0.0}
 

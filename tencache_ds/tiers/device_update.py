@@ -22,7 +22,6 @@ from tencache_ds.errors import MemoryLimitError
 from tencache_ds.layout import N_LANES
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.tensors import empty
 from tencache_ds.tiers.device_adam import DeviceAdam, Launch, Run
 from tencache_ds.tiers.fused_adam import TYPES
 from tencache_ds.tiers.gradients import GradientTier
@@ -85,7 +84,7 @@ class _Lane:
 
     def event(self) -> torch.cuda.Event | None:
         """Behind everything issued so far; None where that is done."""
-        return record_event(self._stream)
+        return _record_event(self._stream)
 
 
 class _DeviceJob:
@@ -160,7 +159,7 @@ class DeviceUpdate:
     def start(self, step: SubGroupStep) -> frozenset[int]:
         """See :meth:`InPlaceKernel.start`."""
         if self._memory.device.type == "cuda":
-            self._since = record_event(torch.cuda.current_stream(self._memory.device))
+            self._since = _record_event(torch.cuda.current_stream(self._memory.device))
         while True:
             prepared = self._prepared_for(step)  # allocates, for which chunks may have to leave
             with self._tier.holding_device():
@@ -253,11 +252,7 @@ class DeviceUpdate:
         if whole is not None:
             return [(0, whole)]
         pieces = self._gradients.pieces(start, chunk.numel)
-        if pieces is not None:
-            return pieces
-        whole = empty(chunk.numel, torch.float32)  # some at full precision
-        self._gradients.fill(whole, start)
-        return [(0, whole)]
+        return [(0, self._gradients.in_fp32(start, chunk.numel))] if pieces is None else pieces
 
     def _next_lane(self) -> _Lane:
         if not self._lanes:
@@ -291,7 +286,7 @@ class DeviceUpdate:
         return launch
 
 
-def record_event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+def _record_event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
     """An event behind everything issued to a stream; to wait for it takes no processor."""
     if stream is None:
         return None

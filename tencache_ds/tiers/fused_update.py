@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -38,40 +38,18 @@ class _PinnedBuffers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rounded:
-    """New values of weights in device memory.
-
-    Attributes:
-        values: ``(weight, its new value)``; the value is in host memory.
-        buffer: has the values.
-        buffers: where it is from.
-    """
-
-    values: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    buffer: torch.Tensor | None = None
-    buffers: _PinnedBuffers | None = None
-
-    def publish(self) -> None:
-        """Copies them to the device, on the current stream. Once."""
-        for weight, value in self.values:
-            weight.copy_(value, non_blocking=True)
-        if self.buffer is not None and self.buffers is not None:
-            self.buffers.give_back(self.buffer)
-
-
-@dataclass(frozen=True, slots=True)
 class _FusedJob:
     """A chunk whose update is queued or under way.
 
     Attributes:
         job: its update.
         gradient: kept, because the job has only its address.
-        rounded: of the weights in device memory.
+        copy_rounded: copies the new values of weights in device memory there, on the current stream. Once.
     """
 
     job: Job
     gradient: torch.Tensor
-    rounded: _Rounded
+    copy_rounded: Callable[[], None]
 
     @property
     def end_ns(self) -> int:
@@ -94,7 +72,7 @@ class _FusedJob:
 
     def publish(self) -> None:
         """See :meth:`UpdateJob.publish`."""
-        self.rounded.publish()
+        self.copy_rounded()
 
 
 class FusedUpdate:
@@ -123,22 +101,30 @@ class FusedUpdate:
         digest: bytes,
     ) -> _FusedJob:
         """See :meth:`UpdateKernel.start`."""
-        targets, rounded = self._in_host_memory(weights)
-        return _FusedJob(self._adam.start(state, gradient, targets, step.scalars, digest), gradient, rounded)
+        targets, copy_rounded = self._in_host_memory(weights)
+        return _FusedJob(self._adam.start(state, gradient, targets, step.scalars, digest), gradient, copy_rounded)
 
-    def _in_host_memory(self, weights: Pieces) -> tuple[list[tuple[int, torch.Tensor]], _Rounded]:
-        """Where the new values of weights go, and those of weights in device memory."""
-        elsewhere = [weight for _, weight in weights if weight.device.type != "cpu"]
-        if not elsewhere:
-            return list(weights), _Rounded()
-        buffer = self._buffers.take(sum(weight.nbytes for weight in elsewhere))
-        values = buffer[: sum(weight.nbytes for weight in elsewhere)].view(elsewhere[0].dtype)
-        targets, rounded, start = [], [], 0
+    def _in_host_memory(self, weights: Pieces) -> tuple[Pieces, Callable[[], None]]:
+        """Where the new values of weights go; and what copies those of weights in device memory there."""
+        nbytes = sum(weight.nbytes for _, weight in weights if weight.device.type != "cpu")
+        if not nbytes:
+            return weights, _nothing
+        buffer, start = self._buffers.take(nbytes), 0
+        targets, rounded = [], []
         for first, weight in weights:
             target = weight
             if weight.device.type != "cpu":
-                target = values[start : start + weight.numel()]
-                start += weight.numel()
+                target = buffer[start : start + weight.nbytes].view(weight.dtype)
+                start += weight.nbytes
                 rounded.append((weight, target))
             targets.append((first, target))
-        return targets, _Rounded(rounded, buffer, self._buffers)
+
+        def copy_rounded() -> None:
+            for weight, value in rounded:
+                weight.copy_(value, non_blocking=True)
+            self._buffers.give_back(buffer)
+
+        return targets, copy_rounded
+
+
+def _nothing() -> None: ...

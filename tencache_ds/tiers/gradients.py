@@ -19,7 +19,7 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.counters import Counters, Link
 from tencache_ds.observability.spans import Category, span
-from tencache_ds.tensors import zeros
+from tencache_ds.tensors import empty, zeros
 
 
 class GradientState(enum.Enum):
@@ -339,6 +339,12 @@ class GradientTier:
                     return None
         buffer = self._buffers[max(bisect.bisect_right(self._buffer_starts, start) - 1, 0)]
         return buffer.part(start, start + numel) if start + numel <= buffer.end else None
+
+    def in_fp32(self, start: int, numel: int) -> torch.Tensor:
+        """A copy of ``numel`` elements from ``start`` in host memory, at full precision."""
+        copy = empty(numel, torch.float32)
+        self.fill(copy, start)
+        return copy
 
     def pieces(self, start: int, numel: int) -> list[tuple[int, torch.Tensor]] | None:
         """``numel`` elements from ``start`` as ``(first element, tensor)``, each where it is accumulated; ascending and

@@ -21,7 +21,6 @@ from tencache_ds.observability import spans
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.tensors import empty
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import changed_unnoticed
@@ -308,8 +307,7 @@ class ChunkedUpdate:
         chunk = used.chunk
         gradient = self._gradients.view(step.start + chunk.start, chunk.numel)
         if gradient is None:
-            gradient = empty(chunk.numel, torch.float32)
-            self._gradients.fill(gradient, step.start + chunk.start)
+            gradient = self._gradients.in_fp32(step.start + chunk.start, chunk.numel)
         weights = self._writer.open(chunk)
         for kernel in self._kernels:
             if not kernel.takes(used.views, gradient, weights):
