@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tencache_ds.observability.counters import Stats
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "release_gpu_memory", "stats", "trace"]
+__all__ = ["__version__", "release_gpu_memory", "stats", "trace", "wait_for_checkpoint"]
 
 
 def stats(engine: Any, *, wait: bool = True) -> Stats:
@@ -84,6 +84,23 @@ def release_gpu_memory(engine: Any) -> ReleasedMemory:
     from tencache_ds.integration.gpu_release import ReleasedMemory
 
     return ReleasedMemory(engine)
+
+
+def wait_for_checkpoint(engine: Any) -> None:
+    """Returns when the last checkpoint of an engine is complete and ``latest`` names it. Needed with ``"checkpoint":
+    "async"`` only, before something else reads the files.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first.
+
+    Raises:
+        ValueError: this DeepSpeed engine does not run with TenCache.
+        StorageError, CheckpointError: the checkpoint is not there; ``latest`` still names the previous one.
+    """
+    from tencache_ds.integration.activation import engine_of
+
+    engine_of(engine)
+    engine.optimizer.finish_save()
 
 
 _autoload.install()

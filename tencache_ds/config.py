@@ -163,6 +163,17 @@ class Gds(StrEnum):
     """Never: no trial at startup, and KvikIO is not imported."""
 
 
+class Checkpoint(StrEnum):
+    """When ``engine.save_checkpoint`` returns."""
+
+    synchronous = "sync"
+    """When the checkpoint is complete."""
+
+    asynchronous = "async"
+    """When its files are begun. The optimizer state is copied to spare RAM during the next forward and backward pass,
+    and written from there."""
+
+
 class Verify(StrEnum):
     """How data read back from NVMe is compared with the data written."""
 
@@ -298,6 +309,19 @@ class TenCacheConfig(BaseModel):
 
     verify: Verify = Verify.sampled
     """How data read back from NVMe is compared with the data written."""
+
+    checkpoint: Checkpoint = Checkpoint.synchronous
+    """When ``engine.save_checkpoint`` returns. ``async``: when the files are begun; training continues while they are
+    written. The files are the same, and ``latest`` names a checkpoint when every rank has all of it. The next save, a
+    load, ``engine.destroy()``, ``tencache_ds.wait_for_checkpoint(engine)`` and the end of the process wait for it; an
+    error is logged at once and raised by the next of them but the load
+    ([checkpoints](checkpoints.md#saving-beside-training))."""
+
+    checkpoint_memory: Size | None = None
+    """RAM per rank for optimizer state that ``"checkpoint": "async"`` has yet to write, at most. Where it is full, the
+    next optimizer step waits for the drive.
+
+    Automatic: up to half of what is available when the checkpoint is saved, divided among the ranks of the machine."""
 
     activations: Activations = DEFAULT_ACTIVATIONS
     """Whether tensors that a forward pass saves for backward are moved to RAM and NVMe in between: for sequences or

@@ -157,7 +157,7 @@ class Agreement:
 
 class JobVotes:
     """Points at which the ranks of a job tell each other whether they have failed: see
-    :class:`~tencache_ds.step_guard.Votes`. Training thread only. The store counts those who have come and those who
+    :class:`~tencache_ds.step_guard.Votes`. One thread at a time. The store counts those who have come and those who
     have failed in one number, so that a rank asks once if it is the last one.
 
     Args:
@@ -199,6 +199,12 @@ class JobVotes:
             if votes < _FAILED:
                 return []
             return [rank for rank in range(self._world_size) if self._store.check([f"{key}/{rank}"])]
+
+    def leaves(self, point: str) -> None:
+        """This rank has come to its meeting of that name, as :meth:`passed` waits for, and does not wait."""
+        if self._store is not None:
+            with _noticing_a_lost_store(self._rank, f"at {point}"):
+                self._store.add(self._key(point, self._next(point)), 1)
 
     def failed(self, point: str) -> None:
         """See :meth:`~tencache_ds.step_guard.Votes.failed`."""

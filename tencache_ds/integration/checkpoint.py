@@ -13,7 +13,6 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ from deepspeed.checkpoint.constants import (
 )
 
 from tencache_ds.errors import CheckpointError, TenCacheError
+from tencache_ds.integration.agreement import JobVotes
+from tencache_ds.integration.background_save import BackgroundSave, StateKey
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.node_storage import agree_on_checkpoint
 from tencache_ds.integration.resharding import SavedFiles, hook_resharding
@@ -34,18 +35,11 @@ from tencache_ds.io.torch_archive import DeferredTensor
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.step_guard import Part
 from tencache_ds.tiers.kinds import MASTER
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.update import publish
 
 BETA_POWERS = "adam_beta_powers"
 """Key of a ZeRO-3 optimizer checkpoint that stock DeepSpeed neither writes nor reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateKey:
-    """One kind of state of a sub-group, as the key of a :class:`DeferredTensor`."""
-
-    sub_group: int
-    kind: str
 
 
 def hook_loading(engine_class: Any) -> None:
@@ -59,6 +53,7 @@ def hook_loading(engine_class: Any) -> None:
             return stock_load(self, *args, **kwargs)
         asked = inspect.signature(stock_load).bind(self, *args, **kwargs).arguments
         whole = asked.get("load_optimizer_states", True) and not asked.get("load_module_only", False)
+        BackgroundSave.wait_for_all()
         agree_on_checkpoint(self, asked["load_dir"], asked.get("tag"))
         with self.optimizer.loading_together(whole=whole):
             return stock_load(self, *args, **kwargs)
@@ -95,6 +90,12 @@ class CheckpointMixin:
     """The files of the checkpoint that was loaded last, or is being loaded."""
     defers_state = False
     """Whether ``state_dict()`` stands in for stored state with :class:`DeferredTensor`, while a checkpoint is saved."""
+    defers_whole_state = False
+    """Whether it does so for whole state in host memory, too."""
+    save_under_way: BackgroundSave | None = None
+    """The last checkpoint that was to be completed beside training."""
+    save_votes: JobVotes | None = None
+    """Of the ranks, for these."""
 
     @contextlib.contextmanager
     def loading_together(self, *, whole: bool) -> Iterator[None]:
@@ -157,7 +158,7 @@ class CheckpointMixin:
         """A sub-group's state as a checkpoint takes it: deferred or in place while one is saved, else copies."""
         kinds = (MASTER, *self._optimizer_states.kinds(index))
         whole = self._state.whole(index)
-        if whole or not self.defers_state:
+        if not self.defers_state or (whole and not self.defers_whole_state):
             values = self._state.borrow(index)
             if whole and not self.defers_state:
                 values = {kind: value.clone() for kind, value in values.items()}
@@ -175,6 +176,24 @@ class CheckpointMixin:
         self._finish_step()
         if self._state is not None:
             self._state.scan(visit)
+
+    def run_beside(self, job: Callable[[OptimizerStateTier | None], None]) -> None:
+        """Runs what reads the optimizer state, beside training where an update may run there too: whatever needs the
+        state next waits for it."""
+        self._finish_step()
+        if self._chunked_step is None:
+            job(self._state)
+        else:
+            self._chunked_step.run_beside(functools.partial(job, self._state))
+
+    def finish_save(self) -> None:
+        """Returns when the last checkpoint is complete.
+
+        Raises:
+            StorageError, TenCacheError: it is not there, and nobody was told so far.
+        """
+        if self.save_under_way is not None:
+            self.save_under_way.finish()
 
     def frozen_in_tier(self) -> list[Any]:
         """The parameters that the optimizer does not update and whose shards are in the weight tier."""

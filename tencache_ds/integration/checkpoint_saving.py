@@ -5,9 +5,10 @@
 
 An error while a rank's files are written (its state cannot be read back correctly, the file system is full) is kept
 until every rank has written its own. Files carry the suffix ``.partial`` until then. Where DeepSpeed commits the
-checkpoint, right before ``latest`` moves, all ranks agree: either every file gets its name, or none does and every rank
-raises. By then every rank's files are durable, and so are their names when ``latest`` moves. Stock DeepSpeed lets the
-other ranks continue and move ``latest``, or leaves them in a collective.
+checkpoint, all ranks agree: either every file gets its name, or none does and every rank raises. By then every rank's
+files are durable, and so are their names when ``latest`` is replaced, at once. Stock DeepSpeed lets the other ranks
+continue and overwrite ``latest``, or leaves them in a collective. With ``"checkpoint": "async"`` all ranks agree on
+what they have begun, and later, in the background, on the rest: :mod:`tencache_ds.integration.background_save`.
 
 Tensors that DeepSpeed's own writer would have to hold in memory are deferred (:class:`DeferredTensor`) and streamed
 through pooled buffers. Other checkpoint engines keep tensors for longer, or pass them to another process: they get
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -31,23 +33,29 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from tencache_ds.errors import CheckpointError, add_note
+from tencache_ds.config import Checkpoint
+from tencache_ds.errors import add_note
 from tencache_ds.integration.adapters.installed import calls
-from tencache_ds.integration.checkpoint import CheckpointMixin, StateKey
-from tencache_ds.integration.node_storage import LATEST, latest_of_node
+from tencache_ds.integration.agreement import JobVotes
+from tencache_ds.integration.background_save import BackgroundSave, StateKey
+from tencache_ds.integration.checkpoint import CheckpointMixin
+from tencache_ds.integration.checkpoint_files import NOT_SAVED, CheckpointFiles, not_saved
+from tencache_ds.integration.node_storage import latest_of
 from tencache_ds.integration.watched_shards import values_of
-from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, make_durable, write_archive
+from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, begin_archive, make_durable, write_archive
 from tencache_ds.planning.chunks import Chunk
+from tencache_ds.profiling.host_memory import available_nbytes
 from tencache_ds.tensors import zeros
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
-PARTIAL = ".partial"
-"""Ends the name of a file of a checkpoint that is not complete on every rank."""
-
 _WRITERS = ("_save_checkpoint", "_save_moe_checkpoint", "_save_zero_checkpoint")
 """DeepSpeedEngine's methods that write files. They take part in no collective: one may fail while the others
 continue."""
+
+
+_jobs = itertools.count()
+"""Numbers of engines that save beside training, in the order of their first save: the same on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +73,12 @@ def hook_saving(engine_class: Any) -> None:
     def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self.optimizer, CheckpointMixin):
             return stock(self, *args, **kwargs)
-        asked = inspect.signature(stock).bind(self, *args, **kwargs).arguments
-        latest_in = str(asked["save_dir"]) if asked.get("save_latest", True) else ""
-        return CheckpointSave(self, latest_in).run(lambda: stock(self, *args, **kwargs))
+        self.optimizer.finish_save()
+        asked = inspect.signature(stock).bind(self, *args, **kwargs)
+        latest_in = str(asked.arguments["save_dir"]) if asked.arguments.get("save_latest", True) else ""
+        if not calls.commits_later(self.checkpoint_engine):
+            asked.arguments["save_latest"] = False
+        return CheckpointSave(self, latest_in).run(lambda: stock(*asked.args, **asked.kwargs))
 
     engine_class.save_checkpoint = save_checkpoint
 
@@ -82,12 +93,13 @@ class CheckpointSave:
         self._streams = type(self._checkpoint_engine) is TorchCheckpointEngine and calls.writes_archives(
             self._checkpoint_engine
         )
+        self._beside = self._streams and self._optimizer.tencache.options.checkpoint == Checkpoint.asynchronous
         self._error: Exception | None = None
-        self._partial: list[str] = []
-        self._folders: set[str] = set()  # with new names in them
+        self._names = CheckpointFiles()
+        self._archives: list[ArchiveFile] = []  # begun, of a checkpoint that is completed beside training
         self._save_dir = save_dir
         """Where ``latest`` is to be written; empty if it is not."""
-        self._latest = self._own_latest = ""
+        self._tag = ""
 
     def run(self, save: Callable[[], Any]) -> Any:
         """Runs DeepSpeed's ``save_checkpoint``. Collective.
@@ -101,11 +113,27 @@ class CheckpointSave:
                 result = save()
                 if calls.commits_later(self._checkpoint_engine):  # commits at the end of a later step
                     self._agree()
-                elif self._latest:
-                    self._keep_latest()
+                elif self._beside:
+                    self._complete_later()
             finally:
-                self._discard()  # nothing is left to discard of a complete one
+                for archive in self._archives:
+                    archive.discard()
+                self._names.discard()  # nothing is left to discard of a complete one
         return result
+
+    def _complete_later(self) -> None:
+        """The rest of the checkpoint is saved beside training: see [Note: beside training] in
+        :mod:`tencache_ds.integration.background_save`."""
+        optimizer, options = self._optimizer, self._optimizer.tencache.options
+        if optimizer.save_votes is None:
+            optimizer.save_votes = JobVotes.of_job(f"checkpoints {next(_jobs)}")
+        most_nbytes = options.checkpoint_memory
+        if most_nbytes is None:
+            most_nbytes = available_nbytes() // (2 * optimizer.tencache.surroundings.local_ranks)
+        archives, names = self._archives, self._names
+        self._archives, self._names = [], CheckpointFiles()
+        later = optimizer.save_under_way = BackgroundSave(self._tag, archives, names, optimizer.save_votes, most_nbytes)
+        optimizer.run_beside(later.stage)
 
     @contextlib.contextmanager
     def _substitutes(self) -> Iterator[None]:
@@ -115,11 +143,11 @@ class CheckpointSave:
         for name in _WRITERS:
             setattr(engine, name, self._kept(getattr(engine, name)))
         engine._get_param_fragment_func = self._fragment
-        self._optimizer.defers_state = self._streams
+        self._optimizer.defers_state, self._optimizer.defers_whole_state = self._streams, self._beside
         try:
             yield
         finally:
-            self._optimizer.defers_state = False
+            self._optimizer.defers_state = self._optimizer.defers_whole_state = False
             engine.checkpoint_engine = self._checkpoint_engine
             for name in (*_WRITERS, "_get_param_fragment_func"):
                 delattr(engine, name)
@@ -146,7 +174,7 @@ class CheckpointSave:
         above = os.path.abspath(path)
         while not os.path.isdir(above):
             above = os.path.dirname(above)
-            self._folders.add(above)
+            self._names.note_folder(above)
         try:
             self._checkpoint_engine.makedirs(path, exist_ok=exist_ok)
         except OSError as error:  # on one rank, and the others are about to wait for it
@@ -159,40 +187,27 @@ class CheckpointSave:
             self._checkpoint_engine.save(state_dict, path)
             if type(self._checkpoint_engine) is TorchCheckpointEngine:
                 make_durable(path)
-                self._folders.add(os.path.dirname(path))
+                self._names.note_folder(os.path.dirname(path))
             return
-        self._partial.append(path)
-        write_archive(state_dict, path + PARTIAL, self._fill, name=os.path.basename(path))
+        path, name = self._names.add(path), os.path.basename(path)
+        if self._beside:
+            self._archives.append(begin_archive(state_dict, path, name=name))
+            self._write_frozen_weights(self._archives[-1])
+        else:
+            write_archive(state_dict, path, self._write_everything, name=name)
 
     def commit(self, info: Any) -> Any:
         """Gives the files their names once they are there on every rank. Collective."""
-        own_latest = latest_of_node(self._engine, self._save_dir) if self._save_dir else None
-        if own_latest is not None:
-            self._kept(self._prepare_latest)(own_latest, calls.tag_of(info))
+        self._tag = calls.tag_of(info)
+        latest = latest_of(self._engine, self._save_dir) if self._save_dir else None
+        if latest is not None:
+            self._kept(self._names.prepare_latest)(latest, self._tag)
         self._agree()
-        try:
-            while self._partial:
-                os.replace(self._partial[-1] + PARTIAL, self._partial[-1])
-                self._folders.add(os.path.dirname(self._partial.pop()))
-            for folder in self._folders:
-                make_durable(folder)
-        except OSError as error:
-            self._error = error
-        self._agree()
-        if own_latest is not None:
-            os.replace(own_latest + PARTIAL, own_latest)
-            self._latest = own_latest
-        if self._save_dir and dist.get_rank() == 0:
-            self._latest = os.path.join(self._save_dir, LATEST)
+        if not self._beside:
+            self._kept(self._names.name)()
+            self._agree()
+            self._names.move_latest()
         return self._checkpoint_engine.commit(info)
-
-    def _prepare_latest(self, path: str, tag: str) -> None:
-        """Writes what becomes ``latest`` on a node where DeepSpeed writes none, while a full drive is an error of all
-        ranks."""
-        self._own_latest = path
-        with open(path + PARTIAL, "w", encoding="utf-8") as file:
-            file.write(tag)
-        make_durable(path + PARTIAL)
 
     # Contents
 
@@ -215,8 +230,9 @@ class CheckpointSave:
                 fragments[name] = param.nvme_swapper.read(param)
         return {**state_dict, FROZEN_PARAM_FRAGMENTS: fragments}
 
-    def _fill(self, file: ArchiveFile) -> None:
+    def _write_everything(self, file: ArchiveFile) -> None:
         """Streams the contents of a file's deferred tensors, reading each byte once."""
+        self._write_frozen_weights(file)
         deferred = file.deferred
 
         def state(chunk: Chunk, views: Any) -> None:
@@ -225,11 +241,16 @@ class CheckpointSave:
                 if tensor is not None:
                     file.write(tensor, view)
 
+        if any(isinstance(key, StateKey) for key in deferred):
+            self._optimizer.scan_state(state)
+
+    def _write_frozen_weights(self, file: ArchiveFile) -> None:
+        """Streams the frozen weights that a file defers, reading each byte once."""
+        deferred = file.deferred
+
         def weight(param: Any, shard: torch.Tensor) -> None:
             file.write(deferred[_WeightKey(param.ds_id)], shard)
 
-        if any(isinstance(key, StateKey) for key in deferred):
-            self._optimizer.scan_state(state)
         by_swapper: dict[Any, list[Any]] = {}
         for param in self._optimizer.frozen_in_tier():
             if _WeightKey(param.ds_id) in deferred:
@@ -246,34 +267,10 @@ class CheckpointSave:
             return
         if calls.commits_later(self._checkpoint_engine):
             calls.forget_commit(self._checkpoint_engine)  # so that a later step does not complete this one
-        ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
         if self._error is None:
-            raise CheckpointError(
-                f"the checkpoint was not saved: {ranks} could not write their part; see the error there. "
-                '"latest" still names the previous checkpoint, and training can continue from here'
-            )
-        add_note(self._error, 'The checkpoint was not saved; "latest" still names the previous one.')
+            raise not_saved(failed)
+        add_note(self._error, NOT_SAVED)
         raise self._error
-
-    def _keep_latest(self) -> None:
-        """Has ``latest``, which DeepSpeed has written, outlive a power failure. Either checkpoint would be a good one:
-        it is no error that the other ranks would have to hear of."""
-        try:
-            make_durable(self._latest)
-            make_durable(os.path.dirname(self._latest))
-        except OSError as error:
-            logger.warning(
-                "the checkpoint was saved, but after a power failure %s may be gone: %s", self._latest, error
-            )
-
-    def _discard(self) -> None:
-        for path in self._partial:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path + PARTIAL)
-        self._partial = []
-        if self._own_latest:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._own_latest + PARTIAL)
 
 
 class _Delegate:

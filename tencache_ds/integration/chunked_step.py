@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -209,6 +209,14 @@ class ChunkedStep:
                 self._optimizer.state = WatchedStates(self._optimizer.state, self.finish)
             self._watch_shards(work)
             self._background.begin(work)
+
+    def run_beside(self, job: Callable[[], None]) -> None:
+        """Runs what reads the state and raises no error: where steps overlap training, on their thread, and until it
+        has ended :meth:`finish` waits for it."""
+        if self._background is None:
+            job()
+        else:
+            self._background.run_beside(job)
 
     def finish(self) -> None:
         """Returns when nothing is under way. Any thread may call it.

@@ -48,11 +48,10 @@ def agree_on_checkpoint(engine: Any, folder: str, tag: str | None) -> None:
     Agreement.of_job().reach("the checkpoint to load", found, same)
 
 
-def latest_of_node(engine: Any, folder: str) -> str | None:
-    """Path of the ``latest`` that this rank writes for its node; None where DeepSpeed or another rank does."""
-    if engine.use_node_local_storage() and engine.local_rank == 0 and dist.get_rank() != 0:
-        return os.path.join(folder, LATEST)
-    return None
+def latest_of(engine: Any, folder: str) -> str | None:
+    """Path of the ``latest`` that this rank writes, for the job or for its node; None where another rank does."""
+    first_of_node = engine.use_node_local_storage() and engine.local_rank == 0
+    return os.path.join(folder, LATEST) if first_of_node or dist.get_rank() == 0 else None
 
 
 def _named_by(path: str) -> str:

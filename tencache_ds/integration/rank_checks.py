@@ -14,7 +14,7 @@ from typing import Any
 import deepspeed
 
 import tencache_ds
-from tencache_ds.config import TenCacheConfig
+from tencache_ds.config import Checkpoint, TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import AgreementError
 from tencache_ds.integration.adapters.installed import calls
@@ -34,11 +34,13 @@ OWN_FIELDS = frozenset({
 """Fields of ``zero_optimization`` that may differ: folders, pinning, buffers and messages. All others are compared, as
 nearly all of them determine the contents or the order of collectives; those of a DeepSpeed to come may, too."""
 
-SWITCHES = {
-    "overlap_step": "No rank's step continues behind the next forward pass.",
-    "host_path": "All ranks use DeepSpeed's own host path.",
+SWITCHES: dict[str, tuple[bool | Checkpoint, str]] = {
+    "overlap_step": (False, "No rank's step continues behind the next forward pass."),
+    "host_path": (False, "All ranks use DeepSpeed's own host path."),
+    "checkpoint": (Checkpoint.synchronous, "All ranks save checkpoints before save_checkpoint() returns."),
 }
-"""Options that determine which weights are gathered together, and what follows where ranks differ in them."""
+"""Options that determine which weights are gathered together, or where ranks meet; their value where ranks differ in
+them, and what that means."""
 
 
 def shaping_options(ds_config: Any) -> dict[str, Any]:
@@ -95,23 +97,25 @@ def agree_on_options(ds_config: Any) -> None:
 
 
 def agree_on_switches(options: TenCacheConfig) -> TenCacheConfig:
-    """The options, with those switches on that are on for every rank. Every rank of the job calls it.
+    """The options, with those switches that all ranks agree on. Every rank of the job calls it.
 
     Raises:
         AgreementError: not all of them do.
     """
-    mine = options.model_dump(include=set(SWITCHES))
-    return options.model_copy(update=Agreement.of_job().reach("what all ranks may do", mine, _on_everywhere))
+    mine = options.model_dump(mode="json", include=set(SWITCHES))
+    agreed = Agreement.of_job().reach("what all ranks may do", mine, _the_same_everywhere)
+    return options.model_copy(update={name: type(getattr(options, name))(value) for name, value in agreed.items()})
 
 
-def _on_everywhere(ranks: Sequence[Post]) -> dict[str, bool]:
-    on = {}
-    for name, consequence in SWITCHES.items():
-        values = [bool(rank.value[name]) for rank in ranks]
-        on[name] = all(values)
-        if any(values) and not on[name]:
+def _the_same_everywhere(ranks: Sequence[Post]) -> dict[str, bool | str]:
+    agreed = {}
+    for name, (fallback, consequence) in SWITCHES.items():
+        values = [rank.value[name] for rank in ranks]
+        agreed[name] = values[0]
+        if len(set(values)) > 1:
+            agreed[name] = fallback
             logger.warning("%s. %s", difference(f'"{OPTIONS_KEY}.{name}"', values, ranks), consequence)
-    return on
+    return agreed
 
 
 def agree_on_weights(engines: Sequence[TenCacheEngine], module: Any) -> None:

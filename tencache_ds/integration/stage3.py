@@ -363,6 +363,7 @@ class TenCacheZeroOptimizer_Stage3(
             if self._chunked_step is not None:
                 stack.callback(self._chunked_step.close)
             stack.callback(finish_gathers, module, session.keep_memory if session is not None else lambda: None)
+            stack.callback(self.finish_save)
 
     def _weights_stay(self) -> bool:
         deepspeed_engine = self._deepspeed_engine()

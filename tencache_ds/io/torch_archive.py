@@ -73,7 +73,7 @@ class _DeferredStorage:
 
     def __reduce__(self) -> Any:
         raise TenCacheError(
-            f"the tensor {self.tensor.key} of a checkpoint is not in memory: only write_archive() can save it"
+            f"the tensor {self.tensor.key} of a checkpoint is not in memory: only begin_archive() can save it"
         )
 
 
@@ -98,7 +98,7 @@ class _Structure:
 
 
 class ArchiveFile:
-    """Passed by :func:`write_archive` to the caller's ``fill``: takes the bytes of deferred tensors. One thread."""
+    """A file that :func:`begin_archive` has begun: takes the bytes of deferred tensors. One thread at a time."""
 
     def __init__(self, path: str, records: list[_Record], deferred: dict[DeferredTensor, _Record]) -> None:
         self._path = path
@@ -145,7 +145,14 @@ class ArchiveFile:
         except OSError as error:
             raise _storage_error("write", self._path, offset, len(view), error) from error
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Ends the file, once every element is written. Its contents are durable on return; its name is when its folder
+        is (:func:`make_durable`).
+
+        Raises:
+            StorageError: the file cannot be written (:class:`SpaceError` when the device is full).
+            TenCacheError: not all of a deferred tensor was written.
+        """
         for record in self._records:
             if record.n_written != record.nbytes:
                 raise TenCacheError(
@@ -153,12 +160,26 @@ class ArchiveFile:
                 )
             self._write_at(record.header_offset, _local_header(record))
         last = self._records[-1]
-        self._write_at(last.data_offset + last.nbytes, _directory(self._records))
+        end = last.data_offset + last.nbytes
+        self._write_at(end, _directory(self._records))
+        _sync(self._descriptor, self._path)
+        descriptor, self._descriptor = self._descriptor, -1
+        try:
+            os.close(descriptor)  # a network file system tells of a failed write here
+        except OSError as error:
+            raise _storage_error("close", self._path, 0, end, error) from error
+
+    def discard(self) -> None:
+        """Removes the file, finished or not."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        Path(self._path).unlink(missing_ok=True)
 
 
 def write_archive(obj: Any, path: str, fill: Callable[[ArchiveFile], None], *, name: str | None = None) -> None:
-    """Writes what ``torch.save(obj, path)`` would, with every :class:`DeferredTensor` in ``obj`` as a tensor. Its
-    contents are durable on return; its name is when its folder is (:func:`make_durable`).
+    """Writes what ``torch.save(obj, path)`` would, with every :class:`DeferredTensor` in ``obj`` as a tensor, and ends
+    the file.
 
     Args:
         obj: the object; tensors in memory are written from where they are.
@@ -167,8 +188,28 @@ def write_archive(obj: Any, path: str, fill: Callable[[ArchiveFile], None], *, n
         name: of the archive in the file, where it is not the file's.
 
     Raises:
+        StorageError, TenCacheError: see :func:`begin_archive` and :meth:`ArchiveFile.finish`.
+    """
+    file = begin_archive(obj, path, name=name)
+    try:
+        fill(file)
+        file.finish()
+    except BaseException:
+        file.discard()
+        raise
+
+
+def begin_archive(obj: Any, path: str, *, name: str | None = None) -> ArchiveFile:
+    """Begins what ``torch.save(obj, path)`` would write: everything but the contents of the deferred tensors in
+    ``obj``, for which it has room.
+
+    Args:
+        obj: the object; tensors in memory are written from where they are.
+        path: the file; replaced if it exists. After an error it is gone.
+        name: of the archive in the file, where it is not the file's.
+
+    Raises:
         StorageError: the file cannot be created or written (:class:`SpaceError` when the device is full).
-        TenCacheError: ``fill`` did not write all of a deferred tensor.
     """
     structure = _pickle(obj)
     stem = Path(name or path).stem
@@ -199,19 +240,10 @@ def write_archive(obj: Any, path: str, fill: Callable[[ArchiveFile], None], *, n
                 file._append(record, memoryview(content))
             elif isinstance(content, torch.UntypedStorage):
                 file._append(record, _bytes_of_storage(content))
-        fill(file)
-        file._finish()
-        _sync(file._descriptor, path)
-        descriptor, file._descriptor = file._descriptor, -1
-        try:
-            os.close(descriptor)  # a network file system tells of a failed write here
-        except OSError as error:
-            raise _storage_error("close", path, 0, offset, error) from error
     except BaseException:
-        if file._descriptor >= 0:
-            os.close(file._descriptor)
-        Path(path).unlink(missing_ok=True)
+        file.discard()
         raise
+    return file
 
 
 def make_durable(path: str) -> None:

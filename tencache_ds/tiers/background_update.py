@@ -61,6 +61,12 @@ class BackgroundUpdate:
         self._guard.update_begins()
         self._running = self._executor.submit(self._run, work, self._counters.n_steps)
 
+    def run_beside(self, job: Callable[[], None]) -> None:
+        """Runs something else with the tiers to itself, which changes nothing and raises no error; no weight waits
+        for it."""
+        self.finish()
+        self._running = self._executor.submit(job)
+
     def finish(self) -> None:
         """Returns when nothing is under way. Any thread may call it, also without an update.
 

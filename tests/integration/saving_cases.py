@@ -23,6 +23,7 @@ import torch
 import training
 from checkpoint_cases import hashes
 
+import tencache_ds
 from tencache_ds.errors import StorageError
 from tencache_ds.io.wrappers.fault_rules import VARIABLE, parse_faults
 
@@ -116,10 +117,31 @@ class Saver:
 
     def save(self, attempt: str, tag: str | None = None) -> None:
         tag = tag or attempt
+        self._note(attempt, tag, lambda: self.engine.save_checkpoint(str(self.folder), tag=tag))
+
+    def save_beside(self, attempt: str) -> None:
+        """Saves beside training, and waits for it."""
+
+        def save() -> None:
+            self.begin_beside(attempt)
+            tencache_ds.wait_for_checkpoint(self.engine)
+
+        self._note(attempt, attempt, save)
+
+    def begin_beside(self, tag: str) -> None:
+        """Returns while the checkpoint is being written."""
+        options = self.engine.optimizer.tencache.options
+        options.checkpoint = "async"
+        try:
+            self.engine.save_checkpoint(str(self.folder), tag=tag)
+        finally:
+            options.checkpoint = "sync"
+
+    def _note(self, attempt: str, tag: str, action: Callable[[], Any]) -> None:
         outcome: dict[str, Any] = {"failure": ""}
         t_start = time.monotonic()
         try:
-            self.engine.save_checkpoint(str(self.folder), tag=tag)
+            action()
         except Exception as error:
             outcome["failure"] = f"{type(error).__name__}: {error}"
             outcome["storage"] = isinstance(error, StorageError)
@@ -131,9 +153,23 @@ class Saver:
         deepspeed.comm.barrier()
         self.result[attempt] = outcome
 
+    def wait_quietly(self) -> None:
+        """Until the writer has ended, which tells nobody."""
+        self.engine.optimizer.save_under_way.wait()
+        deepspeed.comm.barrier()
+
     def files(self, tag: str) -> dict[str, str]:
-        states = sorted(path for path in (self.folder / tag).iterdir() if not path.name.endswith(".py"))
+        folder = self.folder / tag
+        states = sorted(path for path in folder.iterdir() if path.suffix != ".py") if folder.is_dir() else []
         return {path.name: digest(path) for path in states}
+
+    def contents(self, tag: str) -> dict[str, str]:
+        """Hashes of all tensors of a checkpoint."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name in self.files(tag):
+            tensors |= flat(torch.load(self.folder / tag / name, weights_only=False), name)
+        deepspeed.comm.barrier()
+        return hashes(tensors)
 
     def end(self) -> dict[str, Any]:
         self.result["weights"] = training.digests(self.engine.module)
@@ -224,10 +260,53 @@ def failed_write(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]
     return s.destroy()
 
 
+def beside(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+    """Training goes on while checkpoints are written, one from the state in the midst of the other's."""
+    s = Saver(case, folder, rank)
+    s.train(2)
+    s.save("at_once")
+    s.result["expected"] = s.contents("at_once")
+    s.begin_beside("beside")
+    s.train(1)
+    s.begin_beside("next")
+    s.result["latest_at_the_next"] = (s.folder / "latest").read_text()
+    tencache_ds.wait_for_checkpoint(s.engine)
+    deepspeed.comm.barrier()
+    s.result["latest_at_last"] = (s.folder / "latest").read_text()
+    s.result["beside"] = s.contents("beside")
+    s.save("next_at_once")
+    s.result["next"], s.result["expected_next"] = s.contents("next"), s.contents("next_at_once")
+    s.begin_beside("unfinished")
+    s.train(1)
+    s.result["weights"] = training.digests(s.engine.module)
+    s.destroy()
+    deepspeed.comm.barrier()
+    s.result["latest_after_destroy"] = (s.folder / "latest").read_text()
+    s.result["partial"] = [path.name for path in s.folder.rglob("*.partial")]
+    return s.result
+
+
+def beside_faults(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+    """What goes wrong beside training is told by the next call, and harms one checkpoint only."""
+    s = Saver(case | LORA, folder, rank)
+    s.train(2)
+    s.save("good")
+    with s.fault("kind=eio,op=read,match=optimizer"):
+        s.save_beside("eio_optimizer")
+    with s.failing_fsync():
+        s.save_beside("not_durable")
+    with s.fault("kind=eio,op=read,match=optimizer"):
+        s.begin_beside("eio_untold")
+        s.wait_quietly()
+    s.save("told_by_the_next_save", tag="again")
+    s.save_beside("again")
+    s.save("at_once")
+    s.train(1)
+    return s.end()
+
+
 def measured(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
     """How much memory and how many bytes of scratch storage a save takes."""
-    import tencache_ds
-
     sizes = {"sub_group_size": 2_000_000, "tencache": {"chunk_size": 2**22, "staging_memory": 2**25}}
     s = Saver(case | {"model": "mlp_wide"} | sizes, folder, rank)
     s.train(1)
@@ -290,12 +369,23 @@ def flat(value: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 SCENARIOS: dict[str, Callable[[dict[str, Any], str, int], dict[str, Any]]] = {
-    function.__name__: function for function in (undisturbed, damaged, flipped, torn, failed_write, measured, copies)
+    function.__name__: function
+    for function in (
+        undisturbed,
+        damaged,
+        flipped,
+        torn,
+        failed_write,
+        measured,
+        copies,
+        beside,
+        beside_faults,
+    )
 }
 
 
 def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[str, Any]:
-    return SCENARIOS[case["scenario"]](case | {"name": case["scenario"]}, folder, rank)
+    return SCENARIOS[case["scenario"]]({"name": case["scenario"]} | case, folder, rank)
 
 
 if __name__ == "__main__":

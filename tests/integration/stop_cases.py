@@ -14,6 +14,7 @@ import functools
 import json
 import multiprocessing
 import os
+import random
 import select
 import signal
 import socket
@@ -106,6 +107,52 @@ def be_a_trainer(case: dict[str, Any], engine_name: str, folder: Path, tell: int
     engine.destroy()
 
 
+def be_a_saver(case: dict[str, Any], engine_name: str, folder: Path, tell: int) -> None:
+    """In the forked process: goes on from the last checkpoint, and saves one after each step."""
+    import training
+
+    engine = training.build({"model": "mlp", **case}, engine_name, str(folder / "nvme"))
+    checkpoints = folder / "checkpoints"
+    if (checkpoints / "latest").exists():
+        engine.load_checkpoint(str(checkpoints))
+    while engine.global_steps < case["last_step"]:
+        generator = torch.Generator().manual_seed(1000 + engine.global_steps)
+        loss = training.train(engine, 1, generator, oracle=False)
+        os.write(tell, f"step {engine.global_steps} {loss}\n".encode())
+        engine.save_checkpoint(str(checkpoints))
+    engine.destroy()
+
+
+def run_kills(case: dict[str, Any], engine_name: str, folder: Path, log: Path) -> dict[str, Any]:
+    """Kills one trainer after another at random moments; the last one trains to the end."""
+    (folder / "nvme").mkdir(parents=True)
+    moments = random.Random(case["seed"])
+    runs: list[dict[str, Any]] = []
+    for last in (*(False,) * case["kills"], True):
+        latest = folder / "checkpoints" / "latest"
+        run: dict[str, Any] = {"latest": latest.read_text() if latest.exists() else "", "losses": {}}
+        last_step = max((int(step) for former in runs for step in former["losses"]), default=0) + 3 if last else 10**6
+        pid, told, go_on = start(case | {"last_step": last_step}, engine_name, folder, log)
+        t_kill = None
+        try:
+            while line := told.readline().decode():
+                _, step, loss = line.split(maxsplit=2)
+                run["losses"][step] = loss.strip()
+                if t_kill is None and not last:
+                    t_kill = time.monotonic() + moments.uniform(0, case["longest_s"])
+                while t_kill is not None and not select.select([told], [], [], 0)[0]:
+                    if time.monotonic() >= t_kill:
+                        os.kill(pid, signal.SIGKILL)
+                        t_kill = None
+        finally:
+            told.close()
+            os.close(go_on)
+            run["status"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            remove_shared_buffers(os.environ["MASTER_PORT"])
+        runs.append(run)
+    return {"runs": runs, "latest": latest.read_text(), "partial": len(list(folder.rglob("*.partial")))}
+
+
 def start(case: dict[str, Any], engine_name: str, folder: Path, log: Path) -> tuple[int, Any, int]:
     """Forks a trainer; its number, what it tells, and where it is told to come to its end."""
     told, tell = os.pipe()
@@ -123,7 +170,10 @@ def start(case: dict[str, Any], engine_name: str, folder: Path, log: Path) -> tu
             import deepspeed
 
             deepspeed.init_distributed()
-            be_a_trainer(case, engine_name, folder, tell, wait)
+            if "kills" in case:
+                be_a_saver(case, engine_name, folder, tell)
+            else:
+                be_a_trainer(case, engine_name, folder, tell, wait)
             code = 0
         except KeyboardInterrupt:
             print("KeyboardInterrupt reached the script", flush=True)
@@ -231,7 +281,8 @@ def main() -> None:
         key, log = f"{name}/{engine}", base / f"{name}-{engine}.log"
         t_start = time.monotonic()
         try:
-            results[key] = run(case, engine, base / f"{name}-{engine}", log)
+            run_one = run_kills if "kills" in case else run
+            results[key] = run_one(case, engine, base / f"{name}-{engine}", log)
         except Exception as error:  # reported to the test, which fails with it
             results[key] = {"error": str(error), "traceback": traceback.format_exc() + log.read_text()[-3000:]}
         else:

@@ -14,6 +14,17 @@ pytestmark = pytest.mark.timeout(300)
 PROGRAM = "saving_cases.py"
 ALONE = ("undisturbed", "damaged", "flipped", "torn", "failed_write", "measured", "copies")
 TOGETHER = ("undisturbed", "damaged", "failed_write")
+BESIDE: dict[str, dict[str, Any]] = {
+    "beside": {"model": "llama", "lora": True},
+    "beside_split": {"model": "llama", "tencache": {"split_master": True, "host_memory": "1MiB"}},
+    "beside_little_memory": {"model": "mlp", "tencache": {"checkpoint_memory": 1, "chunk_size": 2**16}},
+    "beside_ram": {"model": "mlp", "offload_optimizer": "cpu"},
+    "beside_without_overlap": {"model": "mlp", "tencache": {"overlap_step": False}},
+    "beside_whole": {"model": "mlp", "optimizer": "torch_adamw"},
+    "beside_faults": {},
+}
+BESIDE_TOGETHER = ("beside", "beside_ram", "beside_faults")
+FAILS_BESIDE = (("eio_optimizer", "Input/output error"), ("not_durable", "Input/output error"))
 FAILS = (
     ("damaged", "eio_optimizer", "Input/output error"),
     ("damaged", "eio_frozen_weights", "Input/output error"),
@@ -45,6 +56,74 @@ def alone(harness: Any) -> Any:
 def together(harness: Any) -> Any:
     """The fault is on one rank; the other hears of it in the same call."""
     return harness.run(cases(TOGETHER, rank=FAILING_RANK), ranks=2, program=PROGRAM, timeout_s=200)
+
+
+def beside(names: tuple[str, ...], **more: Any) -> list[tuple[str, dict[str, Any], str]]:
+    scenario = {name: "beside_faults" if name == "beside_faults" else "beside" for name in names}
+    return [(name, BESIDE[name] | {"scenario": scenario[name], "name": name} | more, "tencache") for name in names]
+
+
+@pytest.fixture(scope="module")
+def alone_beside(harness: Any) -> Any:
+    return harness.run(beside(tuple(BESIDE)), program=PROGRAM, timeout_s=200)
+
+
+@pytest.fixture(scope="module")
+def together_beside(harness: Any) -> Any:
+    return harness.run(beside(BESIDE_TOGETHER, rank=FAILING_RANK), ranks=2, program=PROGRAM, timeout_s=200)
+
+
+RUNS_BESIDE = [("alone_beside", name) for name in BESIDE if name != "beside_faults"] + [
+    ("together_beside", name) for name in BESIDE_TOGETHER if name != "beside_faults"
+]
+
+
+@pytest.mark.parametrize(("run", "name"), RUNS_BESIDE)
+def test_a_save_beside_training_writes_the_same_bytes(request: pytest.FixtureRequest, run: str, name: str) -> None:
+    outcome = request.getfixturevalue(run)
+    for rank in outcome.ranks:
+        result = outcome.result(name, "tencache", rank)
+        assert any("exp_avg_sq" in name for name in result["beside"])
+        assert result["beside"] == result["expected"]
+        assert result["next"] == result["expected_next"] != result["beside"]
+        assert result["latest_at_the_next"] == "beside"
+        assert result["latest_at_last"] == "next"
+        assert result["latest_after_destroy"] == "unfinished"
+        assert result["partial"] == []
+
+
+@pytest.mark.parametrize("run", ["alone_beside", "together_beside"])
+@pytest.mark.parametrize(("attempt", "cause"), FAILS_BESIDE)
+def test_a_failure_beside_training_leaves_the_last_checkpoint(
+    request: pytest.FixtureRequest, run: str, attempt: str, cause: str
+) -> None:
+    outcome = request.getfixturevalue(run)
+    for rank in outcome.ranks:
+        result = outcome.result("beside_faults", "tencache", rank)
+        for told in (attempt, "told_by_the_next_save"):
+            if len(outcome.ranks) == 1 or rank == FAILING_RANK:
+                assert cause in result[told]["failure"]
+                assert any("was not saved" in note for note in result[told]["notes"])
+            else:
+                assert f"was not saved: rank {FAILING_RANK} " in result[told]["failure"]
+            assert result[told]["latest"] == "good"
+            assert result[told]["files"] == {}
+        assert result["again"]["failure"] == ""
+        assert result["again"]["latest"] == "again"
+        assert result["again"]["files"] == result["at_once"]["files"] == result["good"]["files"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_goes_on_beside_saves_that_fail(
+    alone: Any, together: Any, alone_beside: Any, together_beside: Any, ranks: int
+) -> None:
+    outcome, reference = (alone_beside, alone) if ranks == 1 else (together_beside, together)
+    for rank in outcome.ranks:
+        result, expected = (
+            outcome.result("beside_faults", "tencache", rank),
+            reference.result("undisturbed", "tencache", rank),
+        )
+        assert (result["losses"], result["weights"]) == (expected["losses"], expected["weights"])
 
 
 @pytest.mark.parametrize(("scenario", "attempt", "cause"), FAILS_ALONE)
@@ -100,14 +179,15 @@ def test_a_checkpoint_is_durable_on_every_rank_before_latest_moves(alone: Any, t
     for rank in outcome.ranks:
         events = outcome.result("damaged", "tencache", rank)["events"]
         done = [(what, path) for what, path, _ in events]
-        replaced = [path for what, path in done if what == "replace"]
+        replaced = [path for what, path in done if what == "replace" and path != "latest"]
         assert len(replaced) == 2
         for path in replaced:
             assert done.index(("fsync", f"{path}.partial")) < done.index(("replace", path))
         n_before = max(done.index(("replace", path)) for path in replaced)
         assert ("fsync", "again") in done[n_before:]
         if rank == 0:
-            assert done[-2:] == [("fsync", "latest"), ("fsync", ".")]
+            assert done[-2:] == [("replace", "latest"), ("fsync", ".")]
+            assert ("fsync", "latest.partial") in done[:n_before]
             del events[-2:]
         assert {latest for *_, latest in events} == {"good"}
         above += [event for event in events if event[:2] == ["fsync", "."]]

@@ -33,9 +33,16 @@ ENDS_WITH = {"interrupt": 130, "handler": 0, "ignored": 0}
 """Exit status of those that do not die of the signal."""
 
 
+KILLS: dict[str, dict[str, Any]] = {
+    "kills": {"kills": 4, "seed": 1, "longest_s": 1.0, "tencache": {"checkpoint": "async"}},
+    "kills_of_synchronous_saves": {"kills": 2, "seed": 2, "longest_s": 1.0, "offload_optimizer": "cpu"},
+}
+"""Trainers that save after each step and are killed at random moments."""
+
+
 @pytest.fixture(scope="module")
 def outcome(harness: Any) -> Any:
-    cases = [(name, case, "tencache") for name, case in CASES.items()]
+    cases = [(name, case, "tencache") for name, case in (CASES | KILLS).items()]
     return harness.run(cases, program=PROGRAM, timeout_s=200)
 
 
@@ -50,6 +57,20 @@ def test_nothing_is_left(outcome: Any, name: str) -> None:
     assert result["holders"] == []
     if "while" not in CASES[name]:
         assert result["holders_while_training"] == [result["trainer"]], "workers hold no file of the trainer's"
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_the_checkpoint_of_a_killed_trainer_is_whole(outcome: Any, name: str) -> None:
+    """The next one goes on from it with the same losses: in each step that several runs have come to."""
+    result = outcome.result(name, "tencache")
+    losses: dict[str, str] = {}
+    for run in result["runs"]:
+        first = int(run["latest"].removeprefix("global_step") or 0) + 1
+        assert list(run["losses"]) == [str(step) for step in range(first, first + len(run["losses"]))]
+        assert all(losses.setdefault(step, loss) == loss for step, loss in run["losses"].items())
+    assert [run["status"] for run in result["runs"]] == [-KILL] * KILLS[name]["kills"] + [0]
+    assert any(run["latest"] for run in result["runs"])
+    assert result["latest"] == f"global_step{max(map(int, losses))}"
 
 
 def test_a_keyboard_interrupt_reaches_the_script(outcome: Any) -> None:

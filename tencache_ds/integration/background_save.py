@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a checkpoint that is written beside training.
+
+[Note: beside training] Optimizer state changes in an update only. After ``save_checkpoint`` the thread of updates
+copies it to spare host memory; the next update, and whatever else needs the state, waits for the rest of that. Another
+thread writes the copies. Where memory does not suffice, the copies wait for the drive, and the update with them. The
+files have the contents of a checkpoint that is written at once.
+
+Ranks then meet in the store of the process group, which takes no collective and no part of the training thread: when
+all have written their files, these get their names, and when all have named them, ``latest`` moves. If one cannot,
+nothing is left of the checkpoint. A process that dies leaves ``.partial`` files, and ``latest`` as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from deepspeed import comm as dist
+
+from tencache_ds.errors import add_note
+from tencache_ds.integration.agreement import JobVotes
+from tencache_ds.integration.checkpoint_files import NOT_SAVED, CheckpointFiles, not_saved
+from tencache_ds.io.archive_writer import ArchiveWriter
+from tencache_ds.io.torch_archive import ArchiveFile
+from tencache_ds.planning.chunks import Chunk
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+
+logger = logging.getLogger("DeepSpeed.tencache")
+
+
+@dataclass(frozen=True, slots=True)
+class StateKey:
+    """One kind of state of a sub-group, as the key of a :class:`DeferredTensor`."""
+
+    sub_group: int
+    kind: str
+
+
+class BackgroundSave:
+    """A checkpoint on this rank whose files have been begun, and lack optimizer state.
+
+    Args:
+        tag: of the checkpoint.
+        archives: the files.
+        names: their names.
+        votes: of the ranks, of saves alone.
+        most_nbytes: host memory for copies of state.
+    """
+
+    _under_way: weakref.WeakSet[BackgroundSave] = weakref.WeakSet()
+
+    def __init__(
+        self, tag: str, archives: list[ArchiveFile], names: CheckpointFiles, votes: JobVotes, most_nbytes: int
+    ) -> None:
+        self._tag = tag
+        self._archives = archives
+        self._names = names
+        self._votes = votes
+        self._error: BaseException | None = None
+        self._under_way.add(self)
+        self._writer = ArchiveWriter(archives, most_nbytes, self._written)
+
+    @classmethod
+    def wait_for_all(cls) -> None:
+        """Returns when nothing is being saved by this process. An error has been logged."""
+        for save in list(cls._under_way):
+            save.wait()
+
+    def stage(self, state: OptimizerStateTier | None) -> None:
+        """Copies the state that the files lack; once, by the thread that has the state to itself."""
+        try:
+            if state is not None and any(isinstance(key, StateKey) for file in self._archives for key in file.deferred):
+                state.scan(self._copy)
+        except BaseException as error:
+            self._writer.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._writer.end()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is complete, or has failed."""
+        self._writer.join()
+
+    def finish(self) -> None:
+        """:meth:`wait`, and tells of an error, once.
+
+        Raises:
+            StorageError, TenCacheError: the checkpoint is not there.
+        """
+        self.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _copy(self, chunk: Chunk, views: Mapping[str, torch.Tensor]) -> None:
+        for kind, view in views.items():
+            for file in self._archives:
+                tensor = file.deferred.get(StateKey(chunk.sub_group, kind))
+                if tensor is not None:
+                    self._writer.write(file, tensor, view)
+
+    # On the writing thread
+
+    def _written(self, error: BaseException | None) -> None:
+        try:
+            with self._together("the files of a checkpoint"):
+                if error is not None:
+                    raise error
+            with self._together("the names of a checkpoint's files"):
+                self._names.name()
+            self._move_latest()
+        except BaseException as raised:
+            self._error = raised
+            logger.error("the checkpoint %s was not saved: %s", self._tag, raised)
+        finally:
+            self._names.discard()
+            self._under_way.discard(self)
+
+    def _move_latest(self) -> None:
+        """No rank goes on before ``latest`` has moved, and rank 0, whose process has the store, before the others have
+        heard of it."""
+        self._names.move_latest()
+        self._votes.passed("the end of a checkpoint")
+        if dist.get_rank() == 0:
+            self._votes.passed("the end of a checkpoint on the other ranks")
+        else:
+            self._votes.leaves("the end of a checkpoint on the other ranks")
+
+    @contextlib.contextmanager
+    def _together(self, point: str) -> Iterator[None]:
+        """A part that succeeds on every rank, or fails on every rank."""
+        try:
+            yield
+        except BaseException as error:
+            self._votes.failed(point)
+            add_note(error, NOT_SAVED)
+            raise
+        failed = self._votes.passed(point)
+        if failed:
+            raise not_saved(failed)
