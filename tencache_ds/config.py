@@ -318,10 +318,12 @@ class TenCacheConfig(BaseModel):
     ([checkpoints](checkpoints.md#saving-beside-training))."""
 
     checkpoint_memory: Size | None = None
-    """RAM per rank for optimizer state that ``"checkpoint": "async"`` has yet to write, at most. Where it is full, the
-    next optimizer step waits for the drive.
+    """RAM per rank for optimizer state that ``"checkpoint": "async"`` has yet to write, at most; kept from one
+    checkpoint to the next. Where it is full, the next optimizer step waits for the drive.
 
-    Automatic: up to half of what is available when the checkpoint is saved, divided among the ranks of the machine."""
+    Automatic: as much as there is to write, up to half of what is available when the checkpoint is saved, divided among
+    the ranks of the machine; freed when it is written. The next checkpoint then takes new memory, which takes several
+    times as long to fill."""
 
     activations: Activations = DEFAULT_ACTIVATIONS
     """Whether tensors that a forward pass saves for backward are moved to RAM and NVMe in between: for sequences or

@@ -23,7 +23,7 @@ import torch
 from tencache_ds.activation_homes import ActivationHomes
 from tencache_ds.activations.auto_places import AutoPlaces
 from tencache_ds.activations.saved_tensors import ActivationFigures
-from tencache_ds.config import Activations, TenCacheConfig
+from tencache_ds.config import Activations, Checkpoint, TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import TenCacheError
 from tencache_ds.host_homes import HostHomes
@@ -215,6 +215,11 @@ class Session:
         staging = self._staging.nbytes
         locking = self._engines[0].staging_locking(staging)
         left_nbytes = max(self.host_left_nbytes, 0)
+        copies = 0
+        if self.options.checkpoint == Checkpoint.asynchronous:
+            copies = sum(by_place.values()) + others.later_state
+            if self.options.checkpoint_memory is not None:
+                copies = min(copies, max(self.options.checkpoint_memory, *chunk_nbytes, 0))
         self._peak = peak_memory(
             MemoryNeeds(
                 weights_host=resident + weights.kept,
@@ -229,6 +234,7 @@ class Session:
                 state_may_go_to_nvme=tier is not None and bool(self.surroundings.optimizer_paths),
                 largest_chunk=max(chunk_nbytes, default=0),
                 update=others.update,
+                copies=copies,
                 host_budget=self.surroundings.host_nbytes,
                 activations=0 if self.activations is None else self.activations.most_nbytes(left_nbytes),
                 staging=staging,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tencache_ds.config import (
     DEFAULT_ACTIVATIONS,
     Activations,
+    Checkpoint,
     Gds,
     IoBackend,
     Log,
@@ -125,6 +126,8 @@ def test_every_option_takes_effect():
         "io_request_size": 2**16,
         "io_timeout_s": 5,
         "verify": "off",
+        "checkpoint": "async",
+        "checkpoint_memory": "6GiB",
         "activations": "on",
         "activation_memory": "3GiB",
         "activation_min_size": "2MiB",
@@ -153,6 +156,8 @@ def test_every_option_takes_effect():
     assert options.io_request_size == 2**16
     assert options.io_timeout_s == 5.0
     assert options.verify == Verify.off
+    assert options.checkpoint == Checkpoint.asynchronous
+    assert options.checkpoint_memory == 6 * 2**30
     assert options.gds == Gds.on
     assert options.gds_memory == 2**29
     assert options.poison_buffers is True

@@ -25,7 +25,7 @@ from deepspeed import comm as dist
 from tencache_ds.errors import add_note
 from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.integration.checkpoint_files import NOT_SAVED, CheckpointFiles, not_saved
-from tencache_ds.io.archive_writer import ArchiveWriter
+from tencache_ds.io.archive_writer import ArchiveWriter, CopyBuffers
 from tencache_ds.io.torch_archive import ArchiveFile
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
@@ -49,21 +49,31 @@ class BackgroundSave:
         archives: the files.
         names: their names.
         votes: of the ranks, of saves alone.
-        most_nbytes: host memory for copies of state.
+        buffers: for copies of state.
+        keeps_buffers: whether their memory is kept for the next checkpoint.
     """
 
     _under_way: weakref.WeakSet[BackgroundSave] = weakref.WeakSet()
 
     def __init__(
-        self, tag: str, archives: list[ArchiveFile], names: CheckpointFiles, votes: JobVotes, most_nbytes: int
+        self,
+        tag: str,
+        archives: list[ArchiveFile],
+        names: CheckpointFiles,
+        votes: JobVotes,
+        buffers: CopyBuffers,
+        *,
+        keeps_buffers: bool,
     ) -> None:
         self._tag = tag
         self._archives = archives
         self._names = names
         self._votes = votes
+        self._buffers = buffers
+        self._keeps_buffers = keeps_buffers
         self._error: BaseException | None = None
         self._under_way.add(self)
-        self._writer = ArchiveWriter(archives, most_nbytes, self._written)
+        self._writer = ArchiveWriter(archives, buffers, self._written)
 
     @classmethod
     def wait_for_all(cls) -> None:
@@ -108,6 +118,8 @@ class BackgroundSave:
     # On the writing thread
 
     def _written(self, error: BaseException | None) -> None:
+        if error is not None or not self._keeps_buffers:
+            self._buffers.clear()
         try:
             with self._together("the files of a checkpoint"):
                 if error is not None:

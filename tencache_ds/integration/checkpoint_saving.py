@@ -42,6 +42,7 @@ from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.checkpoint_files import NOT_SAVED, CheckpointFiles, not_saved
 from tencache_ds.integration.node_storage import latest_of
 from tencache_ds.integration.watched_shards import values_of
+from tencache_ds.io.archive_writer import CopyBuffers
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, begin_archive, make_durable, write_archive
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.profiling.host_memory import available_nbytes
@@ -127,12 +128,18 @@ class CheckpointSave:
         optimizer, options = self._optimizer, self._optimizer.tencache.options
         if optimizer.save_votes is None:
             optimizer.save_votes = JobVotes.of_job(f"checkpoints {next(_jobs)}")
-        most_nbytes = options.checkpoint_memory
-        if most_nbytes is None:
-            most_nbytes = available_nbytes() // (2 * optimizer.tencache.surroundings.local_ranks)
+        keeps_buffers = options.checkpoint_memory is not None
+        if not keeps_buffers:
+            optimizer.save_buffers = CopyBuffers(
+                available_nbytes() // (2 * optimizer.tencache.surroundings.local_ranks)
+            )
+        elif optimizer.save_buffers is None:
+            optimizer.save_buffers = CopyBuffers(options.checkpoint_memory)
         archives, names = self._archives, self._names
         self._archives, self._names = [], CheckpointFiles()
-        later = optimizer.save_under_way = BackgroundSave(self._tag, archives, names, optimizer.save_votes, most_nbytes)
+        later = optimizer.save_under_way = BackgroundSave(
+            self._tag, archives, names, optimizer.save_votes, optimizer.save_buffers, keeps_buffers=keeps_buffers
+        )
         optimizer.run_beside(later.stage)
 
     @contextlib.contextmanager

@@ -18,25 +18,60 @@ from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor
 from tencache_ds.tensors import empty
 
 
+class CopyBuffers:
+    """Memory for copies, of one :class:`ArchiveWriter` after the other. Memory that is written to for the first time
+    takes several times as long.
+
+    Args:
+        most_nbytes: at most, and one copy at least.
+    """
+
+    def __init__(self, most_nbytes: int) -> None:
+        self._most_nbytes = most_nbytes
+        self._nbytes = 0  # of all buffers
+        self._free: list[torch.Tensor] = []
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """A buffer of at least this size; None while there is no room for it."""
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= nbytes:
+                return self._free.pop(index)
+        while self._free and self._nbytes + nbytes > self._most_nbytes:
+            self._nbytes -= self._free.pop().numel()
+        if self._nbytes and self._nbytes + nbytes > self._most_nbytes:
+            return None
+        self._nbytes += nbytes
+        return empty(nbytes, torch.uint8)
+
+    def put(self, buffer: torch.Tensor) -> None:
+        """Takes back a buffer."""
+        self._free.append(buffer)
+
+    def clear(self) -> None:
+        """Frees all buffers, when none is in use."""
+        self._free.clear()
+        self._nbytes = 0
+
+
 class ArchiveWriter:
     """Fills archives that have been begun. One thread calls :meth:`write`, then :meth:`end` or :meth:`fail`.
 
     Args:
         files: the archives, which are this object's from now on.
-        most_nbytes: memory of copies, at most, and one copy at least.
+        buffers: for copies; this object's until ``ended`` is called.
         ended: called on the writing thread when all files are finished (None), or with the error. After an error they
             are gone.
     """
 
     def __init__(
-        self, files: Sequence[ArchiveFile], most_nbytes: int, ended: Callable[[BaseException | None], None]
+        self, files: Sequence[ArchiveFile], buffers: CopyBuffers, ended: Callable[[BaseException | None], None]
     ) -> None:
         self._files = files
-        self._most_nbytes = most_nbytes
+        self._buffers = buffers
         self._ended = ended
-        self._copies: collections.deque[tuple[ArchiveFile, DeferredTensor, torch.Tensor]] = collections.deque()
-        self._free: collections.deque[torch.Tensor] = collections.deque()  # buffers of copies that are written
-        self._nbytes = 0  # of all buffers
+        self._copies: collections.deque[tuple[ArchiveFile, DeferredTensor, torch.Tensor, torch.Tensor]] = (
+            collections.deque()
+        )  # and their buffers
         self._complete = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -50,11 +85,12 @@ class ArchiveWriter:
         Raises:
             TenCacheError: the writer has failed; :attr:`ended <ArchiveWriter>` gets the reason.
         """
-        buffer = self._buffer(data.numel() * data.element_size())
-        copy = buffer[: data.numel() * data.element_size()].view(data.dtype)
+        nbytes = data.numel() * data.element_size()
+        buffer = self._buffer(nbytes)
+        copy = buffer[:nbytes].view(data.dtype)
         copy.copy_(data)
         with self._changed:
-            self._copies.append((file, tensor, copy))
+            self._copies.append((file, tensor, copy, buffer))
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -75,19 +111,12 @@ class ArchiveWriter:
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         with self._changed:
-            while True:
-                if self._error is not None:
-                    raise TenCacheError("the checkpoint is not being written any more")
-                if self._free and self._free[0].numel() >= nbytes:
-                    return self._free.popleft()
-                if not self._nbytes or self._nbytes + nbytes <= self._most_nbytes:
-                    self._nbytes += nbytes
-                    break
-                if self._free:  # too small for this one
-                    self._nbytes -= self._free.popleft().numel()
-                else:
-                    self._changed.wait()
-        return empty(nbytes, torch.uint8)
+            while self._error is None:
+                buffer = self._buffers.take(nbytes)
+                if buffer is not None:
+                    return buffer
+                self._changed.wait()
+        raise TenCacheError("the checkpoint is not being written any more")
 
     def _run(self) -> None:
         error: BaseException | None = None
@@ -99,11 +128,8 @@ class ArchiveWriter:
         except BaseException as raised:
             self.fail(raised)
             error = self._error
-            self._copies.clear()
-            self._free.clear()
             for file in self._files:
                 file.discard()
-        self._free.clear()
         self._ended(error)
 
     def _write_next(self) -> bool:
@@ -115,9 +141,9 @@ class ArchiveWriter:
                 raise self._error
             if not self._copies:
                 return False
-            file, tensor, copy = self._copies.popleft()
+            file, tensor, copy, buffer = self._copies.popleft()
         file.write(tensor, copy)
         with self._changed:
-            self._free.append(empty(0, torch.uint8).set_(copy.untyped_storage()))
+            self._buffers.put(buffer)
             self._changed.notify_all()
         return True

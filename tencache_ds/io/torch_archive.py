@@ -14,8 +14,10 @@ import errno
 import io
 import os
 import pickle
+import queue
 import struct
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -97,6 +99,35 @@ class _Structure:
     storages: dict[str, torch.UntypedStorage | DeferredTensor] = field(default_factory=dict)
 
 
+class _Checksums:
+    """Computes CRC-32 on a thread of its own, beside the write of the same bytes, which takes about as long. Not an
+    executor, which takes no more work once the main thread has ended: a checkpoint may be written then.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[int] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="tencache-checksums", daemon=True).start()
+
+    def begin(self, piece: memoryview, crc: int) -> None:
+        """Begins with the bytes that follow those of a checksum; :meth:`result` has to follow."""
+        self._pieces.put((piece, crc))
+
+    def result(self) -> int:
+        """The checksum of all of them."""
+        return self._results.get()
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._pieces.put(None)
+
+    def _run(self) -> None:
+        while (item := self._pieces.get()) is not None:
+            piece, crc = item
+            self._results.put(zlib.crc32(piece, crc))
+            del item, piece  # the buffer is the writer's
+
+
 class ArchiveFile:
     """A file that :func:`begin_archive` has begun: takes the bytes of deferred tensors. One thread at a time."""
 
@@ -106,6 +137,7 @@ class ArchiveFile:
         self._deferred = deferred
         self._by_key = {tensor.key: tensor for tensor in deferred}
         self._descriptor = -1
+        self._checksums = _Checksums()
 
     @property
     def deferred(self) -> dict[Hashable, DeferredTensor]:
@@ -132,8 +164,11 @@ class ArchiveFile:
             raise TenCacheError(f"record {record.name!r} of {self._path} has {record.nbytes} bytes; more were written")
         for start in range(0, len(data), _WRITE_NBYTES):
             piece = data[start : start + _WRITE_NBYTES]
-            record.crc = zlib.crc32(piece, record.crc)
-            self._write_at(record.data_offset + record.n_written, piece)
+            self._checksums.begin(piece, record.crc)
+            try:
+                self._write_at(record.data_offset + record.n_written, piece)
+            finally:
+                record.crc = self._checksums.result()
             record.n_written += len(piece)
 
     def _write_at(self, offset: int, data: memoryview | bytes) -> None:
@@ -168,9 +203,12 @@ class ArchiveFile:
             os.close(descriptor)  # a network file system tells of a failed write here
         except OSError as error:
             raise _storage_error("close", self._path, 0, end, error) from error
+        finally:
+            self._checksums.close()
 
     def discard(self) -> None:
         """Removes the file, finished or not."""
+        self._checksums.close()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -41,6 +41,7 @@ class MemoryNeeds:
         state_may_go_to_nvme: whether optimizer state may go there at all.
         largest_chunk: the largest unit in which state moves: a chunk.
         update: host memory that an update takes beside the state; 0 where it works in place.
+        copies: of state that a checkpoint has yet to write.
         host_budget: ``host_memory`` of a rank: what state on NVMe may fill when other things leave RAM.
         activations: host memory of activations.
         staging: the staging buffers that are built at the start.
@@ -67,6 +68,7 @@ class MemoryNeeds:
     state_may_go_to_nvme: bool = False
     largest_chunk: int = 0
     update: int = 0
+    copies: int = 0
     host_budget: int = 0
     activations: int = 0
     staging: int = 0
@@ -150,7 +152,7 @@ def peak_memory(needs: MemoryNeeds) -> PeakMemory:
     moving = needs.largest_chunk + needs.update + needs.bounces
     first_values = min(needs.weights_nvme, WRITES_BEHIND_NBYTES + needs.largest_weight)
     building = max(needs.weights_building, needs.weights_host) + first_values
-    training = homes + needs.activations + staging + moving
+    training = homes + needs.activations + staging + moving + needs.copies
     pinned_training = (
         needs.bounces
         + (needs.weights_host if needs.weights_pinned else 0)

@@ -9,21 +9,13 @@ batches that follow; ``"pass_on"`` loads one and saves another; ``"reload"`` goe
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import training
-
-
-def hashes(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {
-        name: f"{value.dtype}{list(value.shape)}"
-        + hashlib.sha256(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, value in tensors.items()
-    }
+from checkpoint_contents import hashes
 
 
 def skip_batches(engine: Any, generator: torch.Generator, steps: int) -> None:

@@ -21,10 +21,11 @@ from typing import Any
 import deepspeed
 import torch
 import training
-from checkpoint_cases import hashes
+from checkpoint_contents import contents_of, flat, hashes
 
 import tencache_ds
 from tencache_ds.errors import StorageError
+from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor
 from tencache_ds.io.wrappers.fault_rules import VARIABLE, parse_faults
 
 LORA = {"model": "llama", "lora": True}
@@ -165,11 +166,9 @@ class Saver:
 
     def contents(self, tag: str) -> dict[str, str]:
         """Hashes of all tensors of a checkpoint."""
-        tensors: dict[str, torch.Tensor] = {}
-        for name in self.files(tag):
-            tensors |= flat(torch.load(self.folder / tag / name, weights_only=False), name)
+        found = contents_of(self.folder / tag)
         deepspeed.comm.barrier()
-        return hashes(tensors)
+        return found
 
     def end(self) -> dict[str, Any]:
         self.result["weights"] = training.digests(self.engine.module)
@@ -286,6 +285,24 @@ def beside(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
     return s.result
 
 
+def at_exit(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+    """The last case: the process ends while a checkpoint is being written, and destroys nothing."""
+    s = Saver(case, folder, rank)
+    s.train(1)
+    s.save("at_once")
+    s.result["expected"] = s.contents("at_once")
+    write = ArchiveFile.write
+
+    def slow(self: ArchiveFile, tensor: DeferredTensor, data: torch.Tensor) -> None:
+        time.sleep(0.2)
+        write(self, tensor, data)
+
+    ArchiveFile.write = slow
+    s.begin_beside("at_exit")
+    s.result["latest"] = (s.folder / "latest").read_text()
+    return s.result
+
+
 def beside_faults(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
     """What goes wrong beside training is told by the next call, and harms one checkpoint only."""
     s = Saver(case | LORA, folder, rank)
@@ -357,17 +374,6 @@ def copies(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
     return s.end()
 
 
-def flat(value: Any, name: str) -> dict[str, torch.Tensor]:
-    """Every tensor of a nested state by its place."""
-    if torch.is_tensor(value):
-        return {name: value}
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    tensors: dict[str, torch.Tensor] = {}
-    for key, inner in items:
-        tensors |= flat(inner, f"{name}.{key}")
-    return tensors
-
-
 SCENARIOS: dict[str, Callable[[dict[str, Any], str, int], dict[str, Any]]] = {
     function.__name__: function
     for function in (
@@ -380,6 +386,7 @@ SCENARIOS: dict[str, Callable[[dict[str, Any], str, int], dict[str, Any]]] = {
         copies,
         beside,
         beside_faults,
+        at_exit,
     )
 }
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.integration.checkpoint_contents import contents_of
+
 pytestmark = pytest.mark.timeout(300)
 
 PROGRAM = "saving_cases.py"
@@ -22,8 +24,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "beside_without_overlap": {"model": "mlp", "tencache": {"overlap_step": False}},
     "beside_whole": {"model": "mlp", "optimizer": "torch_adamw"},
     "beside_faults": {},
+    "at_exit": {"model": "mlp"},
 }
-BESIDE_TOGETHER = ("beside", "beside_ram", "beside_faults")
+BESIDE_TOGETHER = ("beside", "beside_ram", "beside_faults", "at_exit")
 FAILS_BESIDE = (("eio_optimizer", "Input/output error"), ("not_durable", "Input/output error"))
 FAILS = (
     ("damaged", "eio_optimizer", "Input/output error"),
@@ -59,7 +62,7 @@ def together(harness: Any) -> Any:
 
 
 def beside(names: tuple[str, ...], **more: Any) -> list[tuple[str, dict[str, Any], str]]:
-    scenario = {name: "beside_faults" if name == "beside_faults" else "beside" for name in names}
+    scenario = {name: name if name in ("beside_faults", "at_exit") else "beside" for name in names}
     return [(name, BESIDE[name] | {"scenario": scenario[name], "name": name} | more, "tencache") for name in names]
 
 
@@ -73,8 +76,11 @@ def together_beside(harness: Any) -> Any:
     return harness.run(beside(BESIDE_TOGETHER, rank=FAILING_RANK), ranks=2, program=PROGRAM, timeout_s=200)
 
 
-RUNS_BESIDE = [("alone_beside", name) for name in BESIDE if name != "beside_faults"] + [
-    ("together_beside", name) for name in BESIDE_TOGETHER if name != "beside_faults"
+RUNS_BESIDE = [
+    (run, name)
+    for run, names in (("alone_beside", BESIDE), ("together_beside", BESIDE_TOGETHER))
+    for name in names
+    if name not in ("beside_faults", "at_exit")
 ]
 
 
@@ -90,6 +96,17 @@ def test_a_save_beside_training_writes_the_same_bytes(request: pytest.FixtureReq
         assert result["latest_at_last"] == "next"
         assert result["latest_after_destroy"] == "unfinished"
         assert result["partial"] == []
+
+
+@pytest.mark.parametrize("run", ["alone_beside", "together_beside"])
+def test_a_process_that_ends_completes_its_checkpoint(request: pytest.FixtureRequest, run: str) -> None:
+    outcome = request.getfixturevalue(run)
+    result = outcome.result("at_exit", "tencache")
+    folder = outcome.finished.folder / "checkpoints" / "at_exit"
+    assert result["latest"] == "at_once"
+    assert (folder / "latest").read_text() == "at_exit"
+    assert contents_of(folder / "at_exit") == result["expected"]
+    assert list(folder.rglob("*.partial")) == []
 
 
 @pytest.mark.parametrize("run", ["alone_beside", "together_beside"])

@@ -16,7 +16,8 @@ IN_RAM = MLP | {"offload_param": "cpu"}
 EVERY_OPTION: dict[str, Any] = {
     "host_memory": "8GiB", "gpu_memory": 0, "staging_memory": "30MB", "chunk_size": 2**16, "overlap_step": False,
     "host_path": False, "split_master": False, "nvme_paths": ["on_rank_1"], "io_backend": "posix", "io_lanes": 3,
-    "io_request_size": 2**13, "io_timeout_s": 100, "verify": "full", "activations": "on", "activation_memory": "1MB",
+    "io_request_size": 2**13, "io_timeout_s": 100, "verify": "full", "checkpoint": "async",
+    "checkpoint_memory": "1MB", "activations": "on", "activation_memory": "1MB",
     "activation_min_size": 2**10, "gds": "off", "gds_memory": "1MB", "log": "quiet", "poison_buffers": False,
     "allow_faults": True,
 }  # fmt: skip
@@ -108,6 +109,11 @@ def test_gpu_memory_is_for_all_ranks_or_for_none(outcome: Any) -> None:
 
 def test_the_host_path_is_off_for_all_ranks_where_it_is_for_one(outcome: Any) -> None:
     assert "All ranks use DeepSpeed's own host path." in outcome.finished.log
+
+
+def test_saves_are_synchronous_for_all_ranks_where_they_are_for_one(outcome: Any) -> None:
+    assert '"tencache.checkpoint": sync on rank 0' in outcome.finished.log
+    assert "All ranks save checkpoints before save_checkpoint() returns." in outcome.finished.log
 
 
 def test_the_smallest_figure_counts_and_is_announced(outcome: Any) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import archive_writer
-from tencache_ds.io.archive_writer import ArchiveWriter
+from tencache_ds.io.archive_writer import ArchiveWriter, CopyBuffers
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, begin_archive, write_archive
 
 pytestmark = pytest.mark.timeout(60)
@@ -52,7 +52,7 @@ def test_files_are_those_that_are_written_at_once(
 
     write_archive(list(values), str(folder / "at_once"), lambda file: fill(file.write), name="a")
     file = begin_archive(list(values), str(folder / "later"), name="a")
-    writer = ArchiveWriter([file], most_nbytes, outcome)
+    writer = ArchiveWriter([file], CopyBuffers(most_nbytes), outcome)
     fill(lambda tensor, piece: writer.write(file, tensor, piece))
     writer.end()
     writer.join()
@@ -78,7 +78,7 @@ def test_copies_take_no_more_memory_than_they_may(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(ArchiveFile, "write", slow)
     (tensor,) = values = deferred([1000])
     file, outcome = begin_archive(list(values), str(tmp_path / "a")), Outcome()
-    writer = ArchiveWriter([file], 1200, outcome)
+    writer = ArchiveWriter([file], CopyBuffers(1200), outcome)
 
     def fill() -> None:
         for start in range(0, 1000, 100):
@@ -99,6 +99,26 @@ def test_copies_take_no_more_memory_than_they_may(tmp_path: Path, monkeypatch: p
     assert torch.equal(torch.load(tmp_path / "a")[0], values[tensor])
 
 
+def test_buffers_are_used_again(tmp_path: Path) -> None:
+    buffers = CopyBuffers(10_000)
+    (tensor,) = values = deferred([1000])
+    for name in ("first", "second"):
+        file, outcome = begin_archive(list(values), str(tmp_path / name)), Outcome()
+        writer = ArchiveWriter([file], buffers, outcome)
+        writer.write(file, tensor, values[tensor])
+        writer.end()
+        writer.join()
+        assert outcome.errors == [None]
+    buffer = buffers.take(4000)
+    assert buffer is not None
+    assert torch.equal(buffer.view(torch.float32), values[tensor]), "memory of the copies"
+    assert buffers.take(7000) is None
+    buffers.put(buffer)
+    large = buffers.take(7000)
+    assert large is not None
+    assert large.numel() == 7000
+
+
 def test_an_error_of_the_writer_ends_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = OSError("the drive is gone")
 
@@ -108,7 +128,7 @@ def test_an_error_of_the_writer_ends_the_copies(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(ArchiveFile, "write", fail)
     (tensor,) = values = deferred([1000])
     file, outcome = begin_archive(list(values), str(tmp_path / "a")), Outcome()
-    writer = ArchiveWriter([file], 1, outcome)
+    writer = ArchiveWriter([file], CopyBuffers(1), outcome)
 
     def fill() -> None:
         for start in range(0, 1000, 100):
@@ -124,7 +144,7 @@ def test_an_error_of_the_writer_ends_the_copies(tmp_path: Path, monkeypatch: pyt
 def test_what_cannot_be_copied_leaves_no_file(tmp_path: Path) -> None:
     error, outcome = TenCacheError("the state cannot be read"), Outcome()
     values = deferred([1000])
-    writer = ArchiveWriter([begin_archive(list(values), str(tmp_path / "a"))], 1000, outcome)
+    writer = ArchiveWriter([begin_archive(list(values), str(tmp_path / "a"))], CopyBuffers(1000), outcome)
     writer.fail(error)
     writer.join()
     assert outcome.errors == [error]
@@ -133,7 +153,7 @@ def test_what_cannot_be_copied_leaves_no_file(tmp_path: Path) -> None:
 
 def test_a_file_that_lacks_something_is_an_error(tmp_path: Path) -> None:
     outcome, values = Outcome(), deferred([1000])
-    writer = ArchiveWriter([begin_archive(list(values), str(tmp_path / "a"))], 1000, outcome)
+    writer = ArchiveWriter([begin_archive(list(values), str(tmp_path / "a"))], CopyBuffers(1000), outcome)
     writer.end()
     writer.join()
     assert "0 of 4000 bytes were written" in str(outcome.errors[0])
