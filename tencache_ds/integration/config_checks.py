@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.constants import AIO
 
-from tencache_ds.config import Gds, TenCacheConfig, Verify, options_from
+from tencache_ds.config import Checkpoint, Gds, TenCacheConfig, Verify, options_from
 from tencache_ds.errors import ConfigError
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.aio_section import check_aio_section
@@ -135,6 +135,8 @@ def check_config(ds_config: Any, param_dict: Mapping[str, Any]) -> TenCacheConfi
     _check_further_paths(options.nvme_paths, nvme_paths, devices)
     if options.gds == Gds.on:
         _check_gds(options, devices["offload_param"])
+    if options.checkpoint == Checkpoint.asynchronous:
+        _refuse_other_writers(param_dict)
     return options
 
 
@@ -178,6 +180,27 @@ def _refuse_combinations(ds_config: Any) -> None:
         if given:
             raise ConfigError(
                 f'"{key}" cannot be combined with "{ENGINE_KEY}": "{ENGINE_NAME}": {reason}. Remove one of the two.'
+            )
+
+
+def _refuse_other_writers(param_dict: Mapping[str, Any]) -> None:
+    """Checkpoints are written beside training in the place of DeepSpeed's default writer only."""
+
+    def given(section: str, key: str) -> Any:
+        values = param_dict.get(section)
+        return values.get(key) if isinstance(values, Mapping) else None
+
+    others = {
+        '"checkpoint.writer"': given("checkpoint", "writer"),
+        '"checkpoint.checkpoint_serialization": false': given("checkpoint", "checkpoint_serialization") is False,
+        '"nebula.enabled"': given("nebula", "enabled"),
+        '"datastates_ckpt.enabled"': given("datastates_ckpt", "enabled"),
+    }
+    for key, is_given in others.items():
+        if is_given:
+            raise ConfigError(
+                f'"{OPTIONS_KEY}.checkpoint": "async" cannot be combined with {key}, which has another writer of '
+                "checkpoints. Remove one of the two."
             )
 
 

@@ -46,6 +46,15 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         zero(offload_optimizer={"device": "cpu", "super_offload": True}),
         ("ConfigError", '"zero_optimization.offload_optimizer.super_offload"'),
     ),
+    "async_with_another_writer": (
+        {"change": {"tencache": {"checkpoint": "async"}, "checkpoint": {"writer": {"type": "fast"}}}},
+        ("ConfigError", '"tencache.checkpoint": "async"', '"checkpoint.writer"', "Remove one of the two"),
+    ),
+    "async_without_archives": (
+        {"change": {"tencache": {"checkpoint": "async"}, "checkpoint": {"checkpoint_serialization": False}}},
+        ("ConfigError", '"tencache.checkpoint": "async"', '"checkpoint.checkpoint_serialization": false'),
+    ),
+    "bad_checkpoint": (options(checkpoint="asynk"), ("ConfigError", '"tencache.checkpoint"', "'asynk'", "async")),
     "deepcompile": ({"change": {"compile": {"deepcompile": True}}}, ("ConfigError", '"compile.deepcompile"')),
     "twin_flow": (
         zero(offload_optimizer={"ratio": 0.5}),
