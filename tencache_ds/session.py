@@ -28,6 +28,7 @@ from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import TenCacheError
 from tencache_ds.host_homes import HostHomes
 from tencache_ds.io import ExtentStore
+from tencache_ds.io.archive_writer import CopyBuffers
 from tencache_ds.io.paths import NvmePaths
 from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES, gib
@@ -80,6 +81,7 @@ class Session:
         self._reserved_nbytes = 0
         self._gpu_weight_nbytes = self._gpu_gradient_nbytes = 0
         self._peak = PeakMemory(0, 0, 0)
+        self._copies: CopyBuffers | None = None
         self._placement = self._activation_placement = ""
         self._predicted_seconds: float | None = None
         self._settled = True
@@ -195,6 +197,15 @@ class Session:
     def note_placement(self, placement: str, predicted_seconds: float | None) -> None:
         """The latest placement decision, and the predicted step time since then, for :meth:`stats`."""
         self._placement, self._predicted_seconds, self._settled = placement, predicted_seconds, True
+
+    def checkpoint_buffers(self) -> CopyBuffers:
+        """Host memory for optimizer state that a checkpoint has yet to write, for one that begins now."""
+        most_nbytes = self.options.checkpoint_memory
+        if most_nbytes is None:
+            self._copies = CopyBuffers(available_nbytes() // (2 * self.surroundings.local_ranks))
+        elif self._copies is None:
+            self._copies = CopyBuffers(most_nbytes, kept=True)
+        return self._copies
 
     def plan_peak(self, others: OutsideNeeds) -> None:
         """Computes an upper bound of this rank's peak memory from the initial placement.
@@ -325,6 +336,7 @@ class Session:
             gpu_activation_nbytes=moved.kept_nbytes,
             host_activation_nbytes=moved.host_nbytes,
             nvme_activation_nbytes=moved.nvme_nbytes,
+            checkpoint_nbytes=0 if self._copies is None else self._copies.nbytes,
             activation_buffer_nbytes=0 if self.activations is None else self.activations.arena.nbytes_in_use,
             placement=self._placement,
             activation_placement=self._activation_placement,

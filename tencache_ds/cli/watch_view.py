@@ -85,6 +85,7 @@ _PLACES: tuple[tuple[str, tuple[tuple[str, Callable[[dict[str, Any]], int]], ...
             ("gradients", _figure("host_gradient_nbytes")),
             ("optimizer state", _figure("resident_state_nbytes")),
             ("activation buffers", _figure("activation_buffer_nbytes")),
+            ("checkpoint being written", _figure("checkpoint_nbytes")),
             ("staging", _figure("staging_nbytes")),
         ),
     ),

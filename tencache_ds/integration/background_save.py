@@ -50,27 +50,17 @@ class BackgroundSave:
         names: their names.
         votes: of the ranks, of saves alone.
         buffers: for copies of state.
-        keeps_buffers: whether their memory is kept for the next checkpoint.
     """
 
     _under_way: weakref.WeakSet[BackgroundSave] = weakref.WeakSet()
 
     def __init__(
-        self,
-        tag: str,
-        archives: list[ArchiveFile],
-        names: CheckpointFiles,
-        votes: JobVotes,
-        buffers: CopyBuffers,
-        *,
-        keeps_buffers: bool,
+        self, tag: str, archives: list[ArchiveFile], names: CheckpointFiles, votes: JobVotes, buffers: CopyBuffers
     ) -> None:
         self._tag = tag
         self._archives = archives
         self._names = names
         self._votes = votes
-        self._buffers = buffers
-        self._keeps_buffers = keeps_buffers
         self._error: BaseException | None = None
         self._under_way.add(self)
         self._writer = ArchiveWriter(archives, buffers, self._written)
@@ -118,8 +108,6 @@ class BackgroundSave:
     # On the writing thread
 
     def _written(self, error: BaseException | None) -> None:
-        if error is not None or not self._keeps_buffers:
-            self._buffers.clear()
         try:
             with self._together("the files of a checkpoint"):
                 if error is not None:

@@ -31,7 +31,6 @@ from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.node_storage import agree_on_checkpoint
 from tencache_ds.integration.resharding import SavedFiles, hook_resharding
 from tencache_ds.integration.seams import Feature, require
-from tencache_ds.io.archive_writer import CopyBuffers
 from tencache_ds.io.torch_archive import DeferredTensor
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.step_guard import Part
@@ -97,8 +96,6 @@ class CheckpointMixin:
     """The last checkpoint that was to be completed beside training."""
     save_votes: JobVotes | None = None
     """Of the ranks, for these."""
-    save_buffers: CopyBuffers | None = None
-    """For these, kept from one to the next."""
 
     @contextlib.contextmanager
     def loading_together(self, *, whole: bool) -> Iterator[None]:

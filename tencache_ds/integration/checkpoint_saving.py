@@ -42,10 +42,8 @@ from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.checkpoint_files import NOT_SAVED, CheckpointFiles, not_saved
 from tencache_ds.integration.node_storage import latest_of
 from tencache_ds.integration.watched_shards import values_of
-from tencache_ds.io.archive_writer import CopyBuffers
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, begin_archive, make_durable, write_archive
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.profiling.host_memory import available_nbytes
 from tencache_ds.tensors import zeros
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -125,20 +123,13 @@ class CheckpointSave:
     def _complete_later(self) -> None:
         """The rest of the checkpoint is saved beside training: see [Note: beside training] in
         :mod:`tencache_ds.integration.background_save`."""
-        optimizer, options = self._optimizer, self._optimizer.tencache.options
+        optimizer = self._optimizer
         if optimizer.save_votes is None:
             optimizer.save_votes = JobVotes.of_job(f"checkpoints {next(_jobs)}")
-        keeps_buffers = options.checkpoint_memory is not None
-        if not keeps_buffers:
-            optimizer.save_buffers = CopyBuffers(
-                available_nbytes() // (2 * optimizer.tencache.surroundings.local_ranks)
-            )
-        elif optimizer.save_buffers is None:
-            optimizer.save_buffers = CopyBuffers(options.checkpoint_memory)
         archives, names = self._archives, self._names
         self._archives, self._names = [], CheckpointFiles()
         later = optimizer.save_under_way = BackgroundSave(
-            self._tag, archives, names, optimizer.save_votes, optimizer.save_buffers, keeps_buffers=keeps_buffers
+            self._tag, archives, names, optimizer.save_votes, optimizer.tencache.checkpoint_buffers()
         )
         optimizer.run_beside(later.stage)
 

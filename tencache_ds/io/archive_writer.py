@@ -24,11 +24,16 @@ class CopyBuffers:
 
     Args:
         most_nbytes: at most, and one copy at least.
+        kept: whether memory is kept from one writer to the next.
+
+    Attributes:
+        nbytes: of all buffers.
     """
 
-    def __init__(self, most_nbytes: int) -> None:
+    def __init__(self, most_nbytes: int, *, kept: bool = False) -> None:
+        self.nbytes = 0
         self._most_nbytes = most_nbytes
-        self._nbytes = 0  # of all buffers
+        self._kept = kept
         self._free: list[torch.Tensor] = []
 
     def take(self, nbytes: int) -> torch.Tensor | None:
@@ -36,21 +41,22 @@ class CopyBuffers:
         for index, buffer in enumerate(self._free):
             if buffer.numel() >= nbytes:
                 return self._free.pop(index)
-        while self._free and self._nbytes + nbytes > self._most_nbytes:
-            self._nbytes -= self._free.pop().numel()
-        if self._nbytes and self._nbytes + nbytes > self._most_nbytes:
+        while self._free and self.nbytes + nbytes > self._most_nbytes:
+            self.nbytes -= self._free.pop().numel()
+        if self.nbytes and self.nbytes + nbytes > self._most_nbytes:
             return None
-        self._nbytes += nbytes
+        self.nbytes += nbytes
         return empty(nbytes, torch.uint8)
 
     def put(self, buffer: torch.Tensor) -> None:
         """Takes back a buffer."""
         self._free.append(buffer)
 
-    def clear(self) -> None:
-        """Frees all buffers, when none is in use."""
-        self._free.clear()
-        self._nbytes = 0
+    def writer_ended(self, *, failed: bool) -> None:
+        """No buffer is in use any more; after a failure some are lost."""
+        if failed or not self._kept:
+            self._free.clear()
+            self.nbytes = 0
 
 
 class ArchiveWriter:
@@ -130,6 +136,7 @@ class ArchiveWriter:
             error = self._error
             for file in self._files:
                 file.discard()
+        self._buffers.writer_ended(failed=error is not None)
         self._ended(error)
 
     def _write_next(self) -> bool:

@@ -142,6 +142,7 @@ class Stats:
             autograd keeps itself, what they are expected to save.
         host_activation_nbytes: those in host memory.
         nvme_activation_nbytes: those on NVMe.
+        checkpoint_nbytes: host memory for optimizer state that a checkpoint has yet to write.
         activation_buffer_nbytes: host memory allocated for activations, including those on their way to and from NVMe.
         placement: the latest decision about GPU memory, and its reason; "" before.
         activation_placement: the latest decision about activations with ``auto``, and its reason; "" before.
@@ -176,6 +177,7 @@ class Stats:
     gpu_activation_nbytes: int = 0
     host_activation_nbytes: int = 0
     nvme_activation_nbytes: int = 0
+    checkpoint_nbytes: int = 0
     activation_buffer_nbytes: int = 0
     placement: str = ""
     activation_placement: str = ""

@@ -43,6 +43,7 @@ def snapshot(rank: int = 0, run_id: str = "run-1", world_size: int = 1, **change
         resident_weight_nbytes=5 * MIB,
         gpu_activation_nbytes=6 * MIB,
         activation_buffer_nbytes=9 * MIB,
+        checkpoint_nbytes=5 * MIB,
         nvme_activation_nbytes=8 * MIB,
         paths=(PathStats("/nvme", "native", 0, 0, 0.0, 0.0, None, CONTENTS),),
         placement="all weights in GPU memory",
@@ -76,6 +77,7 @@ def test_the_figures_of_a_rank(capsys: pytest.CaptureFixture[str]):
         "since then 250 ms",
         "activations, last pass 6.0 MiB RAM",
         "activation buffers 9.0 MiB",
+        "checkpoint being written 5.0 MiB",
         "NVMe weights 30.0 MiB optimizer state 40.0 MiB activations, last pass 8.0 MiB",
         "NVMe read 10.0 MiB/s",  # of the last step
         "resident 6 (75%)",

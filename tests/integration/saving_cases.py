@@ -271,6 +271,7 @@ def beside(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
     s.result["latest_at_the_next"] = (s.folder / "latest").read_text()
     tencache_ds.wait_for_checkpoint(s.engine)
     deepspeed.comm.barrier()
+    s.result["copies_left_nbytes"] = tencache_ds.stats(s.engine).checkpoint_nbytes
     s.result["latest_at_last"] = (s.folder / "latest").read_text()
     s.result["beside"] = s.contents("beside")
     s.save("next_at_once")

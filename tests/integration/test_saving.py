@@ -92,6 +92,7 @@ def test_a_save_beside_training_writes_the_same_bytes(request: pytest.FixtureReq
         assert any("exp_avg_sq" in name for name in result["beside"])
         assert result["beside"] == result["expected"]
         assert result["next"] == result["expected_next"] != result["beside"]
+        assert (result["copies_left_nbytes"] > 0) == ("checkpoint_memory" in BESIDE[name].get("tencache", {}))
         assert result["latest_at_the_next"] == "beside"
         assert result["latest_at_last"] == "next"
         assert result["latest_after_destroy"] == "unfinished"

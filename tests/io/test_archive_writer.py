@@ -100,15 +100,16 @@ def test_copies_take_no_more_memory_than_they_may(tmp_path: Path, monkeypatch: p
 
 
 def test_buffers_are_used_again(tmp_path: Path) -> None:
-    buffers = CopyBuffers(10_000)
+    buffers, freed = CopyBuffers(10_000, kept=True), CopyBuffers(10_000)
     (tensor,) = values = deferred([1000])
-    for name in ("first", "second"):
-        file, outcome = begin_archive(list(values), str(tmp_path / name)), Outcome()
-        writer = ArchiveWriter([file], buffers, outcome)
+    for number, used in enumerate((buffers, buffers, freed)):
+        file, outcome = begin_archive(list(values), str(tmp_path / f"{number}")), Outcome()
+        writer = ArchiveWriter([file], used, outcome)
         writer.write(file, tensor, values[tensor])
         writer.end()
         writer.join()
         assert outcome.errors == [None]
+    assert (buffers.nbytes, freed.nbytes) == (4000, 0)
     buffer = buffers.take(4000)
     assert buffer is not None
     assert torch.equal(buffer.view(torch.float32), values[tensor]), "memory of the copies"
