@@ -315,7 +315,7 @@ class TenCacheConfig(BaseModel):
     written. The files are the same, and ``latest`` names a checkpoint when every rank has all of it. The next save, a
     load, ``engine.destroy()``, ``tencache_ds.wait_for_checkpoint(engine)`` and the end of the process wait for it; an
     error is logged at once and raised by the next of them but the load
-    ([checkpoints](checkpoints.md#saving-beside-training))."""
+    ([checkpoints](checkpoints.md#saving-in-the-background))."""
 
     checkpoint_memory: Size | None = None
     """RAM per rank for optimizer state that ``"checkpoint": "async"`` has yet to write, at most; kept from one

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a checkpoint that is written beside training.
+"""The end of a checkpoint that is written in the background.
 
-[Note: beside training] Optimizer state changes in an update only. After ``save_checkpoint`` the thread of updates
+[Note: in the background] Optimizer state changes in an update only. After ``save_checkpoint`` the thread of updates
 copies it to spare host memory; the next update, and whatever else needs the state, waits for the rest of that. Another
 thread writes the copies. Where memory does not suffice, the copies wait for the drive, and the update with them. The
 files have the contents of a checkpoint that is written at once.
@@ -33,6 +33,13 @@ from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 logger = logging.getLogger("DeepSpeed.tencache")
 
 
+_WRITTEN = "the files of a checkpoint"
+_NAMED = "the names of a checkpoint's files"
+_MOVED = "the end of a checkpoint"
+_LEFT = "the end of a checkpoint on the other ranks"
+"""Where the ranks meet."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateKey:
     """One kind of state of a sub-group, as the key of a :class:`DeferredTensor`."""
@@ -62,8 +69,13 @@ class BackgroundSave:
         self._names = names
         self._votes = votes
         self._error: BaseException | None = None
+        self._has_store = dist.get_rank() == 0  # asked now: at the end of the process there may be no group
+        try:
+            self._writer = ArchiveWriter(archives, buffers, self._written)
+        except BaseException:
+            votes.failed(_WRITTEN)
+            raise
         self._under_way.add(self)
-        self._writer = ArchiveWriter(archives, buffers, self._written)
 
     @classmethod
     def wait_for_all(cls) -> None:
@@ -82,6 +94,10 @@ class BackgroundSave:
                 raise
         else:
             self._writer.end()
+
+    def fail(self, error: BaseException) -> None:
+        """Instead of :meth:`stage`."""
+        self._writer.fail(error)
 
     def wait(self) -> None:
         """Returns when the checkpoint is complete, or has failed."""
@@ -109,10 +125,10 @@ class BackgroundSave:
 
     def _written(self, error: BaseException | None) -> None:
         try:
-            with self._together("the files of a checkpoint"):
+            with self._together(_WRITTEN):
                 if error is not None:
                     raise error
-            with self._together("the names of a checkpoint's files"):
+            with self._together(_NAMED):
                 self._names.name()
             self._move_latest()
         except BaseException as raised:
@@ -126,11 +142,11 @@ class BackgroundSave:
         """No rank goes on before ``latest`` has moved, and rank 0, whose process has the store, before the others have
         heard of it."""
         self._names.move_latest()
-        self._votes.passed("the end of a checkpoint")
-        if dist.get_rank() == 0:
-            self._votes.passed("the end of a checkpoint on the other ranks")
+        self._votes.passed(_MOVED)
+        if self._has_store:
+            self._votes.passed(_LEFT)
         else:
-            self._votes.leaves("the end of a checkpoint on the other ranks")
+            self._votes.leaves(_LEFT)
 
     @contextlib.contextmanager
     def _together(self, point: str) -> Iterator[None]:

@@ -93,7 +93,7 @@ class CheckpointMixin:
     defers_whole_state = False
     """Whether it does so for whole state in host memory, too."""
     save_under_way: BackgroundSave | None = None
-    """The last checkpoint that was to be completed beside training."""
+    """The last checkpoint that was to be completed in the background."""
     save_votes: JobVotes | None = None
     """Of the ranks, for these."""
 
@@ -177,14 +177,14 @@ class CheckpointMixin:
         if self._state is not None:
             self._state.scan(visit)
 
-    def run_beside(self, job: Callable[[OptimizerStateTier | None], None]) -> None:
-        """Runs what reads the optimizer state, beside training where an update may run there too: whatever needs the
-        state next waits for it."""
+    def run_in_background(self, job: Callable[[OptimizerStateTier | None], None]) -> None:
+        """Runs what reads the optimizer state, in the background where an update may run there, too: whatever needs
+        the state next waits for it."""
         self._finish_step()
         if self._chunked_step is None:
             job(self._state)
         else:
-            self._chunked_step.run_beside(functools.partial(job, self._state))
+            self._chunked_step.run_in_background(functools.partial(job, self._state))
 
     def finish_save(self) -> None:
         """Returns when the last checkpoint is complete.

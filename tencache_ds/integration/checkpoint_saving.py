@@ -54,7 +54,7 @@ continue."""
 
 
 _jobs = itertools.count()
-"""Numbers of engines that save beside training, in the order of their first save: the same on every rank."""
+"""Numbers of engines that save in the background, in the order of their first save: the same on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,10 @@ class CheckpointSave:
         self._streams = type(self._checkpoint_engine) is TorchCheckpointEngine and calls.writes_archives(
             self._checkpoint_engine
         )
-        self._beside = self._streams and self._optimizer.tencache.options.checkpoint == Checkpoint.asynchronous
+        self._in_background = self._streams and self._optimizer.tencache.options.checkpoint == Checkpoint.asynchronous
         self._error: Exception | None = None
         self._names = CheckpointFiles()
-        self._archives: list[ArchiveFile] = []  # begun, of a checkpoint that is completed beside training
+        self._archives: list[ArchiveFile] = []  # begun, of a checkpoint that is completed in the background
         self._save_dir = save_dir
         """Where ``latest`` is to be written; empty if it is not."""
         self._tag = ""
@@ -112,7 +112,7 @@ class CheckpointSave:
                 result = save()
                 if calls.commits_later(self._checkpoint_engine):  # commits at the end of a later step
                     self._agree()
-                elif self._beside:
+                elif self._in_background:
                     self._complete_later()
             finally:
                 for archive in self._archives:
@@ -121,17 +121,21 @@ class CheckpointSave:
         return result
 
     def _complete_later(self) -> None:
-        """The rest of the checkpoint is saved beside training: see [Note: beside training] in
+        """The rest of the checkpoint is saved in the background: see [Note: in the background] in
         :mod:`tencache_ds.integration.background_save`."""
         optimizer = self._optimizer
         if optimizer.save_votes is None:
             optimizer.save_votes = JobVotes.of_job(f"checkpoints {next(_jobs)}")
-        archives, names = self._archives, self._names
-        self._archives, self._names = [], CheckpointFiles()
-        later = optimizer.save_under_way = BackgroundSave(
-            self._tag, archives, names, optimizer.save_votes, optimizer.tencache.checkpoint_buffers()
+        later = BackgroundSave(
+            self._tag, self._archives, self._names, optimizer.save_votes, optimizer.tencache.checkpoint_buffers()
         )
-        optimizer.run_beside(later.stage)
+        self._archives, self._names = [], CheckpointFiles()
+        optimizer.save_under_way = later
+        try:
+            optimizer.run_in_background(later.stage)
+        except BaseException as error:
+            later.fail(error)
+            raise
 
     @contextlib.contextmanager
     def _substitutes(self) -> Iterator[None]:
@@ -141,7 +145,7 @@ class CheckpointSave:
         for name in _WRITERS:
             setattr(engine, name, self._kept(getattr(engine, name)))
         engine._get_param_fragment_func = self._fragment
-        self._optimizer.defers_state, self._optimizer.defers_whole_state = self._streams, self._beside
+        self._optimizer.defers_state, self._optimizer.defers_whole_state = self._streams, self._in_background
         try:
             yield
         finally:
@@ -188,7 +192,7 @@ class CheckpointSave:
                 self._names.note_folder(os.path.dirname(path))
             return
         path, name = self._names.add(path), os.path.basename(path)
-        if self._beside:
+        if self._in_background:
             self._archives.append(begin_archive(state_dict, path, name=name))
             self._write_frozen_weights(self._archives[-1])
         else:
@@ -201,7 +205,7 @@ class CheckpointSave:
         if latest is not None:
             self._kept(self._names.prepare_latest)(latest, self._tag)
         self._agree()
-        if not self._beside:
+        if not self._in_background:
             self._kept(self._names.name)()
             self._agree()
             self._names.move_latest()

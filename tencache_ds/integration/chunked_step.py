@@ -210,13 +210,13 @@ class ChunkedStep:
             self._watch_shards(work)
             self._background.begin(work)
 
-    def run_beside(self, job: Callable[[], None]) -> None:
+    def run_in_background(self, job: Callable[[], None]) -> None:
         """Runs what reads the state and raises no error: where steps overlap training, on their thread, and until it
         has ended :meth:`finish` waits for it."""
         if self._background is None:
             job()
         else:
-            self._background.run_beside(job)
+            self._background.run_in_background(job)
 
     def finish(self) -> None:
         """Returns when nothing is under way. Any thread may call it.

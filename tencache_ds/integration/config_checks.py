@@ -184,7 +184,7 @@ def _refuse_combinations(ds_config: Any) -> None:
 
 
 def _refuse_other_writers(param_dict: Mapping[str, Any]) -> None:
-    """Checkpoints are written beside training in the place of DeepSpeed's default writer only."""
+    """Checkpoints are written in the background in the place of DeepSpeed's default writer only."""
 
     def given(section: str, key: str) -> Any:
         values = param_dict.get(section)

@@ -46,8 +46,9 @@ def gpu_budget(
         wanted_nbytes: the user's ``gpu_memory``, or None for automatic.
         there_nbytes: what it holds of them already.
         room_elsewhere_nbytes: of state that can leave within an allocation; None where it cannot.
-        pool_nbytes: the most that torch's allocator has held. Where the host runs ahead of the device, that is up to
-            twice of what tensors need; state would leave for it in the next step.
+        pool_nbytes: the most that torch's allocator has held: more than tensors need at a time, as it keeps memory for
+            the stream that has used it (of arithmetic, of gathers, of reductions). State would leave for it in the
+            next step.
 
     Returns:
         Automatic: what the recorded step left free, less as much again as its activations and gradients took: they may

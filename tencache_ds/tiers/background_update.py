@@ -61,7 +61,7 @@ class BackgroundUpdate:
         self._guard.update_begins()
         self._running = self._executor.submit(self._run, work, self._counters.n_steps)
 
-    def run_beside(self, job: Callable[[], None]) -> None:
+    def run_in_background(self, job: Callable[[], None]) -> None:
         """Runs something else with the tiers to itself, which changes nothing and raises no error; no weight waits
         for it."""
         self.finish()

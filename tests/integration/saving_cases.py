@@ -120,16 +120,16 @@ class Saver:
         tag = tag or attempt
         self._note(attempt, tag, lambda: self.engine.save_checkpoint(str(self.folder), tag=tag))
 
-    def save_beside(self, attempt: str) -> None:
-        """Saves beside training, and waits for it."""
+    def save_async(self, attempt: str) -> None:
+        """Saves in the background, and waits for it."""
 
         def save() -> None:
-            self.begin_beside(attempt)
+            self.begin_async(attempt)
             tencache_ds.wait_for_checkpoint(self.engine)
 
         self._note(attempt, attempt, save)
 
-    def begin_beside(self, tag: str) -> None:
+    def begin_async(self, tag: str) -> None:
         """Returns while the checkpoint is being written."""
         options = self.engine.optimizer.tencache.options
         options.checkpoint = "async"
@@ -259,24 +259,24 @@ def failed_write(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]
     return s.destroy()
 
 
-def beside(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+def in_background(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
     """Training goes on while checkpoints are written, one from the state in the midst of the other's."""
     s = Saver(case, folder, rank)
     s.train(2)
     s.save("at_once")
     s.result["expected"] = s.contents("at_once")
-    s.begin_beside("beside")
+    s.begin_async("async")
     s.train(1)
-    s.begin_beside("next")
+    s.begin_async("next")
     s.result["latest_at_the_next"] = (s.folder / "latest").read_text()
     tencache_ds.wait_for_checkpoint(s.engine)
     deepspeed.comm.barrier()
     s.result["copies_left_nbytes"] = tencache_ds.stats(s.engine).checkpoint_nbytes
     s.result["latest_at_last"] = (s.folder / "latest").read_text()
-    s.result["beside"] = s.contents("beside")
+    s.result["async"] = s.contents("async")
     s.save("next_at_once")
     s.result["next"], s.result["expected_next"] = s.contents("next"), s.contents("next_at_once")
-    s.begin_beside("unfinished")
+    s.begin_async("unfinished")
     s.train(1)
     s.result["weights"] = training.digests(s.engine.module)
     s.destroy()
@@ -299,25 +299,25 @@ def at_exit(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
         write(self, tensor, data)
 
     ArchiveFile.write = slow
-    s.begin_beside("at_exit")
+    s.begin_async("at_exit")
     s.result["latest"] = (s.folder / "latest").read_text()
     return s.result
 
 
-def beside_faults(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
-    """What goes wrong beside training is told by the next call, and harms one checkpoint only."""
+def async_faults(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+    """What goes wrong in the background is told by the next call, and harms one checkpoint only."""
     s = Saver(case | LORA, folder, rank)
     s.train(2)
     s.save("good")
     with s.fault("kind=eio,op=read,match=optimizer"):
-        s.save_beside("eio_optimizer")
+        s.save_async("eio_optimizer")
     with s.failing_fsync():
-        s.save_beside("not_durable")
+        s.save_async("not_durable")
     with s.fault("kind=eio,op=read,match=optimizer"):
-        s.begin_beside("eio_untold")
+        s.begin_async("eio_untold")
         s.wait_quietly()
     s.save("told_by_the_next_save", tag="again")
-    s.save_beside("again")
+    s.save_async("again")
     s.save("at_once")
     s.train(1)
     return s.end()
@@ -385,8 +385,8 @@ SCENARIOS: dict[str, Callable[[dict[str, Any], str, int], dict[str, Any]]] = {
         failed_write,
         measured,
         copies,
-        beside,
-        beside_faults,
+        in_background,
+        async_faults,
         at_exit,
     )
 }

@@ -16,18 +16,18 @@ pytestmark = pytest.mark.timeout(300)
 PROGRAM = "saving_cases.py"
 ALONE = ("undisturbed", "damaged", "flipped", "torn", "failed_write", "measured", "copies")
 TOGETHER = ("undisturbed", "damaged", "failed_write")
-BESIDE: dict[str, dict[str, Any]] = {
-    "beside": {"model": "llama", "lora": True},
-    "beside_split": {"model": "llama", "tencache": {"split_master": True, "host_memory": "1MiB"}},
-    "beside_little_memory": {"model": "mlp", "tencache": {"checkpoint_memory": 1, "chunk_size": 2**16}},
-    "beside_ram": {"model": "mlp", "offload_optimizer": "cpu"},
-    "beside_without_overlap": {"model": "mlp", "tencache": {"overlap_step": False}},
-    "beside_whole": {"model": "mlp", "optimizer": "torch_adamw"},
-    "beside_faults": {},
+ASYNC: dict[str, dict[str, Any]] = {
+    "async": {"model": "llama", "lora": True},
+    "async_split": {"model": "llama", "tencache": {"split_master": True, "host_memory": "1MiB"}},
+    "async_little_memory": {"model": "mlp", "tencache": {"checkpoint_memory": 1, "chunk_size": 2**16}},
+    "async_ram": {"model": "mlp", "offload_optimizer": "cpu"},
+    "async_without_overlap": {"model": "mlp", "tencache": {"overlap_step": False}},
+    "async_whole": {"model": "mlp", "optimizer": "torch_adamw"},
+    "async_faults": {},
     "at_exit": {"model": "mlp"},
 }
-BESIDE_TOGETHER = ("beside", "beside_ram", "beside_faults", "at_exit")
-FAILS_BESIDE = (("eio_optimizer", "Input/output error"), ("not_durable", "Input/output error"))
+ASYNC_TOGETHER = ("async", "async_ram", "async_faults", "at_exit")
+FAILS_ASYNC = (("eio_optimizer", "Input/output error"), ("not_durable", "Input/output error"))
 FAILS = (
     ("damaged", "eio_optimizer", "Input/output error"),
     ("damaged", "eio_frozen_weights", "Input/output error"),
@@ -61,45 +61,45 @@ def together(harness: Any) -> Any:
     return harness.run(cases(TOGETHER, rank=FAILING_RANK), ranks=2, program=PROGRAM, timeout_s=200)
 
 
-def beside(names: tuple[str, ...], **more: Any) -> list[tuple[str, dict[str, Any], str]]:
-    scenario = {name: name if name in ("beside_faults", "at_exit") else "beside" for name in names}
-    return [(name, BESIDE[name] | {"scenario": scenario[name], "name": name} | more, "tencache") for name in names]
+def async_cases(names: tuple[str, ...], **more: Any) -> list[tuple[str, dict[str, Any], str]]:
+    scenario = {name: name if name in ("async_faults", "at_exit") else "in_background" for name in names}
+    return [(name, ASYNC[name] | {"scenario": scenario[name], "name": name} | more, "tencache") for name in names]
 
 
 @pytest.fixture(scope="module")
-def alone_beside(harness: Any) -> Any:
-    return harness.run(beside(tuple(BESIDE)), program=PROGRAM, timeout_s=200)
+def alone_async(harness: Any) -> Any:
+    return harness.run(async_cases(tuple(ASYNC)), program=PROGRAM, timeout_s=200)
 
 
 @pytest.fixture(scope="module")
-def together_beside(harness: Any) -> Any:
-    return harness.run(beside(BESIDE_TOGETHER, rank=FAILING_RANK), ranks=2, program=PROGRAM, timeout_s=200)
+def together_async(harness: Any) -> Any:
+    return harness.run(async_cases(ASYNC_TOGETHER, rank=FAILING_RANK), ranks=2, program=PROGRAM, timeout_s=200)
 
 
-RUNS_BESIDE = [
+ASYNC_RUNS = [
     (run, name)
-    for run, names in (("alone_beside", BESIDE), ("together_beside", BESIDE_TOGETHER))
+    for run, names in (("alone_async", ASYNC), ("together_async", ASYNC_TOGETHER))
     for name in names
-    if name not in ("beside_faults", "at_exit")
+    if name not in ("async_faults", "at_exit")
 ]
 
 
-@pytest.mark.parametrize(("run", "name"), RUNS_BESIDE)
-def test_a_save_beside_training_writes_the_same_bytes(request: pytest.FixtureRequest, run: str, name: str) -> None:
+@pytest.mark.parametrize(("run", "name"), ASYNC_RUNS)
+def test_a_save_async_training_writes_the_same_bytes(request: pytest.FixtureRequest, run: str, name: str) -> None:
     outcome = request.getfixturevalue(run)
     for rank in outcome.ranks:
         result = outcome.result(name, "tencache", rank)
-        assert any("exp_avg_sq" in name for name in result["beside"])
-        assert result["beside"] == result["expected"]
-        assert result["next"] == result["expected_next"] != result["beside"]
-        assert (result["copies_left_nbytes"] > 0) == ("checkpoint_memory" in BESIDE[name].get("tencache", {}))
-        assert result["latest_at_the_next"] == "beside"
+        assert any("exp_avg_sq" in name for name in result["async"])
+        assert result["async"] == result["expected"]
+        assert result["next"] == result["expected_next"] != result["async"]
+        assert (result["copies_left_nbytes"] > 0) == ("checkpoint_memory" in ASYNC[name].get("tencache", {}))
+        assert result["latest_at_the_next"] == "async"
         assert result["latest_at_last"] == "next"
         assert result["latest_after_destroy"] == "unfinished"
         assert result["partial"] == []
 
 
-@pytest.mark.parametrize("run", ["alone_beside", "together_beside"])
+@pytest.mark.parametrize("run", ["alone_async", "together_async"])
 def test_a_process_that_ends_completes_its_checkpoint(request: pytest.FixtureRequest, run: str) -> None:
     outcome = request.getfixturevalue(run)
     result = outcome.result("at_exit", "tencache")
@@ -110,14 +110,14 @@ def test_a_process_that_ends_completes_its_checkpoint(request: pytest.FixtureReq
     assert list(folder.rglob("*.partial")) == []
 
 
-@pytest.mark.parametrize("run", ["alone_beside", "together_beside"])
-@pytest.mark.parametrize(("attempt", "cause"), FAILS_BESIDE)
-def test_a_failure_beside_training_leaves_the_last_checkpoint(
+@pytest.mark.parametrize("run", ["alone_async", "together_async"])
+@pytest.mark.parametrize(("attempt", "cause"), FAILS_ASYNC)
+def test_a_failure_in_background_leaves_the_last_checkpoint(
     request: pytest.FixtureRequest, run: str, attempt: str, cause: str
 ) -> None:
     outcome = request.getfixturevalue(run)
     for rank in outcome.ranks:
-        result = outcome.result("beside_faults", "tencache", rank)
+        result = outcome.result("async_faults", "tencache", rank)
         for told in (attempt, "told_by_the_next_save"):
             if len(outcome.ranks) == 1 or rank == FAILING_RANK:
                 assert cause in result[told]["failure"]
@@ -132,13 +132,13 @@ def test_a_failure_beside_training_leaves_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_training_goes_on_beside_saves_that_fail(
-    alone: Any, together: Any, alone_beside: Any, together_beside: Any, ranks: int
+def test_training_goes_on_while_saves_fail(
+    alone: Any, together: Any, alone_async: Any, together_async: Any, ranks: int
 ) -> None:
-    outcome, reference = (alone_beside, alone) if ranks == 1 else (together_beside, together)
+    outcome, reference = (alone_async, alone) if ranks == 1 else (together_async, together)
     for rank in outcome.ranks:
         result, expected = (
-            outcome.result("beside_faults", "tencache", rank),
+            outcome.result("async_faults", "tencache", rank),
             reference.result("undisturbed", "tencache", rank),
         )
         assert (result["losses"], result["weights"]) == (expected["losses"], expected["weights"])
