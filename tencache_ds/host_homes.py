@@ -32,22 +32,31 @@ class HostHomes:
         self._watch = watch
         self._moves = moves
         self._available_nbytes = available_nbytes
-        self._t_looked_s = 0.0
+        self._t_looked_s = self._t_looked_at_step_s = 0.0
         self._stuck = False
+
+    def backward_done(self) -> None:
+        """A backward pass is over: with gradient accumulation, a step may take minutes."""
+        if time.monotonic() - self._t_looked_s >= LOOK_EVERY_S:
+            self._look(may_return=False)
 
     def step_done(self) -> None:
         """An optimizer step is over."""
-        now_s = time.monotonic()
-        if not self._stuck and now_s - self._t_looked_s >= LOOK_EVERY_S:
-            self._t_looked_s = now_s
+        if time.monotonic() - self._t_looked_at_step_s >= LOOK_EVERY_S:
+            self._look(may_return=True)
+            self._t_looked_at_step_s = self._t_looked_s
+        self._watch.step_done()
+
+    def _look(self, *, may_return: bool) -> None:
+        self._t_looked_s = time.monotonic()
+        if not self._stuck:
             try:
-                self._adapt()
+                self._adapt(may_return=may_return)
             except TenCacheError as error:
                 self._stuck = True
                 logger.warning("host memory is short, but there is no place for optimizer state: %s", error)
-        self._watch.step_done()
 
-    def _adapt(self) -> None:
+    def _adapt(self, *, may_return: bool) -> None:
         available = self._available_nbytes()
         short_nbytes = self._watch.short_nbytes(available)
         if short_nbytes:
@@ -60,6 +69,8 @@ class HostHomes:
                     gib(available),
                     gib(left_nbytes),
                 )
+            return
+        if not may_return:
             return
         spare_nbytes = min(self._watch.spare_nbytes(), self._moves.accounts.host_left_nbytes)
         if spare_nbytes > 0 and self._moves.take_host_memory(spare_nbytes):

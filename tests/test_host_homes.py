@@ -41,7 +41,7 @@ class Life:
     def step(self) -> int:
         """Returns how many chunks are in host memory after it."""
         self.bench.change(1.0)
-        self.homes._t_looked_s = float("-inf")
+        self.homes._t_looked_at_step_s = float("-inf")
         self.homes.step_done()
         return self.there()
 
@@ -72,6 +72,23 @@ def test_it_leaves_when_there_is_little_and_returns_when_there_is_plenty(life, c
         assert life.step() == 0
     assert life.step() == 5
     assert life.accounts.host_nbytes == 0
+
+
+def test_it_leaves_between_micro_steps_and_returns_between_steps(life):
+    assert life.step() == 5
+    life.available = GIB
+    life.homes.backward_done()
+    assert life.there() == 5, "it was looked a moment ago"
+    life.homes._t_looked_s = float("-inf")
+    life.homes.backward_done()
+    assert life.there() == 0
+    life.available = PLENTY
+    for _ in range(1 + FIRST_PATIENCE):
+        assert life.step() == 0
+    life.homes._t_looked_s = float("-inf")
+    life.homes.backward_done()
+    assert life.there() == 0
+    assert life.step() == 5
 
 
 def test_as_much_leaves_as_has_to_evenly(life):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tencache_ds.gpu_homes import GpuHomes
+from tencache_ds.host_homes import HostHomes
 from tencache_ds.host_path import SuspendedHooks, gather_at_once
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.observability import spans
@@ -22,6 +23,7 @@ class PassesMixin:
     _had_suspended = False
     _lacks_buckets = False
     _updating = False
+    _host_homes: HostHomes | None
 
     def _follow_passes(self, homes: GpuHomes, weights: GatheredWeights) -> None:
         """Once DeepSpeed's hooks are there."""
@@ -62,6 +64,8 @@ class PassesMixin:
         self._get_param_coordinator().finish_gathers()
         if self._suspended is not None:
             self._suspended.end_pass()
+        if self._host_homes is not None and not self.at_boundary():
+            self._host_homes.backward_done()
         spans.phase(None)
 
     def lend_buckets(self) -> None:

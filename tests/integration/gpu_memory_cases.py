@@ -388,7 +388,7 @@ class FullHost:
         homes = engine.optimizer._host_homes
         available = 0 if self._steps[0] <= step < self._steps[1] else 2**50
         homes._available_nbytes = lambda: available
-        homes._t_looked_s = float("-inf")
+        homes._t_looked_s = homes._t_looked_at_step_s = float("-inf")
         homes._watch._patience._needed = 3
         self.resident_nbytes.append(engine.optimizer._state.resident_nbytes)
 

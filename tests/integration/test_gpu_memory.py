@@ -172,7 +172,8 @@ FULL_HOST: dict[str, dict[str, Any]] = {
     "full_host_some_state": {
         "model": "llama",
         "device_memory": "14MiB",
-        "host_runs_out_at": 3,
+        "host_runs_out_at": 3,  # noticed after the step's first backward pass
+        "accumulation": 3,
         "steps": 16,
         "tencache": {"chunk_size": 2**18, "host_memory": "60MiB"},
     },
