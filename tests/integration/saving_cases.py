@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -115,6 +116,23 @@ class Saver:
             yield
         finally:
             os.fsync = fsync
+
+    @contextmanager
+    def failing_update(self) -> Iterator[None]:
+        """What continues of a step in the background fails, a while after the step has returned."""
+        background = self.engine.optimizer._chunked_step._background
+        update = background._update
+
+        def fail(*_: Any) -> None:
+            time.sleep(0.5)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        if self._here:
+            background._update = SimpleNamespace(run=fail)
+        try:
+            yield
+        finally:
+            background._update = update
 
     def save(self, attempt: str, tag: str | None = None) -> None:
         tag = tag or attempt
@@ -271,6 +289,7 @@ def in_background(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any
     s.result["latest_at_the_next"] = (s.folder / "latest").read_text()
     tencache_ds.wait_for_checkpoint(s.engine)
     deepspeed.comm.barrier()
+    s.result["hidden_share"] = s.engine.optimizer._chunked_step.hidden_share()
     s.result["copies_left_nbytes"] = tencache_ds.stats(s.engine).checkpoint_nbytes
     s.result["latest_at_last"] = (s.folder / "latest").read_text()
     s.result["async"] = s.contents("async")
@@ -284,6 +303,20 @@ def in_background(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any
     s.result["latest_after_destroy"] = (s.folder / "latest").read_text()
     s.result["partial"] = [path.name for path in s.folder.rglob("*.partial")]
     return s.result
+
+
+def async_void(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+    """The update that a checkpoint is saved behind fails in the background."""
+    s = Saver(case, folder, rank)
+    s.train(1)
+    s.save("good")
+    with s.failing_update():
+        s.train(1)
+        s.save_async("void")
+    s.engine.load_checkpoint(str(s.folder))
+    s.train(1)
+    s.save_async("again")
+    return s.end()
 
 
 def at_exit(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
@@ -387,6 +420,7 @@ SCENARIOS: dict[str, Callable[[dict[str, Any], str, int], dict[str, Any]]] = {
         copies,
         in_background,
         async_faults,
+        async_void,
         at_exit,
     )
 }

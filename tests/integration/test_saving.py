@@ -20,13 +20,16 @@ ASYNC: dict[str, dict[str, Any]] = {
     "async": {"model": "llama", "lora": True},
     "async_split": {"model": "llama", "tencache": {"split_master": True, "host_memory": "1MiB"}},
     "async_little_memory": {"model": "mlp", "tencache": {"checkpoint_memory": 1, "chunk_size": 2**16}},
-    "async_ram": {"model": "mlp", "offload_optimizer": "cpu"},
+    "async_ram": {"model": "mlp", "offload_param": "cpu", "offload_optimizer": "cpu"},
+    "async_behind_an_update": {"model": "llama", "offload_param": "cpu", "tencache": {"chunk_size": 2**16}},
     "async_without_overlap": {"model": "mlp", "tencache": {"overlap_step": False}},
     "async_whole": {"model": "mlp", "optimizer": "torch_adamw"},
     "async_faults": {},
+    "async_void": {"model": "mlp", "offload_param": "cpu"},
     "at_exit": {"model": "mlp"},
 }
-ASYNC_TOGETHER = ("async", "async_ram", "async_faults", "at_exit")
+ASYNC_TOGETHER = ("async", "async_ram", "async_behind_an_update", "async_faults", "async_void", "at_exit")
+OF_THEIR_OWN = ("async_faults", "async_void", "at_exit")
 FAILS_ASYNC = (("eio_optimizer", "Input/output error"), ("not_durable", "Input/output error"))
 FAILS = (
     ("damaged", "eio_optimizer", "Input/output error"),
@@ -62,7 +65,7 @@ def together(harness: Any) -> Any:
 
 
 def async_cases(names: tuple[str, ...], **more: Any) -> list[tuple[str, dict[str, Any], str]]:
-    scenario = {name: name if name in ("async_faults", "at_exit") else "in_background" for name in names}
+    scenario = {name: name if name in OF_THEIR_OWN else "in_background" for name in names}
     return [(name, ASYNC[name] | {"scenario": scenario[name], "name": name} | more, "tencache") for name in names]
 
 
@@ -80,7 +83,7 @@ ASYNC_RUNS = [
     (run, name)
     for run, names in (("alone_async", ASYNC), ("together_async", ASYNC_TOGETHER))
     for name in names
-    if name not in ("async_faults", "at_exit")
+    if name not in OF_THEIR_OWN
 ]
 
 
@@ -93,10 +96,29 @@ def test_a_save_async_training_writes_the_same_bytes(request: pytest.FixtureRequ
         assert result["async"] == result["expected"]
         assert result["next"] == result["expected_next"] != result["async"]
         assert (result["copies_left_nbytes"] > 0) == ("checkpoint_memory" in ASYNC[name].get("tencache", {}))
+        if name in ("async_ram", "async_behind_an_update"):
+            assert result["hidden_share"] > 0.5
         assert result["latest_at_the_next"] == "async"
         assert result["latest_at_last"] == "next"
         assert result["latest_after_destroy"] == "unfinished"
         assert result["partial"] == []
+
+
+@pytest.mark.parametrize("run", ["alone_async", "together_async"])
+def test_a_save_behind_an_update_that_fails_is_none(request: pytest.FixtureRequest, run: str) -> None:
+    outcome = request.getfixturevalue(run)
+    for rank in outcome.ranks:
+        result = outcome.result("async_void", "tencache", rank)
+        if len(outcome.ranks) == 1 or rank == FAILING_RANK:
+            assert result["void"]["failure"].startswith(
+                "VoidStepError: the last optimizer step or load failed half-way"
+            )
+        else:
+            assert f"rank {FAILING_RANK} failed at the beginning of a save" in result["void"]["failure"]
+        assert result["void"]["latest"] == "good"
+        assert result["void"]["files"] == {}
+        assert result["again"]["failure"] == ""
+        assert result["again"]["latest"] == "again"
 
 
 @pytest.mark.parametrize("run", ["alone_async", "together_async"])
