@@ -18,9 +18,11 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.errors import add_note
 from tencache_ds.integration.agreement import JobVotes
@@ -69,6 +71,10 @@ class BackgroundSave:
         self._names = names
         self._votes = votes
         self._error: BaseException | None = None
+        self._changed: Any = None  # when the device has done what has changed the state
+        if not get_accelerator().is_synchronized_device():
+            self._changed = get_accelerator().Event()
+            self._changed.record()
         self._has_store = dist.get_rank() == 0  # asked now: at the end of the process there may be no group
         try:
             self._writer = ArchiveWriter(archives, buffers, self._written)
@@ -86,6 +92,8 @@ class BackgroundSave:
     def stage(self, state: OptimizerStateTier | None) -> None:
         """Copies the state that the files lack; once, by the thread that has the state to itself."""
         try:
+            if self._changed is not None:
+                self._changed.synchronize()  # this thread's stream need not be the one of the update
             if state is not None and any(isinstance(key, StateKey) for file in self._archives for key in file.deferred):
                 state.scan(self._copy)
         except BaseException as error:

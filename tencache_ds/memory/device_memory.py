@@ -11,6 +11,7 @@ passes a loan is held by itself: an allocation of theirs may need the others.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -184,6 +185,7 @@ class CudaMemory:
         self._unused_stream: torch.cuda.Stream | None = None
         self._bounce: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._turn = 0
+        self._bouncing = threading.Lock()  # state is read in the background, too
 
     @property
     def device(self) -> torch.device:
@@ -297,28 +299,32 @@ class CudaMemory:
 
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See :meth:`DeviceMemory.write`. Passes through two pinned buffers, in turns."""
-        for start in range(0, source.numel(), BOUNCE_NBYTES):
-            piece = source[start : start + BOUNCE_NBYTES]
-            buffer, copied = self._next_buffer()
-            self._host_copy(buffer[: piece.numel()], piece)
-            target[start : start + piece.numel()].copy_(buffer[: piece.numel()], non_blocking=True)
-            copied.record()
+        stream = torch.cuda.current_stream(self._device)  # another thread's current device may be another one
+        with self._bouncing:
+            for start in range(0, source.numel(), BOUNCE_NBYTES):
+                piece = source[start : start + BOUNCE_NBYTES]
+                buffer, copied = self._next_buffer()
+                self._host_copy(buffer[: piece.numel()], piece)
+                target[start : start + piece.numel()].copy_(buffer[: piece.numel()], non_blocking=True)
+                copied.record(stream)
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See :meth:`DeviceMemory.read`. Through the same buffers: one is filled while the other one is emptied."""
         under_way: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
-        for start in range(0, source.numel() + BOUNCE_NBYTES, BOUNCE_NBYTES):
-            before, under_way = under_way, None
-            if start < source.numel():
-                buffer, copied = self._next_buffer()
-                piece = source[start : start + BOUNCE_NBYTES]
-                buffer[: piece.numel()].copy_(piece, non_blocking=True)
-                copied.record()
-                under_way = start, buffer[: piece.numel()], copied
-            if before is not None:
-                first, values, filled = before
-                filled.synchronize()
-                self._host_copy(target[first : first + values.numel()], values)
+        stream = torch.cuda.current_stream(self._device)  # another thread's current device may be another one
+        with self._bouncing:
+            for start in range(0, source.numel() + BOUNCE_NBYTES, BOUNCE_NBYTES):
+                before, under_way = under_way, None
+                if start < source.numel():
+                    buffer, copied = self._next_buffer()
+                    piece = source[start : start + BOUNCE_NBYTES]
+                    buffer[: piece.numel()].copy_(piece, non_blocking=True)
+                    copied.record(stream)
+                    under_way = start, buffer[: piece.numel()], copied
+                if before is not None:
+                    first, values, filled = before
+                    filled.synchronize()
+                    self._host_copy(target[first : first + values.numel()], values)
 
     def _next_buffer(self) -> tuple[torch.Tensor, torch.cuda.Event]:
         """The one whose last copy was issued first, when that is over."""
