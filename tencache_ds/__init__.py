@@ -100,7 +100,10 @@ def wait_for_checkpoint(engine: Any) -> None:
     from tencache_ds.integration.activation import engine_of
 
     engine_of(engine)
-    engine.optimizer.finish_save()
+    from tencache_ds.integration.checkpoint import CheckpointMixin
+
+    if isinstance(engine.optimizer, CheckpointMixin):  # else it is one for inference
+        engine.optimizer.finish_save()
 
 
 _autoload.install()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -144,3 +144,10 @@ def add_note(error: BaseException, note: str) -> None:
                 error.strerror = text
             return
     warnings.warn(note, stacklevel=2)
+
+
+def named_ranks(ranks: Sequence[int], most: int | None = None) -> str:
+    """Ranks in a message; of more than ``most``, if that is given, how many more there are."""
+    shown = ranks if most is None else ranks[:most]
+    more = f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, shown))}{more}"

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from tencache_ds.errors import StorageError, TenCacheError, VoidStepError
+from tencache_ds.errors import StorageError, TenCacheError, VoidStepError, named_ranks
 
 
 class Part(enum.Enum):
@@ -201,8 +201,7 @@ class StepGuard:
             voted = True
             failed = self._votes.passed(point)
             if failed:
-                ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
-                raise TenCacheError(f"{ranks} failed at {point}; see the error there")
+                raise TenCacheError(f"{named_ranks(failed)} failed at {point}; see the error there")
 
         try:
             yield passed

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed
 from deepspeed import comm as dist
 
-from tencache_ds.errors import AgreementError
+from tencache_ds.errors import AgreementError, named_ranks
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -293,6 +293,4 @@ def difference(what: str, values: Sequence[Any], posts: Sequence[Post]) -> str:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:_SHOWN_RANKS])
-    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return named_ranks(ranks, _SHOWN_RANKS)

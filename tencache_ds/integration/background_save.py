@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,11 @@ from tencache_ds.errors import add_note
 from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.integration.checkpoint_files import NOT_SAVED, CheckpointFiles, not_saved
 from tencache_ds.io.archive_writer import ArchiveWriter, CopyBuffers
-from tencache_ds.io.torch_archive import ArchiveFile
+from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
 logger = logging.getLogger("DeepSpeed.tencache")
-
 
 _WRITTEN = "the files of a checkpoint"
 _NAMED = "the names of a checkpoint's files"
@@ -48,6 +47,30 @@ class StateKey:
 
     sub_group: int
     kind: str
+
+
+def write_state(
+    scan: Callable[[Callable[[Chunk, Mapping[str, torch.Tensor]], None]], None],
+    files: Sequence[ArchiveFile],
+    write: Callable[[ArchiveFile, DeferredTensor, torch.Tensor], None],
+) -> None:
+    """Writes the optimizer state that files defer, reading each byte once.
+
+    Args:
+        scan: shows each chunk once.
+        files: that have been begun.
+        write: appends a view to a deferred tensor of a file.
+    """
+
+    def visit(chunk: Chunk, views: Mapping[str, torch.Tensor]) -> None:
+        for kind, view in views.items():
+            for file in files:
+                tensor = file.deferred.get(StateKey(chunk.sub_group, kind))
+                if tensor is not None:
+                    write(file, tensor, view)
+
+    if any(isinstance(key, StateKey) for file in files for key in file.deferred):
+        scan(visit)
 
 
 class BackgroundSave:
@@ -94,8 +117,8 @@ class BackgroundSave:
         try:
             if self._changed is not None:
                 self._changed.synchronize()  # this thread's stream need not be the one of the update
-            if state is not None and any(isinstance(key, StateKey) for file in self._archives for key in file.deferred):
-                state.scan(self._copy)
+            if state is not None:
+                write_state(state.scan, self._archives, self._writer.write)
         except BaseException as error:
             self._writer.fail(error)
             if not isinstance(error, Exception):
@@ -121,13 +144,6 @@ class BackgroundSave:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    def _copy(self, chunk: Chunk, views: Mapping[str, torch.Tensor]) -> None:
-        for kind, view in views.items():
-            for file in self._archives:
-                tensor = file.deferred.get(StateKey(chunk.sub_group, kind))
-                if tensor is not None:
-                    self._writer.write(file, tensor, view)
 
     # On the writing thread
 

@@ -180,7 +180,6 @@ class CheckpointMixin:
     def run_in_background(self, job: Callable[[OptimizerStateTier | None], None]) -> None:
         """Runs what reads the optimizer state, in the background where an update may run there, too: whatever needs
         the state next waits for it."""
-        self._finish_step()
         if self._chunked_step is None:
             job(self._state)
         else:

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from tencache_ds.errors import CheckpointError
+from tencache_ds.errors import CheckpointError, named_ranks
 from tencache_ds.io.torch_archive import make_durable
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -78,9 +78,8 @@ class CheckpointFiles:
 
 def not_saved(ranks: Sequence[int]) -> CheckpointError:
     """Other ranks could not write their files."""
-    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     return CheckpointError(
-        f"the checkpoint was not saved: {names} could not write their part; see the error there. "
+        f"the checkpoint was not saved: {named_ranks(ranks)} could not write their part; see the error there. "
         '"latest" still names the previous checkpoint, and training can continue from here'
     )
 

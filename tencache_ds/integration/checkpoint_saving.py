@@ -21,7 +21,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,16 +36,13 @@ from tencache_ds.config import Checkpoint
 from tencache_ds.errors import add_note
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.agreement import JobVotes
-from tencache_ds.integration.background_save import BackgroundSave, StateKey
+from tencache_ds.integration.background_save import BackgroundSave, write_state
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.checkpoint_files import NOT_SAVED, CheckpointFiles, not_saved
 from tencache_ds.integration.node_storage import latest_of
 from tencache_ds.integration.watched_shards import values_of
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, begin_archive, make_durable, write_archive
-from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tensors import zeros
-
-logger = logging.getLogger("DeepSpeed.tencache")
 
 _WRITERS = ("_save_checkpoint", "_save_moe_checkpoint", "_save_zero_checkpoint")
 """DeepSpeedEngine's methods that write files. They take part in no collective: one may fail while the others
@@ -235,16 +231,7 @@ class CheckpointSave:
     def _write_everything(self, file: ArchiveFile) -> None:
         """Streams the contents of a file's deferred tensors, reading each byte once."""
         self._write_frozen_weights(file)
-        deferred = file.deferred
-
-        def state(chunk: Chunk, views: Any) -> None:
-            for kind, view in views.items():
-                tensor = deferred.get(StateKey(chunk.sub_group, kind))
-                if tensor is not None:
-                    file.write(tensor, view)
-
-        if any(isinstance(key, StateKey) for key in deferred):
-            self._optimizer.scan_state(state)
+        write_state(self._optimizer.scan_state, [file], ArchiveFile.write)
 
     def _write_frozen_weights(self, file: ArchiveFile) -> None:
         """Streams the frozen weights that a file defers, reading each byte once."""

@@ -131,12 +131,14 @@ class _Checksums:
 class ArchiveFile:
     """A file that :func:`begin_archive` has begun: takes the bytes of deferred tensors. One thread at a time."""
 
-    def __init__(self, path: str, records: list[_Record], deferred: dict[DeferredTensor, _Record]) -> None:
+    def __init__(
+        self, path: str, descriptor: int, records: list[_Record], deferred: dict[DeferredTensor, _Record]
+    ) -> None:
         self._path = path
+        self._descriptor = descriptor
         self._records = records
         self._deferred = deferred
         self._by_key = {tensor.key: tensor for tensor in deferred}
-        self._descriptor = -1
         self._checksums = _Checksums()
 
     @property
@@ -267,11 +269,11 @@ def begin_archive(obj: Any, path: str, *, name: str | None = None) -> ArchiveFil
         record.data_offset = _aligned(offset + len(_local_header(record)))
         offset = record.data_offset + record.nbytes
     deferred = {c: r for c, r in zip(contents.values(), records, strict=True) if isinstance(c, DeferredTensor)}
-    file = ArchiveFile(path, records, deferred)
     try:
-        file._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise _storage_error("create", path, 0, offset, error) from error
+    file = ArchiveFile(path, descriptor, records, deferred)
     try:
         for record, content in zip(records, contents.values(), strict=True):
             if isinstance(content, bytes):

@@ -67,6 +67,7 @@ class Inference:
             import tencache_ds
 
             stats = tencache_ds.stats(self.engine)
+            tencache_ds.wait_for_checkpoint(self.engine)  # there is none
             self.gpu_weight_nbytes.append(stats.gpu_weight_nbytes)
 
     def _generate(self, tokens: int) -> None:

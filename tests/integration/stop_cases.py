@@ -140,10 +140,9 @@ def run_kills(case: dict[str, Any], engine_name: str, folder: Path, log: Path) -
                 run["losses"][step] = loss.strip()
                 if t_kill is None and not last:
                     t_kill = time.monotonic() + moments.uniform(0, case["longest_s"])
-                while t_kill is not None and not select.select([told], [], [], 0)[0]:
-                    if time.monotonic() >= t_kill:
-                        os.kill(pid, signal.SIGKILL)
-                        t_kill = None
+                if t_kill is not None and not select.select([told], [], [], max(t_kill - time.monotonic(), 0))[0]:
+                    os.kill(pid, signal.SIGKILL)
+                    t_kill = None
         finally:
             told.close()
             os.close(go_on)

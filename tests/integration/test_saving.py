@@ -88,7 +88,7 @@ ASYNC_RUNS = [
 
 
 @pytest.mark.parametrize(("run", "name"), ASYNC_RUNS)
-def test_a_save_async_training_writes_the_same_bytes(request: pytest.FixtureRequest, run: str, name: str) -> None:
+def test_a_save_in_the_background_has_the_same_contents(request: pytest.FixtureRequest, run: str, name: str) -> None:
     outcome = request.getfixturevalue(run)
     for rank in outcome.ranks:
         result = outcome.result(name, "tencache", rank)
