@@ -30,7 +30,7 @@ OF_TENCACHE = (
 )
 SOURCES_OF_TENCACHE = Path(__file__).parent.parent / "ops"
 SOURCE_SUFFIXES = (".cpp", ".h", ".inc", ".cu", ".cuh", ".py")
-ON_CPU_ONLY = ("ShareMemCommBuilder",)
+ON_CPU_ONLY = ("ShareMemCommBuilder", "FusedAdamBuilder")
 AT_ONCE = 2
 WITHOUT_FRONTEND = "-DTORCH_INDUCTOR_CPP_WRAPPER"
 """Has torch/extension.h leave out torch/all.h."""

@@ -164,7 +164,7 @@ class Gds(StrEnum):
 
 
 class Checkpoint(StrEnum):
-    """When ``engine.save_checkpoint`` returns."""
+    """When ``engine.save_checkpoint`` and ``save_16bit_model`` return."""
 
     synchronous = "sync"
     """When the checkpoint is complete."""
@@ -311,10 +311,10 @@ class TenCacheConfig(BaseModel):
     """How data read back from NVMe is compared with the data written."""
 
     checkpoint: Checkpoint = Checkpoint.synchronous
-    """When ``engine.save_checkpoint`` returns. ``async``: when the files are begun; training continues while they are
-    written. The files are the same, and ``latest`` names a checkpoint when every rank has all of it. The next save, a
-    load, ``engine.destroy()``, ``tencache_ds.wait_for_checkpoint(engine)`` and the end of the process wait for it; an
-    error is logged at once and raised by the next of them but the load
+    """When ``engine.save_checkpoint`` and ``save_16bit_model`` return. ``async``: when the files are begun; training
+    continues while they are written. The files are the same, and ``latest`` names a checkpoint when every rank has all
+    of it. The next save, a load, ``engine.destroy()``, ``tencache_ds.wait_for_checkpoint(engine)`` and the end of the
+    process wait for it; an error is logged at once and raised by the next of them but the load
     ([checkpoints](checkpoints.md#saving-in-the-background))."""
 
     checkpoint_memory: Size | None = None

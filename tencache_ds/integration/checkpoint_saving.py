@@ -18,6 +18,7 @@ copies, as do other callers of ``optimizer.state_dict()``.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -73,15 +74,32 @@ def hook_saving(engine_class: Any) -> None:
         latest_in = str(asked.arguments["save_dir"]) if asked.arguments.get("save_latest", True) else ""
         if not calls.commits_later(self.checkpoint_engine):
             asked.arguments["save_latest"] = False
-        return CheckpointSave(self, latest_in).run(lambda: stock(*asked.args, **asked.kwargs))
+        return CheckpointSave(self, save_dir=latest_in).run(lambda: stock(*asked.args, **asked.kwargs))
 
     engine_class.save_checkpoint = save_checkpoint
+    stock_model = engine_class.save_16bit_model
+
+    @functools.wraps(stock_model)
+    def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.optimizer, CheckpointMixin):
+            return stock_model(self, *args, **kwargs)
+        self.optimizer.finish_save()
+        return CheckpointSave(self, keeps=True).run(lambda: stock_model(self, *args, **kwargs))
+
+    engine_class.save_16bit_model = save_16bit_model
 
 
 class CheckpointSave:
-    """One call of ``save_checkpoint`` on this rank. See [Note: a checkpoint is all or nothing]."""
+    """One call of ``save_checkpoint``, or of ``save_16bit_model``, on this rank. See [Note: a checkpoint is all or
+    nothing].
 
-    def __init__(self, engine: Any, save_dir: str) -> None:
+    Args:
+        engine: whose.
+        save_dir: where ``latest`` is to be written; empty if it is not.
+        keeps: what is saved is a copy made for this, which may be written later.
+    """
+
+    def __init__(self, engine: Any, *, save_dir: str = "", keeps: bool = False) -> None:
         self._engine = engine
         self._optimizer: Any = engine.optimizer
         self._checkpoint_engine = engine.checkpoint_engine
@@ -93,7 +111,7 @@ class CheckpointSave:
         self._names = CheckpointFiles()
         self._archives: list[ArchiveFile] = []  # begun, of a checkpoint that is completed in the background
         self._save_dir = save_dir
-        """Where ``latest`` is to be written; empty if it is not."""
+        self._keeps = keeps
         self._tag = ""
 
     def run(self, save: Callable[[], Any]) -> Any:
@@ -108,7 +126,7 @@ class CheckpointSave:
                 result = save()
                 if calls.commits_later(self._checkpoint_engine):  # commits at the end of a later step
                     self._agree()
-                elif self._in_background:
+                elif self._in_background and self._tag:
                     self._complete_later()
             finally:
                 for archive in self._archives:
@@ -139,7 +157,7 @@ class CheckpointSave:
         engine = self._engine
         engine.checkpoint_engine = _Delegate(self._checkpoint_engine, self)
         for name in _WRITERS:
-            setattr(engine, name, self._kept(getattr(engine, name)))
+            setattr(engine, name, self.kept(getattr(engine, name)))
         engine._get_param_fragment_func = self._fragment
         self._optimizer.defers_state, self._optimizer.defers_whole_state = self._streams, self._in_background
         try:
@@ -150,7 +168,7 @@ class CheckpointSave:
             for name in (*_WRITERS, "_get_param_fragment_func"):
                 delattr(engine, name)
 
-    def _kept(self, write: Callable[..., Any]) -> Callable[..., Any]:
+    def kept(self, write: Callable[..., Any]) -> Callable[..., Any]:
         """``write`` with its error kept for the agreement; after an error nothing more is written."""
 
         @functools.wraps(write)
@@ -189,7 +207,9 @@ class CheckpointSave:
             return
         path, name = self._names.add(path), os.path.basename(path)
         if self._in_background:
-            self._archives.append(begin_archive(state_dict, path, name=name))
+            if self._keeps and get_accelerator().is_synchronized_device():
+                state_dict = copy.deepcopy(state_dict)  # `.cpu()` was no copy
+            self._archives.append(begin_archive(state_dict, path, name=name, keeps=self._keeps))
             self._write_frozen_weights(self._archives[-1])
         else:
             write_archive(state_dict, path, self._write_everything, name=name)
@@ -199,10 +219,10 @@ class CheckpointSave:
         self._tag = calls.tag_of(info)
         latest = latest_of(self._engine, self._save_dir) if self._save_dir else None
         if latest is not None:
-            self._kept(self._names.prepare_latest)(latest, self._tag)
+            self.kept(self._names.prepare_latest)(latest, self._tag)
         self._agree()
         if not self._in_background:
-            self._kept(self._names.name)()
+            self.kept(self._names.name)()
             self._agree()
             self._names.move_latest()
         return self._checkpoint_engine.commit(info)
@@ -267,7 +287,7 @@ class _Delegate:
 
     def __init__(self, inner: Any, save: CheckpointSave) -> None:
         self._inner = inner
-        self.makedirs, self.save, self.commit = save.makedirs, save.save, save.commit
+        self.makedirs, self.save, self.commit = save.makedirs, save.kept(save.save), save.commit
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

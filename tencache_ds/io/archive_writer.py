@@ -15,7 +15,7 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor
-from tencache_ds.tensors import empty
+from tencache_ds.memory.arena import untouched_zeros
 
 
 class CopyBuffers:
@@ -46,7 +46,7 @@ class CopyBuffers:
         if self.nbytes and self.nbytes + nbytes > self._most_nbytes:
             return None
         self.nbytes += nbytes
-        return empty(nbytes, torch.uint8)
+        return untouched_zeros(nbytes, torch.uint8)
 
     def put(self, buffer: torch.Tensor) -> None:
         """Takes back a buffer."""
@@ -127,6 +127,8 @@ class ArchiveWriter:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
+            for file in self._files:
+                file.write_kept()
             while self._write_next():
                 pass
             for file in self._files:

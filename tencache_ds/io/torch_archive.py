@@ -139,6 +139,7 @@ class ArchiveFile:
         self._records = records
         self._deferred = deferred
         self._by_key = {tensor.key: tensor for tensor in deferred}
+        self._kept: list[tuple[_Record, torch.UntypedStorage]] = []
         self._checksums = _Checksums()
 
     @property
@@ -160,6 +161,16 @@ class ArchiveFile:
         if data.dtype != tensor.dtype:
             raise TenCacheError(f"{tensor.key} is {tensor.dtype} in the checkpoint, not {data.dtype}")
         self._append(self._deferred[tensor], _bytes_of(data))
+
+    def write_kept(self) -> None:
+        """Writes the tensors that :func:`begin_archive` was told to keep, and lets each go.
+
+        Raises:
+            StorageError: as :meth:`write`.
+        """
+        while self._kept:
+            record, storage = self._kept.pop()
+            self._append(record, _bytes_of_storage(storage))
 
     def _append(self, record: _Record, data: memoryview) -> None:
         if record.n_written + len(data) > record.nbytes:
@@ -239,7 +250,7 @@ def write_archive(obj: Any, path: str, fill: Callable[[ArchiveFile], None], *, n
         raise
 
 
-def begin_archive(obj: Any, path: str, *, name: str | None = None) -> ArchiveFile:
+def begin_archive(obj: Any, path: str, *, name: str | None = None, keeps: bool = False) -> ArchiveFile:
     """Begins what ``torch.save(obj, path)`` would write: everything but the contents of the deferred tensors in
     ``obj``, for which it has room.
 
@@ -247,6 +258,7 @@ def begin_archive(obj: Any, path: str, *, name: str | None = None) -> ArchiveFil
         obj: the object; tensors in memory are written from where they are.
         path: the file; replaced if it exists. After an error it is gone.
         name: of the archive in the file, where it is not the file's.
+        keeps: tensors in memory are left to :meth:`ArchiveFile.write_kept`, and must not change until then.
 
     Raises:
         StorageError: the file cannot be created or written (:class:`SpaceError` when the device is full).
@@ -278,6 +290,8 @@ def begin_archive(obj: Any, path: str, *, name: str | None = None) -> ArchiveFil
         for record, content in zip(records, contents.values(), strict=True):
             if isinstance(content, bytes):
                 file._append(record, memoryview(content))
+            elif isinstance(content, torch.UntypedStorage) and keeps:
+                file._kept.append((record, content))
             elif isinstance(content, torch.UntypedStorage):
                 file._append(record, _bytes_of_storage(content))
     except BaseException:

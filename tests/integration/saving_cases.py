@@ -149,12 +149,20 @@ class Saver:
 
     def begin_async(self, tag: str) -> None:
         """Returns while the checkpoint is being written."""
+        with self.in_background():
+            self.engine.save_checkpoint(str(self.folder), tag=tag)
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
         options = self.engine.optimizer.tencache.options
         options.checkpoint = "async"
         try:
-            self.engine.save_checkpoint(str(self.folder), tag=tag)
+            yield
         finally:
             options.checkpoint = "sync"
+
+    def save_model(self, tag: str) -> None:
+        self.engine.save_16bit_model(str(self.folder / tag), "weights.pt")
 
     def _note(self, attempt: str, tag: str, action: Callable[[], Any]) -> None:
         outcome: dict[str, Any] = {"failure": ""}
@@ -305,6 +313,29 @@ def in_background(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any
     return s.result
 
 
+def model(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
+    """The 16-bit model is written while training goes on, or is not there, and that of before is."""
+    s = Saver(case, folder, rank)
+    s.train(2)
+    s.save("good")
+
+    def save(then: Callable[[], None] = lambda: None) -> None:
+        with s.in_background():
+            s.save_model("16_bit")
+        then()
+        tencache_ds.wait_for_checkpoint(s.engine)
+
+    s.save_model("16_bit_at_once")
+    s._note("saved", "16_bit", lambda: save(lambda: s.train(1)))
+    s.result["contents"], s.result["expected"] = s.contents("16_bit"), s.contents("16_bit_at_once")
+    with s.failing_fsync():
+        s._note("not_durable", "16_bit", save)
+        s._note("not_durable_at_once", "16_bit", lambda: s.save_model("16_bit"))
+    s.save_model("16_bit_at_once")
+    s.result["next"] = s.contents("16_bit_at_once")
+    return s.end()
+
+
 def async_void(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
     """The update that a checkpoint is saved behind fails in the background."""
     s = Saver(case, folder, rank)
@@ -419,6 +450,7 @@ SCENARIOS: dict[str, Callable[[dict[str, Any], str, int], dict[str, Any]]] = {
         measured,
         copies,
         in_background,
+        model,
         async_faults,
         async_void,
         at_exit,

@@ -24,12 +24,13 @@ ASYNC: dict[str, dict[str, Any]] = {
     "async_behind_an_update": {"model": "llama", "offload_param": "cpu", "tencache": {"chunk_size": 2**16}},
     "async_without_overlap": {"model": "mlp", "tencache": {"overlap_step": False}},
     "async_whole": {"model": "mlp", "optimizer": "torch_adamw"},
+    "model": {"model": "gpt2", "zero": {"stage3_gather_16bit_weights_on_model_save": True}, "rank": 0},
     "async_faults": {},
     "async_void": {"model": "mlp", "offload_param": "cpu"},
     "at_exit": {"model": "mlp"},
 }
-ASYNC_TOGETHER = ("async", "async_ram", "async_behind_an_update", "async_faults", "async_void", "at_exit")
-OF_THEIR_OWN = ("async_faults", "async_void", "at_exit")
+ASYNC_TOGETHER = ("async", "async_ram", "async_behind_an_update", "model", "async_faults", "async_void", "at_exit")
+OF_THEIR_OWN = ("model", "async_faults", "async_void", "at_exit")
 FAILS_ASYNC = (("eio_optimizer", "Input/output error"), ("not_durable", "Input/output error"))
 FAILS = (
     ("damaged", "eio_optimizer", "Input/output error"),
@@ -66,7 +67,7 @@ def together(harness: Any) -> Any:
 
 def async_cases(names: tuple[str, ...], **more: Any) -> list[tuple[str, dict[str, Any], str]]:
     scenario = {name: name if name in OF_THEIR_OWN else "in_background" for name in names}
-    return [(name, ASYNC[name] | {"scenario": scenario[name], "name": name} | more, "tencache") for name in names]
+    return [(name, more | ASYNC[name] | {"scenario": scenario[name], "name": name}, "tencache") for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +120,20 @@ def test_a_save_behind_an_update_that_fails_is_none(request: pytest.FixtureReque
         assert result["void"]["files"] == {}
         assert result["again"]["failure"] == ""
         assert result["again"]["latest"] == "again"
+
+
+@pytest.mark.parametrize("run", ["alone_async", "together_async"])
+def test_a_model_saved_in_the_background(request: pytest.FixtureRequest, run: str) -> None:
+    outcome = request.getfixturevalue(run)
+    for rank in outcome.ranks:
+        result = outcome.result("model", "tencache", rank)
+        assert result["saved"]["failure"] == ""
+        assert result["contents"] == result["expected"] != result["next"]
+        for attempt in ("not_durable", "not_durable_at_once"):
+            assert ("Input/output error" if rank == 0 else "was not saved: rank 0 ") in result[attempt]["failure"]
+            assert result[attempt]["latest"] == "good"
+            assert result[attempt]["files"] == result["saved"]["files"]
+            assert list(result[attempt]["files"]) == ["weights.pt"]
 
 
 @pytest.mark.parametrize("run", ["alone_async", "together_async"])

@@ -36,12 +36,24 @@ def deferred(numels: list[int]) -> dict[DeferredTensor, torch.Tensor]:
     }
 
 
-@given(st.lists(st.integers(0, 3000), min_size=1, max_size=6), st.integers(0, 20_000), st.integers(1, 1000))
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=6),
+    st.lists(st.integers(0, 3000), max_size=4),
+    st.booleans(),
+    st.integers(0, 20_000),
+    st.integers(1, 1000),
+)
 @settings(max_examples=50, deadline=None)
 def test_files_are_those_that_are_written_at_once(
-    tmp_path_factory: pytest.TempPathFactory, numels: list[int], most_nbytes: int, step: int
+    tmp_path_factory: pytest.TempPathFactory,
+    numels: list[int],
+    in_memory: list[int],
+    keeps: bool,
+    most_nbytes: int,
+    step: int,
 ) -> None:
     folder, values, outcome = tmp_path_factory.mktemp("archives"), deferred(numels), Outcome()
+    obj = [*values, *(torch.arange(numel, dtype=torch.int16) for numel in in_memory)]
 
     def fill(write: Any) -> None:
         for start in range(0, max(numels), step):
@@ -50,8 +62,8 @@ def test_files_are_those_that_are_written_at_once(
                 write(tensor, piece)
                 piece.zero_()  # the owner goes on
 
-    write_archive(list(values), str(folder / "at_once"), lambda file: fill(file.write), name="a")
-    file = begin_archive(list(values), str(folder / "later"), name="a")
+    write_archive(obj, str(folder / "at_once"), lambda file: fill(file.write), name="a")
+    file = begin_archive(obj, str(folder / "later"), name="a", keeps=keeps)
     writer = ArchiveWriter([file], CopyBuffers(most_nbytes), outcome)
     fill(lambda tensor, piece: writer.write(file, tensor, piece))
     writer.end()
@@ -62,19 +74,19 @@ def test_files_are_those_that_are_written_at_once(
 
 def test_copies_take_no_more_memory_than_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, most, written, gate = [0], [0], [0], threading.Semaphore(0)
-    stock_empty, stock_write = archive_writer.empty, ArchiveFile.write
+    stock_zeros, stock_write = archive_writer.untouched_zeros, ArchiveFile.write
 
     def counted(numel: int, dtype: torch.dtype) -> torch.Tensor:
         held[0] += numel
         most[0] = max(most[0], held[0])
-        return stock_empty(numel, dtype)
+        return stock_zeros(numel, dtype)
 
     def slow(self: ArchiveFile, tensor: DeferredTensor, data: torch.Tensor) -> None:
         gate.acquire()
         stock_write(self, tensor, data)
         written[0] += 1
 
-    monkeypatch.setattr(archive_writer, "empty", counted)
+    monkeypatch.setattr(archive_writer, "untouched_zeros", counted)
     monkeypatch.setattr(ArchiveFile, "write", slow)
     (tensor,) = values = deferred([1000])
     file, outcome = begin_archive(list(values), str(tmp_path / "a")), Outcome()
