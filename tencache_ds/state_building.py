@@ -84,6 +84,7 @@ class StateBuilder:
         kinds: Kinds,
         gradient_nbytes: int,
         *,
+        scales: Kinds = (),
         by_chunks: bool,
         gpu_nbytes: int = 0,
         visible: Sequence[Sequence[tuple[int, int]]] | None = None,
@@ -94,8 +95,9 @@ class StateBuilder:
 
         Args:
             numels: elements of each sub-group.
-            kinds: ``(kind, dtype)`` of each state that is kept.
+            kinds: ``(kind, dtype)`` of each state that is kept per element.
             gradient_nbytes: of the gradients, which begin in host memory.
+            scales: of those with one value for several elements.
             by_chunks: an update takes one chunk at a time; else a whole sub-group.
             gpu_nbytes: GPU memory that may be used before anything is known about what training needs.
             visible: of each sub-group the ascending ``(first element, end)`` of weights that have their new values when
@@ -105,7 +107,7 @@ class StateBuilder:
         Returns:
             The sub-groups, and the bytes of each chunk that goes to NVMe.
         """
-        itemsizes = [(kind, dtype.itemsize) for kind, dtype in kinds]
+        sizes = [[(kind, dtype.itemsize) for kind, dtype in each] for each in (kinds, scales)]
         # On NVMe many small chunks would cost more than they gain.
         apart: Sequence[Sequence[tuple[int, int]]] = [()] * len(numels)
         if visible is not None and by_chunks and not self._paths:
@@ -113,7 +115,7 @@ class StateBuilder:
         cuts = cuts or [()] * len(numels)
         nbytes = []
         for index, numel in enumerate(numels):
-            chunks = cut_sub_group(index, numel, itemsizes, self._chunk_nbytes, apart[index], cuts[index])
+            chunks = cut_sub_group(index, numel, sizes[0], self._chunk_nbytes, apart[index], cuts[index], sizes[1])
             nbytes.append([chunk.nbytes for chunk in chunks])
         homes = plan_state(nbytes, self._capacity(gradient_nbytes, gpu_nbytes), by_chunks=by_chunks)
         by_place: dict[Place, list[int]] = {place: [] for place in Place}
@@ -124,7 +126,7 @@ class StateBuilder:
         if by_place[Place.GPU]:
             logger.info("%s of optimizer state fit nowhere but in GPU memory", gib(sum(by_place[Place.GPU])))
         specs = [
-            SubGroupSpec(numel, kinds, places, tuple(ranges), tuple(starts))
+            SubGroupSpec(numel, kinds, places, tuple(ranges), tuple(starts), scales)
             for numel, places, ranges, starts in zip(numels, homes, apart, cuts, strict=True)
         ]
         return specs, by_place[Place.NVME]

@@ -18,6 +18,9 @@ GRANULE_NUMEL = 4096
 for 1-, 2- and 4-byte elements, and no vector loop of a CPU optimizer is cut in its middle, so that chunked updates are
 bit-identical to whole ones."""
 
+SCALE_NUMEL = 256
+"""Consecutive elements of a sub-group that share one value of a scale; a granule has a whole number of them."""
+
 STORED_CHUNK_NBYTES = 32 * 2**20
 """Large enough for any drive's best rate, small enough for a dozen buffers."""
 
@@ -98,6 +101,7 @@ def cut_sub_group(
     chunk_nbytes: int,
     apart: Iterable[tuple[int, int]] = (),
     cuts: Sequence[int] = (),
+    scales: Sequence[tuple[str, int]] = (),
 ) -> tuple[Chunk, ...]:
     """Chunks of a sub-group.
 
@@ -109,28 +113,39 @@ def cut_sub_group(
         apart: ascending ``(first element, end)`` of elements that get chunks of their own, so that updating them early
             updates few others. Those with less than :data:`GAP_SHARE` of a chunk between them are together.
         cuts: ascending elements where another chunk begins, of :func:`gradient_cuts`.
+        scales: ``(kind, bytes per value)`` of state with one value for :data:`SCALE_NUMEL` elements; behind ``kinds``.
 
     Returns:
         Chunks in ascending order that cover ``[0, numel)`` exactly once.
     """
-    per_element = sum(itemsize for _, itemsize in kinds)
-    step = max(chunk_nbytes // max(per_element, 1) // GRANULE_NUMEL, 1) * GRANULE_NUMEL
+    per_granule = GRANULE_NUMEL * sum(itemsize for _, itemsize in kinds)
+    per_granule += GRANULE_NUMEL // SCALE_NUMEL * sum(itemsize for _, itemsize in scales)
+    step = max(chunk_nbytes // max(per_granule, 1), 1) * GRANULE_NUMEL
     chunks: list[Chunk] = []
     for first, end in _cut(_regions(numel, apart, int(GAP_SHARE * step)), cuts):
         for start in range(first, end, step):
             length = min(step, end - start)
-            chunks.append(Chunk(sub_group, len(chunks), start, length, *pieces_of(length, tuple(kinds))))
+            chunks.append(Chunk(sub_group, len(chunks), start, length, *pieces_of(length, tuple(kinds), tuple(scales))))
     return tuple(chunks)
 
 
 @lru_cache(maxsize=1 << 12)
-def pieces_of(numel: int, kinds: tuple[tuple[str, int], ...]) -> tuple[tuple[Piece, ...], int]:
-    """The pieces of a chunk of so many elements with ``(kind, bytes per element)``, and the bytes of its extent. Chunks
-    of one layout share them."""
+def pieces_of(
+    numel: int, kinds: tuple[tuple[str, int], ...], scales: tuple[tuple[str, int], ...] = ()
+) -> tuple[tuple[Piece, ...], int]:
+    """The pieces of a chunk of so many elements, and the bytes of its extent. Chunks of one layout share them.
+
+    Args:
+        numel: elements of the chunk.
+        kinds: ``(kind, bytes per element)``.
+        scales: ``(kind, bytes per value)`` of those with one value for :data:`SCALE_NUMEL` elements.
+    """
+    sizes = [(kind, numel * itemsize) for kind, itemsize in kinds]
+    sizes += [(kind, -(-numel // SCALE_NUMEL) * itemsize) for kind, itemsize in scales]
     pieces, offset = [], 0
-    for kind, itemsize in kinds:
-        pieces.append(Piece(kind, offset, numel * itemsize))
-        offset += round_up(numel * itemsize)
+    for kind, nbytes in sizes:
+        pieces.append(Piece(kind, offset, nbytes))
+        offset += round_up(nbytes)
     return tuple(pieces), offset
 
 

@@ -14,6 +14,12 @@ MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
 ADAM_IN_FP32 = dict.fromkeys((MASTER, EXP_AVG, EXP_AVG_SQ), torch.float32)
 """Dtypes of the state that can be split, and updated in files."""
 
+FIRST, FIRST_SCALE, SECOND, SECOND_SCALE = "state1", "absmax1", "state2", "absmax2"
+"""The 8-bit moments of bitsandbytes' Adam, and the largest magnitude in each of their blocks."""
+
+ADAM_IN_8_BITS = {MASTER: torch.float32, FIRST: torch.uint8, SECOND: torch.uint8}
+SCALES_OF_8_BITS = {FIRST_SCALE: torch.float32, SECOND_SCALE: torch.float32}
+
 REMAINDER = "remainder"
 """What a split master weight is beside its 16-bit weight: the lower half of their difference."""
 

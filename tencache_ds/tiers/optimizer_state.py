@@ -88,13 +88,17 @@ class OptimizerStateTier:
         """The chunks of a sub-group in ascending order."""
         return self._groups[sub_group].chunks
 
-    def numel(self, sub_group: int) -> int:
-        """Elements of a sub-group."""
-        return self._groups[sub_group].spec.numel
+    def numel(self, sub_group: int, kind: str = MASTER) -> int:
+        """Elements of a sub-group, or values of one kind of its state."""
+        return self._groups[sub_group].spec.numel_of(kind)
 
     def kinds(self, sub_group: int) -> tuple[str, ...]:
-        """The kinds of state a sub-group keeps, ``master`` first."""
-        return tuple(kind for kind, _ in self._groups[sub_group].spec.kinds)
+        """The kinds of state a sub-group keeps, ``master`` first, scales last."""
+        return tuple(kind for kind, _ in self._groups[sub_group].spec.states)
+
+    def scales(self, sub_group: int) -> tuple[str, ...]:
+        """Those of which a value is that of several elements."""
+        return tuple(kind for kind, _ in self._groups[sub_group].spec.scales)
 
     def whole(self, sub_group: int) -> bool:
         """Whether a sub-group's state is one tensor per kind in host memory."""
@@ -241,9 +245,10 @@ class OptimizerStateTier:
         """A copy of ``numel`` elements of one kind of state, beginning at element ``start``.
 
         Raises:
-            KeyError: the sub-group keeps no such state (yet).
+            KeyError: the sub-group keeps no such state (yet), or not per element.
         """
         group = self._groups[sub_group]
+        self._require_elements(group, kind)
         numel = group.spec.numel - start if numel is None else numel
         result = empty(numel, group.dtype(kind))
         covering = group.covering(start, numel)
@@ -266,12 +271,12 @@ class OptimizerStateTier:
         group = self._groups[sub_group]
         if group.spec.whole:
             return dict(group.tensors)
-        result = {kind: empty(group.spec.numel, dtype) for kind, dtype in group.spec.kinds}
+        result = {kind: empty(group.spec.numel_of(kind), dtype) for kind, dtype in group.spec.states}
         self.begin_update([sub_group])
         for chunk in group.chunks:
             used = self.take(chunk)
             for kind, view in used.views.items():
-                result[kind][chunk.start : chunk.start + chunk.numel] = view
+                result[kind][group.spec.values(kind, chunk.start, chunk.start + chunk.numel)] = view
             self.put(used, changed=False)
         return result
 
@@ -280,25 +285,27 @@ class OptimizerStateTier:
 
         Args:
             sub_group: which one.
-            values: 1-D tensor per kind of state, of the sub-group's length, ``master`` among them. Kinds and dtypes
-                that are new get room: in chunks cut anew, of fewer elements where the pool's buffers ask for it. Kinds
-                that are kept already and are missing here become zero.
+            values: 1-D tensor per kind of state, of the sub-group's length or as many as its scales have,
+                ``master`` among them. Kinds and dtypes that are new, per element, get room: in chunks cut anew, of
+                fewer elements where the pool's buffers ask for it. Kinds that are kept already and are missing here
+                become zero.
 
         Raises:
             SpaceError: the store has no space for them; the state is unchanged.
             StorageError: an earlier write failed.
         """
         group = self._groups[sub_group]
-        self._check_lengths(sub_group, values, group.spec.numel)
+        self._check_lengths(sub_group, values)
         if MASTER not in values:
             raise TenCacheError(
                 f"the state of sub-group {sub_group} cannot be replaced by {sorted(values)}: {MASTER!r} is missing"
             )
-        dtypes = dict(group.spec.kinds) | {kind: value.dtype for kind, value in values.items()}
-        spec = replace(group.spec, kinds=tuple(dtypes.items()))
+        dtypes = dict(group.spec.states) | {kind: value.dtype for kind, value in values.items()}
+        scales = {kind: dtypes.pop(kind) for kind, _ in group.spec.scales}
+        spec = replace(group.spec, kinds=tuple(dtypes.items()), scales=tuple(scales.items()))
         if spec.whole:
             zeroed = {kind: tensor.zero_() for kind, tensor in group.tensors.items() if kind not in values}
-            tensors = {kind: values[kind].contiguous() if kind in values else zeroed[kind] for kind in dtypes}
+            tensors = {kind: values[kind].contiguous() if kind in values else zeroed[kind] for kind, _ in spec.states}
             chunks = group.chunks if spec == group.spec else self._cut(sub_group, spec)
             own = group.own and all(tensors[kind] is group.tensors.get(kind) for kind in tensors)
             self._groups[sub_group] = SubGroup(spec, chunks, tensors=tensors, own=own)
@@ -308,14 +315,14 @@ class OptimizerStateTier:
         for chunk in self._groups[sub_group].chunks:
             used = self.overwrite(chunk)
             for kind, value in values.items():
-                used.views[kind].copy_(value[chunk.start : chunk.start + chunk.numel])
+                used.views[kind].copy_(value[spec.values(kind, chunk.start, chunk.start + chunk.numel)])
             self.put(used)
 
     def replace(self, sub_group: int, values: Mapping[str, torch.Tensor]) -> None:
         """Like :meth:`keep`, for borrowed values: a whole sub-group copies them."""
         group = self._groups[sub_group]
         if group.spec.whole:
-            self._check_lengths(sub_group, values, group.spec.numel)
+            self._check_lengths(sub_group, values)
             values = {kind: self._copied(group.tensors.get(kind), value) for kind, value in values.items()}
         self.keep(sub_group, values)
 
@@ -355,8 +362,12 @@ class OptimizerStateTier:
         """
         group = self._groups[sub_group]
         numel = next(iter(values.values())).numel()
-        self._check_lengths(sub_group, values, numel)
-        everything = {kind for kind, _ in group.spec.kinds} == set(values)
+        numels = {kind: value.numel() for kind, value in values.items()}
+        if set(numels.values()) != {numel}:
+            raise TenCacheError(f"states of sub-group {sub_group} have lengths {numels}, expected {numel}")
+        for kind in values:
+            self._require_elements(group, kind)
+        everything = {kind for kind, _ in group.spec.states} == set(values)
         covering = group.covering(start, numel)
         if not everything:
             self._stored.begin_within([chunk for chunk, _, _ in covering])
@@ -495,14 +506,14 @@ class OptimizerStateTier:
 
     def _make(self, index: int, spec: SubGroupSpec) -> SubGroup:
         if spec.whole:
-            tensors = {kind: untouched_zeros(spec.numel, dtype) for kind, dtype in spec.kinds}
+            tensors = {kind: untouched_zeros(spec.numel_of(kind), dtype) for kind, dtype in spec.states}
             return SubGroup(spec, self._cut(index, spec), tensors=tensors, own=True)
         return self._relocation.house(spec, self._cut(index, spec))
 
     def _cut(self, index: int, spec: SubGroupSpec, largest_nbytes: int | None = None) -> tuple[Chunk, ...]:
-        kinds = [(kind, dtype.itemsize) for kind, dtype in spec.kinds]
+        kinds, scales = ([(kind, dtype.itemsize) for kind, dtype in each] for each in (spec.kinds, spec.scales))
         chunk_nbytes = self._chunk_nbytes if largest_nbytes is None else min(self._chunk_nbytes, largest_nbytes)
-        return cut_sub_group(index, spec.numel, kinds, chunk_nbytes, spec.apart, spec.cuts)
+        return cut_sub_group(index, spec.numel, kinds, chunk_nbytes, spec.apart, spec.cuts, scales)
 
     def _relocate(self, sub_group: int, spec: SubGroupSpec) -> None:
         """Gives a sub-group chunks for other kinds of state, to be written next; the old ones are given up.
@@ -519,7 +530,7 @@ class OptimizerStateTier:
         needed = max((chunk.nbytes for chunk in chunks), default=0)
         if needed > largest:
             raise TenCacheError(
-                f"{len(spec.kinds)} kinds of optimizer state of sub-group {sub_group} need buffers of {needed} bytes, "
+                f"{len(spec.states)} kinds of optimizer state of sub-group {sub_group} need buffers of {needed} bytes, "
                 f'but those of the pool have {largest}. Raise "tencache.chunk_size".'
             )
         self._stored.abandon()
@@ -535,10 +546,15 @@ class OptimizerStateTier:
         self.version += 1
 
     @staticmethod
-    def _check_lengths(sub_group: int, values: Mapping[str, torch.Tensor], numel: int) -> None:
+    def _require_elements(group: SubGroup, kind: str) -> None:
+        if group.spec.is_scale(kind):
+            raise KeyError(f"{kind!r} is not kept per element")
+
+    def _check_lengths(self, sub_group: int, values: Mapping[str, torch.Tensor]) -> None:
         numels = {kind: value.numel() for kind, value in values.items()}
-        if any(length != numel for length in numels.values()):
-            raise TenCacheError(f"states of sub-group {sub_group} have lengths {numels}, expected {numel}")
+        expected = {kind: self.numel(sub_group, kind) for kind in values}
+        if numels != expected:
+            raise TenCacheError(f"states of sub-group {sub_group} have lengths {numels}, expected {expected}")
 
     @staticmethod
     def _copied(own: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:

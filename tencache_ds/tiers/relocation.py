@@ -108,10 +108,11 @@ class StateRelocation:
     def _pieces(whole: SubGroup, cut: SubGroup, chunk: Chunk) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Bytes of a chunk, kind by kind, in its own home and in the tensors of the whole sub-group."""
         home = cut.device[chunk.index].memory if chunk.index in cut.device else cut.resident[chunk.index]
+        views = whole.resident_views(chunk)
         return [
             (
                 home[piece.offset : piece.offset + piece.nbytes],
-                whole.tensors[piece.kind][chunk.start : chunk.start + chunk.numel].view(torch.uint8),
+                views[piece.kind].view(torch.uint8),
             )
             for piece in chunk.pieces
         ]

@@ -13,11 +13,11 @@ from tencache_ds.io import Extent
 from tencache_ds.items import Place
 from tencache_ds.memory.device_memory import Loan
 from tencache_ds.memory.pool import Lease
-from tencache_ds.planning.chunks import Chunk
+from tencache_ds.planning.chunks import SCALE_NUMEL, Chunk
 from tencache_ds.tiers.kinds import views_of
 
 Kinds = tuple[tuple[str, torch.dtype], ...]
-"""``(kind, dtype)`` of each state that is kept per element."""
+"""``(kind, dtype)`` of each state that is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,11 @@ class SubGroupSpec:
 
     Attributes:
         numel: elements of this rank's partition.
-        kinds: of the states the optimizer keeps, ``master`` first.
+        kinds: of the states the optimizer keeps per element, ``master`` first.
         places: of each chunk; None for one whole tensor per kind in host memory.
         apart: ``(first element, end)`` of elements that get chunks of their own, ascending.
         cuts: elements where another chunk begins, ascending.
+        scales: of the states with one value for :data:`SCALE_NUMEL` consecutive elements.
     """
 
     numel: int
@@ -37,11 +38,29 @@ class SubGroupSpec:
     places: tuple[Place, ...] | None
     apart: tuple[tuple[int, int], ...] = ()
     cuts: tuple[int, ...] = ()
+    scales: Kinds = ()
 
     @property
     def whole(self) -> bool:
         """Whether its state is one tensor per kind in host memory."""
         return self.places is None
+
+    @property
+    def states(self) -> Kinds:
+        """All kinds: per element, then scales."""
+        return self.kinds + self.scales
+
+    def is_scale(self, kind: str) -> bool:
+        """Whether one value of a kind is that of :data:`SCALE_NUMEL` elements."""
+        return any(name == kind for name, _ in self.scales)
+
+    def values(self, kind: str, start: int, end: int) -> slice:
+        """The values of a kind for elements from ``start`` to ``end``; that of a scale begins with them."""
+        return slice(start // SCALE_NUMEL, -(-end // SCALE_NUMEL)) if self.is_scale(kind) else slice(start, end)
+
+    def numel_of(self, kind: str) -> int:
+        """Values of one kind."""
+        return self.values(kind, 0, self.numel).stop
 
 
 @dataclass(slots=True)
@@ -102,7 +121,7 @@ class SubGroup:
         Raises:
             KeyError: the state does not exist (yet).
         """
-        for name, dtype in self.spec.kinds:
+        for name, dtype in self.spec.states:
             if name == kind:
                 return dtype
         raise KeyError(kind)
@@ -111,16 +130,16 @@ class SubGroup:
         """A 1-D tensor per kind of a chunk that lives in host memory; changes are changes of the state."""
         if self.spec.whole:
             end = chunk.start + chunk.numel
-            return {kind: self.tensors[kind][chunk.start : end] for kind, _ in self.spec.kinds}
+            return {kind: self.tensors[kind][self.spec.values(kind, chunk.start, end)] for kind, _ in self.spec.states}
         return self.views_of(chunk, self.resident[chunk.index])
 
     def views_in(self, chunk: Chunk, lease: Lease) -> Mapping[str, torch.Tensor]:
         """:meth:`views_of` a staging buffer."""
-        return lease.views((chunk.pieces, self.spec.kinds), partial(self.views_of, chunk))
+        return lease.views((chunk.pieces, self.spec.states), partial(self.views_of, chunk))
 
     def views_of(self, chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """A 1-D tensor per kind in a buffer (uint8) that holds a chunk as its pieces say."""
-        return views_of(chunk, buffer, dict(self.spec.kinds))
+        return views_of(chunk, buffer, dict(self.spec.states))
 
 
 @dataclass(slots=True)
@@ -129,7 +148,8 @@ class ChunkInUse:
 
     Attributes:
         chunk: which one.
-        views: 1-D tensor per kind of state, ``chunk.numel`` elements each; of a fresh chunk, maybe only the first kind.
+        views: 1-D tensor per kind of state, of ``chunk.numel`` elements, or their scales; of a fresh chunk, maybe only
+            the first kind.
         digest: where the remainders of its master weights are there instead of these, the hash of the weights that they
             are remainders of, not yet compared; whoever changes the chunk replaces it. Empty: whole master weights.
         fresh: whether the kinds of state that are not in ``views`` are zero.
