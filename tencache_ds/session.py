@@ -267,12 +267,16 @@ class Session:
         watch = HostWatch(memory_nbytes(), self.surroundings.local_ranks)
         return HostHomes(watch, moves, available_nbytes)
 
-    def fused_adam(self) -> FusedAdam | None:
+    def fused_adam(self, make: Callable[[int], FusedAdam] = FusedAdam) -> FusedAdam | None:
         """Adam in one pass, on the cores that it may use beside training and until the session ends; None where
-        DeepSpeed's own op has to do."""
+        the optimizer's own op has to do.
+
+        Args:
+            make: from a number of threads.
+        """
         if self._fused_adam is None:
             try:
-                self._fused_adam = FusedAdam(self.surroundings.cores_beside_training)
+                self._fused_adam = make(self.surroundings.cores_beside_training)
             except TenCacheError as error:
                 if self.surroundings.rank == 0:
                     logger.warning("the optimizer's update takes several passes over memory: %s", error)

@@ -39,7 +39,7 @@ def activate() -> None:
     if hasattr(engine_module.DeepSpeedEngine._configure_zero_optimizer, _HOOKED):
         return
     from tencache_ds import host_path
-    from tencache_ds.integration import inference, other_engines
+    from tencache_ds.integration import eight_bit_adam, inference, other_engines
     from tencache_ds.integration.activation_hooks import hook_passes
     from tencache_ds.integration.adapters.installed import calls
     from tencache_ds.integration.checkpoint import hook_loading
@@ -133,6 +133,15 @@ def activate() -> None:
 
     partition_parameters.Init._validate_remote_device = _validate_remote_device
 
+    is_supported = engine_module.DeepSpeedEngine._is_supported_optimizer
+
+    @functools.wraps(is_supported)
+    def _is_supported_optimizer(self: Any, optimizer_name: str) -> Any:
+        known = options_of(self._config) is not None and eight_bit_adam.class_named(optimizer_name) is not None
+        return known or is_supported(self, optimizer_name)
+
+    engine_module.DeepSpeedEngine._is_supported_optimizer = _is_supported_optimizer
+
     configure_basic = engine_module.DeepSpeedEngine._configure_basic_optimizer
 
     @functools.wraps(configure_basic)
@@ -140,6 +149,9 @@ def activate() -> None:
         options = options_of(self._config)
         if options is None:
             return configure_basic(self, model_parameters)
+        name = eight_bit_adam.class_named(self.optimizer_name())
+        if name is not None:
+            return eight_bit_adam.build(name, model_parameters, self.optimizer_params() or {})
         with loaded_when_needed(), host_path.building_optimizer(options):
             return configure_basic(self, model_parameters)
 

@@ -25,6 +25,7 @@ from deepspeed.checkpoint.constants import (
 )
 
 from tencache_ds.errors import CheckpointError, TenCacheError
+from tencache_ds.integration import eight_bit_adam
 from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.integration.background_save import BackgroundSave, StateKey
 from tencache_ds.integration.model_weights import in_tier
@@ -147,7 +148,7 @@ class CheckpointMixin:
             values = self._saved_state(index)
             masters[index] = values.pop(MASTER)
             if values:
-                states.setdefault(number, {}).update(values)
+                states[number] = eight_bit_adam.nested(self.optimizer, states.get(number, {}) | values)
         saved[OPTIMIZER_STATE_DICT] = packed | {"state": states}
         saved[FP32_FLAT_GROUPS] = [masters[index] for index in range(len(masters))]
         if self._updater.beta_powers is not None:
@@ -163,10 +164,12 @@ class CheckpointMixin:
             if whole and not self.defers_state:
                 values = {kind: value.clone() for kind, value in values.items()}
             return {kind: values[kind].detach().requires_grad_(kind == MASTER) for kind in kinds}
-        numel = self._state.numel(index)
         return {
             kind: DeferredTensor(
-                StateKey(index, kind), self._state.dtype(index, kind), numel, requires_grad=kind == MASTER
+                StateKey(index, kind),
+                self._state.dtype(index, kind),
+                self._state.numel(index, kind),
+                requires_grad=kind == MASTER,
             )
             for kind in kinds
         }

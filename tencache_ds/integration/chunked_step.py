@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,7 +135,7 @@ class ChunkedStep:
         weights: the model's weights.
         update: of chunks.
         guard: knows whether the last step is void.
-        overlap: whether a step may continue after it has returned.
+        overlaps: dtype of each kind of state whose update may continue after a step has returned; none for empty.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ChunkedStep:
         update: ChunkedUpdate,
         guard: StepGuard,
         *,
-        overlap: bool,
+        overlaps: Mapping[str, torch.dtype],
     ) -> None:
         self._optimizer = optimizer
         self._groups = groups
@@ -162,7 +162,8 @@ class ChunkedStep:
         self._work: list[tuple[SubGroupStep, Sequence[Chunk]]] = []
         self._may_wait: tuple[Any, Sequence[Sequence[Chunk]]] | None = None
         self._gate: UpdateGate | None = None
-        if overlap:
+        self._overlaps = overlaps
+        if overlaps:
             self._gate = UpdateGate(session.counters, guard)
             self._background = BackgroundUpdate(update, self._gate, guard, weights.keys_of, session.counters)
             session.background = self._background
@@ -279,16 +280,16 @@ class ChunkedStep:
         return [self._state.chunks(index) for index in range(len(self._groups))]
 
     def _chunks_that_may_wait(self, chunks: Sequence[Sequence[Chunk]]) -> Sequence[Sequence[Chunk]]:
-        """Chunks of fp32 Adam, by sub-group, whose weights are in host memory, and gathered before anybody sees
-        them."""
+        """Chunks, by sub-group, that threads of their own update, and whose weights are in host memory, and gathered
+        before anybody sees them."""
         in_use = self._weights.in_use()
         key = (in_use, self._state.version)
         if self._may_wait is None or self._may_wait[0] != key:
             candidates = []
             for index, group in enumerate(chunks):
-                dtypes = {self._state.dtype(index, kind) for kind in self._state.kinds(index)}
+                dtypes = {kind: self._state.dtype(index, kind) for kind in self._state.kinds(index)}
                 weights = {param.ds_tensor.dtype for param in self._groups[index]}
-                fits = dtypes == {torch.float32} and weights <= TYPES.keys()
+                fits = dtypes == self._overlaps and weights <= TYPES.keys()
                 candidates.append(
                     [chunk for chunk in group if fits and in_use.isdisjoint(self._weights.keys_of(chunk))]
                 )

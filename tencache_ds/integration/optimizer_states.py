@@ -12,7 +12,7 @@ are not per element, under an empty placeholder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ class OptimizerStates:
         tier: OptimizerStateTier,
         placeholders: Sequence[torch.Tensor],
         needed: frozenset[str] = frozenset(),
+        shared: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
@@ -40,11 +41,13 @@ class OptimizerStates:
             tier: where master weights and per-element states live.
             placeholders: per sub-group, the tensor under which the optimizer knows it.
             needed: names of the states that the update cannot do without once it has begun; empty if not known.
+            shared: states that the optimizer makes in a sub-group's first step, and never changes.
         """
         self._optimizer = optimizer
         self._tier = tier
         self._placeholders = placeholders
         self._needed = needed
+        self._shared = shared or {}
         self._kinds: list[tuple[str, ...]] = [() for _ in placeholders]
         # ZeRO has replaced the parameters that the optimizer was created with by placeholders.
         for key in [key for key in optimizer.state if torch.is_tensor(key)]:
@@ -71,6 +74,8 @@ class OptimizerStates:
     def begin_step(self, sub_group: int) -> Any:
         """Counts a step of a sub-group whose states are zero before the first one; returns the step's number."""
         state = self._optimizer.state[self._placeholders[sub_group]]
+        if "step" not in state:
+            state.update(self._shared)
         state["step"] = state.get("step", 0) + 1
         if not self._kinds[sub_group]:
             self._kinds[sub_group] = self._tier.kinds(sub_group)[1:]
@@ -131,16 +136,20 @@ class OptimizerStates:
         self.show(sub_group)
 
     def _per_element(self, sub_group: int) -> dict[str, torch.Tensor]:
-        """The entries of ``optimizer.state`` with one value per element of a sub-group.
+        """The entries of ``optimizer.state`` with one value per element of a sub-group, and the scales of these that
+        the tier keeps.
 
         A state that has the name of the tier's master weights stays where it is.
         """
-        shape = (self._tier.numel(sub_group),)
+        shape, scales = (self._tier.numel(sub_group),), self._tier.scales(sub_group)
         state = self._optimizer.state.get(self._placeholders[sub_group], {})
         return {
             kind: value.detach()
             for kind, value in state.items()
-            if torch.is_tensor(value) and value.shape == shape and value.layout is torch.strided and kind != MASTER
+            if torch.is_tensor(value)
+            and value.shape == ((self._tier.numel(sub_group, kind),) if kind in scales else shape)
+            and value.layout is torch.strided
+            and kind != MASTER
         }
 
     def show(self, sub_group: int) -> None:

@@ -48,11 +48,6 @@ def known_kinds(optimizer: Any, master_dtype: torch.dtype) -> Kinds:
     return tuple((kind, torch.float32 if in_fp32 else master_dtype) for kind in kinds)
 
 
-def updates_by_chunks(optimizer: Any) -> bool:
-    """Whether an optimizer's arithmetic is known here, so that it can be applied to any run of elements."""
-    return type(optimizer) is DeepSpeedCPUAdam
-
-
 def step_is_watched(optimizer: Any) -> bool:
     """Whether something observes ``optimizer.step()``: a step hook, its own or a global one, or a replacement of
     ``step``.
@@ -69,13 +64,6 @@ def step_is_watched(optimizer: Any) -> bool:
     while hasattr(step, "_wrapped_by_lr_sched"):
         step = step.__wrapped__
     return any(hooks) or getattr(step, "__func__", step) is not type(optimizer).step
-
-
-def needed_states(optimizer: Any) -> frozenset[str]:
-    """States that an update by chunks requires once it has begun."""
-    if not updates_by_chunks(optimizer):
-        return frozenset()
-    return frozenset({"step", "exp_avg", "exp_avg_sq"})
 
 
 def _where(groups: _Groups, option: str, kind: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from tencache_ds.config import TenCacheConfig
 from tencache_ds.gpu_limit import limit_nbytes
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.module_weights import shard_nbytes
-from tencache_ds.integration.optimizers import known_kinds, updates_by_chunks
+from tencache_ds.integration.optimizers import known_kinds
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.peak_memory import OutsideNeeds, OwnShard
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
@@ -68,7 +68,9 @@ def outside_needs(
     )
 
 
-def update_needs(optimizer: Any, state: OptimizerStateTier, numels: Sequence[int], *, fused: bool) -> tuple[int, int]:
+def update_needs(
+    optimizer: Any, state: OptimizerStateTier, numels: Sequence[int], *, by_chunks: bool, fused: bool
+) -> tuple[int, int]:
     """Host memory for states that an optimizer makes in its first step, and for an update, in bytes. States of an
     optimizer that is not known here are not foreseen.
 
@@ -76,9 +78,10 @@ def update_needs(optimizer: Any, state: OptimizerStateTier, numels: Sequence[int
         optimizer: the torch optimizer.
         state: of it.
         numels: elements of each sub-group.
-        fused: Adam works in place.
+        by_chunks: it is updated a chunk at a time.
+        fused: in place.
     """
-    if updates_by_chunks(optimizer):
+    if by_chunks:
         return 0, 0 if fused else max(state.chunk_nbytes, default=0)
     later, update = 0, 0
     for index, numel in enumerate(numels):

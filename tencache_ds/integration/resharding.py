@@ -228,7 +228,7 @@ class _Saved:
             for kind, value in state.items():
                 if torch.is_tensor(value) and value.shape == (length,) and kind != "step":
                     self._runs.setdefault(kind, []).append(value.detach())
-                elif torch.is_tensor(value) and value.numel() > 1:
+                elif isinstance(value, Mapping) or (torch.is_tensor(value) and value.numel() > 1):
                     raise CheckpointError(
                         f"{path} was saved by another number of ranks, and its optimizer's {kind!r} has not one value "
                         "per element: resume on as many ranks"

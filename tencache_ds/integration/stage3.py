@@ -31,7 +31,7 @@ from tencache_ds.integration.gradient_norms import GradientNormsMixin
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.monitoring import StepMonitor
-from tencache_ds.integration.optimizers import step_is_watched, updates_by_chunks
+from tencache_ds.integration.optimizers import step_is_watched
 from tencache_ds.integration.passes import PassesMixin
 from tencache_ds.integration.stage3_building import BuildingMixin
 from tencache_ds.integration.state_access import StateAccessMixin
@@ -236,7 +236,7 @@ class TenCacheZeroOptimizer_Stage3(
         self._combined_scale = 1.0 / combined_scale
 
     def _optimizer_step(self, sub_group_id: int) -> None:
-        """One sub-group's update: DeepSpeed's CPU Adam chunk by chunk, anything else through ``optimizer.step()``.
+        """One sub-group's update: chunk by chunk where the optimizer's arithmetic is known, or its ``step()``.
 
         As in stock DeepSpeed, ``optimizer.step()`` is called once per sub-group. Step hooks, the optimizer's own and
         torch's global ones, are therefore called once per sub-group and see the same as in stock: the sub-group's fp32
@@ -265,7 +265,7 @@ class TenCacheZeroOptimizer_Stage3(
         self._update_seconds += time.perf_counter() - t_start_s
 
     def _may_update_by_chunks(self) -> bool:
-        if not updates_by_chunks(self.optimizer) or self.torch_autocast_gradscaler is not None:
+        if self._arithmetic is None or self.torch_autocast_gradscaler is not None:
             return False
         if not step_is_watched(self.optimizer):
             return True

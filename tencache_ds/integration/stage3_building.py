@@ -19,15 +19,17 @@ from tencache_ds.gpu_homes import GpuHomes, initial_gpu_nbytes
 from tencache_ds.host_homes import HostHomes
 from tencache_ds.integration.activation_hooks import ActivationHooks
 from tencache_ds.integration.announcing import announce
+from tencache_ds.integration.chunk_arithmetic import CpuAdam, chunk_arithmetic
 from tencache_ds.integration.chunk_update import SubGroupUpdater
 from tencache_ds.integration.chunked_step import ChunkedStep
+from tencache_ds.integration.eight_bit_adam import EightBitAdam
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
 from tencache_ds.integration.model_engines import engines_for
 from tencache_ds.integration.model_weights import ModelWeights, cast_shard
 from tencache_ds.integration.optimizer_states import OptimizerStates
-from tencache_ds.integration.optimizers import known_kinds, needed_states, updates_by_chunks
+from tencache_ds.integration.optimizers import known_kinds
 from tencache_ds.integration.outside_needs import outside_needs, update_needs
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.integration.rank_checks import agree_on_weights, failing_together
@@ -77,6 +79,7 @@ class BuildingMixin:
     _state_moves: StateMoves | None = None
     _device: tuple[DeviceMemory, DeviceAdam] | None = None
     _model_weights: ModelWeights | None = None
+    _arithmetic: CpuAdam | EightBitAdam | None = None
     _fused: FusedAdam | None = None
     _shared_weights: SharedWeights | None = None
     _chunked_step: ChunkedStep | None = None
@@ -140,9 +143,12 @@ class BuildingMixin:
             super()._create_fp32_partitions()
             return
         dtype = self.master_weights_and_grads_dtype
-        by_chunks = updates_by_chunks(self.optimizer)
+        arithmetic = self._arithmetic
         kinds: Kinds = ((MASTER, dtype),)
-        if self._optimizer_on_nvme or by_chunks:
+        scales: Kinds = ()
+        if arithmetic is not None:
+            kinds, scales = kinds + arithmetic.kinds(dtype), arithmetic.scales
+        elif self._optimizer_on_nvme:
             kinds += known_kinds(self.optimizer, dtype)  # in host memory the optimizer's own tensors become the state
         numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
         gradient_nbytes = sum(numels) * self.gradient_accumulation_dtype.itemsize
@@ -155,7 +161,8 @@ class BuildingMixin:
                 numels,
                 kinds,
                 gradient_nbytes,
-                by_chunks=by_chunks,
+                scales=scales,
+                by_chunks=arithmetic is not None,
                 gpu_nbytes=gpu_nbytes,
                 visible=self._model_weights.persistent() if self._tencache_options.overlap_step else None,
                 cuts=cuts,
@@ -163,7 +170,8 @@ class BuildingMixin:
             engine.state.check_space(sum(chunk_nbytes))
         memory = None if self._device is None else self._device[0]
         masters = None
-        if self._fused is not None and self._optimizer_on_nvme and self._tencache_options.split_master:
+        splits = self._optimizer_on_nvme and self._tencache_options.split_master
+        if self._fused is not None and splits and isinstance(arithmetic, CpuAdam):
             self._shared_weights = SharedWeights(self.fp16_groups, self._model_weights, self._finish_step)
             masters = SplitMasters(self._fused, self._shared_weights)
         self._state = engine.state.build(specs, sum(chunk_nbytes), memory, masters)
@@ -187,7 +195,11 @@ class BuildingMixin:
         for param_group in self.optimizer.param_groups:
             param_group["params"] = []
         self._optimizer_states = OptimizerStates(
-            self.optimizer, self._state, self.fp32_partitioned_groups_flat, needed_states(self.optimizer)
+            self.optimizer,
+            self._state,
+            self.fp32_partitioned_groups_flat,
+            needed=frozenset() if arithmetic is None else arithmetic.needed,
+            shared={} if arithmetic is None else arithmetic.shared_states(),
         )
 
     def initialize_optimizer_states(self) -> None:
@@ -200,8 +212,11 @@ class BuildingMixin:
             super()._setup_for_real_optimizer()
             return
         engine = self._require_engine()
-        self._fused = fused = engine.fused_adam() if updates_by_chunks(self.optimizer) else None
-        self._device = open_gpu(engine, fused)
+        numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
+        arithmetic = chunk_arithmetic(self.optimizer, numels, self.master_weights_and_grads_dtype)
+        self._arithmetic = arithmetic
+        self._fused = fused = None if arithmetic is None else engine.fused_adam(arithmetic.one_pass)
+        self._device = open_gpu(engine, fused if isinstance(arithmetic, CpuAdam) else None)
         self._create_fp32_partitions()
         self._create_next_swappable_fp32_groups()
         self.initialize_optimizer_states()
@@ -215,6 +230,7 @@ class BuildingMixin:
             self._gradients,
             self._model_weights,
             cores=engine.surroundings.cores,
+            arithmetic=arithmetic,
             fused=fused,
             device=self._device,
         )
@@ -234,7 +250,7 @@ class BuildingMixin:
             self._model_weights,
             self._updater.by_chunks,
             self.step_guard,
-            overlap=self._tencache_options.overlap_step and self._updater.one_pass,
+            overlaps=self._updater.one_pass_state if self._tencache_options.overlap_step else {},
         )
         moves.before = self._chunked_step.finish
         self._host_homes = engine.watch_host_memory(moves)
@@ -260,7 +276,13 @@ class BuildingMixin:
         engine, later_state, update = self.tencache, 0, 0
         if self._state is not None:
             numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
-            later_state, update = update_needs(self.optimizer, self._state, numels, fused=self._fused is not None)
+            later_state, update = update_needs(
+                self.optimizer,
+                self._state,
+                numels,
+                by_chunks=self._arithmetic is not None,
+                fused=self._fused is not None,
+            )
         engine.plan_peak(
             outside_needs(
                 self.module,
@@ -277,7 +299,7 @@ class BuildingMixin:
     def _gradient_cuts(self) -> list[list[int]]:
         """Elements of each sub-group where another buffer of gradients begins: where gradients may move to GPU memory,
         theirs in host memory becomes free buffer by buffer."""
-        if self._device is None or not updates_by_chunks(self.optimizer):
+        if self._device is None:
             return [[] for _ in self.fp16_groups]
         return [
             gradient_cuts([param.partition_numel() for param in group], GRADIENT_BUFFER_NUMEL)

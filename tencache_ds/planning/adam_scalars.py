@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scalars of one Adam step, in the single-precision arithmetic of DeepSpeed's CPU Adam.
+"""The scalars of one Adam step, in the single-precision arithmetic of DeepSpeed's CPU Adam, or in bitsandbytes'.
 
 Source: ``IncrementStep``, ``update_state`` and ``Step_AVX`` of ``deepspeed/ops/csrc/{adam,includes}`` (0.19.8). Every
 line there is one operation on ``float``; the same operations in double precision differ in the last bit.
@@ -122,6 +122,52 @@ class AdamScalars:
     step_size: float
     weight_decay: WeightDecay
     decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlockwiseScalars:
+    """The scalars of Adam with 8-bit moments; the names are those of the op."""
+
+    scale: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    correction2: float
+    eps: float
+    step_size: float
+    decays: bool
+    decay: float
+
+
+def blockwise_scalars(
+    *, lr: float, betas: tuple[float, float], step: int, eps: float, weight_decay: float, scale: float
+) -> BlockwiseScalars:
+    """The scalars of one step as bitsandbytes has them: in double precision, rounded to single at their use.
+
+    Source: ``_optimizer_update_8bit_blockwise_cpu`` of bitsandbytes 0.50.
+
+    Args:
+        lr: learning rate.
+        betas: Adam's two betas.
+        step: counted from 1.
+        eps: added to the denominator.
+        weight_decay: of AdamW; not positive means none.
+        scale: what gradients are multiplied by.
+    """
+    beta1, beta2 = betas
+    return BlockwiseScalars(
+        scale=scale,
+        beta1=beta1,
+        one_minus_beta1=1.0 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1.0 - beta2,
+        correction2=math.sqrt(1.0 - beta2**step),
+        eps=eps,
+        step_size=-lr / (1.0 - beta1**step),
+        decays=weight_decay > 0.0,
+        decay=1.0 - lr * weight_decay,
+    )
 
 
 def adam_scalars(

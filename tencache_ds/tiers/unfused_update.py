@@ -14,27 +14,20 @@ import torch
 from tencache_ds.tensors import empty
 from tencache_ds.tiers.cpu_share import ArithmeticCores
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
+from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.update import Pieces, SubGroupStep, publish, round_into
 from tencache_ds.tiers.weight_writer import WeightWriter
 
 
-class AdamOp(Protocol):
-    """Adam on a run of elements, from outside. Used by the training thread."""
+class ChunkOp(Protocol):
+    """An optimizer on a run of elements, from outside. Used by the training thread."""
 
     def load(self) -> None:
         """Loads its dependencies, if necessary."""
 
-    def __call__(
-        self,
-        step: SubGroupStep,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-    ) -> None:
-        """Updates master weights and moments in place; all 1-D host tensors of one length, the gradient unscaled."""
+    def __call__(self, step: SubGroupStep, state: Mapping[str, torch.Tensor], gradient: torch.Tensor) -> None:
+        """Updates master weights and moments in place; all 1-D host tensors, the gradient unscaled."""
 
 
 class Scratch:
@@ -51,7 +44,7 @@ class Scratch:
 
 
 class UnfusedUpdate:
-    """An :class:`~tencache_ds.tiers.update.UpdateKernel` that takes every chunk of Adam's.
+    """An :class:`~tencache_ds.tiers.update.UpdateKernel` that takes every chunk.
 
     Args:
         op: the arithmetic.
@@ -61,7 +54,7 @@ class UnfusedUpdate:
 
     asynchronous = False
 
-    def __init__(self, op: AdamOp, cores: ArithmeticCores, scratch: Scratch) -> None:
+    def __init__(self, op: ChunkOp, cores: ArithmeticCores, scratch: Scratch) -> None:
         self._op = op
         self._cores = cores
         self._scratch = scratch
@@ -84,7 +77,7 @@ class UnfusedUpdate:
             master = state[MASTER]
             unscaled = self._scratch.take(master.numel(), master.dtype).copy_(gradient)
             _multiply(unscaled, step.scale)
-            self._op(step, master, unscaled, state[EXP_AVG], state[EXP_AVG_SQ])
+            self._op(step, state, unscaled)
             round_into(weights, master)
 
 

@@ -19,7 +19,6 @@ import torch
 from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.observability import spans
 from tencache_ds.observability.spans import Category, span
-from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
@@ -66,7 +65,7 @@ class SubGroupStep:
         number: of the step, from 1.
         scale: factor applied to gradients: a float or a 0-dim tensor.
         hyper: the hyper-parameters, an entry of ``optimizer.param_groups``.
-        scalars: the inputs of an Adam kernel, derived from all of the above.
+        scalars: derived from all of the above: those of :mod:`tencache_ds.planning.adam_scalars` for its kernel.
         pow_step: the step from which on Adam's powers of the betas are multiplied.
     """
 
@@ -75,7 +74,7 @@ class SubGroupStep:
     number: int
     scale: Any
     hyper: Mapping[str, Any]
-    scalars: AdamScalars
+    scalars: Any
     pow_step: int = 0
 
 

@@ -43,6 +43,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "config": {"scheduler": {"type": "OneCycle", "params": ONE_CYCLE}},
     },
     "late_varied": {"model": "mlp", "optimizer": "two_groups", "varied": True, "before": 15},
+    "eight_bit": {
+        "model": "mlp",
+        "optimizer": "bitsandbytes.optim.AdamW8bit",
+        "sub_group_size": 10**9,
+        "tencache": {"host_memory": "6MiB", "chunk_size": 2**16},
+    },
     "late_watched": {"model": "mlp", "optimizer": "two_groups", "varied": True, "watched": True, "before": 15},
 }
 LATE = ("late", "late_groups", "late_amsgrad", "late_cycled", "late_varied", "late_watched")
@@ -50,7 +56,7 @@ LATE = ("late", "late_groups", "late_amsgrad", "late_cycled", "late_varied", "la
 not say."""
 CHANGED_BETAS = ("late_cycled", "late_varied", "late_watched")
 """A checkpoint of stock's does not tell that they did."""
-TWO_RANK_KINDS = ("adamw", "lora", "late_groups", "before_the_first_step", "into_a_trained_engine")
+TWO_RANK_KINDS = ("adamw", "lora", "eight_bit", "late_groups", "before_the_first_step", "into_a_trained_engine")
 LONG = {"adamw_accumulation", "lora", "late_amsgrad", "late_varied", "tied"}
 """The first two are those of the core; ``late_watched`` varies too, and a tied weight is one weight."""
 LONG_ON_TWO_RANKS = {"lora", "before_the_first_step"}
@@ -69,6 +75,8 @@ RELOADS: dict[str, dict[str, Any]] = {
     "torch_sgd": {"model": "mlp", "optimizer": "torch_sgd"},
     "torch_adamw_in_ram": {"model": "mlp", "optimizer": "torch_adamw", "offload_optimizer": "cpu"},
     "odd_states": {"model": "mlp", "optimizer": "odd_states"},
+    "eight_bit": {"model": "mlp", "optimizer": "bitsandbytes.optim.AdamW8bit", "sub_group_size": 10**9},
+    "eight_bit_whole": {"model": "mlp", "optimizer": "bitsandbytes.optim.AdamW8bit"},
 }
 """Go back to a checkpoint of before the first step, when SGD's momentum is not even zero: there is none."""
 WITHOUT = {"load_options": {"load_optimizer_states": False}}

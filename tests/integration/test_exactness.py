@@ -65,6 +65,41 @@ TRAINING: dict[str, dict[str, Any]] = {
     },
     "torch_adamw": {"model": "tied", "optimizer": "torch_adamw", "steps": 6},
     "torch_sgd": {"model": "mlp", "optimizer": "torch_sgd", "steps": 6},
+    "eight_bit": {
+        "model": "llama",
+        "optimizer": "bitsandbytes.optim.AdamW8bit",
+        "offload_param": "cpu",
+        "weights": True,
+        "steps": 6,
+    },
+    "eight_bit_by_name": {
+        "model": "gpt2",
+        "by_name": "adamw_8bit",
+        "optimizer": "bitsandbytes.optim.AdamW8bit",
+        "optimizer_params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        "sub_group_size": 10**9,
+        "offload_param": "cpu",
+        "offload_optimizer": "cpu",
+        "accumulation": 2,
+        "clipping": 0.1,
+        "weights": True,
+        "steps": 6,
+    },
+    "eight_bit_in_two_places": {
+        "model": "mlp",
+        "optimizer": "bitsandbytes.optim.PagedAdam8bit",
+        "sub_group_size": 10**9,
+        "scheduler": True,
+        "steps": 6,
+        "tencache": {"host_memory": "6MiB", "chunk_size": 2**16},
+    },
+    "eight_bit_on_nvme": {"model": "post_norm", "optimizer": "bitsandbytes.optim.Adam8bit", "steps": 4},
+    "eight_bit_but_for_a_sub_group": {
+        "model": "mlp",
+        "optimizer": "bitsandbytes.optim.AdamW8bit",
+        "optimizer_params": {"min_8bit_size": 200_000},
+        "steps": 4,
+    },
     # Some chunks of the optimizer's state in RAM and the others on NVMe; some sub-groups where it takes them whole.
     "state_in_two_places": {
         "model": "llama",
@@ -92,6 +127,8 @@ TWO_RANK_TRAINING = (
     "two_groups_scheduler",
     "torch_adamw",
     "lion",
+    "eight_bit",
+    "eight_bit_by_name",
     "state_in_two_places",
     "gathers_one_by_one",
     "gathers_by_all_reduce",
@@ -197,6 +234,17 @@ def assert_same(outcome: Any, name: str) -> None:
         assert len(set(stock["losses"])) > 1, "the case does not train"
         assert ours.get("weights") == stock.get("weights")
         assert ours["initial_weights"] == stock["initial_weights"]
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [(run, name) for run in ("one_rank", "two_ranks") for name in ("eight_bit", "eight_bit_by_name")]
+    + [("one_rank", "eight_bit_in_two_places")],
+)
+def test_8_bit_adam_goes_on_during_the_next_forward_pass(run: str, name: str, request: pytest.FixtureRequest) -> None:
+    outcome = request.getfixturevalue(run)
+    for rank in outcome.ranks:
+        assert outcome.result(name, "tencache", rank)["hidden_share"] > 0.5
 
 
 @pytest.mark.parametrize("name", marked([*MODELS, *TRAINING], LONG))

@@ -89,6 +89,8 @@ def config_for(case: dict[str, Any], engine: str, nvme: str) -> dict[str, Any]:
         config["offload_engine"] = "tencache"
         config["tencache"] = {"host_memory": 0, "chunk_size": 2**18, "poison_buffers": True, "split_master": True}
         config["tencache"] |= case.get("tencache", {})
+        if case.get("by_name"):  # which stock does not know
+            config["optimizer"] = {"type": case["by_name"], "params": case.get("optimizer_params", {})}
         if "TENCACHE_FAULTS" in os.environ:
             config["tencache"]["allow_faults"] = True
     return config
@@ -130,6 +132,10 @@ def optimizer_for(case: dict[str, Any], model: nn.Module) -> Any:
         return FusedAdam(params, lr=1e-3)
     if name == "odd_states":
         return OddStates(params, lr=1e-1)
+    if name.startswith("bitsandbytes.optim."):
+        import bitsandbytes
+
+        return getattr(bitsandbytes.optim, name.rpartition(".")[2])(params, **case.get("optimizer_params", {}))
     if name.startswith("torch.optim."):
         return getattr(torch.optim, name.rpartition(".")[2])(params, **case.get("optimizer_params", {}))
     raise ValueError(f"unknown optimizer {name!r}")
@@ -183,7 +189,7 @@ def build(case: dict[str, Any], engine: str, nvme: str, edit: Callable[[nn.Modul
         model.add_lora(case.get("lora_rank", 8))
     if case["model"] == "moe_leaf":
         deepspeed.utils.set_z3_leaf_modules(model, [Experts])
-    optimizer = optimizer_for(case, model)
+    optimizer = optimizer_for(case, model) if "optimizer" not in config else None
     parameters = None if optimizer is not None else [p for p in model.parameters() if p.requires_grad]
     built = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)[0]
     if case.get("compiled"):
@@ -349,6 +355,8 @@ def run_case(case: dict[str, Any], engine_name: str, folder: str, rank: int, hoo
 
         result["stats"] = dataclasses.asdict(tencache_ds.stats(engine))
         result["class"] = type(engine.optimizer).__name__
+        chunked = getattr(engine.optimizer, "_chunked_step", None)
+        result["hidden_share"] = 0.0 if chunked is None else chunked.hidden_share()
         result["numel"] = sum(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
         if meter is not None:
             result["traffic"] = meter.result()

@@ -463,10 +463,10 @@ class Op:
     def load(self) -> None:
         self.loaded = True
 
-    def __call__(self, step, master, gradient, exp_avg, exp_avg_sq) -> None:
+    def __call__(self, step, state, gradient) -> None:
         assert self.loaded
-        assert gradient.dtype is master.dtype
-        for each in (master, exp_avg, exp_avg_sq):
+        assert gradient.dtype is state[MASTER].dtype
+        for each in state.values():
             each.add_(gradient)
 
 

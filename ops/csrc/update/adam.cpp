@@ -41,20 +41,20 @@ AdamVariant adam_variant(const char* name)
 #elif defined(__aarch64__)
     if (std::strcmp(name, adam_neon.name) == 0) { return adam_neon; }
 #endif
-    return AdamVariant{nullptr, nullptr, nullptr, nullptr, nullptr, "none", 1};
+    return AdamVariant{};
 }
 
 AdamVariant adam_variant()
 {
 #if defined(__aarch64__) && defined(__linux__)
     // There DeepSpeed's op is built for SVE, whose loops have no scalar tail and other contractions.
-    if (getauxval(AT_HWCAP) & HWCAP_SVE) { return AdamVariant{nullptr, nullptr, nullptr, nullptr, nullptr, "none", 1}; }
+    if (getauxval(AT_HWCAP) & HWCAP_SVE) { return AdamVariant{}; }
 #endif
     for (const char* name : {"avx512", "avx2", "neon"}) {
         const AdamVariant variant = adam_variant(name);
         if (variant.kernel != nullptr) { return variant; }
     }
-    return AdamVariant{nullptr, nullptr, nullptr, nullptr, nullptr, "none", 1};
+    return AdamVariant{};
 }
 
 }  // namespace tencache

@@ -83,14 +83,22 @@ struct AdamTypes {
 
 using AdamKernel = void (*)(const AdamScalars&, const AdamTypes&, const AdamRun&);
 
+// With 8-bit moments: adam_8bit.h.
+struct BlockwiseScalars;
+struct BlockwiseMaps;
+struct BlockwiseRun;
+using BlockwiseKernel = void (*)(const BlockwiseScalars&, const BlockwiseMaps&, ElementType gradient, const BlockwiseRun&);
+
 struct AdamVariant {
-    AdamKernel kernel;         // null where this processor has no vectors that DeepSpeed would use
-    AdamKernel split_kernel;   // the same on split master weights
-    void (*split)(MasterRun);
-    bool (*splits_exactly)(MasterRun);  // whether nothing would be lost; changes nothing
-    void (*join)(MasterRun);
-    const char* name;
-    std::size_t width;         // elements per vector; the remainder is the scalar tail of DeepSpeed's op
+    AdamKernel kernel = nullptr;        // null where this processor has no vectors that DeepSpeed would use
+    AdamKernel split_kernel = nullptr;  // the same on split master weights
+    void (*split)(MasterRun) = nullptr;
+    bool (*splits_exactly)(MasterRun) = nullptr;  // whether nothing would be lost; changes nothing
+    void (*join)(MasterRun) = nullptr;
+    BlockwiseKernel blockwise = nullptr;
+    void (*round)(ElementType weight_type, const float* master, void* weight, std::size_t numel) = nullptr;
+    const char* name = "none";
+    std::size_t width = 1;  // elements per vector; the remainder is the scalar tail of DeepSpeed's op
 };
 
 // The widest variant of this processor, the one that DeepSpeed's builder chooses.

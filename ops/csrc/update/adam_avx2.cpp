@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include "adam.h"
+#include "adam_8bit.h"
 
 #if defined(__x86_64__)
 #include <cstring>
@@ -21,6 +21,30 @@ struct Vector {
     static Reg fma(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
     static Reg sqrt(Reg a) { return _mm256_sqrt_ps(a); }
     static Reg div(Reg a, Reg b) { return _mm256_div_ps(a, b); }
+    static Reg add(Reg a, Reg b) { return _mm256_add_ps(a, b); }
+    static Reg min(Reg a, Reg b) { return _mm256_min_ps(a, b); }  // b, where one of them is NaN; max too
+    static Reg max(Reg a, Reg b) { return _mm256_max_ps(a, b); }
+    static Reg abs(Reg a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+    static float largest(Reg a)
+    {
+        __m128 most = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+        return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+    }
+
+    static Reg lookup(const float* table, const std::uint8_t* codes)
+    {
+        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+        return _mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(bytes), 4);
+    }
+    static void store_codes(std::uint8_t* address, const std::uint8_t* table, Reg index)
+    {
+        const __m256i positions = _mm256_and_si256(_mm256_cvttps_epi32(index), _mm256_set1_epi32(0xffff));
+        __m256i codes = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), positions, 1);
+        codes = _mm256_and_si256(codes, _mm256_set1_epi32(0xff));
+        const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(address), _mm_packus_epi16(halves, halves));
+    }
 
     static Reg load_bfloat16(const std::uint16_t* address)
     {
@@ -56,12 +80,14 @@ struct Vector {
 
 #include "adam_kernel.inc"
 #include "split_master.inc"
+#include "adam_8bit.inc"
 
 }  // namespace
 
 extern const AdamVariant adam_avx2;
 const AdamVariant adam_avx2{
-    adam_sweep, split_adam_sweep, split_master, splits_exactly, join_master, "avx2", Vector::WIDTH};
+    adam_sweep, split_adam_sweep, split_master, splits_exactly, join_master, blockwise_adam, round_master, "avx2",
+    Vector::WIDTH};
 
 }  // namespace tencache
 

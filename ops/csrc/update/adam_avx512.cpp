@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include "adam.h"
+#include "adam_8bit.h"
 
 #if defined(__x86_64__)
 #include <cstring>
@@ -21,6 +21,22 @@ struct Vector {
     static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
     static Reg sqrt(Reg a) { return _mm512_sqrt_ps(a); }
     static Reg div(Reg a, Reg b) { return _mm512_div_ps(a, b); }
+    static Reg add(Reg a, Reg b) { return _mm512_add_ps(a, b); }
+    static Reg min(Reg a, Reg b) { return _mm512_min_ps(a, b); }  // b, where one of them is NaN; max too
+    static Reg max(Reg a, Reg b) { return _mm512_max_ps(a, b); }
+    static Reg abs(Reg a) { return _mm512_abs_ps(a); }
+    static float largest(Reg a) { return _mm512_reduce_max_ps(a); }
+
+    static Reg lookup(const float* table, const std::uint8_t* codes)
+    {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+        return _mm512_i32gather_ps(_mm512_cvtepu8_epi32(bytes), table, 4);
+    }
+    static void store_codes(std::uint8_t* address, const std::uint8_t* table, Reg index)
+    {
+        const __m512i positions = _mm512_and_si512(_mm512_cvttps_epi32(index), _mm512_set1_epi32(0xffff));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(address), _mm512_cvtepi32_epi8(_mm512_i32gather_epi32(positions, table, 1)));
+    }
 
     static Reg load_bfloat16(const std::uint16_t* address)
     {
@@ -55,12 +71,14 @@ struct Vector {
 
 #include "adam_kernel.inc"
 #include "split_master.inc"
+#include "adam_8bit.inc"
 
 }  // namespace
 
 extern const AdamVariant adam_avx512;
 const AdamVariant adam_avx512{
-    adam_sweep, split_adam_sweep, split_master, splits_exactly, join_master, "avx512", Vector::WIDTH};
+    adam_sweep, split_adam_sweep, split_master, splits_exactly, join_master, blockwise_adam, round_master, "avx512",
+    Vector::WIDTH};
 
 }  // namespace tencache
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include "adam.h"
+#include "adam_8bit.h"
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -19,6 +19,23 @@ struct Vector {
     static Reg fma(Reg a, Reg b, Reg c) { return vfmaq_f32(c, a, b); }
     static Reg sqrt(Reg a) { return vsqrtq_f32(a); }
     static Reg div(Reg a, Reg b) { return vdivq_f32(a, b); }
+    static Reg add(Reg a, Reg b) { return vaddq_f32(a, b); }
+    static Reg min(Reg a, Reg b) { return vminq_f32(a, b); }
+    static Reg max(Reg a, Reg b) { return vmaxq_f32(a, b); }
+    static Reg abs(Reg a) { return vabsq_f32(a); }
+    static float largest(Reg a) { return vmaxvq_f32(a); }
+
+    static Reg lookup(const float* table, const std::uint8_t* codes)
+    {
+        const float values[WIDTH] = {table[codes[0]], table[codes[1]], table[codes[2]], table[codes[3]]};
+        return vld1q_f32(values);
+    }
+    static void store_codes(std::uint8_t* address, const std::uint8_t* table, Reg index)
+    {
+        std::uint16_t positions[WIDTH];
+        vst1_u16(positions, vmovn_u32(vcvtq_u32_f32(index)));
+        for (std::size_t i = 0; i < WIDTH; ++i) { address[i] = table[positions[i]]; }
+    }
 
     static Reg load_bfloat16(const std::uint16_t* address)
     {
@@ -57,12 +74,14 @@ struct Vector {
 
 #include "adam_kernel.inc"
 #include "split_master.inc"
+#include "adam_8bit.inc"
 
 }  // namespace
 
 extern const AdamVariant adam_neon;
 const AdamVariant adam_neon{
-    adam_sweep, split_adam_sweep, split_master, splits_exactly, join_master, "neon", Vector::WIDTH};
+    adam_sweep, split_adam_sweep, split_master, splits_exactly, join_master, blockwise_adam, round_master, "neon",
+    Vector::WIDTH};
 
 }  // namespace tencache
 

@@ -79,6 +79,34 @@ inline std::vector<AdamRun> cut_blocks(const std::vector<RunTuple>& runs,
     return blocks;
 }
 
+// first element in the chunk, weight, numel; ascending
+using WeightTuple = std::tuple<std::size_t, std::uintptr_t, std::size_t>;
+
+struct WeightPart {
+    std::size_t start;  // in the chunk
+    void* weight;
+    std::size_t numel;
+};
+
+// Of each block of a chunk, the parts of weights that it has elements of.
+inline std::vector<std::vector<WeightPart>> cut_blocks(const std::vector<WeightTuple>& weights,
+                                                       std::size_t numel,
+                                                       std::size_t weight_nbytes)
+{
+    std::vector<std::vector<WeightPart>> blocks((numel + BLOCK_NUMEL - 1) / BLOCK_NUMEL);
+    for (const auto& [first, weight, weight_numel] : weights) {
+        if (weight == 0 || weight_numel > numel || first > numel - weight_numel) {
+            throw std::invalid_argument("a weight has no address, or is not in the chunk");
+        }
+        for (std::size_t start = 0, length; start < weight_numel; start += length) {
+            length = part_numel(first + start, weight_numel - start);
+            blocks[(first + start) / BLOCK_NUMEL].push_back(
+                {first + start, reinterpret_cast<char*>(weight) + start * weight_nbytes, length});
+        }
+    }
+    return blocks;
+}
+
 // The parts of each block of the chunk, however its runs divide it: what its digests are of.
 template <class Part>
 std::vector<std::vector<Part>> by_block(const std::vector<Part>& parts)

@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -16,7 +17,7 @@
 #include <tuple>
 #include <utility>
 
-#include "adam.h"
+#include "adam_8bit.h"
 #include "blocks.h"
 #include "sampler.h"
 #include "team.h"
@@ -31,6 +32,9 @@ using tencache::AdamScalars;
 using tencache::AdamTypes;
 using tencache::AdamVariant;
 using tencache::BLOCK_NUMEL;
+using tencache::BlockwiseMaps;
+using tencache::BlockwiseRun;
+using tencache::BlockwiseScalars;
 using tencache::Blocks;
 using tencache::Call;
 using tencache::Digests;
@@ -38,10 +42,14 @@ using tencache::ElementType;
 using tencache::Job;
 using tencache::MasterRun;
 using tencache::MasterTuple;
+using tencache::MomentMap;
 using tencache::RunTuple;
+using tencache::SCALE_NUMEL;
 using tencache::Sampler;
 using tencache::Team;
+using tencache::WeightPart;
 using tencache::WeightRun;
+using tencache::WeightTuple;
 using tencache::by_block;
 using tencache::check_state;
 using tencache::cut_blocks;
@@ -137,6 +145,44 @@ public:
         return submit(job, digests);
     }
 
+    PyJob blockwise_adam(const std::array<std::uintptr_t, 6>& arrays,
+                         std::size_t numel,
+                         const std::vector<WeightTuple>& weights,
+                         const std::string& gradient_type,
+                         const std::string& weight_type,
+                         const BlockwiseScalars& scalars,
+                         const std::shared_ptr<BlockwiseMaps>& maps,
+                         const std::string& variant_name)
+    {
+        const AdamVariant variant = variant_of(variant_name);
+        const ElementType gradients = element_type(gradient_type), rounded = element_type(weight_type);
+        for (const std::uintptr_t address : arrays) {
+            if (address == 0) { throw py::value_error("an array has no address"); }
+        }
+        auto parts = std::make_shared<std::vector<std::vector<WeightPart>>>(
+            cut_blocks(weights, numel, element_nbytes(rounded)));
+        auto job = std::make_shared<Job>();
+        job->n_blocks = parts->size();
+        job->run = [=](std::size_t index) {
+            const std::size_t start = index * BLOCK_NUMEL, scale = start / SCALE_NUMEL;
+            auto* master = reinterpret_cast<float*>(arrays[0]);
+            const auto* gradient = reinterpret_cast<const char*>(arrays[5]) + start * element_nbytes(gradients);
+            variant.blockwise(scalars, *maps, gradients, BlockwiseRun{
+                master + start,
+                reinterpret_cast<std::uint8_t*>(arrays[1]) + start,
+                reinterpret_cast<float*>(arrays[2]) + scale,
+                reinterpret_cast<std::uint8_t*>(arrays[3]) + start,
+                reinterpret_cast<float*>(arrays[4]) + scale,
+                gradient,
+                std::min(BLOCK_NUMEL, numel - start),
+            });
+            for (const WeightPart& part : (*parts)[index]) {
+                variant.round(rounded, master + part.start, part.weight, part.numel);
+            }
+        };
+        return submit(job);
+    }
+
     py::bytes digest(const std::vector<std::tuple<std::uintptr_t, std::size_t>>& runs)
     {
         std::vector<WeightRun> parts;
@@ -226,6 +272,15 @@ private:
 
     std::shared_ptr<Team> team_;
 };
+
+void fill_map(MomentMap& map, const std::vector<float>& values, const std::string& codes)
+{
+    if (values.size() != std::size(map.values) || codes.size() != MomentMap::N_CODES) {
+        throw py::value_error("a map has 256 values and 65536 codes");
+    }
+    std::copy(values.begin(), values.end(), map.values);
+    std::memcpy(map.codes, codes.data(), codes.size());
+}
 
 using CallTuple = std::pair<std::uintptr_t, std::uintptr_t>;
 
@@ -335,6 +390,48 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("step_size"),
              py::arg("weight_decay"),
              py::arg("decay"));
+    py::class_<BlockwiseScalars>(m, "BlockwiseScalars")
+        .def(py::init([](float scale,
+                         float beta1,
+                         float one_minus_beta1,
+                         float beta2,
+                         float one_minus_beta2,
+                         float correction2,
+                         float eps,
+                         float step_size,
+                         bool decays,
+                         float decay) {
+                 return BlockwiseScalars{
+                     scale, beta1, one_minus_beta1, beta2, one_minus_beta2, correction2, eps, step_size, decays, decay};
+             }),
+             py::kw_only(),
+             py::arg("scale"),
+             py::arg("beta1"),
+             py::arg("one_minus_beta1"),
+             py::arg("beta2"),
+             py::arg("one_minus_beta2"),
+             py::arg("correction2"),
+             py::arg("eps"),
+             py::arg("step_size"),
+             py::arg("decays"),
+             py::arg("decay"));
+    py::class_<BlockwiseMaps, std::shared_ptr<BlockwiseMaps>>(m, "BlockwiseMaps")
+        .def(py::init([](const std::vector<float>& first_values,
+                         const py::bytes& first_codes,
+                         const std::vector<float>& second_values,
+                         const py::bytes& second_codes,
+                         std::uintptr_t square_root) {
+                 auto maps = std::make_shared<BlockwiseMaps>();
+                 fill_map(maps->first, first_values, first_codes);
+                 fill_map(maps->second, second_values, second_codes);
+                 maps->square_root = reinterpret_cast<tencache::SquareRoot>(square_root);
+                 return maps;
+             }),
+             py::arg("first_values"),
+             py::arg("first_codes"),
+             py::arg("second_values"),
+             py::arg("second_codes"),
+             py::arg("square_root"));
     py::class_<PyJob>(m, "Job")
         .def("wait", &PyJob::wait, py::arg("timeout_s"))
         .def_property_readonly("done", &PyJob::done)
@@ -353,6 +450,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("scalars"),
              py::arg("split") = false,
              py::arg("expected") = py::bytes(),
+             py::arg("variant") = "")
+        .def("blockwise_adam",
+             &PyTeam::blockwise_adam,
+             py::arg("arrays"),
+             py::arg("numel"),
+             py::arg("weights"),
+             py::arg("gradient_type"),
+             py::arg("weight_type"),
+             py::arg("scalars"),
+             py::arg("maps"),
              py::arg("variant") = "")
         .def("digest", &PyTeam::digest, py::arg("runs"))
         .def("split", &PyTeam::split, py::arg("runs"), py::arg("variant") = "")
