@@ -188,7 +188,7 @@ class FusedAdam:
 
 
 class BlockwiseAdam(FusedAdam):
-    """Adam with bitsandbytes' 8-bit moments, in one pass and on threads of its own: 17 times as fast as its CPU kernel
+    """Adam with bitsandbytes' 8-bit moments, in one pass and on threads of its own: 15 times as fast as its CPU kernel
     (one thread, AVX-512).
 
     Args:
