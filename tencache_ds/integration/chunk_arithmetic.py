@@ -32,6 +32,9 @@ class CpuAdam:
     scales: Kinds = ()
     """``(kind, dtype)`` of state with one value for several elements."""
 
+    temporaries_in_chunks = 1
+    """Memory that its op needs for a chunk, in chunks: the gradient in fp32."""
+
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._op = LazyCpuAdam.of(optimizer)

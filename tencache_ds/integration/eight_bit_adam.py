@@ -63,6 +63,9 @@ class EightBitAdam:
     scales: Kinds = tuple(SCALES_OF_8_BITS.items())
     """``(kind, dtype)`` of state with one value for several elements."""
 
+    temporaries_in_chunks = 4
+    """Memory that its op needs for a chunk, in chunks: six copies in fp32."""
+
     powers = None
     """Nothing of a step depends on the one before."""
 

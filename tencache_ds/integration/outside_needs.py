@@ -69,7 +69,7 @@ def outside_needs(
 
 
 def update_needs(
-    optimizer: Any, state: OptimizerStateTier, numels: Sequence[int], *, by_chunks: bool, fused: bool
+    optimizer: Any, state: OptimizerStateTier, numels: Sequence[int], *, in_chunks: int | None
 ) -> tuple[int, int]:
     """Host memory for states that an optimizer makes in its first step, and for an update, in bytes. States of an
     optimizer that is not known here are not foreseen.
@@ -78,11 +78,10 @@ def update_needs(
         optimizer: the torch optimizer.
         state: of it.
         numels: elements of each sub-group.
-        by_chunks: it is updated a chunk at a time.
-        fused: in place.
+        in_chunks: what an update of one chunk needs, in chunks; None where it is updated a sub-group at a time.
     """
-    if by_chunks:
-        return 0, 0 if fused else max(state.chunk_nbytes, default=0)
+    if in_chunks is not None:
+        return 0, in_chunks * max(state.chunk_nbytes, default=0)
     later, update = 0, 0
     for index, numel in enumerate(numels):
         dtype = state.dtype(index, state.kinds(index)[0])

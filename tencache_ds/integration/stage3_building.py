@@ -276,13 +276,10 @@ class BuildingMixin:
         engine, later_state, update = self.tencache, 0, 0
         if self._state is not None:
             numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
-            later_state, update = update_needs(
-                self.optimizer,
-                self._state,
-                numels,
-                by_chunks=self._arithmetic is not None,
-                fused=self._fused is not None,
-            )
+            in_chunks = None
+            if self._arithmetic is not None:
+                in_chunks = self._arithmetic.temporaries_in_chunks if self._fused is None else 0
+            later_state, update = update_needs(self.optimizer, self._state, numels, in_chunks=in_chunks)
         engine.plan_peak(
             outside_needs(
                 self.module,
