@@ -34,7 +34,7 @@ from tencache_ds.tiers.kinds import (
     SCALES_OF_8_BITS,
     SECOND,
     SECOND_SCALE,
-)  # fmt: skip
+)
 from tencache_ds.tiers.sub_group import Kinds
 from tencache_ds.tiers.update import SubGroupStep
 

@@ -141,13 +141,12 @@ class OptimizerStates:
 
         A state that has the name of the tier's master weights stays where it is.
         """
-        shape, scales = (self._tier.numel(sub_group),), self._tier.scales(sub_group)
         state = self._optimizer.state.get(self._placeholders[sub_group], {})
         return {
             kind: value.detach()
             for kind, value in state.items()
             if torch.is_tensor(value)
-            and value.shape == ((self._tier.numel(sub_group, kind),) if kind in scales else shape)
+            and value.shape == (self._tier.numel(sub_group, kind),)
             and value.layout is torch.strided
             and kind != MASTER
         }

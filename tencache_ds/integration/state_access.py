@@ -30,8 +30,7 @@ class StateAccessMixin:
             return super()._get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
         group, start, numel = self.grad_position[self.get_param_id(param)]
         kind = MASTER if optim_state_key is None else optim_state_key
-        kept = {*self._optimizer_states.kinds(group)}.difference(self._state.scales(group))
-        if kind != MASTER and kind not in kept:
+        if kind != MASTER and kind not in self._optimizer_states.kinds(group):
             # As with CPU offload a KeyError when there is no such state, or none yet: before the first step.
             value = self.optimizer.state.get(self.fp32_partitioned_groups_flat[group], {})[kind]
             raise KeyError(f"{kind!r} is not kept per element (its value is {value!r})")

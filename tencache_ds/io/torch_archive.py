@@ -139,7 +139,7 @@ class ArchiveFile:
         self._records = records
         self._deferred = deferred
         self._by_key = {tensor.key: tensor for tensor in deferred}
-        self._kept: list[tuple[_Record, torch.UntypedStorage]] = []
+        self._kept: collections.deque[tuple[_Record, torch.UntypedStorage]] = collections.deque()
         self._checksums = _Checksums()
 
     @property
@@ -163,13 +163,13 @@ class ArchiveFile:
         self._append(self._deferred[tensor], _bytes_of(data))
 
     def write_kept(self) -> None:
-        """Writes the tensors that :func:`begin_archive` was told to keep, and lets each go.
+        """Writes the tensors in memory that :func:`begin_archive` has found, and lets each go.
 
         Raises:
             StorageError: as :meth:`write`.
         """
         while self._kept:
-            record, storage = self._kept.pop()
+            record, storage = self._kept.popleft()
             self._append(record, _bytes_of_storage(storage))
 
     def _append(self, record: _Record, data: memoryview) -> None:
@@ -290,10 +290,10 @@ def begin_archive(obj: Any, path: str, *, name: str | None = None, keeps: bool =
         for record, content in zip(records, contents.values(), strict=True):
             if isinstance(content, bytes):
                 file._append(record, memoryview(content))
-            elif isinstance(content, torch.UntypedStorage) and keeps:
-                file._kept.append((record, content))
             elif isinstance(content, torch.UntypedStorage):
-                file._append(record, _bytes_of_storage(content))
+                file._kept.append((record, content))
+        if not keeps:
+            file.write_kept()
     except BaseException:
         file.discard()
         raise

@@ -96,10 +96,6 @@ class OptimizerStateTier:
         """The kinds of state a sub-group keeps, ``master`` first, scales last."""
         return tuple(kind for kind, _ in self._groups[sub_group].spec.states)
 
-    def scales(self, sub_group: int) -> tuple[str, ...]:
-        """Those of which a value is that of several elements."""
-        return tuple(kind for kind, _ in self._groups[sub_group].spec.scales)
-
     def whole(self, sub_group: int) -> bool:
         """Whether a sub-group's state is one tensor per kind in host memory."""
         return self._groups[sub_group].spec.whole
@@ -295,7 +291,7 @@ class OptimizerStateTier:
             StorageError: an earlier write failed.
         """
         group = self._groups[sub_group]
-        self._check_lengths(sub_group, values)
+        self._check_lengths(sub_group, values, {kind: group.spec.numel_of(kind) for kind in values})
         if MASTER not in values:
             raise TenCacheError(
                 f"the state of sub-group {sub_group} cannot be replaced by {sorted(values)}: {MASTER!r} is missing"
@@ -322,7 +318,7 @@ class OptimizerStateTier:
         """Like :meth:`keep`, for borrowed values: a whole sub-group copies them."""
         group = self._groups[sub_group]
         if group.spec.whole:
-            self._check_lengths(sub_group, values)
+            self._check_lengths(sub_group, values, {kind: group.spec.numel_of(kind) for kind in values})
             values = {kind: self._copied(group.tensors.get(kind), value) for kind, value in values.items()}
         self.keep(sub_group, values)
 
@@ -362,9 +358,7 @@ class OptimizerStateTier:
         """
         group = self._groups[sub_group]
         numel = next(iter(values.values())).numel()
-        numels = {kind: value.numel() for kind, value in values.items()}
-        if set(numels.values()) != {numel}:
-            raise TenCacheError(f"states of sub-group {sub_group} have lengths {numels}, expected {numel}")
+        self._check_lengths(sub_group, values, dict.fromkeys(values, numel))
         for kind in values:
             self._require_elements(group, kind)
         everything = {kind for kind, _ in group.spec.states} == set(values)
@@ -550,9 +544,9 @@ class OptimizerStateTier:
         if group.spec.is_scale(kind):
             raise KeyError(f"{kind!r} is not kept per element")
 
-    def _check_lengths(self, sub_group: int, values: Mapping[str, torch.Tensor]) -> None:
+    @staticmethod
+    def _check_lengths(sub_group: int, values: Mapping[str, torch.Tensor], expected: Mapping[str, int]) -> None:
         numels = {kind: value.numel() for kind, value in values.items()}
-        expected = {kind: self.numel(sub_group, kind) for kind in values}
         if numels != expected:
             raise TenCacheError(f"states of sub-group {sub_group} have lengths {numels}, expected {expected}")
 

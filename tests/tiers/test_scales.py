@@ -94,7 +94,6 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 def test_whole_and_by_chunks(bench: Bench) -> None:
     bench.check()
     assert bench.tier.kinds(0) == (MASTER, FIRST, FIRST_SCALE)
-    assert bench.tier.scales(0) == (FIRST_SCALE,)
     assert bench.tier.numel(0, FIRST_SCALE) == 50
 
 
