@@ -203,13 +203,19 @@ def _codes_of(values: torch.Tensor) -> bytes:
 
 
 @functools.cache
-def _square_root() -> int:
-    """Address of ``vmsSqrt`` in torch's library; 0 where torch has its square roots from the processor."""
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+def _square_root() -> tuple[int, int]:
+    """Addresses of ``vmsSqrt`` and ``MKL_Set_Num_Threads_Local`` in torch's library; zeros where torch has its square
+    roots from the processor."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        return ctypes.cast(ctypes.CDLL(str(library)).vmsSqrt, ctypes.c_void_p).value or 0
+        library = ctypes.CDLL(str(path))
+        square_root, set_threads = (
+            ctypes.cast(function, ctypes.c_void_p).value or 0
+            for function in (library.vmsSqrt, library.MKL_Set_Num_Threads_Local)
+        )
     except (OSError, AttributeError):
-        return 0
+        return 0, 0
+    return square_root, set_threads
 
 
 def nested(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:

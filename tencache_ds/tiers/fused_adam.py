@@ -195,17 +195,22 @@ class BlockwiseAdam(FusedAdam):
         n_threads: size of the team; a core each.
         first: map of the first moment: 256 values, and the codes of 65536 equidistant values from -1 to 1.
         second: that of the second moment.
-        square_root: address of the function by which torch computes square roots; 0 for the nearest value.
+        square_root: addresses of the function by which torch computes square roots, and of the one that sets its
+            threads; zeros for the nearest value.
 
     Raises:
         ConfigError, TenCacheError: see :class:`FusedAdam`.
     """
 
     def __init__(
-        self, n_threads: int, first: tuple[list[float], bytes], second: tuple[list[float], bytes], square_root: int
+        self,
+        n_threads: int,
+        first: tuple[list[float], bytes],
+        second: tuple[list[float], bytes],
+        square_root: tuple[int, int],
     ) -> None:
         super().__init__(n_threads)
-        self._maps = self._op.BlockwiseMaps(*first, *second, square_root)
+        self._maps = self._op.BlockwiseMaps(*first, *second, *square_root)
 
     @property
     def state_dtypes(self) -> Mapping[str, torch.dtype]:

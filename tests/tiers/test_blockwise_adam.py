@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes
@@ -32,6 +35,30 @@ SIZES = st.one_of(
     ),
 )
 VARIANTS = ("avx512", "avx2", "neon")
+
+TIME_SQUARE_ROOTS = """
+import time, torch
+from tencache_ds.integration.eight_bit_adam import _codes_of, _square_root
+from tencache_ds.tiers.fused_adam import BlockwiseAdam
+from tests.tiers.test_blockwise_adam import arithmetic, state_of
+
+torch.set_num_threads(2)
+maps, numel = [(values.tolist(), _codes_of(values)) for values in arithmetic()._maps], 2**20
+hyper = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+scalars, _ = arithmetic().scalars(1, hyper, 1.0)
+state, gradient = state_of(numel, torch.Generator()), torch.ones(numel)
+weights = [(0, torch.zeros(numel, dtype=torch.bfloat16))]
+
+def seconds(square_root):
+    adam, taken = BlockwiseAdam(1, *maps, square_root), []
+    for _ in range(5):
+        begin = time.perf_counter()
+        assert adam.start(state, gradient, weights, scalars).wait(60)
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
+
+print(seconds(_square_root()) / seconds((0, 0)))
+"""
 
 
 @functools.cache
@@ -146,6 +173,16 @@ def test_special_values_are_theirs_too() -> None:
             if value.is_floating_point()
             else (torch.equal(ours[name], value))
         ), name
+
+
+def test_square_roots_take_one_thread() -> None:
+    """With several, as many as torch.set_num_threads was told, Intel's library takes fifteen times as long as the
+    rest."""
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}  # with 1, torch.set_num_threads changes nothing here
+    program = [sys.executable, "-c", TIME_SQUARE_ROOTS]
+    timed = subprocess.run(program, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+    assert timed.returncode == 0, timed.stderr
+    assert float(timed.stdout.split()[-1]) < 4
 
 
 def test_chunks_that_begin_where_a_scale_does_make_no_difference() -> None:

@@ -420,18 +420,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
                          const py::bytes& first_codes,
                          const std::vector<float>& second_values,
                          const py::bytes& second_codes,
-                         std::uintptr_t square_root) {
+                         std::uintptr_t square_root,
+                         std::uintptr_t set_threads) {
                  auto maps = std::make_shared<BlockwiseMaps>();
                  fill_map(maps->first, first_values, first_codes);
                  fill_map(maps->second, second_values, second_codes);
                  maps->square_root = reinterpret_cast<tencache::SquareRoot>(square_root);
+                 maps->set_threads = reinterpret_cast<tencache::SetThreads>(set_threads);
                  return maps;
              }),
              py::arg("first_values"),
              py::arg("first_codes"),
              py::arg("second_values"),
              py::arg("second_codes"),
-             py::arg("square_root"));
+             py::arg("square_root"),
+             py::arg("set_threads"));
     py::class_<PyJob>(m, "Job")
         .def("wait", &PyJob::wait, py::arg("timeout_s"))
         .def_property_readonly("done", &PyJob::done)
