@@ -171,7 +171,7 @@ class BuildingMixin:
         memory = None if self._device is None else self._device[0]
         masters = None
         splits = self._optimizer_on_nvme and self._tencache_options.split_master
-        if self._fused is not None and splits and isinstance(arithmetic, CpuAdam):
+        if self._fused is not None and splits:
             self._shared_weights = SharedWeights(self.fp16_groups, self._model_weights, self._finish_step)
             masters = SplitMasters(self._fused, self._shared_weights)
         self._state = engine.state.build(specs, sum(chunk_nbytes), memory, masters)

@@ -24,11 +24,13 @@ from tencache_ds.tiers.kinds import (
     EXP_AVG_SQ,
     FIRST,
     FIRST_SCALE,
+    MARKS,
     MASTER,
     REMAINDER,
     SCALES_OF_8_BITS,
     SECOND,
     SECOND_SCALE,
+    SPLIT_DTYPES,
 )
 from tencache_ds.tiers.split_master import Pieces
 
@@ -158,20 +160,31 @@ class FusedAdam:
     # Split master weights: SplitArithmetic
 
     def splits_exactly(
-        self, master: torch.Tensor, remainder: torch.Tensor, exp_avg_sq: torch.Tensor, weights: Pieces
+        self, whole: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor], weight: torch.Tensor
     ) -> bool:
         """See :meth:`SplitArithmetic.splits_exactly`."""
-        return bool(self._team.splits_exactly(_master_runs(master, remainder, exp_avg_sq, weights)))
+        return bool(self._team.splits_exactly(*self._masters(whole, parts, weight, whole)))
 
-    def split(self, master: torch.Tensor, remainder: torch.Tensor, exp_avg_sq: torch.Tensor, weights: Pieces) -> Job:
+    def split(self, whole: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor], weight: torch.Tensor) -> Job:
         """See :meth:`SplitArithmetic.split`."""
-        job: Job = self._team.split(_master_runs(master, remainder, exp_avg_sq, weights))
+        job: Job = self._team.split(*self._masters(whole, parts, weight, parts))
         return job
 
-    def join(self, master: torch.Tensor, remainder: torch.Tensor, exp_avg_sq: torch.Tensor, weights: Pieces) -> Job:
+    def join(self, whole: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor], weight: torch.Tensor) -> Job:
         """See :meth:`SplitArithmetic.join`."""
-        job: Job = self._team.join(_master_runs(master, remainder, exp_avg_sq, weights))
+        job: Job = self._team.join(*self._masters(whole, parts, weight, whole))
         return job
+
+    def _masters(
+        self,
+        whole: Mapping[str, torch.Tensor],
+        parts: Mapping[str, torch.Tensor],
+        weight: torch.Tensor,
+        marked: Mapping[str, torch.Tensor],
+    ) -> tuple[list[tuple[int, ...]], str, int]:
+        """Arguments of the op: addresses, instructions, marks. Elements are marked in the signs of ``marked``."""
+        arrays = whole[MASTER], parts[REMAINDER], weight, marked[EXP_AVG_SQ]
+        return [(*(array.data_ptr() for array in arrays), weight.numel())], "", 0
 
     def digest(self, weights: Pieces) -> bytes:
         """See :meth:`SplitArithmetic.digest`."""
@@ -211,6 +224,7 @@ class BlockwiseAdam(FusedAdam):
     ) -> None:
         super().__init__(n_threads)
         self._maps = self._op.BlockwiseMaps(*first, *second, *square_root)
+        self._split_dtypes = SPLIT_DTYPES | {kind: each for kind, each in self.state_dtypes.items() if kind != MASTER}
 
     @property
     def state_dtypes(self) -> Mapping[str, torch.dtype]:
@@ -218,10 +232,16 @@ class BlockwiseAdam(FusedAdam):
         return ADAM_IN_8_BITS | SCALES_OF_8_BITS
 
     def takes(self, state: Mapping[str, torch.Tensor], gradient: torch.Tensor, weights: Iterable[torch.Tensor]) -> bool:
-        """Whether a chunk's state has these dtypes, and gradient and weights one each that fits."""
+        """See :meth:`FusedAdam.takes`."""
+        weights = list(weights)
         dtypes = {weight.dtype for weight in weights}
-        kinds_fit = {kind: view.dtype for kind, view in state.items()} == self.state_dtypes
-        return kinds_fit and gradient.dtype in TYPES and len(dtypes) == 1 and dtypes <= TYPES.keys()
+        kinds = {kind: view.dtype for kind, view in state.items()}
+        if REMAINDER in state:
+            here = all(weight.device.type == "cpu" for weight in weights)
+            kinds_fit = kinds == self._split_dtypes and here and dtypes == {torch.bfloat16}
+        else:
+            kinds_fit = kinds == self.state_dtypes and len(dtypes) == 1 and dtypes <= TYPES.keys()
+        return kinds_fit and gradient.dtype in TYPES
 
     def start(
         self,
@@ -236,17 +256,20 @@ class BlockwiseAdam(FusedAdam):
 
         Args:
             state: fp32 master weights and uint8 moments, 1-D, of one length, and the moments' fp32 scales; the chunk
-                begins where a scale does.
+                begins where a scale does. Or, in the place of master weights, their remainders and marks: then
+                ``weights`` cover all elements and hold the old values.
             gradient: see there.
             weights: see there.
             scalars: :class:`BlockwiseScalars`.
-            expected: empty, as master weights are never split.
+            expected: see there.
             variant: instructions, for tests; empty for the widest of this processor.
         """
         numel = gradient.numel()
-        if expected or state[FIRST_SCALE].numel() != -(-numel // SCALE_NUMEL):
+        if state[FIRST_SCALE].numel() != -(-numel // SCALE_NUMEL):
             raise TenCacheError(f"{numel} elements with {state[FIRST_SCALE].numel()} scales cannot be updated")
-        arrays = (*(state[kind] for kind in (MASTER, FIRST, FIRST_SCALE, SECOND, SECOND_SCALE)), gradient)
+        split = REMAINDER in state
+        kinds = (REMAINDER if split else MASTER, FIRST, FIRST_SCALE, SECOND, SECOND_SCALE)
+        arrays = (*(state[kind] for kind in kinds), gradient)
         job: Job = self._team.blockwise_adam(
             [array.data_ptr() for array in arrays],
             numel,
@@ -255,9 +278,22 @@ class BlockwiseAdam(FusedAdam):
             TYPES[weights[0][1].dtype],
             self._as_op(scalars, self._op.BlockwiseScalars),
             self._maps,
+            state[MARKS].data_ptr() if split else 0,
+            expected,
             variant,
         )
         return job
+
+    def _masters(
+        self,
+        whole: Mapping[str, torch.Tensor],
+        parts: Mapping[str, torch.Tensor],
+        weight: torch.Tensor,
+        marked: Mapping[str, torch.Tensor],
+    ) -> tuple[list[tuple[int, ...]], str, int]:
+        """See :meth:`FusedAdam._masters`; marks are beside the remainders."""
+        arrays = whole[MASTER], parts[REMAINDER], weight
+        return [(*(array.data_ptr() for array in arrays), 0, weight.numel())], "", parts[MARKS].data_ptr()
 
 
 def _runs(
@@ -278,18 +314,3 @@ def _runs(
 def _run(arrays: Sequence[torch.Tensor], start: int, numel: int, weight: torch.Tensor | None) -> tuple[int, ...]:
     addresses = (array.data_ptr() + start * array.element_size() for array in arrays)
     return (*addresses, 0 if weight is None else weight.data_ptr(), numel)
-
-
-def _master_runs(
-    master: torch.Tensor, remainder: torch.Tensor, exp_avg_sq: torch.Tensor, weights: Pieces
-) -> list[tuple[int, ...]]:
-    return [
-        (
-            master.data_ptr() + start * 4,
-            remainder.data_ptr() + start * 2,
-            weight.data_ptr(),
-            exp_avg_sq.data_ptr() + start * 4,
-            weight.numel(),
-        )
-        for start, weight in weights
-    ]

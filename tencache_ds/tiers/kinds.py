@@ -23,7 +23,10 @@ SCALES_OF_8_BITS = {FIRST_SCALE: torch.float32, SECOND_SCALE: torch.float32}
 REMAINDER = "remainder"
 """What a split master weight is beside its 16-bit weight: the lower half of their difference."""
 
-REMAINDER_DTYPE = torch.int16
+MARKS = "marks"
+"""A bit for each split master weight, the lowest of a byte first, where the moments have no sign to spare."""
+
+SPLIT_DTYPES = {REMAINDER: torch.int16, MARKS: torch.uint8}
 
 
 def views_of(chunk: Chunk, buffer: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
@@ -32,14 +35,14 @@ def views_of(chunk: Chunk, buffer: torch.Tensor, dtypes: Mapping[str, torch.dtyp
     Args:
         chunk: whose pieces say where each kind is.
         buffer: 1-D uint8, at least up to the end of the last piece.
-        dtypes: of all kinds but remainders, which have one dtype.
+        dtypes: of all kinds but those of split master weights.
 
     Raises:
         KeyError: a kind has no dtype.
     """
     return {
         piece.kind: buffer[piece.offset : piece.offset + piece.nbytes].view(
-            REMAINDER_DTYPE if piece.kind == REMAINDER else dtypes[piece.kind]
+            SPLIT_DTYPES.get(piece.kind) or dtypes[piece.kind]
         )
         for piece in chunk.pieces
     }

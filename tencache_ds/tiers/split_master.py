@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Master weights on NVMe as the difference to the bfloat16 weights, which are in host memory anyway: 10 bytes of Adam's
-state for each parameter instead of 12, without loss.
+state for each parameter instead of 12, or 4.2 instead of 6 with 8-bit moments, without loss.
 
 [Note: whose bits a master weight shares]
 A split chunk is worth nothing without the very weights that it was split over. So a hash of these is kept with it, and
@@ -23,9 +23,16 @@ import numpy as np
 import torch
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.planning.chunks import Chunk, pieces_of
+from tencache_ds.planning.chunks import SCALE_NUMEL, Chunk, pieces_of
 from tencache_ds.tensors import empty
-from tencache_ds.tiers.kinds import ADAM_IN_FP32, EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER, REMAINDER_DTYPE, views_of
+from tencache_ds.tiers.kinds import (
+    MARKS,
+    MASTER,
+    REMAINDER,
+    SCALES_OF_8_BITS,
+    SPLIT_DTYPES,
+    views_of,
+)
 
 _NAN_WEIGHT = 0xFFFF
 """Bits of a weight whose remainder holds the bits of a NaN."""
@@ -57,24 +64,28 @@ class SplitJob(Protocol):
 class SplitArithmetic(Protocol):
     """Integer arithmetic on the bits of master weights (:class:`~tencache_ds.tiers.fused_adam.FusedAdam`).
 
-    All tensors are 1-D, contiguous, in host memory and of one length: fp32 master weights, int16 remainders, fp32
-    exp_avg_sq; the weights are those of :meth:`RoundedWeights.rounded`.
+    ``whole`` and ``parts`` have a 1-D tensor per kind, contiguous and in host memory: those of a chunk, and those of
+    its :func:`split_layout`. ``weight`` is one bfloat16 tensor of as many elements.
     """
 
+    @property
+    def state_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Dtype of each kind of whole state."""
+
     def splits_exactly(
-        self, master: torch.Tensor, remainder: torch.Tensor, exp_avg_sq: torch.Tensor, weights: Pieces
+        self, whole: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor], weight: torch.Tensor
     ) -> bool:
         """Whether the master weights can be rebuilt; changes nothing."""
 
     def split(
-        self, master: torch.Tensor, remainder: torch.Tensor, exp_avg_sq: torch.Tensor, weights: Pieces
+        self, whole: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor], weight: torch.Tensor
     ) -> SplitJob:
-        """Begins to fill ``remainder``, and to mark elements in the sign of ``exp_avg_sq``."""
+        """Begins to fill the remainders, and to mark elements in the moments of ``parts`` or beside them."""
 
     def join(
-        self, master: torch.Tensor, remainder: torch.Tensor, exp_avg_sq: torch.Tensor, weights: Pieces
+        self, whole: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor], weight: torch.Tensor
     ) -> SplitJob:
-        """Begins to fill ``master``, and to take the marks away."""
+        """Begins to fill the master weights, and to take the marks from the moments of ``whole``."""
 
     def digest(self, weights: Pieces) -> bytes:
         """A hash of the weights' bits, in parts; waits for it."""
@@ -83,11 +94,15 @@ class SplitArithmetic(Protocol):
 @lru_cache(maxsize=1 << 16)
 def split_layout(chunk: Chunk) -> Chunk:
     """The same chunk as its extent holds it while its master weights are split."""
-    kinds = (
-        (REMAINDER, REMAINDER_DTYPE.itemsize) if piece.kind == MASTER else (piece.kind, piece.nbytes // chunk.numel)
-        for piece in chunk.pieces
-    )
-    pieces, nbytes = pieces_of(chunk.numel, tuple(kinds))
+    kinds, scales = [(REMAINDER, SPLIT_DTYPES[REMAINDER].itemsize)], []
+    for piece in chunk.pieces:
+        if piece.kind in SCALES_OF_8_BITS:
+            scales.append((piece.kind, SCALES_OF_8_BITS[piece.kind].itemsize))
+        elif piece.kind != MASTER:
+            kinds.append((piece.kind, piece.nbytes // chunk.numel))
+    if scales:  # moments without a sign to spare
+        scales.append((MARKS, SCALE_NUMEL // 8))
+    pieces, nbytes = pieces_of(chunk.numel, tuple(kinds), tuple(scales))
     return replace(chunk, pieces=pieces, nbytes=nbytes)
 
 
@@ -103,10 +118,10 @@ class SplitMasters:
         self._arithmetic = arithmetic
         self._weights = weights
 
-    def weights_of(self, chunk: Chunk, kinds: Mapping[str, torch.dtype]) -> Pieces | None:
+    def weights_of(self, chunk: Chunk, states: Mapping[str, torch.dtype]) -> Pieces | None:
         """What a chunk with this state can be split over now; None where it cannot be."""
-        if dict(kinds) != ADAM_IN_FP32:
-            return None
+        if states != self._arithmetic.state_dtypes or split_layout(chunk).nbytes > chunk.nbytes:
+            return None  # of few elements, one more kind takes more than is saved
         return self._weights.rounded(chunk)
 
     def remainders_are_zero(self, weights: Pieces) -> bool:
@@ -135,24 +150,31 @@ class SplitMasters:
 
     def join(self, chunk: Chunk, buffer: torch.Tensor, weights: Pieces) -> None:
         """Turns a split chunk in a buffer (uint8, of the whole chunk's bytes) into a whole one."""
-        split, whole = (views_of(layout, buffer, ADAM_IN_FP32) for layout in (split_layout(chunk), chunk))
+        split, whole = self._views(chunk, buffer)
         parts = {kind: view.clone() for kind, view in split.items()}  # both layouts are in the same memory
-        for kind in (EXP_AVG, EXP_AVG_SQ):
+        for kind in whole.keys() & parts.keys():
             whole[kind].copy_(parts[kind])
-        job = self._arithmetic.join(whole[MASTER], parts[REMAINDER], whole[EXP_AVG_SQ], weights)
-        _wait(job, chunk)
+        weight = _in_one(weights)
+        _wait(self._arithmetic.join(whole, parts, weight), chunk)
 
     def split(self, chunk: Chunk, buffer: torch.Tensor, weights: Pieces) -> bool:
         """Turns a whole chunk in a buffer into a split one; False, and unchanged, where that would lose a bit."""
-        split, whole = (views_of(layout, buffer, ADAM_IN_FP32) for layout in (split_layout(chunk), chunk))
-        remainder = empty(chunk.numel, REMAINDER_DTYPE)
-        if not self._arithmetic.splits_exactly(whole[MASTER], remainder, whole[EXP_AVG_SQ], weights):
+        split, whole = self._views(chunk, buffer)
+        parts = {kind: empty(view.numel(), view.dtype) for kind, view in split.items()}
+        weight = _in_one(weights)
+        if not self._arithmetic.splits_exactly(whole, parts, weight):
             return False
-        _wait(self._arithmetic.split(whole[MASTER], remainder, whole[EXP_AVG_SQ], weights), chunk)
-        parts = {EXP_AVG: whole[EXP_AVG].clone(), EXP_AVG_SQ: whole[EXP_AVG_SQ].clone(), REMAINDER: remainder}
+        for kind in whole.keys() & parts.keys():
+            parts[kind].copy_(whole[kind])
+        _wait(self._arithmetic.split(whole, parts, weight), chunk)
         for kind, view in split.items():
             view.copy_(parts[kind])
         return True
+
+    def _views(self, chunk: Chunk, buffer: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Of a buffer, as a split and as a whole chunk."""
+        dtypes = self._arithmetic.state_dtypes
+        return views_of(split_layout(chunk), buffer, dtypes), views_of(chunk, buffer, dtypes)
 
 
 def changed_unnoticed(chunk: Chunk) -> TenCacheError:
@@ -163,6 +185,11 @@ def changed_unnoticed(chunk: Chunk) -> TenCacheError:
         'deepspeed.zero.GatheredParameters(..., modifier_rank=...) only, or set "tencache.split_master" to false. '
         "This state is lost; load a checkpoint."
     )
+
+
+def _in_one(weights: Pieces) -> torch.Tensor:
+    """All weights in one tensor; a copy of several."""
+    return weights[0][1] if len(weights) == 1 else torch.cat([weight for _, weight in weights])
 
 
 def _bits(weight: torch.Tensor) -> np.ndarray:

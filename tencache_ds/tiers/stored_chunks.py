@@ -187,7 +187,7 @@ class StoredChunks:
         extent = group.extents.get(chunk.index)
         if self._masters is None or extent is None or extent.nbytes != split_layout(chunk).nbytes:
             return False
-        weights = self._masters.weights_of(chunk, dict(group.spec.kinds))
+        weights = self._masters.weights_of(chunk, dict(group.spec.states))
         if weights is None or not self._masters.remainders_are_zero(weights):
             return False
         if self._ahead:
@@ -226,7 +226,7 @@ class StoredChunks:
             SpaceError: not enough space.
             TenCacheError: there is no store.
         """
-        splits = self._masters is not None and self._masters.weights_of(chunk, dict(group.spec.kinds)) is not None
+        splits = self._masters is not None and self._masters.weights_of(chunk, dict(group.spec.states)) is not None
         self._allocate(group, chunk, split_layout(chunk).nbytes if splits else chunk.nbytes)
 
     def store(self, group: SubGroup, chunk: Chunk, source: torch.Tensor) -> None:
@@ -347,7 +347,7 @@ class StoredChunks:
         """Splits the master weights of a whole chunk in a buffer, if it can; the digest of the weights, or nothing."""
         if self._masters is None or keep_whole:
             return b""
-        weights = self._masters.weights_of(chunk, dict(self._groups[chunk.sub_group].spec.kinds))
+        weights = self._masters.weights_of(chunk, dict(self._groups[chunk.sub_group].spec.states))
         if weights is None or not self._masters.split(chunk, buffer, weights):
             return b""
         return self._masters.digest(weights)

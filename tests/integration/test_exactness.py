@@ -321,6 +321,14 @@ def test_split_master_weights_save_two_bytes_per_parameter(settings: Any) -> Non
         assert moved["nvme_read"] / result["numel"] == pytest.approx(nbytes, rel=0.01)
 
 
+def test_split_master_weights_of_8_bit_adam_save_a_third(one_rank: Any) -> None:
+    """6.03 bytes per parameter if they were whole; pieces of small chunks are filled up to pages."""
+    result = one_rank.result("eight_bit", "tencache")
+    moved = result["stats"]["last_step"]["nbytes"]
+    assert moved["nvme_read"] == moved["nvme_write"] == result["stats"]["stored_nbytes"]
+    assert moved["nvme_read"] / result["numel"] == pytest.approx(4.16, rel=0.08)
+
+
 @pytest.mark.parametrize("backend", TRAFFIC)
 def test_nvme_bytes_per_parameter_and_step(settings: Any, backend: str) -> None:
     result = settings.result(f"traffic_{backend}", "tencache")

@@ -62,6 +62,8 @@ class State:
     weight: torch.Tensor
     remainder: torch.Tensor | None = None
     """Remainder of split master weights: with it, ``master`` and ``exp_avg_sq`` are those of the last :meth:`join`."""
+    marks: torch.Tensor | None = None
+    """Bits that mark elements of split master weights; None where signs of ``exp_avg_sq`` do."""
 
     @classmethod
     def of(cls, master: torch.Tensor, weight_dtype: torch.dtype) -> State:
@@ -81,20 +83,26 @@ class State:
 
     def master_run(self) -> tuple[int, ...]:
         """Addresses for splitting and joining."""
-        arrays = (self.master, self.remainder, self.weight, self.exp_avg_sq)
-        return (*(array.data_ptr() for array in arrays), self.master.numel())
+        arrays = (self.master, self.remainder, self.weight)
+        squares = self.exp_avg_sq.data_ptr() if self.marks is None else 0
+        return (*(array.data_ptr() for array in arrays), squares, self.master.numel())
+
+    @property
+    def marks_address(self) -> int:
+        """Of the marks; 0 without."""
+        return 0 if self.marks is None else self.marks.data_ptr()
 
     def split(self, team: Any, variant: str = "") -> State:
         """Splits the master weights, and wipes them out."""
         self.remainder = torch.empty(self.master.numel(), dtype=torch.int16)
-        assert team.splits_exactly([self.master_run()], variant)
-        assert team.split([self.master_run()], variant).wait(60)
+        assert team.splits_exactly([self.master_run()], variant, self.marks_address)
+        assert team.split([self.master_run()], variant, self.marks_address).wait(60)
         self.master.fill_(7)
         return self
 
     def join(self, team: Any, variant: str = "") -> State:
         """The whole master weights again."""
-        assert team.join([self.master_run()], variant).wait(60)
+        assert team.join([self.master_run()], variant, self.marks_address).wait(60)
         return self
 
     def differing(self, other: State) -> int:
@@ -303,8 +311,9 @@ SPECIAL_HIGHS = (0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3FFF, 0x7EFF, 0x7F7E,
 
 @settings(max_examples=20, deadline=None)
 @given(highs=st.lists(st.integers(0, 0x7F7F) | st.sampled_from(SPECIAL_HIGHS), min_size=1, max_size=8))
+@pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("variant", ["avx512", "avx2", "neon"])
-def test_split_and_joined_every_lower_half_is_as_before(op: Any, variant: str, highs: list[int]) -> None:
+def test_split_and_joined_every_lower_half_is_as_before(op: Any, variant: str, marked: bool, highs: list[int]) -> None:
     """All remainders, ties and carries among them: a number near each end is rounded into the next weight."""
     if variant not in variants(op):
         return
@@ -316,6 +325,8 @@ def test_split_and_joined_every_lower_half_is_as_before(op: Any, variant: str, h
     master = numbers.to(torch.uint32).view(torch.float32)
     state = State.of(master, torch.bfloat16)
     state.exp_avg_sq = torch.rand(master.numel()) * 1e-20
+    if marked:
+        state.marks = torch.full((-(-master.numel() // 8),), 0xFF, dtype=torch.uint8)
     before = dataclasses.replace(state, master=master.clone(), exp_avg_sq=state.exp_avg_sq.clone())
     assert state.split(team, variant).join(team, variant).differing(before) == 0
     team.close()
@@ -407,9 +418,7 @@ def test_an_update_of_split_master_weights_compares_the_weights_and_says_what_th
 
     # A weight changes: its block of 32,768 elements is left as it is.
     state.weight[part + 17] += 1
-    kept = dataclasses.replace(
-        state, **{field.name: getattr(state, field.name).clone() for field in dataclasses.fields(State)}
-    )
+    kept = copy.deepcopy(state)
     job = team.adam(runs, "bfloat16", "bfloat16", 0, scalars, True, bytes(job.digest))
     assert job.wait(60)
     assert not job.match
@@ -536,6 +545,11 @@ def test_wrong_arguments_are_named(op: Any, team: Any) -> None:
         team.adam([state.run(None)], "float32", "bfloat16", 5, scalars)
     with pytest.raises(ValueError, match="address"):
         team.adam([(0, 0, 0, 0, 0, 4)], "float32", "bfloat16", 0, scalars)
+    state.remainder, state.marks = torch.zeros(4, dtype=torch.int16), torch.zeros(1, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="address"):
+        team.split([state.master_run()])
+    with pytest.raises(ValueError, match="one run"):
+        team.split([state.master_run()] * 2, "", state.marks_address)
     with pytest.raises(ValueError, match="positive"):
         op.Team(0)
 

@@ -22,7 +22,7 @@ from tencache_ds.integration.eight_bit_adam import EightBitAdam, class_named, ne
 from tencache_ds.planning.chunks import SCALE_NUMEL
 from tencache_ds.tiers.cpu_share import ArithmeticCores
 from tencache_ds.tiers.fused_adam import TYPES, BlockwiseAdam
-from tencache_ds.tiers.kinds import FIRST, FIRST_SCALE, MASTER, SECOND, SECOND_SCALE
+from tencache_ds.tiers.kinds import FIRST, FIRST_SCALE, MARKS, MASTER, REMAINDER, SECOND, SECOND_SCALE
 from tencache_ds.tiers.unfused_update import Scratch, UnfusedUpdate
 from tencache_ds.tiers.update import SubGroupStep
 
@@ -156,6 +156,89 @@ def test_bits_are_those_of_bitsandbytes(
         for name, value in theirs.items():
             assert torch.equal(ours[name], value), name
         assert torch.equal(torch.cat([weight for _, weight in weights]), theirs[MASTER].to(dtypes[1]))
+
+
+@given(
+    numel=SIZES,
+    cuts=st.lists(st.integers(0, 10**6), max_size=4),
+    dtype=st.sampled_from(list(TYPES)),
+    gradients=st.lists(st.sampled_from(["normal", "wide", "sparse", "zero", "special"]), min_size=1, max_size=4),
+    lr=st.sampled_from([0.0, 1e-5, 1e-2]),
+    variant=st.sampled_from(VARIANTS),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=60, deadline=None)
+def test_split_master_weights_change_no_bit(
+    numel: int,
+    cuts: list[int],
+    dtype: torch.dtype,
+    gradients: list[str],
+    lr: float,
+    variant: str,
+    seed: int,
+) -> None:
+    if variant not in variants():
+        variant = ""
+    generator, adam = torch.Generator().manual_seed(seed), kernel()
+    whole = state_of(numel, generator)
+    lower = torch.tensor([0x8000, 0x8000, 0x7FFF, 0x8001, 0, 0xFFFF], dtype=torch.int32)  # ties, and beside them
+    chosen = lower[torch.randint(0, len(lower), (numel,), generator=generator)]
+    whole[MASTER] = ((whole[MASTER].view(torch.int32) >> 16 << 16) | chosen).view(torch.float32)
+    weight = whole[MASTER].bfloat16()
+    split = {kind: value.clone() for kind, value in whole.items() if kind != MASTER}
+    split[REMAINDER] = torch.empty(numel, dtype=torch.int16)
+    split[MARKS] = torch.empty(SCALE_NUMEL // 8 * -(-numel // SCALE_NUMEL), dtype=torch.uint8)
+    assert adam.splits_exactly(whole, split, weight)
+    assert adam.split(whole, split, weight).wait(60)
+    ours, theirs = (weights_of(numel, cuts, torch.bfloat16) for _ in range(2))
+    for first, part in (*ours, *theirs):
+        part.copy_(weight[first : first + part.numel()])
+    expected = b""
+    for number, kind in enumerate(gradients, 1):
+        gradient = gradient_of(numel, kind, dtype, generator)
+        group = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+        scalars, _ = arithmetic().scalars(number, group, 1.0)
+        assert adam.takes(split, gradient, (part for _, part in ours))
+        job = adam.start(split, gradient, ours, scalars, expected, variant)
+        assert job.wait(60)
+        assert job.match
+        expected = bytes(job.digest)
+        assert expected == adam.digest(ours)
+        assert adam.start(whole, gradient, theirs, scalars, variant=variant).wait(60)
+    new, master = torch.cat([part for _, part in ours]), whole[MASTER].clone()
+    whole[MASTER] = torch.empty(numel)
+    assert adam.join(whole, split, new).wait(60)
+    assert torch.equal(whole[MASTER].view(torch.int32), master.view(torch.int32))
+    assert torch.equal(new.view(torch.int16), torch.cat([part for _, part in theirs]).view(torch.int16))
+    for kind in (FIRST, SECOND, FIRST_SCALE, SECOND_SCALE):
+        assert torch.equal(split[kind].view(torch.uint8), whole[kind].view(torch.uint8)), kind
+
+
+def test_an_update_of_split_master_weights_needs_the_expected_weights() -> None:
+    numel, part = 100_003, 40_000
+    state = state_of(numel, torch.Generator().manual_seed(1))
+    whole, weight = state.copy(), state.pop(MASTER).bfloat16()
+    state[REMAINDER] = torch.empty(numel, dtype=torch.int16)
+    state[MARKS] = torch.empty(SCALE_NUMEL // 8 * -(-numel // SCALE_NUMEL), dtype=torch.uint8)
+    adam, gradient = kernel(), torch.ones(numel)
+    assert adam.split(whole, state, weight).wait(60)
+    group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    scalars, _ = arithmetic().scalars(1, group, 1.0)
+    weights = [(0, weight[:part]), (part, weight[part:])]
+    expected = adam.digest(weights)
+    weight.view(torch.int16)[part + 17] += 1
+    kept = {kind: value.clone() for kind, value in state.items()}
+    job = adam.start(state, gradient, weights, scalars, expected)
+    assert job.wait(60)
+    assert not job.match
+    block = slice(32_768, 2 * 32_768)  # of the changed weight: left as it is
+    for kind in (REMAINDER, FIRST):
+        assert torch.equal(state[kind][block], kept[kind][block])
+        assert not torch.equal(state[kind][:32_768], kept[kind][:32_768])
+    with pytest.raises(ValueError, match="has no weight"):
+        adam.start(state, gradient, weights[1:], scalars)
+    with pytest.raises(ValueError, match="another number of weights"):
+        adam.start(state, gradient, weights, scalars, b"12345678")
 
 
 def test_special_values_are_theirs_too() -> None:

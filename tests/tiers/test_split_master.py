@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from tencache_ds.errors import TenCacheError
 from tencache_ds.items import Place
 from tencache_ds.observability.counters import Link
-from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, adam_scalars
+from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
 from tencache_ds.planning.size_classes import SizeClass
-from tencache_ds.tiers.fused_adam import FusedAdam
-from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, REMAINDER
+from tencache_ds.tiers.fused_adam import BlockwiseAdam, FusedAdam
+from tencache_ds.tiers.kinds import EXP_AVG_SQ, MARKS, MASTER, REMAINDER, SCALES_OF_8_BITS, SECOND
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import SplitMasters, changed_unnoticed
 from tencache_ds.tiers.sub_group import SubGroupSpec
 from tests.tiers.conftest import TIMEOUT_S, Storage
+from tests.tiers.test_blockwise_adam import arithmetic
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the op
 
-KINDS = tuple((kind, torch.float32) for kind in (MASTER, EXP_AVG, EXP_AVG_SQ))
 NUMEL = 2 * 4096 + 100
 N_CHUNKS = 3
 CHUNK_NBYTES = 12 * 4096
@@ -60,9 +60,12 @@ class Weights:
         return False
 
 
-def scalars_of(number: int) -> AdamScalars:
+def scalars_of(number: int, adam: FusedAdam) -> Any:
     """The inputs of a step."""
     betas = (0.9, 0.999)
+    if isinstance(adam, BlockwiseAdam):
+        group = {"lr": 1e-3, "betas": betas, "eps": 1e-8, "weight_decay": 0.01}
+        return arithmetic().scalars(number, group, 1.0)[0]
     return adam_scalars(
         lr=1e-3,
         betas=betas,
@@ -88,9 +91,14 @@ class Bench:
     ) -> None:
         folder.mkdir(exist_ok=True)
         self.adam, self.weights, self.n_steps = adam, weights or Weights(), 0
+        dtypes = adam.state_dtypes
+        kinds = tuple((kind, dtype) for kind, dtype in dtypes.items() if kind not in SCALES_OF_8_BITS)
+        scales = tuple((kind, dtype) for kind, dtype in dtypes.items() if kind in SCALES_OF_8_BITS)
+        self.square = SECOND if scales else EXP_AVG_SQ
+        self.n_splittable = N_CHUNKS - 1 if scales else N_CHUNKS  # marks of 100 elements would take a page
         self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES, 3),))
         self.tier = OptimizerStateTier(
-            [SubGroupSpec(NUMEL, KINDS, ON_NVME)],
+            [SubGroupSpec(NUMEL, kinds, ON_NVME, scales=scales)],
             store=self.storage.store,
             pool=lambda: self.storage.pool,
             counters=self.storage.counters,
@@ -120,7 +128,7 @@ class Bench:
         gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(self.n_steps)).to(torch.bfloat16)
         if self.n_steps > 2:
             gradient[77::1500] = float("nan")
-        scalars = scalars_of(self.n_steps)
+        scalars = scalars_of(self.n_steps, self.adam)
         self.tier.begin_pass(self.tier.chunks(0))
         for chunk in self.tier.chunks(0):
             used = self.tier.take(chunk, split=True)
@@ -142,7 +150,7 @@ class Bench:
             self.tier.write(0, {MASTER: self.tier.read(0, MASTER, first, numel) * 0.75}, first)
         elif operation == "write moments":
             numel = min(300, NUMEL - first)
-            self.tier.write(0, {EXP_AVG_SQ: self.tier.read(0, EXP_AVG_SQ, first, numel) * 3}, first)
+            self.tier.write(0, {self.square: self.tier.read(0, self.square, first, numel) * 3}, first)
         elif operation == "keep all":
             self.tier.keep(0, self.tier.borrow(0))
         elif operation == "change a weight":
@@ -157,8 +165,7 @@ class Bench:
             self.weights.in_memory = operation == "weights return"
 
     def value(self) -> list[torch.Tensor]:
-        state = [self.tier.borrow(0)[kind].view(torch.int32) for kind, _ in KINDS]
-        return [*state, *(part.view(torch.int16) for part in self.weights.parts)]
+        return [value.view(torch.uint8) for value in (*self.tier.borrow(0).values(), *self.weights.parts)]
 
     def close(self) -> None:
         self.tier.close()
@@ -177,9 +184,9 @@ OPERATIONS = (
 )
 
 
-@pytest.fixture(scope="module")
-def adam() -> Any:
-    adam = FusedAdam(1)
+@pytest.fixture(scope="module", params=["fp32", "8 bits"])
+def adam(request: pytest.FixtureRequest) -> Any:
+    adam = FusedAdam(1) if request.param == "fp32" else arithmetic().one_pass(1)
     yield adam
     adam.close()
 
@@ -212,11 +219,18 @@ def test_nothing_that_is_done_with_it_sees_a_difference(adam: FusedAdam, operati
                 bench.close()
 
 
-def test_an_update_moves_ten_bytes_for_each_parameter(split: Bench) -> None:
-    assert split.n_split == N_CHUNKS
+def stored_nbytes(adam: FusedAdam, *, split: bool) -> int:
+    """Two chunks of 4096 elements, and one of 100 with a page of each kind."""
+    if isinstance(adam, BlockwiseAdam):  # scales, and marks, have a page even in the larger ones
+        return 2 * ((2 + 1 + 1 + 2 + 1) if split else (4 + 1 + 1 + 2)) * 4096 + 5 * 4096
+    return 2 * (10 if split else 12) * 4096 + 3 * 4096
+
+
+def test_an_update_moves_two_bytes_less_for_each_parameter(split: Bench) -> None:
+    assert split.n_split == split.n_splittable
     split.update()  # of fresh chunks, which are not written before
     split.tier.drain()
-    whole = 2 * 10 * 4096 + 3 * 4096  # the last chunk has a page of each kind
+    whole = stored_nbytes(split.adam, split=True)
     for _ in range(3):
         before = dict(split.storage.counters.total().nbytes)
         n_bytes_written = split.storage.backend.counters.bytes_written
@@ -227,20 +241,21 @@ def test_an_update_moves_ten_bytes_for_each_parameter(split: Bench) -> None:
         assert split.storage.backend.counters.bytes_written - n_bytes_written == whole
 
 
-@pytest.mark.parametrize(("is_split", "n_written"), [(True, 0), (False, 4)])
+@pytest.mark.parametrize("is_split", [True, False])
 def test_of_fresh_chunks_nothing_but_whole_master_weights_is_written_and_read(
-    adam: FusedAdam, tmp_path: Path, is_split: bool, n_written: int
+    adam: FusedAdam, tmp_path: Path, is_split: bool
 ) -> None:
     bench = Bench(tmp_path, adam, split=is_split)
     try:
-        fresh = n_written * (2 * 4096 + 1024)  # the last chunk has a page for 100 elements
+        n_whole = N_CHUNKS - bench.n_splittable if is_split else N_CHUNKS
+        fresh = 4096 * (4 * n_whole - 3 if n_whole else 0)  # the last chunk has a page for 100 elements
         assert bench.storage.counters.total().nbytes[Link.NVME_WRITE] == fresh
-        assert [bench.tier.read(0, kind).any().item() for kind in (MASTER, EXP_AVG, EXP_AVG_SQ)] == [True, False, False]
+        assert [kind for kind, value in bench.tier.borrow(0).items() if value.any()] == [MASTER]
         before = dict(bench.storage.counters.total().nbytes)
         bench.update()
         moved = {link: bench.storage.counters.total().nbytes[link] - before[link] for link in before}
-        state = (10 if is_split else 12) * 2 * 4096 + 3 * 4096
-        assert (moved[Link.NVME_READ], moved[Link.NVME_WRITE]) == (fresh, state)
+        expected = fresh, stored_nbytes(adam, split=is_split)
+        assert (moved[Link.NVME_READ], moved[Link.NVME_WRITE]) == expected
     finally:
         bench.close()
 
@@ -249,14 +264,11 @@ def test_master_weights_that_equal_the_weights_have_remainders_of_zero(adam: Fus
     """Whatever their bits are, except for one NaN, whose remainder holds its upper half."""
     bits = torch.arange(2**16 - 1, dtype=torch.int32)
     weights = [(0, bits.to(torch.int16).view(torch.bfloat16))]
-    master, remainder, squares = (
-        torch.empty(bits.numel()),
-        torch.zeros_like(bits, dtype=torch.int16),
-        torch.zeros(bits.numel()),
-    )
-    assert adam.join(master, remainder, squares, weights).wait(TIMEOUT_S)
-    assert torch.equal(master.view(torch.int32), bits << 16)
-    assert not squares.view(torch.int32).any()
+    whole = {kind: torch.zeros(bits.numel(), dtype=dtype) for kind, dtype in adam.state_dtypes.items()}
+    parts = {REMAINDER: torch.zeros(bits.numel(), dtype=torch.int16), MARKS: torch.zeros(2**13, dtype=torch.uint8)}
+    assert adam.join(whole, parts, weights[0][1]).wait(TIMEOUT_S)
+    assert torch.equal(whole.pop(MASTER).view(torch.int32), bits << 16)
+    assert not any(value.any() for value in whole.values())
     masters = SplitMasters(adam, Weights())
     assert masters.remainders_are_zero(weights)
     weights.append((bits.numel(), torch.tensor([-1], dtype=torch.int16).view(torch.bfloat16)))
@@ -268,7 +280,7 @@ def test_a_fresh_chunk_with_another_remainder_is_written(adam: FusedAdam, tmp_pa
     weights.parts[1].view(torch.int16)[0] = -1
     bench = Bench(tmp_path, adam, split=True, weights=weights)
     try:
-        assert bench.n_split == N_CHUNKS - 1
+        assert bench.n_split == bench.n_splittable - 1
         expected = torch.cat([part.view(torch.int16) for part in weights.parts]).int() << 16
         assert torch.equal(bench.tier.read(0, MASTER).view(torch.int32), expected)
     finally:
@@ -278,10 +290,10 @@ def test_a_fresh_chunk_with_another_remainder_is_written(adam: FusedAdam, tmp_pa
 def test_what_was_joined_is_split_by_the_next_update(split: Bench) -> None:
     chunks = split.tier.chunks(0)
     split.tier.join(chunks[:2])
-    assert split.n_split == N_CHUNKS - 2
+    assert split.n_split == split.n_splittable - 2
     split.weights.of(chunks[1])[0][1].fill_(2.0)
     split.update()
-    assert split.n_split == N_CHUNKS
+    assert split.n_split == split.n_splittable
 
 
 USES: dict[str, Callable[[Bench], Any]] = {

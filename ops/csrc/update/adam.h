@@ -72,8 +72,9 @@ struct MasterRun {
     FloatBits* master;
     std::uint16_t* remainder;
     const std::uint16_t* weight;  // bits of bfloat16
-    FloatBits* exp_avg_sq;
+    FloatBits* exp_avg_sq;        // whose signs mark elements; null: marks do, where moments have no sign to spare
     std::size_t numel;
+    std::uint8_t* marks = nullptr;  // a bit an element, the lowest first
 };
 
 struct AdamTypes {
@@ -88,6 +89,8 @@ struct BlockwiseScalars;
 struct BlockwiseMaps;
 struct BlockwiseRun;
 using BlockwiseKernel = void (*)(const BlockwiseScalars&, const BlockwiseMaps&, ElementType gradient, const BlockwiseRun&);
+using SplitBlockwiseKernel = void (*)(const BlockwiseScalars&, const BlockwiseMaps&, ElementType gradient,
+                                      const BlockwiseRun&, std::uint16_t* weight);
 
 struct AdamVariant {
     AdamKernel kernel = nullptr;        // null where this processor has no vectors that DeepSpeed would use
@@ -96,6 +99,7 @@ struct AdamVariant {
     bool (*splits_exactly)(MasterRun) = nullptr;  // whether nothing would be lost; changes nothing
     void (*join)(MasterRun) = nullptr;
     BlockwiseKernel blockwise = nullptr;
+    SplitBlockwiseKernel split_blockwise = nullptr;  // rounds into the bfloat16 weights as well
     void (*round)(ElementType weight_type, const float* master, void* weight, std::size_t numel) = nullptr;
     const char* name = "none";
     std::size_t width = 1;  // elements per vector; the remainder is the scalar tail of DeepSpeed's op

@@ -66,13 +66,15 @@ struct BlockwiseMaps {
 
 // A run of elements whose addresses are contiguous in every array. It begins where a scale does.
 struct BlockwiseRun {
-    float* master;
+    float* master;                 // null: split, see split_master.inc
     std::uint8_t* first;
     float* first_scale;
     std::uint8_t* second;
     float* second_scale;
     const void* gradient;
     std::size_t numel;
+    std::uint16_t* remainder = nullptr;  // of split master weights
+    std::uint8_t* marks = nullptr;       // of these
 };
 
 }  // namespace tencache

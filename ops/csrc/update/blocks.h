@@ -107,6 +107,51 @@ inline std::vector<std::vector<WeightPart>> cut_blocks(const std::vector<WeightT
     return blocks;
 }
 
+// Of split master weights, weights of all elements are needed.
+inline void check_covered(const std::vector<std::vector<WeightPart>>& blocks, std::size_t numel, ElementType weight_type)
+{
+    if (weight_type != ElementType::bfloat16) {
+        throw std::invalid_argument("split master weights are those of bfloat16 weights");
+    }
+    for (const auto& block : blocks) {
+        for (const WeightPart& part : block) { numel -= part.numel; }
+    }
+    if (numel != 0) { throw std::invalid_argument("an element of split master weights has no weight"); }
+}
+
+// The bfloat16 weights of a block, one behind the other: those themselves, or a copy of several.
+class ContiguousWeights {
+public:
+    ContiguousWeights(const std::vector<WeightPart>& parts, std::size_t numel) : parts_(parts)
+    {
+        if (parts.size() == 1) { return; }
+        copy_.resize(numel);
+        move([](std::uint16_t* copy, void* weight, std::size_t nbytes) { std::memcpy(copy, weight, nbytes); });
+    }
+
+    std::uint16_t* values() { return copy_.empty() ? static_cast<std::uint16_t*>(parts_.front().weight) : copy_.data(); }
+
+    void write_back()
+    {
+        if (copy_.empty()) { return; }
+        move([](std::uint16_t* copy, void* weight, std::size_t nbytes) { std::memcpy(weight, copy, nbytes); });
+    }
+
+private:
+    template <class Function>
+    void move(Function function)
+    {
+        std::size_t position = 0;
+        for (const WeightPart& part : parts_) {
+            function(copy_.data() + position, part.weight, part.numel * sizeof(std::uint16_t));
+            position += part.numel;
+        }
+    }
+
+    const std::vector<WeightPart>& parts_;
+    std::vector<std::uint16_t> copy_;
+};
+
 // The parts of each block of the chunk, however its runs divide it: what its digests are of.
 template <class Part>
 std::vector<std::vector<Part>> by_block(const std::vector<Part>& parts)
@@ -134,12 +179,14 @@ using Blocks = std::vector<std::vector<AdamRun>>;
 // master, remainder, weight, exp_avg_sq, numel
 using MasterTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::size_t>;
 
-inline std::vector<MasterRun> cut_blocks(const std::vector<MasterTuple>& runs)
+// With an address of marks, those of one run, which has no exp_avg_sq then.
+inline std::vector<MasterRun> cut_blocks(const std::vector<MasterTuple>& runs, std::uintptr_t marks)
 {
     std::vector<MasterRun> blocks;
+    if (marks != 0 && runs.size() != 1) { throw std::invalid_argument("marks are those of one run"); }
     for (const MasterTuple& run : runs) {
         const auto [master, remainder, weight, exp_avg_sq, run_numel] = run;
-        if (master == 0 || remainder == 0 || weight == 0 || exp_avg_sq == 0) {
+        if (master == 0 || remainder == 0 || weight == 0 || (exp_avg_sq == 0) != (marks != 0)) {
             throw std::invalid_argument("a run has no address");
         }
         for (std::size_t start = 0; start < run_numel; start += BLOCK_NUMEL) {
@@ -147,8 +194,9 @@ inline std::vector<MasterRun> cut_blocks(const std::vector<MasterTuple>& runs)
                 reinterpret_cast<FloatBits*>(master) + start,
                 reinterpret_cast<std::uint16_t*>(remainder) + start,
                 reinterpret_cast<const std::uint16_t*>(weight) + start,
-                reinterpret_cast<FloatBits*>(exp_avg_sq) + start,
+                exp_avg_sq == 0 ? nullptr : reinterpret_cast<FloatBits*>(exp_avg_sq) + start,
                 std::min(BLOCK_NUMEL, run_numel - start),
+                marks == 0 ? nullptr : reinterpret_cast<std::uint8_t*>(marks) + start / 8,
             });
         }
     }
@@ -169,7 +217,8 @@ struct Digests {
 
 // Whether the weights of a block are those that its master weights are split over; notes it if not. Without them the
 // master weights are lost: nothing is made of others.
-inline bool has_expected_weights(Digests& digests, std::size_t index, const std::vector<AdamRun>& block)
+template <class Part>
+bool has_expected_weights(Digests& digests, std::size_t index, const std::vector<Part>& block)
 {
     if (digests.before.empty() || digest_of(block) == digests.before[index]) { return true; }
     digests.match = false;

@@ -37,6 +37,7 @@ using tencache::BlockwiseRun;
 using tencache::BlockwiseScalars;
 using tencache::Blocks;
 using tencache::Call;
+using tencache::ContiguousWeights;
 using tencache::Digests;
 using tencache::ElementType;
 using tencache::Job;
@@ -51,6 +52,7 @@ using tencache::WeightPart;
 using tencache::WeightRun;
 using tencache::WeightTuple;
 using tencache::by_block;
+using tencache::check_covered;
 using tencache::check_state;
 using tencache::cut_blocks;
 using tencache::digest_of;
@@ -152,6 +154,8 @@ public:
                          const std::string& weight_type,
                          const BlockwiseScalars& scalars,
                          const std::shared_ptr<BlockwiseMaps>& maps,
+                         std::uintptr_t marks,
+                         const std::string& expected,
                          const std::string& variant_name)
     {
         const AdamVariant variant = variant_of(variant_name);
@@ -161,26 +165,40 @@ public:
         }
         auto parts = std::make_shared<std::vector<std::vector<WeightPart>>>(
             cut_blocks(weights, numel, element_nbytes(rounded)));
+        const bool split = marks != 0;
+        if (split) { check_covered(*parts, numel, rounded); }
+        auto digests = digests_for(expected, split ? parts->size() : 0);
         auto job = std::make_shared<Job>();
         job->n_blocks = parts->size();
         job->run = [=](std::size_t index) {
             const std::size_t start = index * BLOCK_NUMEL, scale = start / SCALE_NUMEL;
-            auto* master = reinterpret_cast<float*>(arrays[0]);
-            const auto* gradient = reinterpret_cast<const char*>(arrays[5]) + start * element_nbytes(gradients);
-            variant.blockwise(scalars, *maps, gradients, BlockwiseRun{
-                master + start,
+            auto* master = split ? nullptr : reinterpret_cast<float*>(arrays[0]);
+            const BlockwiseRun run{
+                split ? nullptr : master + start,
                 reinterpret_cast<std::uint8_t*>(arrays[1]) + start,
                 reinterpret_cast<float*>(arrays[2]) + scale,
                 reinterpret_cast<std::uint8_t*>(arrays[3]) + start,
                 reinterpret_cast<float*>(arrays[4]) + scale,
-                gradient,
+                reinterpret_cast<const char*>(arrays[5]) + start * element_nbytes(gradients),
                 std::min(BLOCK_NUMEL, numel - start),
-            });
-            for (const WeightPart& part : (*parts)[index]) {
-                variant.round(rounded, master + part.start, part.weight, part.numel);
+                split ? reinterpret_cast<std::uint16_t*>(arrays[0]) + start : nullptr,
+                split ? reinterpret_cast<std::uint8_t*>(marks) + start / 8 : nullptr,
+            };
+            const auto& weights_of_block = (*parts)[index];
+            if (!split) {
+                variant.blockwise(scalars, *maps, gradients, run);
+                for (const WeightPart& part : weights_of_block) {
+                    variant.round(rounded, master + part.start, part.weight, part.numel);
+                }
+                return;
             }
+            if (!has_expected_weights(*digests, index, weights_of_block)) { return; }
+            ContiguousWeights contiguous(weights_of_block, run.numel);
+            variant.split_blockwise(scalars, *maps, gradients, run, contiguous.values());
+            contiguous.write_back();
+            digests->after[index] = digest_of(weights_of_block);
         };
-        return submit(job);
+        return submit(job, digests);
     }
 
     py::bytes digest(const std::vector<std::tuple<std::uintptr_t, std::size_t>>& runs)
@@ -205,23 +223,23 @@ public:
         return bytes_of(*digests);
     }
 
-    PyJob split(const std::vector<MasterTuple>& runs, const std::string& variant_name)
+    PyJob split(const std::vector<MasterTuple>& runs, const std::string& variant_name, std::uintptr_t marks)
     {
-        return over(runs, variant_of(variant_name).split);
+        return over(runs, marks, variant_of(variant_name).split);
     }
 
-    PyJob join(const std::vector<MasterTuple>& runs, const std::string& variant_name)
+    PyJob join(const std::vector<MasterTuple>& runs, const std::string& variant_name, std::uintptr_t marks)
     {
-        return over(runs, variant_of(variant_name).join);
+        return over(runs, marks, variant_of(variant_name).join);
     }
 
-    bool splits_exactly(const std::vector<MasterTuple>& runs, const std::string& variant_name)
+    bool splits_exactly(const std::vector<MasterTuple>& runs, const std::string& variant_name, std::uintptr_t marks)
     {
         auto exact = std::make_shared<std::atomic<bool>>(true);
         auto check = [exact, exactly = variant_of(variant_name).splits_exactly](const MasterRun& run) {
             if (*exact && !exactly(run)) { *exact = false; }
         };
-        PyJob job = over(runs, check);
+        PyJob job = over(runs, marks, check);
         while (!job.wait(60.0)) {}
         return *exact;
     }
@@ -255,9 +273,9 @@ private:
     }
 
     template <class Function>
-    PyJob over(const std::vector<MasterTuple>& runs, Function function)
+    PyJob over(const std::vector<MasterTuple>& runs, std::uintptr_t marks, Function function)
     {
-        auto blocks = std::make_shared<std::vector<MasterRun>>(cut_blocks(runs));
+        auto blocks = std::make_shared<std::vector<MasterRun>>(cut_blocks(runs, marks));
         auto job = std::make_shared<Job>();
         job->n_blocks = blocks->size();
         job->run = [blocks, function](std::size_t index) { function((*blocks)[index]); };
@@ -463,11 +481,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("weight_type"),
              py::arg("scalars"),
              py::arg("maps"),
+             py::arg("marks") = 0,
+             py::arg("expected") = py::bytes(),
              py::arg("variant") = "")
         .def("digest", &PyTeam::digest, py::arg("runs"))
-        .def("split", &PyTeam::split, py::arg("runs"), py::arg("variant") = "")
-        .def("join", &PyTeam::join, py::arg("runs"), py::arg("variant") = "")
-        .def("splits_exactly", &PyTeam::splits_exactly, py::arg("runs"), py::arg("variant") = "")
+        .def("split", &PyTeam::split, py::arg("runs"), py::arg("variant") = "", py::arg("marks") = 0)
+        .def("join", &PyTeam::join, py::arg("runs"), py::arg("variant") = "", py::arg("marks") = 0)
+        .def("splits_exactly", &PyTeam::splits_exactly, py::arg("runs"), py::arg("variant") = "", py::arg("marks") = 0)
         .def("copy", &PyTeam::copy, py::arg("target"), py::arg("source"), py::arg("nbytes"))
         .def("close", &PyTeam::close);
     m.attr("TAIL_CONTRACTED") = tencache::TAIL_CONTRACTED;
