@@ -273,11 +273,11 @@ class TenCacheConfig(BaseModel):
     ([how it works](how_it_works.md#a-step))."""
 
     split_master: bool = False
-    """On NVMe, stores the fp32 master weights of bf16 weights in RAM as the difference to these: 10 bytes of Adam's
-    state for each parameter instead of 12, and 4.2 of [8-bit Adam](eight_bit.md)'s instead of 6, without loss. Same
-    results, at about 1.5 times the CPU time of an update: for drives that are slower than the update. Weights must be
-    changed through DeepSpeed's functions only ([how it works](how_it_works.md#split-master-weights)). Exact on GPUs
-    too; its gain there has not been measured."""
+    """Stores the fp32 master weights of bf16 weights in RAM as the difference to these: 10 bytes of Adam's state for
+    each parameter instead of 12, and 4.2 of [8-bit Adam](eight_bit.md)'s instead of 6, without loss. On NVMe, and in
+    RAM where no state may go to GPU memory: with 8-bit Adam, or ``gpu_memory`` of 0. Same results, at about 1.5 times
+    the CPU time of an update: for drives that are slower than the update, or state that does not fit otherwise. Weights
+    must be changed through DeepSpeed's functions only ([how it works](how_it_works.md#split-master-weights))."""
 
     host_path: bool = True
     """Shortens what DeepSpeed's Python takes for each module and each parameter, and moves no byte. ``false``:

@@ -86,6 +86,7 @@ class StateBuilder:
         *,
         scales: Kinds = (),
         by_chunks: bool,
+        masters: SplitMasters | None = None,
         gpu_nbytes: int = 0,
         visible: Sequence[Sequence[tuple[int, int]]] | None = None,
         cuts: Sequence[Sequence[int]] | None = None,
@@ -99,6 +100,7 @@ class StateBuilder:
             gradient_nbytes: of the gradients, which begin in host memory.
             scales: of those with one value for several elements.
             by_chunks: an update takes one chunk at a time; else a whole sub-group.
+            masters: splits master weights; None where they are always whole.
             gpu_nbytes: GPU memory that may be used before anything is known about what training needs.
             visible: of each sub-group the ascending ``(first element, end)`` of weights that have their new values when
                 a step returns.
@@ -113,15 +115,21 @@ class StateBuilder:
         if visible is not None and by_chunks and not self._paths:
             apart = visible
         cuts = cuts or [()] * len(numels)
-        nbytes = []
+        splits = masters if masters is not None and masters.in_memory else None
+        groups, nbytes = [], []
         for index, numel in enumerate(numels):
             chunks = cut_sub_group(index, numel, sizes[0], self._chunk_nbytes, apart[index], cuts[index], sizes[1])
-            nbytes.append([chunk.nbytes for chunk in chunks])
+            groups.append(chunks)
+            states = dict((*kinds, *scales))
+            nbytes.append([chunk.nbytes if splits is None else splits.nbytes_of(chunk, states) for chunk in chunks])
         homes = plan_state(nbytes, self._capacity(gradient_nbytes, gpu_nbytes), by_chunks=by_chunks)
+        if splits is not None:  # only chunks can be split
+            homes = tuple(places or (Place.HOST,) * len(group) for places, group in zip(homes, groups, strict=True))
         by_place: dict[Place, list[int]] = {place: [] for place in Place}
-        for group, places in zip(nbytes, homes, strict=True):
-            for each, place in zip(group, places or (Place.HOST,) * len(group), strict=True):
-                by_place[place].append(each)
+        for index, places in enumerate(homes):
+            for position, chunk in enumerate(groups[index]):
+                place = Place.HOST if places is None else places[position]
+                by_place[place].append(nbytes[index][position] if place is Place.HOST else chunk.nbytes)
         self._count_host(sum(by_place[Place.HOST]))
         if by_place[Place.GPU]:
             logger.info("%s of optimizer state fit nowhere but in GPU memory", gib(sum(by_place[Place.GPU])))
@@ -166,7 +174,7 @@ class StateBuilder:
             specs: the sub-groups.
             needed_nbytes: bytes that will be stored on NVMe, for the check before anything is allocated.
             device: where device memory comes from, for chunks that live there.
-            masters: splits master weights on NVMe; None where they are always whole.
+            masters: splits master weights; None where they are always whole.
 
         Raises:
             MemoryLimitError: not enough device memory.

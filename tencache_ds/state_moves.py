@@ -49,6 +49,7 @@ class StateMoves:
         self.open_store = open_store
         self._moved = moved
         self._collected_nbytes = 0
+        self._counted_nbytes = tier.resident_nbytes
         self.before: Callable[[], None] = lambda: None
         """Called before anything moves, to wait until it is not in use."""
         self.free_unused: Callable[[], int] = lambda: 0
@@ -68,11 +69,10 @@ class StateMoves:
             SpaceError, StorageError: not enough space on NVMe, or a transfer failed.
         """
         self.collect()
-        before = self.tier.resident_nbytes
         try:
             self.tier.relocate(places)
         finally:
-            self.accounts.count_host(self.tier.resident_nbytes - before)
+            self._count()
             self._collected_nbytes = self.tier.collected_nbytes
             for index in places:
                 self._moved(index)
@@ -83,8 +83,8 @@ class StateMoves:
         self.before()
         self.tier.collect()
         nbytes, self._collected_nbytes = self.tier.collected_nbytes - self._collected_nbytes, self.tier.collected_nbytes
+        self._count()  # master weights that were split or joined, too
         if nbytes:
-            self.accounts.count_host(nbytes)
             for index in range(self.n_sub_groups):
                 self._moved(index)
         return nbytes
@@ -118,7 +118,7 @@ class StateMoves:
             index: list(self.tier.places(index)) for index in range(self.n_sub_groups) if not self.tier.whole(index)
         }
         candidates = [
-            (group, index, self.tier.chunks(group)[index].nbytes)
+            (group, index, self.tier.host_nbytes_of(self.tier.chunks(group)[index]))
             for group, homes in places.items()
             for index, home in enumerate(homes)
             if home is old
@@ -134,3 +134,8 @@ class StateMoves:
         if changed:
             self.relocate(changed)
         return moved
+
+    def _count(self) -> None:
+        nbytes = self.tier.resident_nbytes
+        self.accounts.count_host(nbytes - self._counted_nbytes)
+        self._counted_nbytes = nbytes

@@ -359,6 +359,7 @@ class CheckpointMixin:
         self._optimizer_states.replace(index, master, with_state=with_state)
         for chunk in self._state.chunks(index):
             publish(self._model_weights, chunk, master[chunk.start : chunk.start + chunk.numel])
+            self._state.split(chunk)
 
     def _check_same_shape(self, masters: list[torch.Tensor]) -> None:
         saved = [master.numel() for master in masters]

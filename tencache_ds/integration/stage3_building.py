@@ -156,6 +156,7 @@ class BuildingMixin:
         if self._device is not None:
             gpu_nbytes = initial_gpu_nbytes(self._device[0].usage(), self._tencache_options.gpu_memory)
         cuts = self._gradient_cuts()
+        masters = self._split_masters()
         with failing_together("the places of optimizer state"):  # no rank takes space before every rank has looked
             specs, chunk_nbytes = engine.state.plan(
                 numels,
@@ -163,17 +164,13 @@ class BuildingMixin:
                 gradient_nbytes,
                 scales=scales,
                 by_chunks=arithmetic is not None,
+                masters=masters,
                 gpu_nbytes=gpu_nbytes,
                 visible=self._model_weights.persistent() if self._tencache_options.overlap_step else None,
                 cuts=cuts,
             )
             engine.state.check_space(sum(chunk_nbytes))
         memory = None if self._device is None else self._device[0]
-        masters = None
-        splits = self._optimizer_on_nvme and self._tencache_options.split_master
-        if self._fused is not None and splits:
-            self._shared_weights = SharedWeights(self.fp16_groups, self._model_weights, self._finish_step)
-            masters = SplitMasters(self._fused, self._shared_weights)
         self._state = engine.state.build(specs, sum(chunk_nbytes), memory, masters)
         if self._shared_weights is not None:
             self._shared_weights.state = self._state
@@ -201,6 +198,17 @@ class BuildingMixin:
             needed=frozenset() if arithmetic is None else arithmetic.needed,
             shared={} if arithmetic is None else arithmetic.shared_states(),
         )
+
+    def _split_masters(self) -> SplitMasters | None:
+        """Splits master weights on NVMe, and in host memory where no state goes to GPU memory, whose kernels take whole
+        ones; None where they stay whole."""
+        in_memory = self._device is None
+        if self._fused is None or not self._tencache_options.split_master:
+            return None
+        if not (in_memory or self._optimizer_on_nvme):
+            return None
+        self._shared_weights = SharedWeights(self.fp16_groups, self._model_weights, self._finish_step)
+        return SplitMasters(self._fused, self._shared_weights, in_memory=in_memory)
 
     def initialize_optimizer_states(self) -> None:
         """Nothing to pass over: chunks were written once, with their moments at zero."""

@@ -28,6 +28,7 @@ from tencache_ds.tensors import empty
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.relocation import StateRelocation
+from tencache_ds.tiers.resident_chunks import ResidentChunks
 from tencache_ds.tiers.split_master import SplitMasters, split_layout
 from tencache_ds.tiers.stored_chunks import StoredChunks
 from tencache_ds.tiers.sub_group import ChunkInUse, SubGroup, SubGroupSpec
@@ -57,7 +58,7 @@ class OptimizerStateTier:
             chunk_nbytes: wanted bytes per chunk.
             timeout_s: longest wait for one transfer or buffer.
             device: the compute device's memory; None where no chunk may live there.
-            masters: splits master weights on NVMe; None where they are always whole.
+            masters: splits master weights; None where they are always whole.
 
         Raises:
             SpaceError: the store has no room for the state.
@@ -74,8 +75,9 @@ class OptimizerStateTier:
         # Not for children: a data loader's workers would have every chunk copied that is updated while they live.
         self._memory = HostArena(None, Locking.NONE)
         self._groups: list[SubGroup] = []
+        self._resident = ResidentChunks(self._groups, self._memory, masters)
         self._stored = StoredChunks(self._groups, self._mover, pool, masters)
-        self._relocation = StateRelocation(self._memory, self._stored, device)
+        self._relocation = StateRelocation(self._memory, self._resident, self._stored, device)
         self._groups += [self._make(index, spec) for index, spec in enumerate(specs)]
 
     def use_store(self, store: ExtentStore) -> None:
@@ -126,8 +128,15 @@ class OptimizerStateTier:
 
     def nbytes_of(self, chunk: Chunk) -> int:
         """Bytes that a chunk takes where it lives: fewer than it has, where its master weights are split."""
-        extent = self._groups[chunk.sub_group].extents.get(chunk.index)
-        return chunk.nbytes if extent is None else extent.nbytes
+        group = self._groups[chunk.sub_group]
+        if chunk.index in group.device:
+            return chunk.nbytes
+        extent = group.extents.get(chunk.index)
+        return self._resident.nbytes_of(group, chunk) if extent is None else extent.nbytes
+
+    def host_nbytes_of(self, chunk: Chunk) -> int:
+        """Bytes of host memory that a chunk takes, or would take there."""
+        return self._resident.nbytes_of(self._groups[chunk.sub_group], chunk)
 
     def on_device(self, chunk: Chunk) -> bool:
         """Whether a chunk lives in device memory."""
@@ -196,7 +205,7 @@ class OptimizerStateTier:
             self._stored.read_ahead()  # into buffers of writes that have ended since
             copy = self._copy_from_device(group, chunk)
             if copy is None:
-                return ChunkInUse(chunk, group.resident_views(chunk))
+                return self._resident.take(chunk, split=split)
             write_back = partial(self._write_back, group, chunk, copy)
             return ChunkInUse(chunk, group.views_of(chunk, copy), _write_back=write_back)
         lease, digest = self._stored.take(chunk, split=split)
@@ -214,9 +223,12 @@ class OptimizerStateTier:
 
     def put(self, used: ChunkInUse, *, changed: bool = True) -> None:
         """Ends the use of a chunk; a changed one goes to NVMe without waiting."""
+        copied = used.copied
         lease = used.end(changed=changed)
         if lease is not None:
             self._stored.put(used.chunk, lease, changed=changed, digest=used.digest, fresh=used.fresh)
+        elif changed and not copied:
+            self._resident.put(used.chunk, used.digest)
 
     def drop(self, used: ChunkInUse) -> None:
         """Ends the use of a chunk after an error: its copy on NVMe, or in device memory, stays unchanged."""
@@ -383,9 +395,12 @@ class OptimizerStateTier:
         """
         group = self._groups[chunk.sub_group]
         if chunk.index not in group.extents:
-            used = self.take(chunk)
-            if fresh and chunk.index not in group.device:
-                return used
+            if chunk.index in group.device:
+                used = self.take(chunk)
+            else:
+                used = self._resident.blank(chunk)
+                if fresh:
+                    return used
             for view in used.views.values():
                 view.zero_()
             return used
@@ -394,23 +409,34 @@ class OptimizerStateTier:
         return ChunkInUse(chunk, views, fresh=fresh, _lease=lease)
 
     def start_split(self, chunk: Chunk) -> bool:
-        """Instead of :meth:`overwrite` with the values of the model's weights: see :meth:`StoredChunks.start_split`."""
-        return self._stored.start_split(chunk)
+        """Gives a chunk its state before the first update, with split master weights that equal the model's weights:
+        instead of :meth:`overwrite` with their values. False, and nothing is changed, where they cannot be split."""
+        group = self._groups[chunk.sub_group]
+        if chunk.index in group.extents:
+            return self._stored.start_split(chunk)
+        return chunk.index not in group.device and self._resident.start_split(chunk)
 
     # Places
 
     def join(self, chunks: Iterable[Chunk]) -> None:
-        """Has master weights stored whole where they are split: their weights are about to change, or to leave host
-        memory. Between two passes.
+        """Makes master weights whole where they are split: their weights are about to change, or to leave host memory.
+        Between two passes.
 
         Raises:
             SpaceError: there is no room for them.
             StorageError: a read failed.
         """
         for chunk in chunks:
+            self._resident.join(chunk)
             if self._stored.is_split(chunk):
                 lease, _ = self._stored.take(chunk)
                 self._stored.put(chunk, lease, changed=True, keep_whole=True)
+
+    def split(self, chunk: Chunk) -> None:
+        """Splits whole master weights in host memory, if it can: their weights have their values. Between two passes;
+        on NVMe the next update does."""
+        if chunk.index in self._groups[chunk.sub_group].resident:
+            self._resident.split(chunk)
 
     def relocate(self, places: Mapping[int, Sequence[Place]]) -> None:
         """Moves chunks between the places where they live. Between two passes.

@@ -18,10 +18,10 @@ from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.device_memory import DeviceMemory, Loan
 from tencache_ds.memory.pages import discard
 from tencache_ds.planning.chunks import Chunk
+from tencache_ds.tiers.resident_chunks import PURPOSE, ResidentChunks
 from tencache_ds.tiers.stored_chunks import StoredChunks
 from tencache_ds.tiers.sub_group import SubGroup, SubGroupSpec
 
-PURPOSE = "optimizer state"
 IMAGES = "images of optimizer state in device memory"
 
 
@@ -29,13 +29,17 @@ class StateRelocation:
     """Used by the thread of the optimizer's state, between two passes.
 
     Args:
-        memory: host memory of resident chunks.
+        memory: host memory, of images too.
+        resident: chunks in host memory.
         stored: chunks on NVMe.
         device: the compute device's memory; None where no chunk may live there.
     """
 
-    def __init__(self, memory: HostArena, stored: StoredChunks, device: DeviceMemory | None) -> None:
+    def __init__(
+        self, memory: HostArena, resident: ResidentChunks, stored: StoredChunks, device: DeviceMemory | None
+    ) -> None:
         self._memory = memory
+        self._resident = resident
         self._stored = stored
         self._device = device
 
@@ -54,7 +58,7 @@ class StateRelocation:
                 elif place is Place.GPU:
                     group.device[chunk.index] = self._borrow(chunk)
                 else:
-                    group.resident[chunk.index] = self._memory.allocate(chunk.nbytes, PURPOSE)
+                    self._resident.allocate(group, chunk)
         except BaseException:
             self.vacate(group)
             raise
@@ -125,6 +129,7 @@ class StateRelocation:
             SpaceError, StorageError: not enough space on NVMe, or a transfer failed.
             TenCacheError: there is no device, or no store.
         """
+        self._resident.join(chunk)
         with self._bytes_of(group, chunk) as source:
             if place is Place.NVME:
                 self._stored.store(group, chunk, source)
@@ -145,6 +150,7 @@ class StateRelocation:
             group.device[chunk.index] = loan
         else:
             group.resident[chunk.index] = target
+            self._resident.split(chunk)
 
     def collect(self, group: SubGroup) -> int:
         """Houses those chunks in host memory whose device memory was taken back; returns their bytes."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Master weights on NVMe as the difference to the bfloat16 weights, which are in host memory anyway: 10 bytes of Adam's
-state for each parameter instead of 12, or 4.2 instead of 6 with 8-bit moments, without loss.
+"""Master weights as the difference to the bfloat16 weights, which are in host memory anyway: 10 bytes of Adam's state
+for each parameter instead of 12, or 4.2 instead of 6 with 8-bit moments, without loss.
 
 [Note: whose bits a master weight shares]
 A split chunk is worth nothing without the very weights that it was split over. So a hash of these is kept with it, and
@@ -8,8 +8,8 @@ compared whenever master weights are rebuilt, by an update as well: a weight tha
 error, and never another master weight. Before weights change, or leave host memory, the caller has the chunks concerned
 rewritten whole first (:meth:`OptimizerStateTier.join`). The next update splits them again.
 
-A chunk is split when it is written, if its weights are in host memory and are exactly its rounded master weights, and
-every bit can be rebuilt; otherwise it is written whole.
+A chunk is split when it is written to NVMe, or changed in host memory, if its weights are in host memory and are
+exactly its rounded master weights, and every bit can be rebuilt; otherwise it is whole.
 """
 
 from __future__ import annotations
@@ -112,9 +112,14 @@ class SplitMasters:
     Args:
         arithmetic: on bits.
         weights: that chunks are split over.
+        in_memory: see below.
+
+    Attributes:
+        in_memory: whether chunks in host memory are split as well as those on NVMe.
     """
 
-    def __init__(self, arithmetic: SplitArithmetic, weights: RoundedWeights) -> None:
+    def __init__(self, arithmetic: SplitArithmetic, weights: RoundedWeights, *, in_memory: bool = False) -> None:
+        self.in_memory = in_memory
         self._arithmetic = arithmetic
         self._weights = weights
 
@@ -123,6 +128,10 @@ class SplitMasters:
         if states != self._arithmetic.state_dtypes or split_layout(chunk).nbytes > chunk.nbytes:
             return None  # of few elements, one more kind takes more than is saved
         return self._weights.rounded(chunk)
+
+    def nbytes_of(self, chunk: Chunk, states: Mapping[str, torch.dtype]) -> int:
+        """Bytes of a chunk with this state that is split if it can be."""
+        return chunk.nbytes if self.weights_of(chunk, states) is None else split_layout(chunk).nbytes
 
     def remainders_are_zero(self, weights: Pieces) -> bool:
         """Whether master weights that equal the weights have remainders of zero: all do but one NaN."""

@@ -198,7 +198,8 @@ class StoredChunks:
 
     def is_split(self, chunk: Chunk) -> bool:
         """Whether a chunk's master weights are stored split."""
-        return chunk.index in self._groups[chunk.sub_group].split
+        group = self._groups[chunk.sub_group]
+        return chunk.index in group.extents and chunk.index in group.split
 
     @contextmanager
     def reading(self, chunk: Chunk) -> Iterator[torch.Tensor]:
@@ -226,8 +227,9 @@ class StoredChunks:
             SpaceError: not enough space.
             TenCacheError: there is no store.
         """
-        splits = self._masters is not None and self._masters.weights_of(chunk, dict(group.spec.states)) is not None
-        self._allocate(group, chunk, split_layout(chunk).nbytes if splits else chunk.nbytes)
+        masters = self._masters
+        nbytes = chunk.nbytes if masters is None else masters.nbytes_of(chunk, dict(group.spec.states))
+        self._allocate(group, chunk, nbytes)
 
     def store(self, group: SubGroup, chunk: Chunk, source: torch.Tensor) -> None:
         """Gives a chunk a place here and writes its bytes, which is waited for; without it after an error.

@@ -71,7 +71,8 @@ class SubGroup:
         spec: the states kept.
         chunks: in ascending order.
         extents: where chunks that live on NVMe are, by their index.
-        split: of those whose master weights are split, the hash of the weights that they are split over.
+        split: of those whose master weights are split, on NVMe or in host memory, the hash of the weights that they are
+            split over.
         fresh: those of which only the master weights were written, and nothing where these are split; the rest is zero.
         resident: bytes of chunks that live in host memory, by their index, laid out as in an extent; none of a whole
             sub-group.
@@ -160,15 +161,20 @@ class ChunkInUse:
     digest: bytes = b""
     fresh: bool = False
     _lease: Lease | None = None
-    _write_back: Callable[[], None] | None = None  # of a copy of device memory
+    _write_back: Callable[[], None] | None = None  # of a copy
 
     @property
     def staged(self) -> bool:
         """Whether it holds a staging buffer."""
         return self._lease is not None
 
+    @property
+    def copied(self) -> bool:
+        """Whether its views are those of a copy."""
+        return self._write_back is not None
+
     def end(self, *, changed: bool) -> Lease | None:
-        """Invalidates the views. Changes in a copy of device memory are copied back; the lease of a staging buffer is
+        """Invalidates the views. Changes in a copy are copied back; the lease of a staging buffer is
         returned, once, for the caller to release."""
         lease, self._lease = self._lease, None
         write_back, self._write_back = self._write_back, None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Master weights on NVMe that are split over the model's weights, beside a tier that keeps them whole."""
+"""Master weights that are split over the model's weights, beside a tier that keeps them whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tencache_ds.errors import TenCacheError
+from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.items import Place
 from tencache_ds.observability.counters import Link
 from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
@@ -88,6 +88,8 @@ class Bench:
         *,
         split: bool,
         weights: Weights | None = None,
+        place: Place = Place.NVME,
+        in_memory: bool = False,
     ) -> None:
         folder.mkdir(exist_ok=True)
         self.adam, self.weights, self.n_steps = adam, weights or Weights(), 0
@@ -98,13 +100,13 @@ class Bench:
         self.n_splittable = N_CHUNKS - 1 if scales else N_CHUNKS  # marks of 100 elements would take a page
         self.storage = Storage(folder, (SizeClass(CHUNK_NBYTES, 3),))
         self.tier = OptimizerStateTier(
-            [SubGroupSpec(NUMEL, kinds, ON_NVME, scales=scales)],
+            [SubGroupSpec(NUMEL, kinds, (place,) * N_CHUNKS, scales=scales)],
             store=self.storage.store,
             pool=lambda: self.storage.pool,
             counters=self.storage.counters,
             chunk_nbytes=CHUNK_NBYTES,
             timeout_s=TIMEOUT_S,
-            masters=SplitMasters(adam, self.weights) if split else None,
+            masters=SplitMasters(adam, self.weights, in_memory=in_memory) if split else None,
         )
         for chunk in self.tier.chunks(0):
             if self.tier.start_split(chunk):
@@ -157,9 +159,14 @@ class Bench:
             self.tier.join([chunk])
             self.weights.of(chunk)[0][1][0] = 17.0
         elif operation == "move to and fro":
-            to_host = tuple(Place.HOST if each is chunk else Place.NVME for each in self.tier.chunks(0))
-            for places in (to_host, ON_NVME):
+            home = self.tier.places(0)
+            away = Place.NVME if home[0] is Place.HOST else Place.HOST
+            moved = tuple(away if each is chunk else old for each, old in zip(self.tier.chunks(0), home, strict=True))
+            for places in (moved, home):
                 self.tier.relocate({0: places})
+        elif operation == "split again":
+            for each in self.tier.chunks(0):
+                self.tier.split(each)
         else:
             self.tier.join(self.tier.chunks(0))
             self.weights.in_memory = operation == "weights return"
@@ -179,6 +186,7 @@ OPERATIONS = (
     "keep all",
     "change a weight",
     "move to and fro",
+    "split again",
     "weights leave",
     "weights return",
 )
@@ -198,15 +206,21 @@ def split(adam: FusedAdam, tmp_path: Path) -> Any:
     bench.close()
 
 
+@pytest.mark.parametrize(("place", "in_memory"), [(Place.NVME, False), (Place.NVME, True), (Place.HOST, True)])
 @settings(max_examples=25, deadline=None)
 @given(
     operations=st.lists(
         st.tuples(st.just("update") | st.sampled_from(OPERATIONS), st.integers(0, NUMEL - 1)), min_size=1, max_size=9
     )
 )
-def test_nothing_that_is_done_with_it_sees_a_difference(adam: FusedAdam, operations: list[tuple[str, int]]) -> None:
+def test_nothing_that_is_done_with_it_sees_a_difference(
+    adam: FusedAdam, place: Place, in_memory: bool, operations: list[tuple[str, int]]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        benches = [Bench(Path(folder) / name, adam, split=name == "split") for name in ("split", "whole")]
+        benches = [
+            Bench(Path(folder) / name, adam, split=name == "split", place=place, in_memory=in_memory)
+            for name in ("split", "whole")
+        ]
         try:
             for operation, first in operations:
                 for bench in benches:
@@ -287,6 +301,57 @@ def test_a_fresh_chunk_with_another_remainder_is_written(adam: FusedAdam, tmp_pa
         bench.close()
 
 
+def test_in_memory_they_take_as_little(adam: FusedAdam, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, adam, split=True, place=Place.HOST, in_memory=True)
+    try:
+        chunks = bench.tier.chunks(0)
+        least = stored_nbytes(adam, split=True)
+        assert bench.n_split == bench.n_splittable
+        assert bench.tier.resident_nbytes == sum(map(bench.tier.host_nbytes_of, chunks)) == least
+        bench.update()
+        bench.tier.borrow(0)
+        assert bench.tier.resident_nbytes == least
+        bench.tier.join(chunks[:1])
+        assert bench.tier.resident_nbytes == least + chunks[0].nbytes - bench.tier.host_nbytes_of(chunks[1])
+        assert bench.n_split == bench.n_splittable - 1
+        bench.update()
+        assert bench.tier.resident_nbytes == least
+        bench.tier.keep(0, bench.tier.borrow(0))
+        assert bench.tier.resident_nbytes == least
+        bench.tier.relocate({0: ON_NVME})
+        assert bench.tier.resident_nbytes == 0
+        assert [bench.tier.host_nbytes_of(chunk) for chunk in chunks] == [
+            bench.tier.nbytes_of(chunk) for chunk in chunks
+        ]
+        bench.tier.relocate({0: (Place.HOST,) * N_CHUNKS})
+        assert bench.tier.resident_nbytes == least
+    finally:
+        bench.close()
+
+
+def test_what_cannot_be_written_to_nvme_stays_in_memory(
+    adam: FusedAdam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, adam, split=True, place=Place.HOST, in_memory=True)
+    try:
+        bench.update()
+        before = bench.value()
+
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            raise StorageError("write", "a drive", 0, 0, "no")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.storage.store, "write", fails)
+            patch.setattr(bench.storage.store, "allocate", fails)
+            with pytest.raises(StorageError):
+                bench.tier.relocate({0: ON_NVME})
+        assert all(torch.equal(new, old) for new, old in zip(bench.value(), before, strict=True))
+        bench.update()
+        assert bench.n_split == bench.n_splittable
+    finally:
+        bench.close()
+
+
 def test_what_was_joined_is_split_by_the_next_update(split: Bench) -> None:
     chunks = split.tier.chunks(0)
     split.tier.join(chunks[:2])
@@ -299,15 +364,18 @@ def test_what_was_joined_is_split_by_the_next_update(split: Bench) -> None:
 USES: dict[str, Callable[[Bench], Any]] = {
     "update": Bench.update,
     "read": lambda bench: bench.tier.read(0, MASTER),
-    "move": lambda bench: bench.tier.relocate({0: (Place.HOST,) * N_CHUNKS}),
+    "move": lambda bench: bench.tier.relocate({0: ON_NVME if bench.tier.resident_nbytes else (Place.HOST,) * N_CHUNKS}),
 }
 
 
 @pytest.mark.parametrize("use", USES)
-def test_weights_that_changed_unnoticed_are_an_error(split: Bench, use: str) -> None:
+@pytest.mark.parametrize("place", [Place.NVME, Place.HOST])
+def test_weights_that_changed_unnoticed_are_an_error(adam: FusedAdam, tmp_path: Path, place: Place, use: str) -> None:
+    split = Bench(tmp_path, adam, split=True, place=place, in_memory=True)
     chunk = split.tier.chunks(0)[1]
     split.weights.of(chunk)[0][1][5] += 1
     with pytest.raises(TenCacheError, match=r"elements from 4096.*GatheredParameters"):
         USES[use](split)
     split.tier.drain()
+    split.close()
     split.storage.assert_idle()
