@@ -8,8 +8,9 @@ cannot, so as much as the recorded step took stays free of them.
 
 After each step it is known what its peak has left. Where that is less than half of the headroom, state leaves, and
 weights when there is none: allocations of the next step need not wait for it. What has left may come back when a number
-of steps have passed whose peaks had room for it. If it has to leave again, the next wait is twice as long: a training
-that needs the memory now and then soon keeps it.
+of steps have passed whose peaks had room for it, and in which torch's allocator did not have to return cached memory to
+the device: where that is in pieces, more is needed than a peak says. If it has to leave again, the next wait is twice
+as long: a training that needs the memory now and then soon keeps it.
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ class MemoryWatch:
             Bytes that have to become free; 0 if none.
         """
         left_nbytes = usage.available_nbytes - usage.transient_nbytes
+        flushed = usage.n_flushes > self._n_flushes
+        if flushed:
+            self._patience.undone()
         if self._patience.step_done():
             self._lowest_nbytes = None
         elif self._lowest_nbytes is None or left_nbytes < self._lowest_nbytes:
             self._lowest_nbytes = left_nbytes
         short_nbytes = self.headroom_nbytes - left_nbytes if left_nbytes < self.headroom_nbytes // 2 else 0
-        if usage.n_flushes > self._n_flushes:
+        if flushed:
             # The allocation succeeded, but each time a step takes twice as long.
             short_nbytes = max(short_nbytes, self.headroom_nbytes)
         self._n_flushes = usage.n_flushes
