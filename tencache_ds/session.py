@@ -336,7 +336,7 @@ class Session:
             gpu_weight_nbytes=self._gpu_weight_nbytes,
             gpu_gradient_nbytes=self._gpu_gradient_nbytes,
             gpu_state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.device_nbytes,
-            state_nbytes=0 if self.optimizer_state is None else sum(self.optimizer_state.chunk_nbytes),
+            state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.in_memory_nbytes,
             gpu_activation_nbytes=moved.kept_nbytes,
             host_activation_nbytes=moved.host_nbytes,
             nvme_activation_nbytes=moved.nvme_nbytes,

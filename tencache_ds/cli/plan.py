@@ -35,6 +35,9 @@ if TYPE_CHECKING:  # they need pydantic, which other commands do without
 PLOTTED = 64
 """Points of each curve over host memory."""
 
+_STATE_NBYTES = {"adamw": (12.0, 0.0), "adamw8bit": (6 + 8 / 256, 1 / 8)}
+"""Of each optimizer the bytes of state per parameter, scales included, and those of marks of split master weights."""
+
 _COUNT = re.compile(r"([\d.]+(?:e\d+)?)([KMBT]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -69,7 +72,15 @@ def add_command(commands: Any) -> None:
         "--accumulation", type=at_least_one, default=1, help="micro-steps per step (default: %(default)s)"
     )
     step.add_argument("--checkpointing", action="store_true", help="recompute activations in the backward pass")
+    step.add_argument(
+        "--optimizer", choices=tuple(_STATE_NBYTES), default="adamw",
+        help="adamw, or bitsandbytes' adamw8bit, whose update is taken to be as fast (default: %(default)s)",
+    )  # fmt: skip
     place = parser.add_argument_group("memory")
+    place.add_argument(
+        "--split-master", action="store_true", help="tencache.split_master: two bytes less per parameter whose weight "
+        "is in RAM, on NVMe, and in RAM without GPU memory",
+    )  # fmt: skip
     place.add_argument("--nvme-path", type=Path, metavar="FOLDER", help="folder on the drive that training would use")
     place.add_argument(
         "--host-memory", type=_size, metavar="SIZE",
@@ -144,6 +155,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     )
     training = Training(
         numel=numel,
+        **_state(arguments, numel, per_rank * arguments.ranks),
         ranks=arguments.ranks,
         tokens_per_step=arguments.ranks * arguments.micro_batch * arguments.sequence * arguments.accumulation,
         micro_steps=arguments.accumulation,
@@ -189,6 +201,24 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         limit = _resource_names("the GPU" if hardware.gpu else "arithmetic")[chosen.bound.limit]
         write_plot(arguments.plot, title, chosen, frontier, limit=limit, ranks=training.ranks)
     return 1 if problems else 0
+
+
+def _state(arguments: argparse.Namespace, numel: int, host_nbytes: int) -> dict[str, Any]:
+    """What the optimizer and its options say of a :class:`Training`.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    from tencache_ds.planning.bound import WEIGHT_NBYTES
+
+    state_nbytes, marks_nbytes = _STATE_NBYTES[arguments.optimizer]
+    on_gpu = arguments.optimizer == "adamw"
+    if arguments.gpu_memory and not on_gpu:
+        raise ConfigError(f"nothing goes to GPU memory with {arguments.optimizer}: leave --gpu-memory out")
+    split_nbytes = 2 - marks_nbytes if arguments.split_master else 0.0
+    if not arguments.gpu_memory and numel * WEIGHT_NBYTES <= host_nbytes:  # then state in RAM is split as well
+        state_nbytes, split_nbytes = state_nbytes - split_nbytes, 0.0
+    return {"state_nbytes": state_nbytes, "split_nbytes": split_nbytes, "state_on_gpu": on_gpu}
 
 
 def _measured_folder(path: Path) -> Path:

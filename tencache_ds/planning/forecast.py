@@ -32,7 +32,8 @@ class Training:
         activation_recompute: whether forward runs twice.
         weight_nbytes: bytes of a weight as forward uses it.
         gradient_nbytes: bytes of an accumulated gradient.
-        state_nbytes: bytes of master weight and moments of a parameter.
+        state_nbytes: bytes of master weight and moments of a parameter; scales are a fraction of one.
+        state_on_gpu: whether state may go to GPU memory.
         split_nbytes: the part of these that does not move to NVMe while the weight is in host memory; 0 without
             ``split_master``.
     """
@@ -44,13 +45,18 @@ class Training:
     activation_recompute: bool = False
     weight_nbytes: int = WEIGHT_NBYTES
     gradient_nbytes: int = GRADIENT_NBYTES
-    state_nbytes: int = STATE_NBYTES
-    split_nbytes: int = 0
+    state_nbytes: float = STATE_NBYTES
+    state_on_gpu: bool = True
+    split_nbytes: float = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights, gradients and optimizer state together."""
-        return self.numel * (self.weight_nbytes + self.gradient_nbytes + self.state_nbytes)
+        return self.numel * (self.weight_nbytes + self.gradient_nbytes) + self.state_of(self.numel)
+
+    def state_of(self, numel: int) -> int:
+        """Bytes of optimizer state of so many parameters."""
+        return int(numel * self.state_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,8 @@ def forecast(training: Training, budget_nbytes: int, hardware: Hardware, *, gpu_
     Raises:
         ConfigError: no rate is known.
     """
+    if not training.state_on_gpu:  # nor its weights and gradients
+        gpu_budget_nbytes = 0
     per_weight, per_state = training.weight_nbytes, training.state_nbytes
     beside = per_weight + training.gradient_nbytes
     all_weights = training.numel * per_weight
@@ -123,8 +131,8 @@ def forecast(training: Training, budget_nbytes: int, hardware: Hardware, *, gpu_
     # With one parameter less, what its state would take holds weights: so more memory never gives a longer step.
     counts += [max(0, count - 1) for count in counts]
     forecasts = []
-    for updated in {min(training.numel, count) for count in counts}:
-        left = gpu_budget_nbytes - updated * per_state
+    for updated in {min(training.numel, int(count)) for count in counts}:
+        left = gpu_budget_nbytes - training.state_of(updated)
         trained = min(updated, left // beside)  # parameters whose weights and gradients are there with their state
         on_gpu = trained * per_weight + (left - trained * beside if trained == updated else 0)
         forecasts.append(
@@ -148,10 +156,10 @@ def _placed(
     weights = _split(numel * per_weight, budget_nbytes)
     gradient_nbytes = numel * training.gradient_nbytes
     left = budget_nbytes - weights.host_nbytes - gradient_nbytes
-    state = _split((numel - updated) * training.state_nbytes, left)
+    state = _split(training.state_of(numel - updated), left)
     weights = ByPlace(weights.host_nbytes, max(0, weights.nvme_nbytes - on_gpu), on_gpu)
     gradients = ByPlace(gradient_nbytes, 0, trained * training.gradient_nbytes)
-    state = ByPlace(state.host_nbytes, state.nvme_nbytes, updated * training.state_nbytes)
+    state = ByPlace(state.host_nbytes, state.nvme_nbytes, training.state_of(updated))
     shared = max(0, weights.host_nbytes - on_gpu) / (numel * per_weight)  # spread over the step, as state on NVMe is
     demand = Demand(
         numel=numel,

@@ -117,6 +117,11 @@ class OptimizerStateTier:
         return [chunk.nbytes for group in self._groups for chunk in group.chunks]
 
     @property
+    def in_memory_nbytes(self) -> int:
+        """Bytes of host memory that all chunks would take, wherever they live."""
+        return sum(self._resident.nbytes_of(group, chunk) for group in self._groups for chunk in group.chunks)
+
+    @property
     def device_nbytes(self) -> int:
         """Bytes of state that live in device memory."""
         return sum(group.device_nbytes for group in self._groups)

@@ -43,7 +43,8 @@ class ResidentChunks:
             return memory.nbytes
         if self._masters is None or group.spec.whole:
             return chunk.nbytes
-        return self._masters.nbytes_of(chunk, dict(group.spec.states))
+        extent = group.extents.get(chunk.index)
+        return self._masters.nbytes_of(chunk, dict(group.spec.states)) if extent is None else extent.nbytes
 
     def allocate(self, group: SubGroup, chunk: Chunk) -> None:
         """Gives a chunk memory of zeros, to be written next: by :meth:`start_split` or into :meth:`blank`."""

@@ -62,6 +62,42 @@ def test_a_model_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
+    ("options", "ram", "nvme"),
+    [
+        ([], "62.0 GiB", "57.7 GiB"),
+        (["--split-master"], "62.0 GiB", "42.7 GiB"),  # without GPU memory
+        (["--optimizer", "adamw8bit"], "62.0 GiB", "13.0 GiB"),
+        (["--optimizer", "adamw8bit", "--split-master"], "61.0 GiB", "0 B"),
+    ],
+)
+def test_an_optimizer_with_less_state(
+    options: list[str], ram: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", "--params", "8.03B", "--nvme-path", str(tmp_path), "--host-memory", "62GiB"]
+    assert main([*argv, *options]) == 0
+    total = next(line for line in capsys.readouterr().out.splitlines() if "total" in line)
+    assert ram in total
+    assert nvme in total
+
+
+@pytest.mark.usefixtures("machine")
+def test_split_master_weights_stay_whole_in_memory_where_state_goes_to_the_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    argv = ["plan", "--params", "8B", "--nvme-path", str(tmp_path), "--split-master", "--json", str(file)]
+    assert main([*argv, "--gpu-memory", "8GiB"]) == 0
+    training = json.loads(file.read_text())["training"]
+    assert (training["state_nbytes"], training["split_nbytes"]) == (12, 2)
+
+
+@pytest.mark.usefixtures("machine")
+def test_nothing_goes_to_gpu_memory_with_8_bit_adam(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--params", "8B", "--nvme-path", str(tmp_path), "--optimizer", "adamw8bit"]
+    assert main([*argv, "--gpu-memory", "8GiB"]) == 1
+    assert "leave --gpu-memory out" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
     ("argv", "problem"),
     [
         (["--params", "6.7B"], "name a drive with --nvme-path"),

@@ -320,6 +320,7 @@ def test_in_memory_they_take_as_little(adam: FusedAdam, tmp_path: Path) -> None:
         assert bench.tier.resident_nbytes == least
         bench.tier.relocate({0: ON_NVME})
         assert bench.tier.resident_nbytes == 0
+        assert bench.tier.in_memory_nbytes == least
         assert [bench.tier.host_nbytes_of(chunk) for chunk in chunks] == [
             bench.tier.nbytes_of(chunk) for chunk in chunks
         ]
