@@ -92,7 +92,8 @@ class EightBitAdam:
         reason = ""
         if arguments.max_unorm > 0.0 or arguments.skip_zeros:
             reason = "max_unorm and skip_zeros need all of a sub-group"
-        elif optimizer.mng.pid2config or optimizer.mng.index2config or optimizer.mng.module_weight_config_triple:
+        elif optimizer.mng.pid2config or optimizer.mng.index2config:
+            # Those of modules' weights, the Trainer's for embeddings, are void under ZeRO-3: no parameter is a weight.
             reason = "GlobalOptimManager overrides options of single parameters"
         elif any(0 < numel < arguments.min_8bit_size for numel in numels):
             reason = f"a sub-group has fewer elements than min_8bit_size ({arguments.min_8bit_size})"

@@ -285,6 +285,22 @@ def trainer_trains_twice(case: Case) -> None:
         assert dropped() is None or case.engine == "stock"
 
 
+def trainer_trains_in_8_bits(case: Case) -> None:
+    """With the Trainer's name of bitsandbytes' optimizer, which it asks for embeddings in 32 bits. The norms, a group
+    of their own, have as many elements as 8-bit moments begin with."""
+    config = case.config() | {"zero_force_ds_cpu_optimizer": False}
+    args = arguments(case, deepspeed=config, optim="adamw_bnb_8bit")
+    torch.manual_seed(11)
+    model = transformers.LlamaForCausalLM(model_config(1024))
+    trainer = RecordingTrainer(case, model=model, args=args, train_dataset=TRAIN)
+    trainer.train()
+    case.check_engine(trainer.deepspeed)
+    if case.engine == "tencache":
+        case.seen["facts"]["kinds"] = trainer.deepspeed.optimizer._state.kinds(0)
+    case.seen["weights"] = training.digests(trainer.deepspeed.module)
+    trainer.accelerator.free_memory()
+
+
 # transformers without its Trainer
 
 
@@ -438,7 +454,7 @@ SCENARIOS: dict[str, Callable[[Case], None]] = {
     function.__name__: function
     for function in (
         trainer_trains, trainer_resumes, trainer_resumes_from_stock, trainer_takes_the_best_model,
-        trainer_only_predicts, trainer_predicts_from_memory, trainer_trains_twice,
+        trainer_only_predicts, trainer_predicts_from_memory, trainer_trains_twice, trainer_trains_in_8_bits,
         from_pretrained_and_generate, lora_trains_and_merges, lora_of_every_linear, lora_of_queries,
         fp32_head,
     )

@@ -22,9 +22,9 @@ MIXED = ("lora_of_every_linear", "lora_of_queries", "fp32_head")
 TRL = ("sft_trains", "dpo_with_a_reference", *GRPO)
 ALONE = (
     "trainer_trains", *RESUMED, "trainer_takes_the_best_model", *INFERENCE,
-    "trainer_trains_twice", "from_pretrained_and_generate", "accelerate_saves_and_loads", "accelerate_config_file",
-    "accelerate_two_plugins", "accelerate_finds_a_batch_size", "accelerate_with_spawned_workers",
-    "lora_trains_and_merges", *MIXED, *TRL,
+    "trainer_trains_twice", "trainer_trains_in_8_bits", "from_pretrained_and_generate", "accelerate_saves_and_loads",
+    "accelerate_config_file", "accelerate_two_plugins", "accelerate_finds_a_batch_size",
+    "accelerate_with_spawned_workers", "lora_trains_and_merges", *MIXED, *TRL,
 )  # fmt: skip
 TOGETHER = (
     "trainer_trains", "trainer_resumes", "accelerate_saves_and_loads", "lora_trains_and_merges", *MIXED, *TRL,
@@ -174,6 +174,11 @@ def test_rewards_differ_and_the_model_leaves_its_reference(alone: Any, together:
 
 def test_an_engine_is_rebuilt_after_memory_ran_out(alone: Any) -> None:
     assert alone.result("accelerate_finds_a_batch_size", "tencache")["batch sizes"] == [4, 3, 2]
+
+
+def test_8_bit_adam_of_the_trainer_goes_by_chunks(alone: Any) -> None:
+    kinds = alone.result("trainer_trains_in_8_bits", "tencache")["facts"]["kinds"]
+    assert kinds == ["master", "state1", "state2", "absmax1", "absmax2"]
 
 
 def test_statistics_of_inference_count_forward_passes(alone: Any) -> None:

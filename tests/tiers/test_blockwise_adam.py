@@ -335,6 +335,10 @@ def test_what_has_to_be_updated_as_a_whole(
 def test_an_overridden_parameter_is_updated_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eight_bit_adam.dist, "get_rank", lambda: 0)
     optimizer = bitsandbytes.optim.AdamW8bit([torch.zeros(4096, requires_grad=True)])
+    # The Trainer's for embeddings, which bitsandbytes does not find among the parameters of ZeRO-3.
+    triple = (torch.nn.Embedding(64, 64), "weight", {"optim_bits": 32})
+    monkeypatch.setattr(optimizer.mng, "module_weight_config_triple", [triple])
+    assert EightBitAdam.of(optimizer, [4096], torch.float32) is not None
     monkeypatch.setattr(optimizer.mng, "pid2config", {1: {"optim_bits": 32}})
     assert EightBitAdam.of(optimizer, [4096], torch.float32) is None
 
