@@ -123,6 +123,7 @@ def weights_of(numel: int, cuts: list[int], dtype: torch.dtype) -> list[tuple[in
         }
     ),
     scale=st.sampled_from([1.0, 0.5, 1 / 3, 2.0**-16]),
+    first=st.sampled_from([1, 2, 30, 1000, 10**6]),
     variant=st.sampled_from(VARIANTS),
     seed=st.integers(0, 2**31),
 )
@@ -134,6 +135,7 @@ def test_bits_are_those_of_bitsandbytes(
     gradients: list[str],
     hyper: dict[str, Any],
     scale: float,
+    first: int,
     variant: str,
     seed: int,
 ) -> None:
@@ -143,7 +145,7 @@ def test_bits_are_those_of_bitsandbytes(
     theirs = state_of(numel, generator)
     ours = {kind: value.clone() for kind, value in theirs.items()}
     start, adam = arithmetic(), kernel()
-    for number, kind in enumerate(gradients, 1):
+    for number, kind in enumerate(gradients, first):
         gradient = gradient_of(numel, kind, dtypes[0], generator)
         unscaled = gradient.float().clone()
         if scale != 1.0:

@@ -21,7 +21,7 @@ struct Vector {
     static Reg div(Reg a, Reg b) { return vdivq_f32(a, b); }
     static Reg add(Reg a, Reg b) { return vaddq_f32(a, b); }
     static Reg min(Reg a, Reg b) { return vminq_f32(a, b); }
-    static Reg max(Reg a, Reg b) { return vmaxq_f32(a, b); }
+    static Reg max(Reg a, Reg b) { return vmaxnmq_f32(a, b); }  // b, where a is not a number
     static Reg abs(Reg a) { return vabsq_f32(a); }
     static float largest(Reg a) { return vmaxvq_f32(a); }
 
