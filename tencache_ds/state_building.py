@@ -120,8 +120,7 @@ class StateBuilder:
         for index, numel in enumerate(numels):
             chunks = cut_sub_group(index, numel, sizes[0], self._chunk_nbytes, apart[index], cuts[index], sizes[1])
             groups.append(chunks)
-            states = dict((*kinds, *scales))
-            nbytes.append([chunk.nbytes if splits is None else splits.nbytes_of(chunk, states) for chunk in chunks])
+            nbytes.append([splits.nbytes_of(chunk, kinds + scales) if splits else chunk.nbytes for chunk in chunks])
         homes = plan_state(nbytes, self._capacity(gradient_nbytes, gpu_nbytes), by_chunks=by_chunks)
         if splits is not None:  # only chunks can be split
             homes = tuple(places or (Place.HOST,) * len(group) for places, group in zip(homes, groups, strict=True))

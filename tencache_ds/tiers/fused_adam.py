@@ -30,7 +30,6 @@ from tencache_ds.tiers.kinds import (
     SCALES_OF_8_BITS,
     SECOND,
     SECOND_SCALE,
-    SPLIT_DTYPES,
 )
 from tencache_ds.tiers.split_master import Pieces
 
@@ -103,15 +102,17 @@ class FusedAdam:
         return int(self._team.n_threads)
 
     def takes(self, state: Mapping[str, torch.Tensor], gradient: torch.Tensor, weights: Iterable[torch.Tensor]) -> bool:
-        """Whether a chunk's state is single precision, and gradient and weights are of one dtype each that fits. Master
+        """Whether a chunk's state has its dtypes, and gradient and weights are of one dtype each that fits. Master
         weights that are split go with bfloat16 weights in host memory."""
-        weights = list(weights)
+        weights, split = list(weights), REMAINDER in state
         dtypes = {weight.dtype for weight in weights}
-        if REMAINDER in state:
-            here = all(weight.device.type == "cpu" for weight in weights)
-            return here and gradient.dtype in TYPES and dtypes == {torch.bfloat16}
-        kinds_fit = all(state[kind].dtype is torch.float32 for kind in (MASTER, EXP_AVG, EXP_AVG_SQ))
-        return kinds_fit and gradient.dtype in TYPES and len(dtypes) == 1 and dtypes <= TYPES.keys()
+        if split:
+            weights_fit = dtypes == {torch.bfloat16} and all(weight.device.type == "cpu" for weight in weights)
+        else:
+            weights_fit = len(dtypes) == 1 and dtypes <= TYPES.keys()
+        needed = {kind: dtype for kind, dtype in self.state_dtypes.items() if not (split and kind == MASTER)}
+        kinds_fit = {kind: view.dtype for kind, view in state.items()}.items() >= needed.items()
+        return kinds_fit and weights_fit and gradient.dtype in TYPES
 
     def start(
         self,
@@ -175,16 +176,19 @@ class FusedAdam:
         job: Job = self._team.join(*self._masters(whole, parts, weight, whole))
         return job
 
+    @staticmethod
     def _masters(
-        self,
         whole: Mapping[str, torch.Tensor],
         parts: Mapping[str, torch.Tensor],
         weight: torch.Tensor,
         marked: Mapping[str, torch.Tensor],
     ) -> tuple[list[tuple[int, ...]], str, int]:
-        """Arguments of the op: addresses, instructions, marks. Elements are marked in the signs of ``marked``."""
-        arrays = whole[MASTER], parts[REMAINDER], weight, marked[EXP_AVG_SQ]
-        return [(*(array.data_ptr() for array in arrays), weight.numel())], "", 0
+        """Arguments of the op: addresses, instructions, marks. Without marks, elements are marked in the signs of
+        ``marked``."""
+        marks = parts[MARKS].data_ptr() if MARKS in parts else 0
+        squares = 0 if marks else marked[EXP_AVG_SQ].data_ptr()
+        addresses = (array.data_ptr() for array in (whole[MASTER], parts[REMAINDER], weight))
+        return [(*addresses, squares, weight.numel())], "", marks
 
     def digest(self, weights: Pieces) -> bytes:
         """See :meth:`SplitArithmetic.digest`."""
@@ -224,24 +228,11 @@ class BlockwiseAdam(FusedAdam):
     ) -> None:
         super().__init__(n_threads)
         self._maps = self._op.BlockwiseMaps(*first, *second, *square_root)
-        self._split_dtypes = SPLIT_DTYPES | {kind: each for kind, each in self.state_dtypes.items() if kind != MASTER}
 
     @property
     def state_dtypes(self) -> Mapping[str, torch.dtype]:
         """See :attr:`FusedAdam.state_dtypes`."""
         return ADAM_IN_8_BITS | SCALES_OF_8_BITS
-
-    def takes(self, state: Mapping[str, torch.Tensor], gradient: torch.Tensor, weights: Iterable[torch.Tensor]) -> bool:
-        """See :meth:`FusedAdam.takes`."""
-        weights = list(weights)
-        dtypes = {weight.dtype for weight in weights}
-        kinds = {kind: view.dtype for kind, view in state.items()}
-        if REMAINDER in state:
-            here = all(weight.device.type == "cpu" for weight in weights)
-            kinds_fit = kinds == self._split_dtypes and here and dtypes == {torch.bfloat16}
-        else:
-            kinds_fit = kinds == self.state_dtypes and len(dtypes) == 1 and dtypes <= TYPES.keys()
-        return kinds_fit and gradient.dtype in TYPES
 
     def start(
         self,
@@ -283,17 +274,6 @@ class BlockwiseAdam(FusedAdam):
             variant,
         )
         return job
-
-    def _masters(
-        self,
-        whole: Mapping[str, torch.Tensor],
-        parts: Mapping[str, torch.Tensor],
-        weight: torch.Tensor,
-        marked: Mapping[str, torch.Tensor],
-    ) -> tuple[list[tuple[int, ...]], str, int]:
-        """See :meth:`FusedAdam._masters`; marks are beside the remainders."""
-        arrays = whole[MASTER], parts[REMAINDER], weight
-        return [(*(array.data_ptr() for array in arrays), 0, weight.numel())], "", parts[MARKS].data_ptr()
 
 
 def _runs(

@@ -416,10 +416,7 @@ class OptimizerStateTier:
     def start_split(self, chunk: Chunk) -> bool:
         """Gives a chunk its state before the first update, with split master weights that equal the model's weights:
         instead of :meth:`overwrite` with their values. False, and nothing is changed, where they cannot be split."""
-        group = self._groups[chunk.sub_group]
-        if chunk.index in group.extents:
-            return self._stored.start_split(chunk)
-        return chunk.index not in group.device and self._resident.start_split(chunk)
+        return self._stored.start_split(chunk) or self._resident.start_split(chunk)
 
     # Places
 
@@ -440,8 +437,7 @@ class OptimizerStateTier:
     def split(self, chunk: Chunk) -> None:
         """Splits whole master weights in host memory, if it can: their weights have their values. Between two passes;
         on NVMe the next update does."""
-        if chunk.index in self._groups[chunk.sub_group].resident:
-            self._resident.split(chunk)
+        self._resident.split(chunk)
 
     def relocate(self, places: Mapping[int, Sequence[Place]]) -> None:
         """Moves chunks between the places where they live. Between two passes.

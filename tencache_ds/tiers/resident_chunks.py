@@ -44,7 +44,7 @@ class ResidentChunks:
         if self._masters is None or group.spec.whole:
             return chunk.nbytes
         extent = group.extents.get(chunk.index)
-        return self._masters.nbytes_of(chunk, dict(group.spec.states)) if extent is None else extent.nbytes
+        return self._masters.nbytes_of(chunk, group.spec.states) if extent is None else extent.nbytes
 
     def allocate(self, group: SubGroup, chunk: Chunk) -> None:
         """Gives a chunk memory of zeros, to be written next: by :meth:`start_split` or into :meth:`blank`."""
@@ -53,13 +53,12 @@ class ResidentChunks:
     def start_split(self, chunk: Chunk) -> bool:
         """See :meth:`OptimizerStateTier.start_split`: of a chunk of zeros."""
         group = self._groups[chunk.sub_group]
-        if self._masters is None or group.spec.whole:
+        if self._masters is None or chunk.index not in group.resident:
             return False
-        weights = self._masters.weights_of(chunk, dict(group.spec.states))
-        if weights is None or not self._masters.remainders_are_zero(weights):
-            return False
-        group.split[chunk.index] = self._masters.digest(weights)
-        return True
+        digest = self._masters.start(chunk, group.spec.states)
+        if digest:
+            group.split[chunk.index] = digest
+        return bool(digest)
 
     def take(self, chunk: Chunk, *, split: bool) -> ChunkInUse:
         """See :meth:`OptimizerStateTier.take`."""
@@ -78,6 +77,7 @@ class ResidentChunks:
         memory = group.resident.get(chunk.index)
         if memory is not None and (chunk.index in group.split or memory.nbytes < chunk.nbytes):
             self._replace(group, chunk, self._memory.allocate(chunk.nbytes, PURPOSE))
+            group.split.pop(chunk.index, None)
         return ChunkInUse(chunk, group.resident_views(chunk))
 
     def put(self, chunk: Chunk, digest: bytes) -> None:
@@ -88,19 +88,16 @@ class ResidentChunks:
             self.split(chunk)
 
     def split(self, chunk: Chunk) -> None:
-        """Splits whole master weights if it can."""
+        """Splits whole master weights if it can, of a chunk that is here."""
         group = self._groups[chunk.sub_group]
-        if self._masters is None or group.spec.whole or chunk.index in group.split:
+        memory = group.resident.get(chunk.index)
+        if self._masters is None or memory is None or chunk.index in group.split:
             return
-        weights = self._masters.weights_of(chunk, dict(group.spec.states))
-        if weights is None:
-            return
-        target, memory = self._memory.allocate(split_layout(chunk).nbytes, PURPOSE), group.resident[chunk.index]
-        if not self._masters.split(chunk, memory, weights):
-            self._memory.free(target)
-            return
-        self._replace(group, chunk, target.copy_(memory[: target.nbytes]))
-        group.split[chunk.index] = self._masters.digest(weights)
+        digest = self._masters.split(chunk, memory, group.spec.states)
+        if digest:
+            group.split[chunk.index] = digest  # in memory of a whole chunk, if there is no other
+            less = self._memory.allocate(split_layout(chunk).nbytes, PURPOSE)
+            self._replace(group, chunk, less.copy_(memory[: less.nbytes]))
 
     def join(self, chunk: Chunk) -> None:
         """Makes split master weights whole, of a chunk that is here.
@@ -131,9 +128,9 @@ class ResidentChunks:
         memory = self._memory.allocate(chunk.nbytes, PURPOSE)
         memory[: chunk.nbytes] = whole
         self._replace(group, chunk, memory)
+        group.split.pop(chunk.index, None)
 
     def _replace(self, group: SubGroup, chunk: Chunk, memory: torch.Tensor) -> None:
-        """A chunk's memory is another one from now on, with whole master weights."""
+        """A chunk is in this memory from now on."""
         old, group.resident[chunk.index] = group.resident[chunk.index], memory
-        group.split.pop(chunk.index, None)
         self._memory.free(old)

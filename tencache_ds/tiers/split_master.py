@@ -25,14 +25,8 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.planning.chunks import SCALE_NUMEL, Chunk, pieces_of
 from tencache_ds.tensors import empty
-from tencache_ds.tiers.kinds import (
-    MARKS,
-    MASTER,
-    REMAINDER,
-    SCALES_OF_8_BITS,
-    SPLIT_DTYPES,
-    views_of,
-)
+from tencache_ds.tiers.kinds import MARKS, MASTER, REMAINDER, SCALES_OF_8_BITS, SPLIT_DTYPES, views_of
+from tencache_ds.tiers.sub_group import Kinds
 
 _NAN_WEIGHT = 0xFFFF
 """Bits of a weight whose remainder holds the bits of a NaN."""
@@ -123,15 +117,21 @@ class SplitMasters:
         self._arithmetic = arithmetic
         self._weights = weights
 
-    def weights_of(self, chunk: Chunk, states: Mapping[str, torch.dtype]) -> Pieces | None:
+    def _weights_of(self, chunk: Chunk, states: Kinds) -> Pieces | None:
         """What a chunk with this state can be split over now; None where it cannot be."""
-        if states != self._arithmetic.state_dtypes or split_layout(chunk).nbytes > chunk.nbytes:
+        if dict(states) != self._arithmetic.state_dtypes or split_layout(chunk).nbytes > chunk.nbytes:
             return None  # of few elements, one more kind takes more than is saved
         return self._weights.rounded(chunk)
 
-    def nbytes_of(self, chunk: Chunk, states: Mapping[str, torch.dtype]) -> int:
+    def nbytes_of(self, chunk: Chunk, states: Kinds) -> int:
         """Bytes of a chunk with this state that is split if it can be."""
-        return chunk.nbytes if self.weights_of(chunk, states) is None else split_layout(chunk).nbytes
+        return chunk.nbytes if self._weights_of(chunk, states) is None else split_layout(chunk).nbytes
+
+    def start(self, chunk: Chunk, states: Kinds) -> bytes:
+        """Digest of the weights that a chunk of zeros is split over: master weights that equal them. Nothing, where
+        they cannot be split or zeros would not say so."""
+        weights = self._weights_of(chunk, states)
+        return b"" if weights is None or not self.remainders_are_zero(weights) else self._arithmetic.digest(weights)
 
     def remainders_are_zero(self, weights: Pieces) -> bool:
         """Whether master weights that equal the weights have remainders of zero: all do but one NaN."""
@@ -142,10 +142,6 @@ class SplitMasters:
         compares their bits."""
         return not self._weights.being_changed(chunk) and self._weights.rounded(chunk) is not None
 
-    def digest(self, weights: Pieces) -> bytes:
-        """Hash of the weights' bits."""
-        return self._arithmetic.digest(weights)
-
     def check(self, chunk: Chunk, expected: bytes) -> Pieces:
         """The weights that a chunk was split over.
 
@@ -153,7 +149,7 @@ class SplitMasters:
             TenCacheError: they are not the same any more.
         """
         weights = self._weights.rounded(chunk)
-        if weights is None or self.digest(weights) != expected:
+        if weights is None or self._arithmetic.digest(weights) != expected:
             raise changed_unnoticed(chunk)
         return weights
 
@@ -166,19 +162,23 @@ class SplitMasters:
         weight = _in_one(weights)
         _wait(self._arithmetic.join(whole, parts, weight), chunk)
 
-    def split(self, chunk: Chunk, buffer: torch.Tensor, weights: Pieces) -> bool:
-        """Turns a whole chunk in a buffer into a split one; False, and unchanged, where that would lose a bit."""
+    def split(self, chunk: Chunk, buffer: torch.Tensor, states: Kinds) -> bytes:
+        """Turns a whole chunk in a buffer into a split one, if it can; returns the digest of the weights. Nothing, and
+        the buffer is unchanged, where they are elsewhere or a bit would be lost."""
+        weights = self._weights_of(chunk, states)
+        if weights is None:
+            return b""
         split, whole = self._views(chunk, buffer)
         parts = {kind: empty(view.numel(), view.dtype) for kind, view in split.items()}
         weight = _in_one(weights)
         if not self._arithmetic.splits_exactly(whole, parts, weight):
-            return False
+            return b""
         for kind in whole.keys() & parts.keys():
             parts[kind].copy_(whole[kind])
         _wait(self._arithmetic.split(whole, parts, weight), chunk)
         for kind, view in split.items():
             view.copy_(parts[kind])
-        return True
+        return self._arithmetic.digest(weights)
 
     def _views(self, chunk: Chunk, buffer: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Of a buffer, as a split and as a whole chunk."""

@@ -187,12 +187,12 @@ class StoredChunks:
         extent = group.extents.get(chunk.index)
         if self._masters is None or extent is None or extent.nbytes != split_layout(chunk).nbytes:
             return False
-        weights = self._masters.weights_of(chunk, dict(group.spec.states))
-        if weights is None or not self._masters.remainders_are_zero(weights):
+        digest = self._masters.start(chunk, group.spec.states)
+        if not digest:
             return False
         if self._ahead:
             self.abandon()
-        group.split[chunk.index] = self._masters.digest(weights)
+        group.split[chunk.index] = digest
         group.fresh.add(chunk.index)
         return True
 
@@ -228,7 +228,7 @@ class StoredChunks:
             TenCacheError: there is no store.
         """
         masters = self._masters
-        nbytes = chunk.nbytes if masters is None else masters.nbytes_of(chunk, dict(group.spec.states))
+        nbytes = chunk.nbytes if masters is None else masters.nbytes_of(chunk, group.spec.states)
         self._allocate(group, chunk, nbytes)
 
     def store(self, group: SubGroup, chunk: Chunk, source: torch.Tensor) -> None:
@@ -349,10 +349,7 @@ class StoredChunks:
         """Splits the master weights of a whole chunk in a buffer, if it can; the digest of the weights, or nothing."""
         if self._masters is None or keep_whole:
             return b""
-        weights = self._masters.weights_of(chunk, dict(self._groups[chunk.sub_group].spec.states))
-        if weights is None or not self._masters.split(chunk, buffer, weights):
-            return b""
-        return self._masters.digest(weights)
+        return self._masters.split(chunk, buffer, self._groups[chunk.sub_group].spec.states)
 
 
 def _owner(chunk: Chunk) -> str:
