@@ -125,6 +125,21 @@ class AdamScalars:
 
 
 @dataclass(frozen=True, slots=True)
+class DescentScalars:
+    """The scalars of a step along the gradient; the names are those of the op.
+
+    Attributes:
+        scale: what gradients are multiplied by.
+        retained: what master weights are multiplied by.
+        step: the multiple of the gradient that is added to them.
+    """
+
+    scale: float
+    retained: float
+    step: float
+
+
+@dataclass(frozen=True, slots=True)
 class BlockwiseScalars:
     """The scalars of Adam with 8-bit moments; the names are those of the op."""
 

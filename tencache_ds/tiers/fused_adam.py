@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam in one pass: gradient, master weight, moments and 16-bit weight of a chunk, each touched once.
+"""Adam in one pass: gradient, master weight, moments and 16-bit weight of a chunk, each touched once. And what is left
+of an optimizer that has done the rest on gradients.
 
 DeepSpeed's sequence is four passes (up-cast, unscale, Adam, round into the weights), each ended by a barrier of an
 OpenMP team. Where ranks or other programs share the cores, every barrier waits for a thread that has none: two ranks
@@ -35,6 +36,9 @@ from tencache_ds.tiers.split_master import Pieces
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """Dtypes of gradients and weights that the op knows."""
+
+MASTERS_ALONE = {MASTER: torch.float32}
+"""Dtypes of state without moments."""
 
 
 class Job(Protocol):
@@ -85,6 +89,11 @@ class FusedAdam:
     def state_dtypes(self) -> Mapping[str, torch.dtype]:
         """Dtype of each kind of state that it updates."""
         return ADAM_IN_FP32
+
+    @property
+    def states(self) -> tuple[Mapping[str, torch.dtype], ...]:
+        """Dtype of each kind of state of the chunks that it updates."""
+        return (self.state_dtypes,)
 
     @property
     def width(self) -> int:
@@ -202,6 +211,49 @@ class FusedAdam:
     def close(self) -> None:
         """Waits for running jobs and ends the threads. Idempotent."""
         self._team.close()
+
+
+class AdamAndDescent(FusedAdam):
+    """Adam, and for chunks without moments a step along the gradient: what is left of Muon."""
+
+    @property
+    def states(self) -> tuple[Mapping[str, torch.dtype], ...]:
+        """See :attr:`FusedAdam.states`."""
+        return (*super().states, MASTERS_ALONE)
+
+    def takes(self, state: Mapping[str, torch.Tensor], gradient: torch.Tensor, weights: Iterable[torch.Tensor]) -> bool:
+        """See :meth:`FusedAdam.takes`."""
+        if {kind: view.dtype for kind, view in state.items()} != MASTERS_ALONE:
+            return super().takes(state, gradient, weights)
+        dtypes = {weight.dtype for weight in weights}
+        return len(dtypes) == 1 and dtypes | {gradient.dtype} <= TYPES.keys()
+
+    def start(
+        self,
+        state: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        weights: Sequence[tuple[int, torch.Tensor]],
+        scalars: Any,
+        expected: bytes = b"",
+        variant: str = "",
+    ) -> Job:
+        """See :meth:`FusedAdam.start`.
+
+        Args:
+            state: see there; or fp32 master weights alone.
+            gradient: see there.
+            weights: see there.
+            scalars: of master weights alone, :class:`DescentScalars`.
+            expected: see there.
+            variant: instructions of a step along the gradient, for tests; empty for the widest of this processor.
+        """
+        if state.keys() != MASTERS_ALONE.keys():
+            return super().start(state, gradient, weights, scalars, expected)
+        master = state[MASTER]
+        runs = _runs((master, master, master, gradient), gradient.numel(), weights)
+        types = TYPES[gradient.dtype], TYPES[weights[0][1].dtype]
+        job: Job = self._team.descent(runs, *types, self._as_op(scalars, self._op.DescentScalars), variant)
+        return job
 
 
 class BlockwiseAdam(FusedAdam):

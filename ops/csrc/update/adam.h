@@ -52,6 +52,14 @@ struct AdamScalars {
     float decay;               // l2: weight_decay; decoupled: -lr * weight_decay
 };
 
+// A step along the gradient: g = g * scale;  p = p * retained;  p = fma(g, step, p);  w = round(p). It equals torch's
+// p.mul_(retained).add_(g, alpha=step) in single precision, whose loops are contracted like that, and the rounding copy.
+struct DescentScalars {
+    float scale;     // what gradients are multiplied by; exactly 1 skips the product
+    float retained;  // 1 - lr * weight_decay
+    float step;      // -lr
+};
+
 // A run of elements whose addresses are contiguous in every array.
 struct AdamRun {
     float* master;             // null: split, see split_master.inc; then the weight is bfloat16 and holds the old value
@@ -83,6 +91,7 @@ struct AdamTypes {
 };
 
 using AdamKernel = void (*)(const AdamScalars&, const AdamTypes&, const AdamRun&);
+using DescentKernel = void (*)(const DescentScalars&, const AdamTypes&, const AdamRun&);  // without moments
 
 // With 8-bit moments: adam_8bit.h.
 struct BlockwiseScalars;
@@ -94,7 +103,8 @@ using SplitBlockwiseKernel = void (*)(const BlockwiseScalars&, const BlockwiseMa
 
 struct AdamVariant {
     AdamKernel kernel = nullptr;        // null where this processor has no vectors that DeepSpeed would use
-    AdamKernel split_kernel = nullptr;  // the same on split master weights
+    DescentKernel descent = nullptr;
+    AdamKernel split_kernel = nullptr;  // of Adam, on split master weights
     void (*split)(MasterRun) = nullptr;
     bool (*splits_exactly)(MasterRun) = nullptr;  // whether nothing would be lost; changes nothing
     void (*join)(MasterRun) = nullptr;

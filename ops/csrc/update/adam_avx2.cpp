@@ -86,8 +86,8 @@ struct Vector {
 
 extern const AdamVariant adam_avx2;
 const AdamVariant adam_avx2{
-    adam_sweep, split_adam_sweep, split_master, splits_exactly, join_master, blockwise_adam, split_blockwise_adam,
-    round_master, "avx2", Vector::WIDTH,
+    adam_sweep, descent_sweep, split_adam_sweep, split_master, splits_exactly, join_master, blockwise_adam,
+    split_blockwise_adam, round_master, "avx2", Vector::WIDTH,
 };
 
 }  // namespace tencache

@@ -77,8 +77,8 @@ struct Vector {
 
 extern const AdamVariant adam_avx512;
 const AdamVariant adam_avx512{
-    adam_sweep, split_adam_sweep, split_master, splits_exactly, join_master, blockwise_adam, split_blockwise_adam,
-    round_master, "avx512", Vector::WIDTH,
+    adam_sweep, descent_sweep, split_adam_sweep, split_master, splits_exactly, join_master, blockwise_adam,
+    split_blockwise_adam, round_master, "avx512", Vector::WIDTH,
 };
 
 }  // namespace tencache

@@ -80,8 +80,8 @@ struct Vector {
 
 extern const AdamVariant adam_neon;
 const AdamVariant adam_neon{
-    adam_sweep, split_adam_sweep, split_master, splits_exactly, join_master, blockwise_adam, split_blockwise_adam,
-    round_master, "neon", Vector::WIDTH,
+    adam_sweep, descent_sweep, split_adam_sweep, split_master, splits_exactly, join_master, blockwise_adam,
+    split_blockwise_adam, round_master, "neon", Vector::WIDTH,
 };
 
 }  // namespace tencache

@@ -35,6 +35,7 @@ using tencache::BLOCK_NUMEL;
 using tencache::BlockwiseMaps;
 using tencache::BlockwiseRun;
 using tencache::BlockwiseScalars;
+using tencache::DescentScalars;
 using tencache::Blocks;
 using tencache::Call;
 using tencache::ContiguousWeights;
@@ -145,6 +146,24 @@ public:
             if (split) { digests->after[index] = digest_of(block); }
         };
         return submit(job, digests);
+    }
+
+    // The runs have no moments; master weights stand in for them.
+    PyJob descent(const std::vector<RunTuple>& runs,
+                  const std::string& gradient_type,
+                  const std::string& weight_type,
+                  const DescentScalars& scalars,
+                  const std::string& variant_name)
+    {
+        const AdamTypes types{element_type(gradient_type), element_type(weight_type)};
+        check_state(runs);
+        auto parts = std::make_shared<std::vector<AdamRun>>(cut_blocks(runs, types, 0, false));
+        auto job = std::make_shared<Job>();
+        job->n_blocks = parts->size();
+        job->run = [parts, scalars, types, kernel = variant_of(variant_name).descent](std::size_t index) {
+            kernel(scalars, types, (*parts)[index]);
+        };
+        return submit(job);
     }
 
     PyJob blockwise_adam(const std::array<std::uintptr_t, 6>& arrays,
@@ -408,6 +427,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("step_size"),
              py::arg("weight_decay"),
              py::arg("decay"));
+    py::class_<DescentScalars>(m, "DescentScalars")
+        .def(py::init([](float scale, float retained, float step) { return DescentScalars{scale, retained, step}; }),
+             py::kw_only(),
+             py::arg("scale"),
+             py::arg("retained"),
+             py::arg("step"));
     py::class_<BlockwiseScalars>(m, "BlockwiseScalars")
         .def(py::init([](float scale,
                          float beta1,
@@ -471,6 +496,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("scalars"),
              py::arg("split") = false,
              py::arg("expected") = py::bytes(),
+             py::arg("variant") = "")
+        .def("descent",
+             &PyTeam::descent,
+             py::arg("runs"),
+             py::arg("gradient_type"),
+             py::arg("weight_type"),
+             py::arg("scalars"),
              py::arg("variant") = "")
         .def("blockwise_adam",
              &PyTeam::blockwise_adam,
