@@ -81,7 +81,7 @@ class StateBuilder:
     def plan(
         self,
         numels: Sequence[int],
-        kinds: Kinds,
+        kinds: Sequence[Kinds],
         gradient_nbytes: int,
         *,
         scales: Kinds = (),
@@ -96,7 +96,7 @@ class StateBuilder:
 
         Args:
             numels: elements of each sub-group.
-            kinds: ``(kind, dtype)`` of each state that is kept per element.
+            kinds: of each sub-group, ``(kind, dtype)`` of each state that is kept per element.
             gradient_nbytes: of the gradients, which begin in host memory.
             scales: of those with one value for several elements.
             by_chunks: an update takes one chunk at a time; else a whole sub-group.
@@ -109,7 +109,6 @@ class StateBuilder:
         Returns:
             The sub-groups, and the bytes of each chunk that goes to NVMe.
         """
-        sizes = [[(kind, dtype.itemsize) for kind, dtype in each] for each in (kinds, scales)]
         # On NVMe many small chunks would cost more than they gain.
         apart: Sequence[Sequence[tuple[int, int]]] = [()] * len(numels)
         if visible is not None and by_chunks and not self._paths:
@@ -118,9 +117,11 @@ class StateBuilder:
         splits = masters if masters is not None and masters.in_memory else None
         groups, nbytes = [], []
         for index, numel in enumerate(numels):
-            chunks = cut_sub_group(index, numel, sizes[0], self._chunk_nbytes, apart[index], cuts[index], sizes[1])
+            sizes, scale_sizes = ([(kind, dtype.itemsize) for kind, dtype in each] for each in (kinds[index], scales))
+            chunks = cut_sub_group(index, numel, sizes, self._chunk_nbytes, apart[index], cuts[index], scale_sizes)
             groups.append(chunks)
-            nbytes.append([splits.nbytes_of(chunk, kinds + scales) if splits else chunk.nbytes for chunk in chunks])
+            states = kinds[index] + scales
+            nbytes.append([splits.nbytes_of(chunk, states) if splits else chunk.nbytes for chunk in chunks])
         homes = plan_state(nbytes, self._capacity(gradient_nbytes, gpu_nbytes), by_chunks=by_chunks)
         if splits is not None:  # only chunks can be split
             homes = tuple(places or (Place.HOST,) * len(group) for places, group in zip(homes, groups, strict=True))
@@ -133,8 +134,8 @@ class StateBuilder:
         if by_place[Place.GPU]:
             logger.info("%s of optimizer state fit nowhere but in GPU memory", gib(sum(by_place[Place.GPU])))
         specs = [
-            SubGroupSpec(numel, kinds, places, tuple(ranges), tuple(starts), scales)
-            for numel, places, ranges, starts in zip(numels, homes, apart, cuts, strict=True)
+            SubGroupSpec(numel, each, places, tuple(ranges), tuple(starts), scales)
+            for numel, each, places, ranges, starts in zip(numels, kinds, homes, apart, cuts, strict=True)
         ]
         return specs, by_place[Place.NVME]
 

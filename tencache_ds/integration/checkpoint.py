@@ -357,6 +357,8 @@ class CheckpointMixin:
             self._partitioned_params_swap_out(index)
             return
         self._optimizer_states.replace(index, master, with_state=with_state)
+        if with_state and self._momentum is not None:
+            self._momentum.replace(index)
         for chunk in self._state.chunks(index):
             publish(self._model_weights, chunk, master[chunk.start : chunk.start + chunk.numel])
             self._state.split(chunk)

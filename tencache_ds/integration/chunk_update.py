@@ -65,8 +65,8 @@ class SubGroupUpdater:
         limit, scratch = ArithmeticCores(cores, tier.streamed), Scratch()
         kernels: list[UpdateKernel] = [] if arithmetic is None else [UnfusedUpdate(arithmetic, limit, scratch)]
         in_place = None
-        self.one_pass_state: Mapping[str, torch.dtype] = {} if fused is None else fused.state_dtypes
-        """Chunks with state of these dtypes are updated on threads of the update's own, and nothing else of the
+        self.one_pass_states: tuple[Mapping[str, torch.dtype], ...] = () if fused is None else fused.states
+        """Chunks with state of such dtypes are updated on threads of the update's own, and nothing else of the
         process."""
         if fused is not None:
             kernels.insert(0, FusedUpdate(fused))
@@ -94,9 +94,10 @@ class SubGroupUpdater:
         if not isinstance(self.arithmetic, CpuAdam):
             return
         if saved is None:
-            step, betas = self._states.n_steps(len(groups) - 1), tuple(groups[-1]["betas"])
-            jumped = any(tuple(group["betas"]) != betas for group in groups)
-            jumped |= calls.pow_when_repeated and len(groups) > 1
+            counted = [index for index in range(len(groups)) if "step" in self.arithmetic.needed(index)]
+            step, betas = self._states.n_steps(counted[-1]), tuple(groups[counted[-1]]["betas"])
+            jumped = any(tuple(groups[index]["betas"]) != betas for index in counted)
+            jumped |= calls.pow_when_repeated and len(counted) > 1
             saved = {"betas": betas, "step": step, "pow_step": step if jumped else 0}
         self.arithmetic.powers = BetaPowers(**saved, pow_when_repeated=calls.pow_when_repeated)
 

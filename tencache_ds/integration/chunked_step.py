@@ -135,7 +135,7 @@ class ChunkedStep:
         weights: the model's weights.
         update: of chunks.
         guard: knows whether the last step is void.
-        overlaps: dtype of each kind of state whose update may continue after a step has returned; none for empty.
+        overlaps: dtypes of the chunks' kinds of state whose update may continue after a step has returned.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ChunkedStep:
         update: ChunkedUpdate,
         guard: StepGuard,
         *,
-        overlaps: Mapping[str, torch.dtype],
+        overlaps: Sequence[Mapping[str, torch.dtype]],
     ) -> None:
         self._optimizer = optimizer
         self._groups = groups
@@ -289,7 +289,7 @@ class ChunkedStep:
             for index, group in enumerate(chunks):
                 dtypes = {kind: self._state.dtype(index, kind) for kind in self._state.kinds(index)}
                 weights = {param.ds_tensor.dtype for param in self._groups[index]}
-                fits = dtypes == self._overlaps and weights <= TYPES.keys()
+                fits = dtypes in self._overlaps and weights <= TYPES.keys()
                 candidates.append(
                     [chunk for chunk in group if fits and in_use.isdisjoint(self._weights.keys_of(chunk))]
                 )

@@ -15,6 +15,7 @@ from tencache_ds.errors import ConfigError
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.aio_section import check_aio_section
 from tencache_ds.integration.path_checks import check_nvme_path
+from tencache_ds.integration.seams import Feature, require
 from tencache_ds.keys import ENGINE_KEY, ENGINE_NAME, FAULTS_VARIABLE, OPTIONS_KEY, ZERO_KEY
 from tencache_ds.spelling import closest
 
@@ -28,10 +29,8 @@ UNUSED_ATTRIBUTE = "tencache_unused"
 """Attribute of the same config: its keys that mean nothing to TenCache."""
 
 _ON_THE_GPU = "its kernel runs on the GPU, while the optimizer state is offloaded"
-_NO_MUON = "Muon needs whole gradients on the device"
+_MUON = ("muon", "muonwithauxadam")
 _REFUSED_OPTIMIZERS = {
-    "muon": (_NO_MUON, "AdamW"),
-    "muonwithauxadam": (_NO_MUON, "AdamW"),
     "lamb": (_ON_THE_GPU, "AdamW"),
     "fusedlamb": (_ON_THE_GPU, "AdamW"),
     "fusedadam": (_ON_THE_GPU, "deepspeed.ops.adam.DeepSpeedCPUAdam"),
@@ -223,7 +222,10 @@ def refuse_optimizer(name: str, *, offloaded: bool, on_gpu: bool) -> None:
 
     Raises:
         ConfigError: names the optimizer, the reason and the alternative.
+        SeamError: the installed DeepSpeed updates with it in another way.
     """
+    if name.lower() in _MUON and offloaded:
+        require(Feature.MUON_UPDATES)
     reason, other = _REFUSED_OPTIMIZERS.get(name.lower(), ("", ""))
     if not reason or (reason is _ON_THE_GPU and not (offloaded and on_gpu)):
         return

@@ -57,9 +57,6 @@ class EightBitAdam:
         optimizer: of bitsandbytes.
     """
 
-    needed = frozenset({"step", FIRST, SECOND, FIRST_SCALE, SECOND_SCALE})
-    """Names of the states that an update requires once it has begun."""
-
     scales: Kinds = tuple(SCALES_OF_8_BITS.items())
     """``(kind, dtype)`` of state with one value for several elements."""
 
@@ -105,8 +102,12 @@ class EightBitAdam:
             logger.warning("%s is updated a sub-group at a time: %s", type(optimizer).__name__, reason)
         return None
 
-    def kinds(self, master_dtype: torch.dtype) -> Kinds:
-        """``(kind, dtype)`` of state per element, beside the master weight."""
+    def needed(self, sub_group: int) -> frozenset[str]:
+        """Names of the states that an update of a sub-group requires once it has begun."""
+        return frozenset({"step", FIRST, SECOND, FIRST_SCALE, SECOND_SCALE})
+
+    def kinds(self, sub_group: int, master_dtype: torch.dtype) -> Kinds:
+        """``(kind, dtype)`` of a sub-group's state per element, beside the master weight."""
         return tuple((kind, dtype) for kind, dtype in ADAM_IN_8_BITS.items() if kind != MASTER)
 
     def shared_states(self) -> Mapping[str, Any]:

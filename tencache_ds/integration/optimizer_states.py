@@ -12,7 +12,7 @@ are not per element, under an empty placeholder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,22 +32,26 @@ class OptimizerStates:
         optimizer: Any,
         tier: OptimizerStateTier,
         placeholders: Sequence[torch.Tensor],
-        needed: frozenset[str] = frozenset(),
+        needed: Callable[[int], frozenset[str]] = lambda sub_group: frozenset(),
         shared: Mapping[str, Any] | None = None,
+        kept: frozenset[str] = frozenset(),
     ) -> None:
         """
         Args:
             optimizer: the torch optimizer DeepSpeed wraps.
             tier: where master weights and per-element states live.
             placeholders: per sub-group, the tensor under which the optimizer knows it.
-            needed: names of the states that the update cannot do without once it has begun; empty if not known.
+            needed: names of the states that the update of a sub-group cannot do without once it has begun; empty if not
+                known.
             shared: states that the optimizer makes in a sub-group's first step, and never changes.
+            kept: names of states that stay in ``optimizer.state``, whatever their shape.
         """
         self._optimizer = optimizer
         self._tier = tier
         self._placeholders = placeholders
         self._needed = needed
         self._shared = shared or {}
+        self._kept = kept | {MASTER}
         self._kinds: list[tuple[str, ...]] = [() for _ in placeholders]
         # ZeRO has replaced the parameters that the optimizer was created with by placeholders.
         for key in [key for key in optimizer.state if torch.is_tensor(key)]:
@@ -72,7 +76,10 @@ class OptimizerStates:
         return int(self._optimizer.state.get(self._placeholders[sub_group], {}).get("step", 0))
 
     def begin_step(self, sub_group: int) -> Any:
-        """Counts a step of a sub-group whose states are zero before the first one; returns the step's number."""
+        """Counts a step of a sub-group whose states are zero before the first one; returns the step's number, 0 of one
+        whose update does not depend on it."""
+        if "step" not in self._needed(sub_group):
+            return 0
         state = self._optimizer.state[self._placeholders[sub_group]]
         if "step" not in state:
             state.update(self._shared)
@@ -122,7 +129,7 @@ class OptimizerStates:
             self._tier.write(sub_group, {MASTER: master})
             return
         loaded = self._optimizer.state.get(self._placeholders[sub_group], {})
-        missing = self._needed - set(loaded)
+        missing = self._needed(sub_group) - set(loaded)
         if loaded and missing:
             raise TenCacheError(
                 f"the loaded optimizer state of sub-group {sub_group} holds {sorted(loaded)}, but "
@@ -148,7 +155,7 @@ class OptimizerStates:
             if torch.is_tensor(value)
             and value.shape == (self._tier.numel(sub_group, kind),)
             and value.layout is torch.strided
-            and kind != MASTER
+            and kind not in self._kept
         }
 
     def show(self, sub_group: int) -> None:

@@ -43,6 +43,7 @@ class Feature(Enum):
     HOOKS = "hooks on modules", "host path"
     NORMS = "norms of gradients", "host path"
     MUON = "", "host path"
+    MUON_UPDATES = "", "the optimizer Muon"
 
     @property
     def group(self) -> str:
@@ -381,6 +382,14 @@ SEAMS: tuple[Seam, ...] = (
         ("set_full_hp_param(self, value, param, optim_state_key)", "writes state"),
         ("set_local_hp_param(self, value, param, optim_state_key)", "writes state"),
         ("destroy(self)", "closes the engine"),
+    ),
+    *_in_stage3(
+        Feature.MUON_UPDATES,
+        (
+            "_apply_muon_updates_cpu_offload(self)",
+            "orthogonalizes gradients after the last micro-step",
+            ("norm_for_param_grads", "sub_group_to_group_id"),
+        ),
     ),
     *_seams("runtime.zero.utils", Feature.NORMS, ("get_norm_dtype()", "computes norms as DeepSpeed does")),
     *_in_stage3(

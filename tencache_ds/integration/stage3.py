@@ -31,6 +31,7 @@ from tencache_ds.integration.gradient_norms import GradientNormsMixin
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.monitoring import StepMonitor
+from tencache_ds.integration.muon import MuonMixin
 from tencache_ds.integration.optimizers import step_is_watched
 from tencache_ds.integration.passes import PassesMixin
 from tencache_ds.integration.stage3_building import BuildingMixin
@@ -54,6 +55,7 @@ class TenCacheZeroOptimizer_Stage3(
     StateAccessMixin,
     GradientBucketsMixin,
     GradientNormsMixin,
+    MuonMixin,
     ZeroOptimizer,
 ):
     """``DeepSpeedZeroOptimizer_Stage3`` with weights, gradients and optimizer state in TenCache's tiers."""

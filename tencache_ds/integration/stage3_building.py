@@ -28,6 +28,7 @@ from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
 from tencache_ds.integration.model_engines import engines_for
 from tencache_ds.integration.model_weights import ModelWeights, cast_shard
+from tencache_ds.integration.muon import Momentum
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import known_kinds
 from tencache_ds.integration.outside_needs import outside_needs, update_needs
@@ -44,7 +45,7 @@ from tencache_ds.tensors import empty
 from tencache_ds.tiers.device_adam import DeviceAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
-from tencache_ds.tiers.kinds import MASTER
+from tencache_ds.tiers.kinds import MASTER, MOMENTUM
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import SplitMasters
 from tencache_ds.tiers.sub_group import Kinds
@@ -66,6 +67,7 @@ class BuildingMixin:
     _state: OptimizerStateTier | None = None
     _gradients: GradientTier | None = None
     _optimizer_states: OptimizerStates | None = None
+    _momentum: Momentum | None = None
     _updater: SubGroupUpdater | None = None
     _gpu_homes: GpuHomes | None = None
 
@@ -144,14 +146,17 @@ class BuildingMixin:
             return
         dtype = self.master_weights_and_grads_dtype
         arithmetic = self._arithmetic
-        kinds: Kinds = ((MASTER, dtype),)
-        scales: Kinds = ()
-        if arithmetic is not None:
-            kinds, scales = kinds + arithmetic.kinds(dtype), arithmetic.scales
-        elif self._optimizer_on_nvme:
-            kinds += known_kinds(self.optimizer, dtype)  # in host memory the optimizer's own tensors become the state
         numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
+        scales: Kinds = () if arithmetic is None else arithmetic.scales
+        others = [() for _ in numels]  # in host memory the optimizer's own tensors become the state
+        if arithmetic is not None:
+            others = [arithmetic.kinds(index, dtype) for index in range(len(numels))]
+        elif self._optimizer_on_nvme:
+            others = [known_kinds(self.optimizer, dtype) for _ in numels]
+        kinds: list[Kinds] = [((MASTER, dtype), *each) for each in others]
         gradient_nbytes = sum(numels) * self.gradient_accumulation_dtype.itemsize
+        uses_muon = self._sub_groups_using_muon()
+        gradient_nbytes += sum(itertools.compress(numels, uses_muon)) * self.communication_data_type.itemsize
         gpu_nbytes = 0
         if self._device is not None:
             gpu_nbytes = initial_gpu_nbytes(self._device[0].usage(), self._tencache_options.gpu_memory)
@@ -195,15 +200,29 @@ class BuildingMixin:
             self.optimizer,
             self._state,
             self.fp32_partitioned_groups_flat,
-            needed=frozenset() if arithmetic is None else arithmetic.needed,
+            needed=(lambda sub_group: frozenset()) if arithmetic is None else arithmetic.needed,
             shared={} if arithmetic is None else arithmetic.shared_states(),
+            kept=frozenset({MOMENTUM}) if any(uses_muon) else frozenset(),
         )
+        if any(uses_muon):
+            self._momentum = Momentum(
+                self.optimizer,
+                self.fp32_partitioned_groups_flat,
+                self.fp16_groups,
+                uses_muon,
+                self.communication_data_type,
+                engine.gradient_memory,
+            )
+
+    def _sub_groups_using_muon(self) -> list[bool]:
+        """Whether each sub-group has Muon's matrices; empty with any other optimizer."""
+        return list(self.sub_groups_using_muon) if getattr(self, "use_muon", False) else []
 
     def _split_masters(self) -> SplitMasters | None:
         """Splits master weights on NVMe, and in host memory where no state goes to GPU memory, whose kernels take whole
         ones; None where they stay whole."""
         in_memory = self._device is None
-        if self._fused is None or not self._tencache_options.split_master:
+        if self._fused is None or not self._tencache_options.split_master or any(self._sub_groups_using_muon()):
             return None
         if not (in_memory or self._optimizer_on_nvme):
             return None
@@ -221,10 +240,12 @@ class BuildingMixin:
             return
         engine = self._require_engine()
         numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
-        arithmetic = chunk_arithmetic(self.optimizer, numels, self.master_weights_and_grads_dtype)
+        arithmetic = chunk_arithmetic(
+            self.optimizer, numels, self.master_weights_and_grads_dtype, self._sub_groups_using_muon()
+        )
         self._arithmetic = arithmetic
         self._fused = fused = None if arithmetic is None else engine.fused_adam(arithmetic.one_pass)
-        self._device = open_gpu(engine, fused if isinstance(arithmetic, CpuAdam) else None)
+        self._device = open_gpu(engine, fused if type(arithmetic) is CpuAdam else None)
         self._create_fp32_partitions()
         self._create_next_swappable_fp32_groups()
         self.initialize_optimizer_states()
@@ -258,7 +279,7 @@ class BuildingMixin:
             self._model_weights,
             self._updater.by_chunks,
             self.step_guard,
-            overlaps=self._updater.one_pass_state if self._tencache_options.overlap_step else {},
+            overlaps=self._updater.one_pass_states if self._tencache_options.overlap_step else (),
         )
         moves.before = self._chunked_step.finish
         self._host_homes = engine.watch_host_memory(moves)

@@ -310,6 +310,18 @@ class GradientTier:
         self.segment(key).copy_(self._replaced[key])
         self._states[key] = GradientState.LIVE
 
+    def contents(self, key: int) -> torch.Tensor:
+        """A weight's settled gradient, where it is: as it was accumulated, or as it was replaced, in fp32."""
+        replaced = self._replaced.get(key)
+        return self.segment(key) if replaced is None else replaced
+
+    def overwrite(self, key: int, value: torch.Tensor) -> None:
+        """Makes ``value`` (1-D, the segment's length) the weight's gradient for this step, in the accumulation dtype,
+        without waiting for the copy."""
+        self._replaced.pop(key, None)
+        self.segment(key).copy_(value, non_blocking=True)
+        self._states[key] = GradientState.LIVE
+
     def fill(self, target: torch.Tensor, start: int) -> None:
         """Copies gradients into ``target`` (1-D, any float dtype), beginning at element ``start`` of all."""
         end = start + target.numel()

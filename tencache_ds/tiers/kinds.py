@@ -11,6 +11,9 @@ from tencache_ds.planning.chunks import Chunk
 
 MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
 
+MOMENTUM = "momentum_buffer"
+"""Muon's state, which is kept apart from master weights."""
+
 ADAM_IN_FP32 = dict.fromkeys((MASTER, EXP_AVG, EXP_AVG_SQ), torch.float32)
 """Dtypes of the state that can be split, and updated in files."""
 

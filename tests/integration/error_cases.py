@@ -154,14 +154,12 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     config = overlay(training.config_for(model_case, engine_name, os.path.join(folder, "nvme")), case.get("change", {}))
     torch.manual_seed(7)
     result: dict[str, Any] = {"failure": ""}
-    engine = model = context = param = None
+    engine = model = context = None
     with CIRCUMSTANCES[case.get("circumstance", "")](folder):
         try:
             context = deepspeed.zero.Init(config_dict_or_path=config) if case.get("zero_init", True) else None
             with context or contextlib.nullcontext():
                 model = Mlp()
-            for param in model.parameters():
-                param.use_muon = True
             engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
             generator = torch.Generator().manual_seed(1000)
             result["losses"] = training.train(engine, 3, generator, oracle=engine_name == "stock")
@@ -173,7 +171,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
             result["failure"] = f"{type(error).__name__}: {error}"
     if engine is not None:
         engine.destroy()
-    del engine, model, context, param  # each of which holds the weights, and so their files
+    del engine, model, context  # each of which holds the weights, and so their files
     training.wait_until_closed()  # what failed half-way is closed when nothing refers to it any more
     result["threads"] = [thread.name for thread in threading.enumerate() if "lane" in thread.name]
     result["scratch"] = training.scratch_engines(folder)

@@ -49,6 +49,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "sub_group_size": 10**9,
         "tencache": {"host_memory": "6MiB", "chunk_size": 2**16},
     },
+    "muon": {
+        "model": "mlp",
+        "config": {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.1, "adam_lr": 1e-3}}},
+        "zero": {"reduce_scatter": False},
+        "uncompiled": True,
+    },
     "late_watched": {"model": "mlp", "optimizer": "two_groups", "varied": True, "watched": True, "before": 15},
 }
 LATE = ("late", "late_groups", "late_amsgrad", "late_cycled", "late_varied", "late_watched")
@@ -56,7 +62,7 @@ LATE = ("late", "late_groups", "late_amsgrad", "late_cycled", "late_varied", "la
 not say."""
 CHANGED_BETAS = ("late_cycled", "late_varied", "late_watched")
 """A checkpoint of stock's does not tell that they did."""
-TWO_RANK_KINDS = ("adamw", "lora", "eight_bit", "late_groups", "before_the_first_step", "into_a_trained_engine")
+TWO_RANK_KINDS = ("adamw", "lora", "eight_bit", "muon", "late_groups", "before_the_first_step", "into_a_trained_engine")
 LONG = {"adamw_accumulation", "lora", "late_amsgrad", "late_varied", "tied"}
 """The first two are those of the core; ``late_watched`` varies too, and a tied weight is one weight."""
 LONG_ON_TWO_RANKS = {"lora", "before_the_first_step"}

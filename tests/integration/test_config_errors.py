@@ -164,10 +164,6 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"circumstance": "memlock", "change": {"tencache": {"io_backend": "aio"}}},
         ("LockedMemoryError", "ulimit"),
     ),
-    "muon": (
-        {"change": {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "weight_decay": None}}}},
-        ("ConfigError", "Muon", "Use another optimizer"),
-    ),
     "lbfgs": ({"change": {"optimizer": {"type": "LBFGS"}}}, ("ConfigError", "LBFGS", "closure", "another optimizer")),
 }  # fmt: skip
 if torch.cuda.is_available():

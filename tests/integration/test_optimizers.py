@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tencache_ds.errors import ConfigError, TenCacheError
+from tencache_ds.errors import ConfigError, SeamError, TenCacheError
 from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.optimizers import known_kinds, step_is_watched
+from tencache_ds.integration.seams import Feature
 from tencache_ds.observability.counters import Counters
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
@@ -103,7 +104,7 @@ def test_what_was_loaded_is_all_the_state(loaded: dict[str, Any]) -> None:
 def test_states_of_another_optimizer_are_named() -> None:
     placeholder = torch.zeros(0, requires_grad=True)
     optimizer = torch.optim.SGD([placeholder], lr=1e-3)
-    states = states_of(optimizer, placeholder, needed=frozenset({"step", "exp_avg"}))
+    states = states_of(optimizer, placeholder, needed=lambda sub_group: frozenset({"step", "exp_avg"}))
     optimizer.state[placeholder] = {"momentum_buffer": torch.ones(NUMEL)}
     with pytest.raises(TenCacheError, match=r"\['momentum_buffer'\], but SGD needs \['exp_avg', 'step'\]"):
         states.replace(0, torch.zeros(NUMEL), with_state=True)
@@ -149,6 +150,19 @@ def test_a_watched_step_is_noticed_and_no_longer_when_it_ends(watch: Any) -> Non
     assert not step_is_watched(optimizer)
 
 
+@pytest.mark.parametrize("name", ["Muon", "MuonWithAuxAdam"])
+def test_offloaded_muon_needs_a_deepspeed_that_updates_after_the_last_micro_step(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(feature: Feature) -> None:
+        raise SeamError(feature.group)
+
+    monkeypatch.setattr("tencache_ds.integration.config_checks.require", refuse)
+    refuse_optimizer(name, offloaded=False, on_gpu=True)
+    with pytest.raises(SeamError, match="Muon"):
+        refuse_optimizer(name, offloaded=True, on_gpu=True)
+
+
 def test_a_scheduler_does_not_watch() -> None:
     optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=1e-3)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
@@ -158,8 +172,7 @@ def test_a_scheduler_does_not_watch() -> None:
 @pytest.mark.parametrize(
     ("name", "offloaded", "on_gpu", "reason"),
     [
-        ("Muon", False, False, "whole gradients"),
-        ("MuonWithAuxAdam", True, True, "whole gradients"),
+        ("MuonWithAuxAdam", True, True, None),
         ("LBFGS", True, False, "closure"),
         ("SparseAdam", True, False, "sparse gradients"),
         ("Lamb", True, True, "runs on the GPU"),

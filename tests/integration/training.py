@@ -177,6 +177,8 @@ def build(case: dict[str, Any], engine: str, nvme: str, edit: Callable[[nn.Modul
 
     config = config_for(case, engine, nvme)
     architectures.import_code_of(case["model"])
+    if hasattr(torch.compiler, "set_stance"):  # DeepSpeed compiles Muon's kernels
+        torch.compiler.set_stance("force_eager" if case.get("uncompiled") else "default")
     torch.manual_seed(case.get("seed", 7))
     if case.get("zero_init", True):
         with deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(config)):

@@ -115,6 +115,20 @@ def test_what_comes_after_a_replacement_counts():
     assert torch.equal(filled(tier), torch.ones(2))
 
 
+def test_an_overwritten_gradient_is_of_this_step_in_the_accumulation_dtype():
+    tier = make([4, 4], torch.bfloat16)
+    tier.replace(0, torch.full((4,), 1 + 2**-20))
+    assert torch.equal(tier.contents(0), torch.full((4,), 1 + 2**-20))
+    for key in (0, 1):
+        tier.overwrite(key, torch.full((4,), key + 1.0, dtype=tier.dtype))
+        assert torch.equal(tier.contents(key), torch.full((4,), key + 1.0, dtype=tier.dtype))
+    assert not tier.any_replaced
+    assert list(tier.live()) == [0, 1]
+    tier.end_step()
+    tier.settle()
+    assert not tier.contents(1).any()
+
+
 def test_a_replacement_of_another_length_is_refused():
     tier = make([2])
     with pytest.raises(TenCacheError, match="weight id 0 has 2 elements here, not 3"):
