@@ -175,9 +175,9 @@ def _resharded(optimizer: Any, paths: Sequence[str], rank: int, n_ranks: int) ->
     state: dict[int, dict[str, Any]] = {}
     masters, start, weight = [], 0, 0
     for number, length in enumerate(lengths):
-        values = {kind: tensor[start : start + length] for kind, tensor in whole.items()}
+        kinds, scalars = first.kinds_at(saved_starts[weight]), first.scalars(saved_starts[weight])
+        values = {kind: whole[kind][start : start + length] for kind in kinds}
         masters.append(values.pop(FP32_FLAT_GROUPS))
-        scalars = first.scalars(saved_starts[weight])
         if values or scalars:
             state[number] = scalars | values
         start, weight = start + length, weight + len(optimizer.fp16_groups[number])
@@ -219,15 +219,14 @@ class _Saved:
                 "saved with another set of trainable parameters"
             )
         self._ends = list(itertools.accumulate(lengths))
-        self._runs: dict[str, list[torch.Tensor]] = {FP32_FLAT_GROUPS: [master.detach() for master in masters]}
+        self._states: list[dict[str, torch.Tensor]] = [{FP32_FLAT_GROUPS: master.detach()} for master in masters]
         self._scalars: list[dict[str, Any]] = []
-        states = self.content[OPTIMIZER_STATE_DICT]["state"]
+        packed = self.content[OPTIMIZER_STATE_DICT]
         for number, length in enumerate(lengths):
-            state = states.get(number, {})
             self._scalars.append({})
-            for kind, value in state.items():
+            for kind, value in packed["state"].get(number, {}).items():
                 if torch.is_tensor(value) and value.shape == (length,) and kind != "step":
-                    self._runs.setdefault(kind, []).append(value.detach())
+                    self._states[number][kind] = value.detach()
                 elif isinstance(value, Mapping) or (torch.is_tensor(value) and value.numel() > 1):
                     raise CheckpointError(
                         f"{path} was saved by another number of ranks, and its optimizer's {kind!r} has not one value "
@@ -235,24 +234,36 @@ class _Saved:
                     )
                 else:
                     self._scalars[-1][kind] = value
-        for kind, runs in self._runs.items():
-            if len(runs) != len(lengths):
-                raise CheckpointError(f"{path} has {kind!r} of {len(runs)} of its {len(lengths)} sub-groups only")
+        for group in packed["param_groups"]:
+            of_group = [self._states[number] for number in group["params"]]
+            for kind in set().union(*of_group):
+                n_with = sum(kind in state for state in of_group)
+                if n_with != len(of_group):
+                    raise CheckpointError(f"{path} has {kind!r} of {n_with} of {len(of_group)} sub-groups only")
 
     @property
     def kinds(self) -> dict[str, torch.dtype]:
         """Dtype of each kind, the master weights among them."""
-        return {kind: runs[0].dtype for kind, runs in self._runs.items() if runs}
+        return {kind: value.dtype for state in self._states for kind, value in state.items()}
+
+    def kinds_at(self, element: int) -> tuple[str, ...]:
+        """Those of the sub-group with an element: Muon's matrices have others than what Adam trains beside them."""
+        return tuple(self._states[self._sub_group(element)])
 
     def scalars(self, element: int) -> dict[str, Any]:
         """Of the sub-group with an element, the state that is not one value per element: a copy, because optimizers
         count in tensors."""
-        return copy.deepcopy(self._scalars[min(bisect.bisect_right(self._ends, element), len(self._ends) - 1)])
+        return copy.deepcopy(self._scalars[self._sub_group(element)])
+
+    def _sub_group(self, element: int) -> int:
+        return min(bisect.bisect_right(self._ends, element), len(self._ends) - 1)
 
     def fill(self, kind: str, piece: Piece, target: torch.Tensor) -> None:
         """Copies the elements of a piece, which belong to one weight and so to one sub-group, to their place in
-        ``target``."""
+        ``target``, if that has this kind."""
         index = bisect.bisect_right(self._ends, piece.source)
-        run = self._runs[kind][index]
+        run = self._states[index].get(kind)
+        if run is None:
+            return
         start = piece.source - self._ends[index] + run.numel()
         target[piece.target : piece.target + piece.numel].copy_(run[start : start + piece.numel])
