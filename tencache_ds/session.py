@@ -20,30 +20,30 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tencache_ds.activation_homes import ActivationHomes
 from tencache_ds.activations.auto_places import AutoPlaces
 from tencache_ds.activations.saved_tensors import ActivationFigures
 from tencache_ds.config import Activations, Checkpoint, TenCacheConfig
 from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import TenCacheError
-from tencache_ds.host_homes import HostHomes
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.archive_writer import CopyBuffers
 from tencache_ds.io.paths import NvmePaths
-from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES, gib
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.host_tensors import HostTensors
 from tencache_ds.observability import tracing
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed
+from tencache_ds.placement.activation_homes import ActivationHomes
+from tencache_ds.placement.host_homes import HostHomes
+from tencache_ds.placement.memory_watch import HostWatch
+from tencache_ds.placement.places import GpuUsage, Place
+from tencache_ds.placement.state_moves import StateMoves
 from tencache_ds.planning.budget import StagingPlan
-from tencache_ds.planning.host_watch import HostWatch
 from tencache_ds.planning.peak_memory import MemoryNeeds, OutsideNeeds, PeakMemory, memory_of_own_weights, peak_memory
 from tencache_ds.profiling.host_memory import available_nbytes, memory_nbytes
 from tencache_ds.staging import Staging
 from tencache_ds.state_building import StateBuilder
-from tencache_ds.state_moves import StateMoves
 from tencache_ds.surroundings import Surroundings
 from tencache_ds.tiers.background_update import BackgroundUpdate
 from tencache_ds.tiers.fused_adam import FusedAdam

@@ -13,12 +13,11 @@ from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import SpaceError
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.scratch import device_of, free_nbytes
-from tencache_ds.items import Place
 from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.observability.counters import Counters
+from tencache_ds.placement.places import Place, StateCapacity, plan_state
 from tencache_ds.planning.chunks import automatic_chunk_nbytes, cut_sub_group
-from tencache_ds.planning.placement import StateCapacity, plan_state
 from tencache_ds.profiling.host_memory import available_nbytes
 from tencache_ds.staging import Staging
 from tencache_ds.surroundings import Surroundings

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import gib
-from tencache_ds.planning.activation_policy import RecordedPass
-from tencache_ds.planning.activation_room import ActivationRoom
+from tencache_ds.placement.activation_policy import RecordedPass
+from tencache_ds.placement.activation_room import ActivationRoom
+from tencache_ds.placement.places import GpuUsage, Place
 from tencache_ds.profiling.fetch_waits import StreamClock
 from tencache_ds.profiling.move_waits import MoveCost, MoveWaits
 

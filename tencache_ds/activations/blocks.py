@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tencache_ds.activations.host_buffers import HostBuffers
 from tencache_ds.errors import InplaceChangeError, TenCacheError
 from tencache_ds.io import Extent, Ticket
-from tencache_ds.items import Place
 from tencache_ds.memory.lease import Event
+from tencache_ds.placement.places import Place
 from tencache_ds.tensors import empty
 
 

@@ -22,7 +22,7 @@ from typing import Protocol, cast
 import torch
 
 from tencache_ds.memory.lease import Event
-from tencache_ds.planning.activation_policy import MoveRates
+from tencache_ds.placement.activation_policy import MoveRates
 from tencache_ds.tensors import empty
 
 _MEASURED_NBYTES = 32 * 2**20

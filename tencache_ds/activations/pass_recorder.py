@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tencache_ds.planning.activation_policy import RecordedPass, SavedBlock
+from tencache_ds.placement.activation_policy import RecordedPass, SavedBlock
 
 
 class PassRecorder:

@@ -33,11 +33,10 @@ from tencache_ds.activations.reloads import Reloads
 from tencache_ds.activations.stored_blocks import StoredBlocks
 from tencache_ds.errors import MemoryLimitError, TenCacheError
 from tencache_ds.io import ExtentStore, Ticket
-from tencache_ds.items import Place
 from tencache_ds.memory.lease import Event
 from tencache_ds.observability.counters import Counters, Link
 from tencache_ds.observability.spans import Category, span
-from tencache_ds.planning.activation_policy import (
+from tencache_ds.placement.activation_policy import (
     MOST_AHEAD_NBYTES,
     RecordedPass,
     SavedBlock,
@@ -46,6 +45,7 @@ from tencache_ds.planning.activation_policy import (
     reload_order,
     reload_window_nbytes,
 )
+from tencache_ds.placement.places import Place
 from tencache_ds.profiling.move_waits import MoveWaits
 from tencache_ds.tensors import empty
 

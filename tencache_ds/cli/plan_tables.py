@@ -13,7 +13,7 @@ MORE_NBYTES = 8 * 2**30
 """The step of memory whose worth is shown."""
 
 PLACES = ("GPU memory", "RAM", "NVMe")
-"""In the order of :class:`tencache_ds.items.Place`."""
+"""In the order of :class:`tencache_ds.placement.places.Place`."""
 
 
 def places_table(where: str, rows: Iterable[tuple[str, tuple[int, int, int]]]) -> Table:

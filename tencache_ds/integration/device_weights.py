@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards of a model's weights in device memory: a :class:`tencache_ds.weight_moves.MovableWeights`.
+"""Shards of a model's weights in device memory: a :class:`tencache_ds.placement.weight_moves.MovableWeights`.
 
 DeepSpeed gathers from ``param.ds_tensor`` on any device. With its memory on the device there is nothing to copy; on one
 rank the gathered weight is the shard itself, as in training without offload.
@@ -16,9 +16,9 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 
 from tencache_ds.integration.model_weights import ModelWeights, home_in_tier, in_tier
 from tencache_ds.integration.module_weights import shard_nbytes
-from tencache_ds.items import Place
+from tencache_ds.placement.places import Place
+from tencache_ds.placement.weight_moves import Shard
 from tencache_ds.tiers.weight_home import Home
-from tencache_ds.weight_moves import Shard
 
 
 class DeviceWeights:

@@ -21,12 +21,12 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.integration.device_weights import DeviceWeights, lies_on_device
 from tencache_ds.integration.model_weights import ModelWeights
-from tencache_ds.weight_moves import Shard
+from tencache_ds.placement.weight_moves import Shard
 
 
 class GatheredWeights:
-    """A :class:`tencache_ds.weight_moves.MovableWeights`; see [Note: weights that stay gathered]. Used by the thread
-    that computes, between passes.
+    """A :class:`tencache_ds.placement.weight_moves.MovableWeights`; see [Note: weights that stay gathered]. Used by the
+    thread that computes, between passes.
 
     Args:
         params: the model's parameters, each once.

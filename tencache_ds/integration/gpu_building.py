@@ -11,18 +11,18 @@ import torch
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import ConfigError
-from tencache_ds.gpu_homes import GpuHomes, open_device
-from tencache_ds.gpu_moves import GpuMoves
 from tencache_ds.integration.agreement import Agreement, Post, agreed, difference
 from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.engine_building import on_cuda
 from tencache_ds.integration.gathered_weights import GatheredWeights
-from tencache_ds.items import GpuUsage
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
+from tencache_ds.placement.gpu_homes import GpuHomes, open_device
+from tencache_ds.placement.gpu_moves import GpuMoves
+from tencache_ds.placement.places import GpuUsage
+from tencache_ds.placement.state_moves import StateMoves
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.profiling.host_memory import available_nbytes
 from tencache_ds.session import Session
-from tencache_ds.state_moves import StateMoves
 from tencache_ds.tiers.device_adam import DeviceAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientTier

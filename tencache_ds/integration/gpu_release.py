@@ -19,8 +19,8 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
 from tencache_ds.errors import ConfigError
-from tencache_ds.gpu_homes import GpuHomes
-from tencache_ds.inference_homes import InferenceHomes
+from tencache_ds.placement.gpu_homes import GpuHomes
+from tencache_ds.placement.inference_homes import InferenceHomes
 
 _STATE = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_grads)
 

@@ -18,7 +18,6 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.host_path import SuspendedHooks, finish_after_forward, install
-from tencache_ds.inference_homes import InferenceHomes
 from tencache_ds.integration import gpu_building, other_engines
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.announcing import announce
@@ -32,8 +31,9 @@ from tencache_ds.integration.outside_needs import outside_needs
 from tencache_ds.integration.rank_checks import agree_on_weights
 from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.memory.device_memory import DeviceMemory
+from tencache_ds.placement.inference_homes import InferenceHomes
+from tencache_ds.placement.weight_moves import WeightMoves
 from tencache_ds.session import Session
-from tencache_ds.weight_moves import WeightMoves
 
 
 class InferenceWeights(GatheredWeights):

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from tencache_ds.config import TenCacheConfig
-from tencache_ds.gpu_limit import limit_nbytes
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.module_weights import shard_nbytes
 from tencache_ds.integration.optimizers import known_kinds
 from tencache_ds.memory.device_memory import DeviceMemory
+from tencache_ds.placement.gpu_budget import limit_nbytes
+from tencache_ds.placement.weight_moves import Shard
 from tencache_ds.planning.peak_memory import OutsideNeeds, OwnShard
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.weight_moves import Shard
 
 TEMPORARIES = 3
 """Tensors as long as the master weights that torch's own optimizers make in a step, beside the gradient."""

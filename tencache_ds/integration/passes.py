@@ -8,11 +8,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from tencache_ds.gpu_homes import GpuHomes
-from tencache_ds.host_homes import HostHomes
 from tencache_ds.host_path import SuspendedHooks, gather_at_once
 from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.observability import spans
+from tencache_ds.placement.gpu_homes import GpuHomes
+from tencache_ds.placement.host_homes import HostHomes
 
 
 class PassesMixin:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tencache_ds.integration.device_weights import place_of
 from tencache_ds.integration.module_weights import shard_nbytes
-from tencache_ds.items import Place
+from tencache_ds.placement.places import Place
 
 
 def residency(module: Any, optimizer: Any) -> dict[str, dict[str, list[int]]]:
@@ -23,7 +23,7 @@ def residency(module: Any, optimizer: Any) -> dict[str, dict[str, list[int]]]:
 
     Returns:
         For each weight's name, in the order of the model, ``weights``, ``gradients`` and ``optimizer state`` as bytes
-        by :class:`~tencache_ds.items.Place`. State that DeepSpeed keeps itself is not included.
+        by :class:`~tencache_ds.placement.places.Place`. State that DeepSpeed keeps itself is not included.
 
     Raises:
         RuntimeError: weights or chunks came or went meanwhile.

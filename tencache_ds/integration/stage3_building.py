@@ -15,8 +15,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.errors import ConfigError, MemoryLimitError
-from tencache_ds.gpu_homes import GpuHomes, initial_gpu_nbytes
-from tencache_ds.host_homes import HostHomes
 from tencache_ds.integration.activation_hooks import ActivationHooks
 from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.chunk_arithmetic import CpuAdam, chunk_arithmetic
@@ -37,10 +35,12 @@ from tencache_ds.integration.rank_checks import agree_on_weights, failing_togeth
 from tencache_ds.integration.shared_weights import SharedWeights
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.pinned_cache import empty_pinned_cache
+from tencache_ds.placement.gpu_homes import GpuHomes, initial_gpu_nbytes
+from tencache_ds.placement.host_homes import HostHomes
+from tencache_ds.placement.state_moves import StateMoves
 from tencache_ds.planning.chunks import GRADIENT_BUFFER_NUMEL, gradient_cuts
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.session import Session
-from tencache_ds.state_moves import StateMoves
 from tencache_ds.tensors import empty
 from tencache_ds.tiers.device_adam import DeviceAdam
 from tencache_ds.tiers.fused_adam import FusedAdam

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 
 from tencache_ds.errors import MemoryLimitError
-from tencache_ds.items import GpuUsage
 from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES
+from tencache_ds.placement.places import GpuUsage
 from tencache_ds.tensors import empty
 
 HostCopy = Callable[[torch.Tensor, torch.Tensor], None]

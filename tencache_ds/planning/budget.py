@@ -18,7 +18,7 @@ from tencache_ds.profiling.host_memory import MemoryDomain
 AUTO_HOST_SHARE = 0.8
 """Share of the available host memory for weights, gradients and optimizer state when the user names no budget. The rest
 is left for staging, data loaders, the page cache and the program itself; where it is not enough for them, state leaves
-(:mod:`tencache_ds.planning.host_watch`)."""
+(:mod:`tencache_ds.placement.memory_watch`)."""
 
 AUTO_CHUNK_SLOTS = 12
 """Chunks in flight: enough for reads ahead and writes behind on every lane while one chunk is updated."""

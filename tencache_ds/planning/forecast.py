@@ -2,8 +2,8 @@
 """The placement of a training run under budgets of host and GPU memory, and the shortest step it allows.
 
 The same order as when it runs, here in bytes instead of weights and chunks. At the start weights, gradients in any
-case, then optimizer state go to host memory (:mod:`tencache_ds.planning.placement`), the rest to NVMe. After the
-recorded step GPU memory takes the items that save most (:mod:`tencache_ds.planning.gpu_policy`): here all weights
+case, then optimizer state go to host memory (:mod:`tencache_ds.placement.places`), the rest to NVMe. After the
+recorded step GPU memory takes the items that save most (:mod:`tencache_ds.placement.gpu_policy`): here all weights
 first, those on NVMe first, or state first, whichever gives the shortest step. Host memory that state leaves takes state
 from NVMe. That of weights and gradients would too where state is on NVMe; here they keep it, so that the step is rather
 shorter than forecast.

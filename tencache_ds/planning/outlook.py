@@ -7,7 +7,7 @@ takes as long as the slower of two things that run side by side, the processor's
 at most as much of it as now is hidden behind the next forward pass. As much as the staging buffers take is moved beside
 the passes (:mod:`tencache_ds.planning.step_prediction`).
 
-More host memory takes weights from NVMe first, and then state, as :mod:`tencache_ds.planning.placement` does. Imports
+More host memory takes weights from NVMe first, and then state, as :mod:`tencache_ds.placement.places` does. Imports
 neither torch nor DeepSpeed.
 """
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tencache_ds.items import Place
+from tencache_ds.placement.places import Place
 from tencache_ds.profiling.fetch_waits import StreamClock
 
 

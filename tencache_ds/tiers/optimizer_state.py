@@ -17,13 +17,12 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import ExtentStore
-from tencache_ds.items import Place
 from tencache_ds.memory.arena import HostArena, Locking, untouched_zeros
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters
+from tencache_ds.placement.places import Place, place_state
 from tencache_ds.planning.chunks import Chunk, cut_sub_group
-from tencache_ds.planning.placement import place_state
 from tencache_ds.tensors import empty
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.mover import Mover

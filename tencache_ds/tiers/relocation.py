@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.items import Place
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.device_memory import DeviceMemory, Loan
 from tencache_ds.memory.pages import discard
+from tencache_ds.placement.places import Place
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.resident_chunks import PURPOSE, ResidentChunks
 from tencache_ds.tiers.stored_chunks import StoredChunks

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 
 from tencache_ds.io import Extent
-from tencache_ds.items import Place
 from tencache_ds.memory.device_memory import Loan
 from tencache_ds.memory.pool import Lease
+from tencache_ds.placement.places import Place
 from tencache_ds.planning.chunks import SCALE_NUMEL, Chunk
 from tencache_ds.tiers.kinds import views_of
 

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.items import Place
+from tencache_ds.placement.places import Place
 
 
 class HostMemory(Protocol):

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tencache_ds.items import GpuUsage
+from tencache_ds.placement.places import GpuUsage
 
 
 class CountedMemory(TorchDispatchMode):

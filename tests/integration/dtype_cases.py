@@ -19,7 +19,7 @@ import training
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from tencache_ds.planning import observed_steps
+from tencache_ds.placement import step_observer
 
 NOT_FOR_STOCK = {"number", "tencache", "offload_param", "checkpoint", "device_memory"}
 DTYPES = {
@@ -199,7 +199,7 @@ def facts_of(engine: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     training.config_for = gpu_memory_cases.config_for
-    observed_steps.MOST_STEPS = 1
+    step_observer.MOST_STEPS = 1
     if get_accelerator().is_synchronized_device():
         gpu_memory_cases.use_ordinary_memory()
     training.main(run)

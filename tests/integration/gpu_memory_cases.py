@@ -29,12 +29,12 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from peak_sampling import HostPeak
 
 import tencache_ds
-from tencache_ds import session, state_building, step_observer
+from tencache_ds import session, state_building
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.integration import gpu_building, stage3_building
 from tencache_ds.integration.residency import residency
-from tencache_ds.items import GpuUsage, Place
-from tencache_ds.planning import observed_steps
+from tencache_ds.placement import step_observer
+from tencache_ds.placement.places import GpuUsage, Place
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.profiling.fetch_waits import FetchRecorder, FetchWait
 from tencache_ds.tiers.device_adam import Launch, Run
@@ -420,7 +420,7 @@ if __name__ == "__main__":
     # Small models have several buffers of gradients too.
     stage3_building.GRADIENT_BUFFER_NUMEL = 2**14
     # At the same step in every run, however fast the machine's steps are.
-    observed_steps.MOST_STEPS = 1
+    step_observer.MOST_STEPS = 1
     step_observer.FetchRecorder = RememberedRecorder
     if get_accelerator().is_synchronized_device():
         use_ordinary_memory()

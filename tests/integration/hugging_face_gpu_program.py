@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 import tencache_ds
 from tencache_ds.integration import gpu_building
-from tencache_ds.planning import observed_steps
+from tencache_ds.placement import step_observer
 
 
 class Case(hugging_face_cases.Case):
@@ -36,7 +36,7 @@ class Case(hugging_face_cases.Case):
 if __name__ == "__main__":
     torch.manual_seed(0)
     hugging_face_cases.Case = Case
-    observed_steps.MOST_STEPS = 1
+    step_observer.MOST_STEPS = 1
     if get_accelerator().is_synchronized_device():
         gpu_memory_cases.use_ordinary_memory()
         gpu_building.open_memory = inference_cases.open_memory

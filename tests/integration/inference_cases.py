@@ -23,7 +23,7 @@ from models import MODELS
 
 from tencache_ds.integration import gpu_building
 from tencache_ds.memory.device_memory import DeviceMemory
-from tencache_ds.planning import pass_memory
+from tencache_ds.placement import inference_policy
 
 PASSES = 4
 """Tokens that are generated each time."""
@@ -228,6 +228,6 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
 
 
 if __name__ == "__main__":
-    pass_memory.FIRST_PATIENCE = 2
+    inference_policy.FIRST_PATIENCE = 2
     gpu_building.open_memory = open_memory
     training.main(run)

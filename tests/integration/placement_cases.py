@@ -19,8 +19,8 @@ import training
 from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.integration.agreement import agreed
-from tencache_ds.items import Place
-from tencache_ds.planning import observed_steps
+from tencache_ds.placement import step_observer
+from tencache_ds.placement.places import Place
 
 NOT_FOR_STOCK = {"placement", "places", "tencache", "device_memory"}
 
@@ -120,7 +120,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
 if __name__ == "__main__":
     training.config_for = gpu_memory_cases.config_for
     torch.manual_seed(0)
-    observed_steps.MOST_STEPS = 1
+    step_observer.MOST_STEPS = 1
     if get_accelerator().is_synchronized_device():
         gpu_memory_cases.use_ordinary_memory()
     training.main(run)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.items import Place
+from tencache_ds.placement.places import Place
 from tencache_ds.planning.budget import WRITES_BEHIND_NBYTES
 from tencache_ds.planning.forecast import Training, forecast, peak_of_forecast
 from tencache_ds.planning.peak_memory import (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from tencache_ds.items import Place
+from tencache_ds.placement.places import Place
 from tencache_ds.profiling.move_waits import MoveCost, MoveWaits
 
 

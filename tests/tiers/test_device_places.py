@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from tencache_ds.errors import MemoryLimitError, StorageError, TenCacheError
 from tencache_ds.io import Operation
-from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import round_up
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.memory.device_memory import DeviceMemory
+from tencache_ds.placement.places import GpuUsage, Place
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.device_update import DeviceUpdate
 from tencache_ds.tiers.gradients import GradientSegment

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tencache_ds.errors import SpaceError, StorageError, TenCacheError
 from tencache_ds.io import Operation, StorageTimeoutError
-from tencache_ds.items import Place
 from tencache_ds.layout import round_up
 from tencache_ds.observability.counters import Counters, Stall
+from tencache_ds.placement.places import Place
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tencache_ds.io import ExtentStore
-from tencache_ds.items import Place
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.observability.counters import Link
+from tencache_ds.placement.places import Place
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.planning.striping import Striping
 from tencache_ds.tiers.kinds import MASTER

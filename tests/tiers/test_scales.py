@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.items import Place
 from tencache_ds.layout import PAGE_NBYTES
+from tencache_ds.placement.places import Place
 from tencache_ds.planning.chunks import GRANULE_NUMEL, SCALE_NUMEL, cut_sub_group
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.kinds import FIRST, FIRST_SCALE, MASTER

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tencache_ds.errors import StorageError, TenCacheError
-from tencache_ds.items import Place
 from tencache_ds.observability.counters import Link
+from tencache_ds.placement.places import Place
 from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.fused_adam import BlockwiseAdam, FusedAdam

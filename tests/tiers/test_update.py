@@ -13,7 +13,7 @@ import torch
 
 from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.io import Operation
-from tencache_ds.items import Place
+from tencache_ds.placement.places import Place
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers import update
 from tencache_ds.tiers.cpu_share import ArithmeticCores

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tencache_ds.errors import MemoryLimitError, StorageError, TenCacheError
-from tencache_ds.items import Place
+from tencache_ds.placement.places import Place
 from tencache_ds.tiers.weight_home import Home
 
 NUMEL = 5

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from tencache_ds.items import Place
+from tencache_ds.placement.places import Place
 
 MOST_AHEAD_NBYTES = 128 * 2**20
 """Device memory for blocks that are reloaded before backward needs them: at 50 GB/s, 2.7 ms of copies."""

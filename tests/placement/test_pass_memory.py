@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.items import GpuUsage
-from tencache_ds.planning.gpu_budget import LEAST_HEADROOM_NBYTES
-from tencache_ds.planning.pass_memory import AMPLE_PAUSE_S, FIRST_PATIENCE, PassMemory
-from tencache_ds.planning.patience import LONGEST_PAUSE_S, LOOK_EVERY_S, LOOK_SHARE
+from tencache_ds.placement.gpu_budget import LEAST_HEADROOM_NBYTES
+from tencache_ds.placement.inference_policy import AMPLE_PAUSE_S, FIRST_PATIENCE, PassMemory
+from tencache_ds.placement.memory_watch import LONGEST_PAUSE_S, LOOK_EVERY_S, LOOK_SHARE
+from tencache_ds.placement.places import GpuUsage
 
 GIB = 2**30
 CAPACITY = 100 * GIB

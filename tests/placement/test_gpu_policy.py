@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tencache_ds.planning.gpu_policy import (
+from tencache_ds.placement.gpu_policy import (
     ALLOCATION_NBYTES,
     HIDDEN_GAIN,
     SavedItem,

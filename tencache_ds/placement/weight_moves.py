@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves weights into GPU memory and out of it, and keeps account of them. Part of the composition root
-(:mod:`tencache_ds.session`)."""
+"""Moves weights into GPU memory and out of it, and keeps account of them."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data of one DeepSpeed engine in GPU memory: planned after the first steps, released when training needs the
-memory, and taken again when it does not. Part of the composition root (:mod:`tencache_ds.session`).
+memory, and taken again when it does not.
 
 Where everything fits into what the first step left free, there is nothing to decide. Otherwise later steps are
 observed: for which weights the device waits, and what the update costs. They have to be like those that follow: in the
 second, DeepSpeed fetches ahead for the first time, and allocators, kernels and pages are being warmed up. So they are
-those from the third on (:mod:`tencache_ds.planning.observed_steps`).
-See [Note: memory that training needs] in :mod:`tencache_ds.planning.memory_watch` for what comes after.
+those from the third on (:mod:`tencache_ds.placement.step_observer`).
+See [Note: memory that training needs] in :mod:`tencache_ds.placement.memory_watch` for what comes after.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ import torch
 
 from tencache_ds.config import Share, TenCacheConfig
 from tencache_ds.errors import ConfigError, TenCacheError
-from tencache_ds.gpu_limit import limit_nbytes
-from tencache_ds.gpu_moves import GpuMoves
-from tencache_ds.items import GpuUsage, Place
 from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.observability.counters import StepRecord
-from tencache_ds.planning.gpu_budget import GpuBudget, gpu_budget, headroom
-from tencache_ds.planning.gpu_policy import GpuPlan, SavedItem, StateChunk, StepCosts, UpdateRates, Weight
-from tencache_ds.planning.memory_watch import MemoryWatch
-from tencache_ds.planning.observed_steps import WARM_UP_STEPS, StepTimes
+from tencache_ds.placement.gpu_budget import GpuBudget, gpu_budget, headroom, limit_nbytes
+from tencache_ds.placement.gpu_moves import GpuMoves
+from tencache_ds.placement.gpu_policy import GpuPlan, SavedItem, StateChunk, StepCosts, UpdateRates, Weight
+from tencache_ds.placement.memory_watch import MemoryWatch
+from tencache_ds.placement.places import GpuUsage, Place
+from tencache_ds.placement.step_observer import WARM_UP_STEPS, StepObserver, StepTimes
+from tencache_ds.placement.weight_moves import Agree, Shard
 from tencache_ds.planning.step_prediction import FixedPart, nvme_bytes_per_s, predicted_seconds
 from tencache_ds.profiling.fetch_waits import FetchRecorder, StreamClock
 from tencache_ds.profiling.move_waits import MoveCost
-from tencache_ds.step_observer import StepObserver
 from tencache_ds.tiers.device_adam import DeviceAdam, TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.weight_moves import Agree, Shard
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -102,7 +100,8 @@ def initial_gpu_nbytes(usage: GpuUsage, wanted: int | Share | None) -> int:
 
 
 class MovableActivations(Protocol):
-    """What passes save for backward, where it may move (:class:`tencache_ds.activation_homes.ActivationHomes`)."""
+    """What passes save for backward, where it may move
+    (:class:`tencache_ds.placement.activation_homes.ActivationHomes`)."""
 
     @property
     def moves_some(self) -> bool:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tencache_ds.items import GpuUsage
-from tencache_ds.planning.activation_room import FIRST_PATIENCE, ActivationRoom, Cause
+from tencache_ds.placement.activation_room import FIRST_PATIENCE, ActivationRoom, Cause
+from tencache_ds.placement.places import GpuUsage
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 import pytest
 
 from tencache_ds.observability.counters import Counters
-from tencache_ds.planning.observed_steps import MOST_STEPS
+from tencache_ds.placement.step_observer import MOST_STEPS, StepObserver
 from tencache_ds.profiling.fetch_waits import FetchRecorder
-from tencache_ds.step_observer import StepObserver
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.items import GpuUsage
-from tencache_ds.planning.gpu_budget import (
+from tencache_ds.placement.gpu_budget import (
     LEAST_HEADROOM_NBYTES,
     chunks_to_release,
     gpu_budget,
     headroom,
 )
+from tencache_ds.placement.places import GpuUsage
 
 GIB = 2**30
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 
-from tencache_ds.items import GpuUsage
-from tencache_ds.planning.gpu_budget import LOST_SHARE
-from tencache_ds.planning.patience import Patience, pause_s
+from tencache_ds.placement.gpu_budget import LOST_SHARE
+from tencache_ds.placement.memory_watch import Patience, pause_s
+from tencache_ds.placement.places import GpuUsage
 from tencache_ds.str_enum import StrEnum
 
 UNKNOWN_SHARE = 0.125

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a GPU's memory may hold weights, gradients and optimizer state, and what leaves it when training needs
-it. What goes there is decided in :mod:`tencache_ds.planning.gpu_policy`."""
+"""How much of a GPU's memory may hold weights, gradients and optimizer state, also as the user limits it, and what
+leaves it when training needs it. What goes there is decided in :mod:`tencache_ds.placement.gpu_policy`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tencache_ds.items import GpuUsage
+from tencache_ds.config import Share
 from tencache_ds.layout import gib
+from tencache_ds.placement.places import GpuUsage
 
 LEAST_HEADROOM_NBYTES = 2**30
 """GPU memory that is left free at least, beside what the recorded step needed."""
@@ -100,3 +101,15 @@ def chunks_to_release(chunk_nbytes: Sequence[Sequence[int]], chunks: Sequence[in
             left[index] -= 1
             freed += chunk_nbytes[index][left[index]]
     return tuple(left)
+
+
+def limit_nbytes(usage: GpuUsage, wanted: int | Share | None) -> int | None:
+    """The user's ``gpu_memory`` in bytes: how many may hold what TenCache moves there; None for automatic.
+
+    Args:
+        usage: at present; a share is one of what this process has or may have.
+        wanted: the user's ``gpu_memory``.
+    """
+    if isinstance(wanted, Share):
+        return int(wanted.fraction * (usage.available_nbytes + usage.allocated_nbytes))
+    return wanted

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves optimizer state from host memory to NVMe when the machine runs out of memory, and back when there is enough
-again. Part of the composition root (:mod:`tencache_ds.session`)."""
+again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.layout import gib
-from tencache_ds.planning.host_watch import HostWatch
-from tencache_ds.state_moves import StateMoves
+from tencache_ds.placement.memory_watch import HostWatch
+from tencache_ds.placement.state_moves import StateMoves
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

@@ -4,7 +4,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.planning.spread import choose_weights, spread_order
+from tencache_ds.placement.inference_policy import choose_weights, spread_order
 
 
 @given(st.integers(0, 300))

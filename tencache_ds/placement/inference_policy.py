@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much GPU memory forward passes without a backward pass leave to weights.
+"""How much GPU memory forward passes without a backward pass leave to weights, and which weights live there.
 
 What a pass takes for a moment has two parts. Activations and logits grow with its tokens: reading a prompt takes more
 than each token that is generated from it. The weights that DeepSpeed has gathered ahead of their use do not: what they
@@ -9,13 +9,19 @@ model they are nearly all that it takes. The cache of keys and values stays from
 So a part of the memory stays free: as much as may be gathered, as much as all else of the largest pass so far took, and
 a little more. For a pass with more tokens than any before the second part is expected to grow in proportion, before it
 begins. Whenever no more than such a pass itself would be free, the whole of it is made free again.
+
+Each weight is used once per forward pass, so per byte all of those in one place save the same: the time of their
+transfer. What is on NVMe goes first, because its link is the slowest. Within a place the weights are spread evenly over
+the pass: between two that have to be fetched, the link has the arithmetic of those that are there to hide behind.
 """
 
 from __future__ import annotations
 
-from tencache_ds.items import GpuUsage
-from tencache_ds.planning.gpu_budget import LEAST_HEADROOM_NBYTES
-from tencache_ds.planning.patience import LOOK_EVERY_S, Patience, pause_s
+from collections.abc import Sequence
+
+from tencache_ds.placement.gpu_budget import LEAST_HEADROOM_NBYTES
+from tencache_ds.placement.memory_watch import LOOK_EVERY_S, Patience, pause_s
+from tencache_ds.placement.places import GpuUsage
 
 SPARE_SHARE = 0.25
 """Share of what a pass is expected to take that is kept free in addition, for what is lost between allocations."""
@@ -151,3 +157,35 @@ class PassMemory:
 
 def _with_spare(nbytes: int) -> int:
     return int((1 + SPARE_SHARE) * nbytes)
+
+
+def spread_order(n: int) -> list[int]:
+    """The numbers below ``n`` such that those of any prefix lie nearly evenly apart.
+
+    Source: the van der Corput sequence: numbers in the order of their reversed binary digits.
+    """
+    bits = max(n - 1, 0).bit_length()
+    reversed_digits = (int(format(i, f"0{bits}b")[::-1], 2) if bits else 0 for i in range(1 << bits))
+    return [number for number in reversed_digits if number < n]
+
+
+def choose_weights(nbytes: Sequence[int], stored: Sequence[bool], budget_nbytes: int) -> list[int]:
+    """The weights to move to GPU memory.
+
+    Args:
+        nbytes: of each, in the order of their use.
+        stored: whether each is on NVMe; otherwise it is in host memory.
+        budget_nbytes: GPU memory that they may take.
+
+    Returns:
+        Their indices, in the order of worth: what has to leave later leaves from the end.
+    """
+    chosen, left = [], budget_nbytes
+    for wanted in (True, False):
+        indices = [index for index, each in enumerate(stored) if each is wanted]
+        for position in spread_order(len(indices)):
+            index = indices[position]
+            if nbytes[index] <= left:
+                chosen.append(index)
+                left -= nbytes[index]
+    return chosen

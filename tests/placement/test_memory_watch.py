@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.items import GpuUsage
-from tencache_ds.planning.memory_watch import FIRST_PATIENCE, LONGEST_PATIENCE, MemoryWatch
+from tencache_ds.placement.memory_watch import FIRST_PATIENCE, LONGEST_PATIENCE, MemoryWatch
+from tencache_ds.placement.places import GpuUsage
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.items import Place
-from tencache_ds.planning.activation_policy import (
+from tencache_ds.placement.activation_policy import (
     MOST_AHEAD_NBYTES,
     MoveRates,
     RecordedPass,
@@ -15,6 +14,7 @@ from tencache_ds.planning.activation_policy import (
     reload_order,
     reload_window_nbytes,
 )
+from tencache_ds.placement.places import Place
 
 G, H, N = Place.GPU, Place.HOST, Place.NVME
 RATES = MoveRates(out_bytes_per_s=10, back_bytes_per_s=10)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of a DeepSpeed engine without optimizer in GPU memory: chosen after the first forward pass, released when
-a pass or the cache of keys and values needs the memory, and brought back when they do not. Part of the composition root
-(:mod:`tencache_ds.session`).
+a pass or the cache of keys and values needs the memory, and brought back when they do not.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ from collections.abc import Callable, Sequence
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import TenCacheError
-from tencache_ds.gpu_limit import limit_nbytes
 from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import DeviceMemory
-from tencache_ds.planning.pass_memory import PassMemory
-from tencache_ds.planning.spread import choose_weights
-from tencache_ds.weight_moves import Agree, Shard, WeightMoves
+from tencache_ds.placement.gpu_budget import limit_nbytes
+from tencache_ds.placement.inference_policy import PassMemory, choose_weights
+from tencache_ds.placement.weight_moves import Agree, Shard, WeightMoves
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

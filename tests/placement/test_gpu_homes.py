@@ -13,18 +13,18 @@ import torch
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import MemoryLimitError
-from tencache_ds.gpu_homes import GpuHomes
-from tencache_ds.gpu_moves import GpuMoves
-from tencache_ds.items import GpuUsage, Place
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.host_tensors import HostTensors
 from tencache_ds.observability.counters import Counters, StepRecord
-from tencache_ds.planning.memory_watch import FIRST_PATIENCE
+from tencache_ds.placement.gpu_homes import GpuHomes
+from tencache_ds.placement.gpu_moves import GpuMoves
+from tencache_ds.placement.memory_watch import FIRST_PATIENCE
+from tencache_ds.placement.places import GpuUsage, Place
+from tencache_ds.placement.state_moves import StateMoves
+from tencache_ds.placement.weight_moves import Shard
 from tencache_ds.profiling.fetch_waits import FetchRecorder, StreamClock
 from tencache_ds.profiling.move_waits import MoveCost
-from tencache_ds.state_moves import StateMoves
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
-from tencache_ds.weight_moves import Shard
 from tests.tiers.ordinary_device import OrdinaryDevice
 from tests.tiers.test_device_places import CHUNK_NBYTES, NUMELS, Bench
 
@@ -249,8 +249,8 @@ class Life:
 
 @pytest.fixture
 def life(tmp_path, monkeypatch):
-    monkeypatch.setattr("tencache_ds.planning.gpu_budget.LEAST_HEADROOM_NBYTES", 1)
-    monkeypatch.setattr("tencache_ds.planning.observed_steps.MOST_STEPS", 1)
+    monkeypatch.setattr("tencache_ds.placement.gpu_budget.LEAST_HEADROOM_NBYTES", 1)
+    monkeypatch.setattr("tencache_ds.placement.step_observer.MOST_STEPS", 1)
     created = []
 
     def make(units: float, **options: object) -> Life:
@@ -382,7 +382,7 @@ def test_a_skipped_step_is_not_what_a_plan_is_made_from(life):
 
 
 def test_a_plan_is_made_from_a_typical_step(life, monkeypatch):
-    monkeypatch.setattr("tencache_ds.planning.observed_steps.MOST_STEPS", 5)
+    monkeypatch.setattr("tencache_ds.placement.step_observer.MOST_STEPS", 5)
     training = life(17)
     for seconds, update_seconds in (
         (9.0, 4.0),
@@ -403,7 +403,7 @@ def test_a_plan_is_made_from_a_typical_step(life, monkeypatch):
 
 def test_what_was_recorded_in_a_long_step_costs_less_in_a_typical_one(life, monkeypatch):
     monkeypatch.setattr(Life, "without_fetches", True)
-    monkeypatch.setattr("tencache_ds.planning.observed_steps.MOST_STEPS", 3)
+    monkeypatch.setattr("tencache_ds.placement.step_observer.MOST_STEPS", 3)
     training = life(18)
     training.fetch_seconds, training.release_seconds = 0.02, 0.01
     for seconds in (9.0, 5.0, 1.0, 1.0, 2.0):

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.items import Place
-from tencache_ds.planning.placement import StateCapacity, place_state, plan_state
+from tencache_ds.placement.places import Place, StateCapacity, place_state, plan_state
 
 pytestmark = pytest.mark.timeout(60)
 

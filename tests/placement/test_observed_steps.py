@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.planning.observed_steps import LEAST_STEPS, MOST_STEPS, ObservedSteps, StepTimes
+from tencache_ds.placement.step_observer import LEAST_STEPS, MOST_STEPS, ObservedSteps, StepTimes
 
 SECONDS = st.floats(0, 100)
 TIMES = st.builds(StepTimes, SECONDS, SECONDS, SECONDS, SECONDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and storage for the activations of one engine. Part of the composition root (:mod:`tencache_ds.session`)."""
+"""Memory and storage for the activations of one engine."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tencache_ds.io import ExtentStore
 from tencache_ds.layout import gib
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.observability.counters import Counters
+from tencache_ds.placement.state_moves import StateMoves
 from tencache_ds.profiling.fetch_waits import StreamClock
 from tencache_ds.profiling.move_waits import MoveCost
-from tencache_ds.state_moves import StateMoves
 from tencache_ds.surroundings import Surroundings
 
 logger = logging.getLogger("DeepSpeed.tencache")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the optimizer's state lives in host memory when not all of it fits.
+"""The places where something can live, the memory in use there, and the places of optimizer state at the start: which
+part of it lives in host memory when not all of it fits.
 
 A step reads and writes every byte of state once, in the same order: each byte kept saves two bytes of NVMe traffic
 per step, and keeping the most recently used ones would save nothing. So it does not matter which chunks stay, as far as
@@ -11,8 +12,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
-from tencache_ds.items import Place
+
+class Place(IntEnum):
+    """Where something lives between two uses, fastest first."""
+
+    GPU = 0
+    HOST = 1
+    NVME = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUsage:
+    """Usage of a GPU's memory.
+
+    Attributes:
+        free_nbytes: what no process uses, as far as this one may use it.
+        cached_nbytes: what torch's allocator keeps for later, and no tensor uses.
+        allocated_nbytes: memory used by tensors of this process.
+        peak_nbytes: the most that they have used since recording began.
+        n_flushes: how often torch's allocator had to free its whole cache to obtain memory.
+        n_failures: how often it did not obtain any.
+        pool_nbytes: what it holds: tensors, its cache, and what streams are not done with.
+    """
+
+    free_nbytes: int
+    cached_nbytes: int
+    allocated_nbytes: int
+    peak_nbytes: int
+    n_flushes: int = 0
+    n_failures: int = 0
+    pool_nbytes: int = 0
+
+    @property
+    def available_nbytes(self) -> int:
+        """Memory available to new tensors."""
+        return self.free_nbytes + self.cached_nbytes
+
+    @property
+    def transient_nbytes(self) -> int:
+        """Memory that the recorded step needed at its peak beyond the permanent part: activations and gradients."""
+        return self.peak_nbytes - self.allocated_nbytes
 
 
 def place_state(nbytes: Sequence[int], host_nbytes: int) -> tuple[Place, ...]:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 
 from tencache_ds.errors import MemoryLimitError
-from tencache_ds.host_homes import HostHomes
-from tencache_ds.items import Place
-from tencache_ds.planning.host_watch import FIRST_PATIENCE, HostWatch
-from tencache_ds.state_moves import StateMoves
+from tencache_ds.placement.host_homes import HostHomes
+from tencache_ds.placement.memory_watch import FIRST_HOST_PATIENCE, HostWatch
+from tencache_ds.placement.places import Place
+from tencache_ds.placement.state_moves import StateMoves
 from tests.tiers.test_device_places import CHUNK_NBYTES, Bench
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,7 +68,7 @@ def test_it_leaves_when_there_is_little_and_returns_when_there_is_plenty(life, c
     assert "to NVMe" in caplog.text
     assert life.bench.tier.places(1)[1] is Place.GPU
     life.available = PLENTY
-    for _ in range(FIRST_PATIENCE):
+    for _ in range(FIRST_HOST_PATIENCE):
         assert life.step() == 0
     assert life.step() == 5
     assert life.accounts.host_nbytes == 0
@@ -83,7 +83,7 @@ def test_it_leaves_between_micro_steps_and_returns_between_steps(life):
     life.homes.backward_done()
     assert life.there() == 0
     life.available = PLENTY
-    for _ in range(1 + FIRST_PATIENCE):
+    for _ in range(1 + FIRST_HOST_PATIENCE):
         assert life.step() == 0
     life.homes._t_looked_s = float("-inf")
     life.homes.backward_done()

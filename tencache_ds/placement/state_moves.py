@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out moves of optimizer state between its places and keeps account of host memory. Part of the composition
-root (:mod:`tencache_ds.session`)."""
+"""Carries out moves of optimizer state between its places and keeps account of host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from tencache_ds.items import Place
-from tencache_ds.planning.placement import place_state
+from tencache_ds.placement.places import Place, place_state
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries out moves of weights, gradients and optimizer state into GPU memory and out of it, and keeps account of
-them. What moves is decided in :mod:`tencache_ds.gpu_homes`. Part of the composition root."""
+them. What moves is decided in :mod:`tencache_ds.placement.gpu_homes`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Protocol
 import torch
 
 from tencache_ds.errors import MemoryLimitError, TenCacheError
-from tencache_ds.items import Place
 from tencache_ds.memory.device_memory import DeviceMemory
-from tencache_ds.planning.gpu_budget import chunks_to_release
-from tencache_ds.state_moves import HostAccounts, StateMoves
+from tencache_ds.placement.gpu_budget import chunks_to_release
+from tencache_ds.placement.places import Place
+from tencache_ds.placement.state_moves import HostAccounts, StateMoves
+from tencache_ds.placement.weight_moves import Agree, MovableWeights, Shard, WeightMoves
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.kinds import ADAM_IN_FP32
-from tencache_ds.weight_moves import Agree, MovableWeights, Shard, WeightMoves
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.planning.host_watch import FIRST_PATIENCE, HostWatch
+from tencache_ds.placement.memory_watch import FIRST_HOST_PATIENCE, HostWatch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -29,7 +29,7 @@ def test_what_left_may_return_after_a_while_and_leaves_four_floors():
     watch.short_nbytes(GIB)
     watch.released()
     watch.step_done()
-    for _ in range(FIRST_PATIENCE):
+    for _ in range(FIRST_HOST_PATIENCE):
         assert watch.spare_nbytes() == 0
         assert watch.short_nbytes(40 * GIB) == 0
         watch.step_done()
