@@ -51,7 +51,8 @@ BOXES = (
         "bound and forecast",
     ), POLICY),
     Box(20, 458, 190, 84, "observability", ("counters, step records", "spans, traces", "log, monitor, watch"), POLICY),
-    Box(250, 184, 590, 52, "engine, session", ("build the components of a model and of an engine",), MECHANISM),
+    Box(250, 184, 310, 52, "runtime", ("builds the components of a model and an engine",), MECHANISM),
+    Box(590, 184, 250, 52, "placement", ("what lives where while a model runs",), MECHANISM),
     Box(250, 266, 590, 84, "tiers", (
         "weights: read ahead, gathered, written back", "gradients: accumulated next to the state they update",
         "optimizer state: a stream of chunks through the update kernels",
@@ -71,6 +72,8 @@ ARROWS = (
     ("arrow", "M115 268V298"),
     ("arrow", "M210 330H230V308H250"),
     ("arrow both", "M545 236V266"),
+    ("arrow", "M560 210H590"),
+    ("arrow both", "M715 236V266"),
     ("arrow both", "M390 350V380"),
     ("arrow both", "M700 350V380"),
     ("arrow both", "M530 406H560"),

@@ -121,7 +121,7 @@ class CheckpointError(TenCacheError, RuntimeError):
 
 class VoidStepError(TenCacheError, RuntimeError):
     """An optimizer step, or a load, failed after it had begun to change weights and optimizer states: says why, and how
-    to replace them. See [Note: whole or void] in :mod:`tencache_ds.step_guard`."""
+    to replace them. See [Note: whole or void] in :mod:`tencache_ds.runtime.step_guard`."""
 
 
 class InplaceChangeError(TenCacheError, RuntimeError):

@@ -36,7 +36,7 @@ add() { # what exists and is not there yet
         if [ -e "$entry" ] && [[ " ${ordered[*]} " != *" $entry "* ]]; then ordered+=("$entry"); fi
     done
 }
-add tests/{planning,placement,profiling,memory,io,observability,tiers,cli}
+add tests/{planning,placement,profiling,memory,io,observability,runtime,tiers,cli}
 for entry in tests/*; do
     case "$entry" in tests/integration | tests/benchmarks) continue ;; esac
     if [[ "$entry" == */test_*.py ]] || compgen -G "$entry/test_*.py" >/dev/null; then add "$entry"; fi

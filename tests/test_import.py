@@ -175,7 +175,7 @@ kept = ("tencache_ds", "tencache_ds._autoload", "tencache_ds.integration", "tenc
         "tencache_ds.keys", "tencache_ds.spelling")
 sys.meta_path.insert(0, Broken())
 kind = ImportError
-for broken in (["xxhash"], ["tencache_ds.config"], ["tencache_ds.engine"], ["tencache_ds.errors"],
+for broken in (["xxhash"], ["tencache_ds.config"], ["tencache_ds.runtime.engine"], ["tencache_ds.errors"],
                ["tencache_ds.integration.engine_choice", "tencache_ds.io"], ["xxhash"]):
     for name in [n for n in sys.modules if n in broken or (n.startswith("tencache_ds") and n not in kept)]:
         del sys.modules[name]
@@ -189,7 +189,9 @@ def test_only_a_config_that_asks_needs_an_installation_that_works():
     """One process: what a config needs that does not ask for TenCache is loaded before anything is broken."""
     printed = [line.split(" | ") for line in run_python(PARSE).splitlines() if " | " in line]
     assert [line[:2] for line in printed] == [["stock", "stock"]] * 6
-    for broken, (_, _, asked) in zip(("xxhash", "tencache_ds.config", "tencache_ds.engine"), printed, strict=False):
+    for broken, (_, _, asked) in zip(
+        ("xxhash", "tencache_ds.config", "tencache_ds.runtime.engine"), printed, strict=False
+    ):
         assert asked.startswith("InstallationError: ")
         assert f"ImportError: {broken} is broken here" in asked
         assert "pip install --force-reinstall --no-deps tencache-ds" in asked

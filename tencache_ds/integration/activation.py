@@ -14,7 +14,7 @@ from tencache_ds.integration.config_checks import REASON_ATTRIBUTE, UNUSED_ATTRI
 
 if TYPE_CHECKING:
     from tencache_ds.config import TenCacheConfig
-    from tencache_ds.session import Session
+    from tencache_ds.runtime.session import Session
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

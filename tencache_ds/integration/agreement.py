@@ -157,8 +157,8 @@ class Agreement:
 
 class JobVotes:
     """Points at which the ranks of a job tell each other whether they have failed: see
-    :class:`~tencache_ds.step_guard.Votes`. One thread at a time. The store counts those who have come and those who
-    have failed in one number, so that a rank asks once if it is the last one.
+    :class:`~tencache_ds.runtime.step_guard.Votes`. One thread at a time. The store counts those who have come and
+    those who have failed in one number, so that a rank asks once if it is the last one.
 
     Args:
         name: the same on every rank, and no other votes of the job have it.
@@ -182,7 +182,7 @@ class JobVotes:
         return cls(name, *_job())
 
     def passed(self, point: str) -> list[int]:
-        """See :meth:`~tencache_ds.step_guard.Votes.passed`.
+        """See :meth:`~tencache_ds.runtime.step_guard.Votes.passed`.
 
         Raises:
             AgreementError: a rank did not come, or the store is gone.
@@ -207,7 +207,7 @@ class JobVotes:
                 self._store.add(self._key(point, self._next(point)), 1)
 
     def failed(self, point: str) -> None:
-        """See :meth:`~tencache_ds.step_guard.Votes.failed`."""
+        """See :meth:`~tencache_ds.runtime.step_guard.Votes.failed`."""
         if self._store is None:
             return
         key = self._key(point, self._next(point))

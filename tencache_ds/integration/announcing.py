@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 from tencache_ds.config import Log, TenCacheConfig
 from tencache_ds.observability.counters import Stats
 from tencache_ds.observability.summary import summary
-from tencache_ds.session import Session
+from tencache_ds.runtime.session import Session
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 """Sessions whose summary has not been printed yet."""

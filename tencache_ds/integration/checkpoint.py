@@ -34,7 +34,7 @@ from tencache_ds.integration.resharding import SavedFiles, hook_resharding
 from tencache_ds.integration.seams import Feature, require
 from tencache_ds.io.torch_archive import DeferredTensor
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.step_guard import Part
+from tencache_ds.runtime.step_guard import Part
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.update import publish

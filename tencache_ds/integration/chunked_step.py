@@ -24,8 +24,8 @@ from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.integration.watched_shards import updated, watch_update
 from tencache_ds.integration.watched_states import WatchedStates
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.session import Session
-from tencache_ds.step_guard import StepGuard
+from tencache_ds.runtime.session import Session
+from tencache_ds.runtime.step_guard import StepGuard
 from tencache_ds.tiers.background_update import BackgroundUpdate
 from tencache_ds.tiers.fused_adam import TYPES
 from tencache_ds.tiers.gradients import GradientTier
@@ -104,7 +104,7 @@ def refuse_void_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool
 
 def hook_stepping(engine_class: Any) -> None:
     """Makes a step of engines with TenCache's optimizer whole or void up to its last count: see [Note: whole or void]
-    in :mod:`tencache_ds.step_guard`."""
+    in :mod:`tencache_ds.runtime.step_guard`."""
     stock_step, stock_model_step = engine_class.step, engine_class._take_model_step
 
     @functools.wraps(stock_step)

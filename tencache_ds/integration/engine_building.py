@@ -14,7 +14,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.config import Share, TenCacheConfig
-from tencache_ds.engine import TenCacheEngine, logger
 from tencache_ds.integration.agreement import Agreement, Post
 from tencache_ds.integration.aio_section import aio_settings
 from tencache_ds.io.scratch import device_of
@@ -22,8 +21,9 @@ from tencache_ds.planning.budget import HostBudget, RankMemory, plan_host_memory
 from tencache_ds.profiling.filesystem import file_system_of
 from tencache_ds.profiling.host_cores import CoreQuota, core_quotas
 from tencache_ds.profiling.host_memory import MemoryDomain, memory_domains
-from tencache_ds.session import Session
-from tencache_ds.surroundings import Surroundings
+from tencache_ds.runtime.engine import TenCacheEngine, logger
+from tencache_ds.runtime.session import Session
+from tencache_ds.runtime.surroundings import Surroundings
 
 
 def build_engine(ds_config: Any, options: TenCacheConfig) -> TenCacheEngine:

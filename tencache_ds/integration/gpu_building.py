@@ -22,7 +22,7 @@ from tencache_ds.placement.places import GpuUsage
 from tencache_ds.placement.state_moves import StateMoves
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.profiling.host_memory import available_nbytes
-from tencache_ds.session import Session
+from tencache_ds.runtime.session import Session
 from tencache_ds.tiers.device_adam import DeviceAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientTier

@@ -33,7 +33,7 @@ from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.placement.inference_homes import InferenceHomes
 from tencache_ds.placement.weight_moves import WeightMoves
-from tencache_ds.session import Session
+from tencache_ds.runtime.session import Session
 
 
 class InferenceWeights(GatheredWeights):

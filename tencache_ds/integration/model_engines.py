@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tencache_ds.engine import TenCacheEngine
 from tencache_ds.integration.param_swapper import ParamSwapper
+from tencache_ds.runtime.engine import TenCacheEngine
 
 
 def swappers_of(module: torch.nn.Module) -> dict[ParamSwapper, list[Any]]:

@@ -9,7 +9,7 @@ from deepspeed import comm as dist
 
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.observability.monitor import monitor_events
-from tencache_ds.session import Session
+from tencache_ds.runtime.session import Session
 
 
 class StepMonitor:

@@ -32,7 +32,7 @@ from tencache_ds.observability.channel import Channel, Client
 from tencache_ds.observability.recording import RankRecording
 from tencache_ds.observability.trace_file import write_trace
 from tencache_ds.observability.tracing import StepTrace
-from tencache_ds.session import Session
+from tencache_ds.runtime.session import Session
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

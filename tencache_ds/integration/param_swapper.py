@@ -48,7 +48,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from tencache_ds.engine import TenCacheEngine
 from tencache_ds.integration.config_checks import options_of
 from tencache_ds.integration.engine_building import build_engine
 from tencache_ds.integration.module_weights import n_user_gathers
@@ -56,6 +55,7 @@ from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.integration.watched_shards import show, show_absent, values_of
 from tencache_ds.io.backends.shutdown import run_before_exit
 from tencache_ds.observability.counters import Access, Link
+from tencache_ds.runtime.engine import TenCacheEngine
 from tencache_ds.tensors import filled
 
 SMALLEST_STORED_NBYTES = 64 * 2**10

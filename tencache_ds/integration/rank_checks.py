@@ -15,11 +15,11 @@ import deepspeed
 
 import tencache_ds
 from tencache_ds.config import Checkpoint, TenCacheConfig
-from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import AgreementError
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.agreement import Agreement, Post, difference
 from tencache_ds.keys import OPTIONS_KEY
+from tencache_ds.runtime.engine import TenCacheEngine
 from tencache_ds.tiers.weight_record import WeightHome
 
 logger = logging.getLogger("DeepSpeed.tencache")

@@ -38,8 +38,8 @@ from tencache_ds.integration.stage3_building import BuildingMixin
 from tencache_ds.integration.state_access import StateAccessMixin
 from tencache_ds.observability import spans
 from tencache_ds.observability.spans import Category, span
-from tencache_ds.session import Session
-from tencache_ds.step_guard import StepGuard
+from tencache_ds.runtime.session import Session
+from tencache_ds.runtime.step_guard import StepGuard
 from tencache_ds.tiers.kinds import MASTER
 
 logger = logging.getLogger("DeepSpeed.tencache")

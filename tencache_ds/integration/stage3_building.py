@@ -40,7 +40,7 @@ from tencache_ds.placement.host_homes import HostHomes
 from tencache_ds.placement.state_moves import StateMoves
 from tencache_ds.planning.chunks import GRADIENT_BUFFER_NUMEL, gradient_cuts
 from tencache_ds.profiling.fetch_waits import FetchRecorder
-from tencache_ds.session import Session
+from tencache_ds.runtime.session import Session
 from tencache_ds.tensors import empty
 from tencache_ds.tiers.device_adam import DeviceAdam
 from tencache_ds.tiers.fused_adam import FusedAdam

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +14,6 @@ from tencache_ds.activations.copies import open_copies
 from tencache_ds.activations.host_buffers import HostBuffers
 from tencache_ds.activations.saved_tensors import ActivationFigures, SavedTensors
 from tencache_ds.config import Activations, TenCacheConfig
-from tencache_ds.engine import TenCacheEngine
 from tencache_ds.io import ExtentStore
 from tencache_ds.layout import gib
 from tencache_ds.memory.arena import HostArena
@@ -21,7 +21,10 @@ from tencache_ds.observability.counters import Counters
 from tencache_ds.placement.state_moves import StateMoves
 from tencache_ds.profiling.fetch_waits import StreamClock
 from tencache_ds.profiling.move_waits import MoveCost
-from tencache_ds.surroundings import Surroundings
+
+if TYPE_CHECKING:
+    from tencache_ds.runtime.engine import TenCacheEngine
+    from tencache_ds.runtime.surroundings import Surroundings
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

@@ -25,7 +25,7 @@ logger = logging.getLogger("DeepSpeed.tencache")
 
 
 class Accounts(HostAccounts, Protocol):
-    """The owner of the memory account (a :class:`tencache_ds.session.Session`)."""
+    """The owner of the memory account (a :class:`tencache_ds.runtime.session.Session`)."""
 
     def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
         """Bytes of weights and gradients in GPU memory now."""

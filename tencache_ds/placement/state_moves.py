@@ -11,7 +11,7 @@ from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
 
 class HostAccounts(Protocol):
-    """The owner of the host memory account (a :class:`tencache_ds.session.Session`)."""
+    """The owner of the host memory account (a :class:`tencache_ds.runtime.session.Session`)."""
 
     @property
     def host_left_nbytes(self) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.step_guard import StepGuard
+from tencache_ds.runtime.step_guard import StepGuard
 from tencache_ds.tiers.update import ChunkedUpdate, Work
 from tencache_ds.tiers.update_gate import UpdateGate
 

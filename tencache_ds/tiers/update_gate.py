@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.counters import Counters, Stall
-from tencache_ds.step_guard import StepGuard
+from tencache_ds.runtime.step_guard import StepGuard
 
 TIMEOUT_S = 3600.0
 """An update of a chunk takes milliseconds; where a weight takes this long, nothing else gets on either."""

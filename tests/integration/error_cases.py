@@ -118,7 +118,7 @@ def faults_left_over(folder: str) -> Iterator[None]:
 @contextlib.contextmanager
 def little_space(folder: str) -> Iterator[None]:
     """The disk says that 1 MiB is free."""
-    with mock.patch("tencache_ds.state_building.free_nbytes", return_value=2**20):
+    with mock.patch("tencache_ds.runtime.state_building.free_nbytes", return_value=2**20):
         yield
 
 

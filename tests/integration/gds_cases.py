@@ -16,8 +16,8 @@ import training
 import user_api_cases
 from deepspeed.accelerator import get_accelerator
 
-from tencache_ds import gpu_staging
 from tencache_ds.planning.gds import GdsTrial
+from tencache_ds.runtime import gpu_staging
 from tests.io.device_files import PlainDeviceFile
 
 plain_config = training.config_for

@@ -29,7 +29,6 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from peak_sampling import HostPeak
 
 import tencache_ds
-from tencache_ds import session, state_building
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.integration import gpu_building, stage3_building
 from tencache_ds.integration.residency import residency
@@ -37,6 +36,7 @@ from tencache_ds.placement import step_observer
 from tencache_ds.placement.places import GpuUsage, Place
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.profiling.fetch_waits import FetchRecorder, FetchWait
+from tencache_ds.runtime import session, state_building
 from tencache_ds.tiers.device_adam import Launch, Run
 from tencache_ds.tiers.fused_adam import TYPES, FusedAdam
 from tests.tiers.ordinary_device import OrdinaryDevice

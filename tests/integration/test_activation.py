@@ -159,7 +159,7 @@ def test_without_the_key_nothing_is_replaced(script: Script) -> None:
     assert [ours(report, index) for index in range(3)] == [False] * 3
     assert ACTIVATION_LINE not in finished.log
     # What is loaded is what watches the config: no engine, no tiers, and (in the config) no torch or pydantic model.
-    heavy = {"tencache_ds.engine", "tencache_ds.integration.stage3", "tencache_ds.io", "tencache_ds.memory"}
+    heavy = {"tencache_ds.runtime.engine", "tencache_ds.integration.stage3", "tencache_ds.io", "tencache_ds.memory"}
     assert not heavy & set(report["loaded"])
 
 

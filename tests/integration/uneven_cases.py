@@ -80,7 +80,7 @@ def watched_step() -> Iterator[None]:
 @contextlib.contextmanager
 def no_space() -> Iterator[None]:
     """Nothing is free where optimizer state goes."""
-    from tencache_ds import state_building
+    from tencache_ds.runtime import state_building
 
     with mock.patch.object(state_building, "_free_together", return_value=0):
         yield

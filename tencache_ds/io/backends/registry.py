@@ -3,7 +3,7 @@
 
 A new one is a module in this package and an entry in :data:`BACKENDS`. The values of the option are
 :class:`tencache_ds.config.IoBackend`, the type that users see; a test compares the two. The backend for reads into GPU
-memory is chosen by a different option (:mod:`tencache_ds.gpu_staging`).
+memory is chosen by a different option (:mod:`tencache_ds.runtime.gpu_staging`).
 """
 
 from __future__ import annotations

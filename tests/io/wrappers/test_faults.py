@@ -404,7 +404,7 @@ ticket.add_done_callback(lambda t: print(t.error))
 
 
 def test_nothing_is_imported_without_the_variable():
-    code = "import sys, tencache_ds.engine; print('tencache_ds.io.wrappers.faults' in sys.modules)"
+    code = "import sys, tencache_ds.runtime.engine; print('tencache_ds.io.wrappers.faults' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

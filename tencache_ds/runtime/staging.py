@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buffers that I/O of one DeepSpeed engine passes through: pinned host memory for weights and for chunks of
-optimizer state, and GPU memory for weights that are read there. Part of the composition root
-(:mod:`tencache_ds.session`).
+optimizer state, and GPU memory for weights that are read there.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from tencache_ds.config import TenCacheConfig
-from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import ConfigError
-from tencache_ds.gpu_staging import GpuStaging
 from tencache_ds.io import ExtentStore
 from tencache_ds.layout import round_up
 from tencache_ds.memory.arena import HostArena, Locking
@@ -21,7 +18,9 @@ from tencache_ds.memory.pool import BufferPool, PoolStats, PoolTimeout
 from tencache_ds.planning.budget import AUTO_CHUNK_SLOTS, StagingPlan, plan_staging
 from tencache_ds.planning.chunks import LEAST_SLOT_NBYTES
 from tencache_ds.planning.size_classes import SizeClass, plan_size_classes
-from tencache_ds.surroundings import Surroundings
+from tencache_ds.runtime.engine import TenCacheEngine
+from tencache_ds.runtime.gpu_staging import GpuStaging
+from tencache_ds.runtime.surroundings import Surroundings
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

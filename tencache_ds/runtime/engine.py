@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The composition root of a model's weights: builds the components for them and owns their lifetime. No module-level
-state. Components that belong to a DeepSpeed engine are in :mod:`tencache_ds.session`.
+state. Components that belong to a DeepSpeed engine are in :mod:`tencache_ds.runtime.session`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 
 from tencache_ds.config import IoBackend, TenCacheConfig, Verify
 from tencache_ds.errors import ConfigError
-from tencache_ds.gpu_staging import gpu_staging_possible
 from tencache_ds.io import (
     BackendSettings,
     ExtentStore,
@@ -39,7 +38,8 @@ from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES
 from tencache_ds.planning.cores import block_nbytes, lane_count
 from tencache_ds.planning.striping import Striping
 from tencache_ds.profiling.filesystem import file_system_of
-from tencache_ds.surroundings import Surroundings
+from tencache_ds.runtime.gpu_staging import gpu_staging_possible
+from tencache_ds.runtime.surroundings import Surroundings
 from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 
@@ -79,7 +79,8 @@ class _Shared:
 
 
 class Claimant(Protocol):
-    """The owner of the staging and the counters of an engine's weights (a :class:`tencache_ds.session.Session`)."""
+    """The owner of the staging and the counters of an engine's weights (a
+    :class:`tencache_ds.runtime.session.Session`)."""
 
     counters: Counters
 
@@ -92,7 +93,7 @@ class TenCacheEngine:
 
     All weights created in one ``zero.Init`` context initially belong to one engine; when a part of them turns out to be
     a separate model, :meth:`split` gives that part its own engine. Memory, files and lanes are released with the last
-    of them. See [Note: who owns what] in :mod:`tencache_ds.session`.
+    of them. See [Note: who owns what] in :mod:`tencache_ds.runtime.session`.
     """
 
     def __init__(

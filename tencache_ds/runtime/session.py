@@ -3,11 +3,11 @@
 gradients, staging memory and counters.
 
 [Note: who owns what] Weights belong to their model. Their store, lanes, scratch folder and resident memory (a
-:class:`~tencache_ds.engine.TenCacheEngine`) live until the model is dropped, so that it can be read, saved and given to
-DeepSpeed again after ``destroy()``. A session claims the engines of its model's weights: it stages them, counts for
-them, and keeps its optimizer's state on the same lanes, where both kinds of requests have one order of urgency. When it
-ends, all memory that it pinned is released; resident weights stay registered, because the next session needs that and
-registration is expensive (about 0.5 s per GB).
+:class:`~tencache_ds.runtime.engine.TenCacheEngine`) live until the model is dropped, so that it can be read, saved and
+given to DeepSpeed again after ``destroy()``. A session claims the engines of its model's weights: it stages them,
+counts for them, and keeps its optimizer's state on the same lanes, where both kinds of requests have one order of
+urgency. When it ends, all memory that it pinned is released; resident weights stay registered, because the next session
+needs that and registration is expensive (about 0.5 s per GB).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 from tencache_ds.activations.auto_places import AutoPlaces
 from tencache_ds.activations.saved_tensors import ActivationFigures
 from tencache_ds.config import Activations, Checkpoint, TenCacheConfig
-from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.archive_writer import CopyBuffers
@@ -42,9 +41,10 @@ from tencache_ds.placement.state_moves import StateMoves
 from tencache_ds.planning.budget import StagingPlan
 from tencache_ds.planning.peak_memory import MemoryNeeds, OutsideNeeds, PeakMemory, memory_of_own_weights, peak_memory
 from tencache_ds.profiling.host_memory import available_nbytes, memory_nbytes
-from tencache_ds.staging import Staging
-from tencache_ds.state_building import StateBuilder
-from tencache_ds.surroundings import Surroundings
+from tencache_ds.runtime.engine import TenCacheEngine
+from tencache_ds.runtime.staging import Staging
+from tencache_ds.runtime.state_building import StateBuilder
+from tencache_ds.runtime.surroundings import Surroundings
 from tencache_ds.tiers.background_update import BackgroundUpdate
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier

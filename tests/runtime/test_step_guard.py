@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tencache_ds.errors import TenCacheError, VoidStepError
 from tencache_ds.integration import agreement
 from tencache_ds.integration.agreement import JobVotes
-from tencache_ds.step_guard import Part, StepGuard
+from tencache_ds.runtime.step_guard import Part, StepGuard
 
 pytestmark = pytest.mark.timeout(60)
 

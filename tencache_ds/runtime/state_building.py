@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the optimizer state of one DeepSpeed engine: the first places of its chunks, its NVMe space, its tier. Part of
-the composition root (:mod:`tencache_ds.session`)."""
+"""Builds the optimizer state of one DeepSpeed engine: the first places of its chunks, its NVMe space, its tier."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tencache_ds.config import TenCacheConfig
-from tencache_ds.engine import TenCacheEngine
 from tencache_ds.errors import SpaceError
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.scratch import device_of, free_nbytes
@@ -19,8 +17,9 @@ from tencache_ds.observability.counters import Counters
 from tencache_ds.placement.places import Place, StateCapacity, plan_state
 from tencache_ds.planning.chunks import automatic_chunk_nbytes, cut_sub_group
 from tencache_ds.profiling.host_memory import available_nbytes
-from tencache_ds.staging import Staging
-from tencache_ds.surroundings import Surroundings
+from tencache_ds.runtime.engine import TenCacheEngine
+from tencache_ds.runtime.staging import Staging
+from tencache_ds.runtime.surroundings import Surroundings
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import SplitMasters
 from tencache_ds.tiers.sub_group import Kinds, SubGroupSpec

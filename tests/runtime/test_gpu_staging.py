@@ -8,13 +8,13 @@ import functools
 import pytest
 import torch
 
-from tencache_ds import gpu_staging
 from tencache_ds.config import options_from
 from tencache_ds.errors import ConfigError, MemoryLimitError
-from tencache_ds.gpu_staging import GpuStaging, gpu_staging_possible
 from tencache_ds.io import GdsBackend, Operation, PosixBackend, RoutedBackend
 from tencache_ds.memory import Locking
 from tencache_ds.planning.gds import GdsTrial
+from tencache_ds.runtime import gpu_staging
+from tencache_ds.runtime.gpu_staging import GpuStaging, gpu_staging_possible
 from tests.io.conftest import aligned
 from tests.io.device_files import new_kind
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading of weights into GPU memory for one engine: the decision, the memory and the backends. Part of the
-composition root (:mod:`tencache_ds.engine`).
-"""
+"""Reading of weights into GPU memory for one engine: the decision, the memory and the backends."""
 
 from __future__ import annotations
 
