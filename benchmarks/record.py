@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from tencache_ds.names import StrEnum
 from tencache_ds.planning.bound import STATE_NBYTES
 from tencache_ds.profiling.hardware import Hardware
-from tencache_ds.str_enum import StrEnum
 
 if TYPE_CHECKING:
     from typing_extensions import Self

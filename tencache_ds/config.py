@@ -15,9 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, field_validator
 
 from tencache_ds.errors import ConfigError
-from tencache_ds.keys import OPTIONS_KEY
-from tencache_ds.spelling import did_you_mean
-from tencache_ds.str_enum import StrEnum
+from tencache_ds.names import OPTIONS_KEY, StrEnum, did_you_mean
 
 _UNITS = {
     "": 1,

@@ -146,7 +146,7 @@ def test_a_module_half_imported_by_somebody_else_is_waited_for():
 def test_the_variables_that_switch_it_on_and_off(value, on):
     code = (
         "from tencache_ds.integration.config_hook import is_set\n"
-        "from tencache_ds.keys import DISABLE_VARIABLE, ENABLE_VARIABLE\n"
+        "from tencache_ds.names import DISABLE_VARIABLE, ENABLE_VARIABLE\n"
         "print(is_set(DISABLE_VARIABLE), is_set(ENABLE_VARIABLE))"
     )
     assert run_python(code, TENCACHE_DISABLE=value, TENCACHE_ENABLE=value) == f"{on} {on}\n"
@@ -171,8 +171,7 @@ def parse(**keys):
         return f"{type(error).__name__}: {error}"
 
 kept = ("tencache_ds", "tencache_ds._autoload", "tencache_ds.integration", "tencache_ds.integration.config_hook",
-        "tencache_ds.integration.engine_keys",
-        "tencache_ds.keys", "tencache_ds.spelling")
+        "tencache_ds.integration.engine_keys", "tencache_ds.names")
 sys.meta_path.insert(0, Broken())
 kind = ImportError
 for broken in (["xxhash"], ["tencache_ds.config"], ["tencache_ds.runtime.engine"], ["tencache_ds.errors"],

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from tencache_ds.str_enum import StrEnum
+from tencache_ds.names import StrEnum
 
 from ..record import Benchmark, Caps, Configuration, DeviceProfile, Memory, Placement, Run, Step
 from .text import gib, plain

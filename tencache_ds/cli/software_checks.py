@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from tencache_ds import __version__
 from tencache_ds.cli.finding import Finding, Level
-from tencache_ds.keys import DISABLE_VARIABLE, ENABLE_VARIABLE
+from tencache_ds.names import DISABLE_VARIABLE, ENABLE_VARIABLE
 from tencache_ds.ops.build_lock import build_locks, is_held, remedy
 
 DISTRIBUTION = "tencache-ds"

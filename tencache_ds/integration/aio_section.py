@@ -20,8 +20,8 @@ from deepspeed.runtime.swap_tensor.constants import (
 
 from tencache_ds.errors import ConfigError
 from tencache_ds.layout import PAGE_NBYTES
+from tencache_ds.names import closest, did_you_mean
 from tencache_ds.runtime.surroundings import AioSettings
-from tencache_ds.spelling import closest, did_you_mean
 
 LARGEST_BLOCK_NBYTES = 2**30
 DEEPEST_QUEUE = 2**16

@@ -16,8 +16,7 @@ from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.aio_section import check_aio_section
 from tencache_ds.integration.path_checks import check_nvme_path
 from tencache_ds.integration.seams import Feature, require
-from tencache_ds.keys import ENGINE_KEY, ENGINE_NAME, FAULTS_VARIABLE, OPTIONS_KEY, ZERO_KEY
-from tencache_ds.spelling import closest
+from tencache_ds.names import ENGINE_KEY, ENGINE_NAME, FAULTS_VARIABLE, OPTIONS_KEY, ZERO_KEY, closest
 
 CONFIG_ATTRIBUTE = "tencache"
 """Attribute of a parsed DeepSpeedConfig that holds its ``TenCacheConfig``; absent or None means stock DeepSpeed."""

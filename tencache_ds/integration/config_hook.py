@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observes DeepSpeed's parsing of its configs. A config that does not mention TenCache is parsed by DeepSpeed's own
-function; of TenCache, that imports only :mod:`engine_keys`, :mod:`tencache_ds.keys` and :mod:`tencache_ds.spelling`,
-unless ``TENCACHE_ENABLE`` selects TenCache in the config's place.
+function; of TenCache, that imports only :mod:`engine_keys` and :mod:`tencache_ds.names`, unless ``TENCACHE_ENABLE``
+selects TenCache in the config's place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from tencache_ds.integration.engine_keys import mentions_tencache
-from tencache_ds.keys import DISABLE_VARIABLE, ENABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME
+from tencache_ds.names import DISABLE_VARIABLE, ENABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME
 
 _HOOKED = "__tencache_hook__"
 _NEEDED = ("config_checks", "activation", "param_swapper", "coordinator", "stage3")

@@ -10,8 +10,7 @@ from typing import Any
 
 from tencache_ds.errors import ConfigError
 from tencache_ds.integration.engine_keys import meant, sections_of
-from tencache_ds.keys import DISABLE_VARIABLE, ENABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, ZERO_KEY
-from tencache_ds.spelling import closest
+from tencache_ds.names import DISABLE_VARIABLE, ENABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, ZERO_KEY, closest
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

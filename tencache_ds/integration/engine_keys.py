@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tencache_ds.keys import ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, ZERO_KEY
-from tencache_ds.spelling import closest
+from tencache_ds.names import ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, ZERO_KEY, closest
 
 
 def sections_of(param_dict: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[Any, Any]]]:

@@ -7,7 +7,7 @@ import os
 import re
 
 from tencache_ds.errors import ConfigError
-from tencache_ds.keys import ZERO_KEY
+from tencache_ds.names import ZERO_KEY
 
 LONGEST_PATH_NBYTES = 4096
 OUR_NAMES_NBYTES = 256

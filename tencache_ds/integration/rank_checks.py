@@ -18,7 +18,7 @@ from tencache_ds.config import Checkpoint, TenCacheConfig
 from tencache_ds.errors import AgreementError
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.agreement import Agreement, Post, difference
-from tencache_ds.keys import OPTIONS_KEY
+from tencache_ds.names import OPTIONS_KEY
 from tencache_ds.runtime.engine import TenCacheEngine
 from tencache_ds.tiers.weight_record import WeightHome
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from tencache_ds.names import StrEnum
 from tencache_ds.observability.paths import PathStats
 from tencache_ds.observability.spans import Category, span
-from tencache_ds.str_enum import StrEnum
 
 
 class Link(StrEnum):

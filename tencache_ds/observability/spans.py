@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tencache_ds.str_enum import StrEnum
+from tencache_ds.names import StrEnum
 
 MAX_SPANS = 200_000
 """Spans that a recorder keeps, about 60 MB. Those that come later are counted and dropped."""

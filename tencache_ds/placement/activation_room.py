@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import math
 
+from tencache_ds.names import StrEnum
 from tencache_ds.placement.gpu_budget import LOST_SHARE
 from tencache_ds.placement.memory_watch import Patience, pause_s
 from tencache_ds.placement.places import GpuUsage
-from tencache_ds.str_enum import StrEnum
 
 UNKNOWN_SHARE = 0.125
 """Share of the memory free at the start of a pass that it may take before its activations move, if nothing is known."""

@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass, fields
 
 from tencache_ds.errors import ConfigError
+from tencache_ds.names import StrEnum
 from tencache_ds.profiling.hardware import Hardware, StorageRates
-from tencache_ds.str_enum import StrEnum
 
 FLOPS_PER_PARAM_AND_TOKEN = 6
 """Forward 2 (a multiplication and an addition per weight), backward 4. Attention scores are not counted."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tencache_ds.str_enum import StrEnum
+from tencache_ds.names import StrEnum
 
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_param", "offload_optimizer")

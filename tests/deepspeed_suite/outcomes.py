@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tencache_ds.str_enum import StrEnum
+from tencache_ds.names import StrEnum
 from tests.deepspeed_suite.forcing import Mode, Seen, changes
 
 if sys.version_info >= (3, 11):

@@ -7,7 +7,7 @@ import deepspeed.runtime.zero.stage3  # noqa: F401  not imported by deepspeed it
 from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.integration.config_hook import is_set
-from tencache_ds.keys import DISABLE_VARIABLE
+from tencache_ds.names import DISABLE_VARIABLE
 
 OPS = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder")
 

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 
 from tencache_ds.errors import ConfigError
 from tencache_ds.io.backends.ticket import Operation
-from tencache_ds.keys import FAULTS_VARIABLE
-from tencache_ds.str_enum import StrEnum
+from tencache_ds.names import FAULTS_VARIABLE, StrEnum
 
 VARIABLE = FAULTS_VARIABLE
 
