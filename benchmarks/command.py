@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from tencache_ds.cli.arguments import at_least_one, size
+from tencache_ds.cli.console import at_least_one, size
 from tencache_ds.errors import ConfigError
 
 from .comparison.machine import Machine

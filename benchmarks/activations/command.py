@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from tencache_ds.cli.arguments import at_least_one, size
+from tencache_ds.cli.console import at_least_one, size
 
 from ..comparison.process import Program, terminated_as_interrupted
 from ..comparison.suites import parse_settings

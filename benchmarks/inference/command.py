@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 from pydantic_core import to_json
 
-from tencache_ds.cli.arguments import at_least_one
+from tencache_ds.cli.console import at_least_one
 from tencache_ds.errors import ConfigError
 from tencache_ds.profiling.hardware import Hardware
 

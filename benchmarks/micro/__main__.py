@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tencache_ds.cli.arguments import at_least_one, positive, size
+from tencache_ds.cli.console import at_least_one, positive, size
 from tencache_ds.errors import ConfigError, TenCacheError
 
 from . import cpu_update, latency, pool, storage

@@ -28,7 +28,6 @@ from tencache_ds.activations.blocks import Block, KeptTensor, MovedTensor, alive
 from tencache_ds.activations.copies import Copies
 from tencache_ds.activations.dropped_blocks import DroppedBlocks
 from tencache_ds.activations.host_buffers import HostBuffers
-from tencache_ds.activations.pass_recorder import PassRecorder
 from tencache_ds.activations.reloads import Reloads
 from tencache_ds.activations.stored_blocks import StoredBlocks
 from tencache_ds.errors import MemoryLimitError, TenCacheError
@@ -38,6 +37,7 @@ from tencache_ds.observability.counters import Counters, Link
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.placement.activation_policy import (
     MOST_AHEAD_NBYTES,
+    PassRecorder,
     RecordedPass,
     SavedBlock,
     place_unplanned,

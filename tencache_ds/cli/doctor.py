@@ -12,8 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tencache_ds.cli import hardware_checks, software_checks
-from tencache_ds.cli.arguments import open_console
-from tencache_ds.cli.finding import Finding, Level
+from tencache_ds.cli.console import Finding, Level, open_console
 from tencache_ds.cli.storage_checks import check_nvme_path
 
 _MARKS = {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from tencache_ds.cli.finding import Finding, Level, format_nbytes
+from tencache_ds.cli.console import Finding, Level, format_nbytes
 from tencache_ds.profiling.host_memory import memory_domains
 
 CAP_IPC_LOCK_BIT = 14

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which running job a command is for. Imports neither torch nor DeepSpeed."""
+"""Which running job a command is for, and its figures, from the snapshots of its processes. Imports neither torch nor
+DeepSpeed."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.observability.channel_client import Endpoint, Job, jobs, select
+from tencache_ds.observability.channel_client import Endpoint, Job, Process, jobs, select
 
 _NONE_FOUND = (
     "no training with TenCache was found on this host for this user. A job is found once its engine is built, by the "
@@ -85,3 +87,19 @@ def table_of(running: list[Job]) -> Table:
         steps = str(max(engine["steps"] for engine in first["engines"]))
         table.add_row(escape(job.run_id), pids, ranks_here(job), steps, escape(first["program"]))
     return table
+
+
+def latest_engine(process: Process) -> dict[str, Any]:
+    """The engine of a process that took the last step, where there are several."""
+    return min(process.snapshot["engines"], key=lambda engine: (engine["steps"] == 0, engine["seconds_in_step"]))
+
+
+def stored_nbytes(stats: Mapping[str, Any], kind: str) -> int:
+    """Bytes on the NVMe paths of a rank, as stored.
+
+    Args:
+        stats: the rank's figures (:class:`~tencache_ds.observability.counters.Stats` as a dict).
+        kind: as in :class:`~tencache_ds.observability.paths.Contents`.
+    """
+    held = (content for path in stats["paths"] for content in path["contents"])
+    return sum(int(content["nbytes"]) for content in held if content["kind"] == kind)

@@ -15,11 +15,19 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from tencache_ds.cli.arguments import at_least_one, check_json_file, open_console, positive, size
-from tencache_ds.cli.finding import format_nbytes
+from tencache_ds.cli.console import (
+    MORE_NBYTES,
+    at_least_one,
+    check_json_file,
+    format_nbytes,
+    format_step,
+    open_console,
+    places_table,
+    positive,
+    size,
+)
 from tencache_ds.cli.plan_job import plan_job
 from tencache_ds.cli.plan_plot import write_plot
-from tencache_ds.cli.plan_tables import MORE_NBYTES, format_step, places_table
 from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.planning.budget import AUTO_HOST_SHARE
 from tencache_ds.plotting import check_plot_file

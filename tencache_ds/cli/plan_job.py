@@ -15,10 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tencache_ds.cli.finding import format_nbytes
-from tencache_ds.cli.job_figures import latest_engine, stored_nbytes
-from tencache_ds.cli.jobs import as_it_is_now, find_job, ranks_here
-from tencache_ds.cli.plan_tables import MORE_NBYTES, format_step, places_table
+from tencache_ds.cli.console import MORE_NBYTES, format_nbytes, format_step, places_table
+from tencache_ds.cli.jobs import as_it_is_now, find_job, latest_engine, ranks_here, stored_nbytes
 from tencache_ds.cli.residency_plot import by_layer, write_residency_plot
 from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.binding import NVME_STALLS

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tencache_ds.cli.plan_tables import PLACES
+from tencache_ds.cli.console import PLACES
 from tencache_ds.plotting import BLUE, DPI, INK, ORANGE, VERMILION, bare, new_figure
 
 GIB = 2**30

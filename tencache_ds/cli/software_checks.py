@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tencache_ds import __version__
-from tencache_ds.cli.finding import Finding, Level
+from tencache_ds.cli.console import Finding, Level
 from tencache_ds.names import DISABLE_VARIABLE, ENABLE_VARIABLE
 from tencache_ds.ops.build_lock import build_locks, is_held, remedy
 

@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from tencache_ds.cli.finding import Finding, Level, format_nbytes
+from tencache_ds.cli.console import Finding, Level, format_nbytes
 from tencache_ds.errors import ConfigError
 from tencache_ds.profiling.filesystem import (
     BlockDevice,

@@ -15,9 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from tencache_ds.cli.arguments import at_least_one, open_console
-from tencache_ds.cli.job_figures import latest_engine
-from tencache_ds.cli.jobs import add_job_argument, find_job, ranks_here
+from tencache_ds.cli.console import at_least_one, open_console
+from tencache_ds.cli.jobs import add_job_argument, find_job, latest_engine, ranks_here
 from tencache_ds.cli.trace_plot import write_plot
 from tencache_ds.cli.trace_view import render
 from tencache_ds.errors import ConfigError, TenCacheError

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tencache_ds.cli.finding import format_nbytes
+from tencache_ds.cli.console import format_nbytes
 from tencache_ds.observability.trace_summary import NOTHING, RankSummary
 
 SHOWN_WAITS = 8

@@ -16,8 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tencache_ds.cli.arguments import check_json_file, open_console, positive
-from tencache_ds.cli.finding import format_nbytes
+from tencache_ds.cli.console import check_json_file, format_nbytes, open_console, positive
 from tencache_ds.errors import TenCacheError
 from tencache_ds.profiling.filesystem import block_device_of
 

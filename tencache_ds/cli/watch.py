@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from tencache_ds.cli.arguments import open_console, positive
+from tencache_ds.cli.console import open_console, positive
 from tencache_ds.cli.jobs import add_job_argument, as_it_is_now, find_job
 from tencache_ds.cli.watch_view import render
 from tencache_ds.errors import TenCacheError

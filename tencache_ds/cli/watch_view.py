@@ -13,9 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tencache_ds.cli.finding import format_nbytes
-from tencache_ds.cli.job_figures import latest_engine, stored_nbytes
-from tencache_ds.cli.jobs import ranks_here
+from tencache_ds.cli.console import format_nbytes
+from tencache_ds.cli.jobs import latest_engine, ranks_here, stored_nbytes
 from tencache_ds.observability.binding import binding, shares
 from tencache_ds.observability.channel_client import Job, Process
 

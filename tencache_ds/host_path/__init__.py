@@ -27,11 +27,10 @@ from tencache_ds.host_path.gradient_buckets import GradientBucketsMixin
 from tencache_ds.host_path.gradient_norms import GradientNorms
 from tencache_ds.host_path.linear_layers import skip_autograd_without_gradients
 from tencache_ds.host_path.module_hooks import lighten_hooks
-from tencache_ds.host_path.muon_kernels import compile_when_called
 from tencache_ds.host_path.ordered_gathers import finish_after_forward
 from tencache_ds.host_path.parts import HostPath
-from tencache_ds.host_path.processor_vendor import vendor_at_once
 from tencache_ds.host_path.rank_gathers import gather_at_once
+from tencache_ds.host_path.startup import compile_when_called, vendor_at_once
 from tencache_ds.host_path.suspended_hooks import SuspendedHooks, before_release, before_user_gathers, user_releases
 from tencache_ds.integration.seams import Feature, works
 

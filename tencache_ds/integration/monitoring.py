@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed import comm as dist
 
 from tencache_ds.integration.adapters.installed import calls
-from tencache_ds.observability.monitor import monitor_events
+from tencache_ds.observability.summary import monitor_events
 from tencache_ds.runtime.session import Session
 
 

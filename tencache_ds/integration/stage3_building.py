@@ -33,8 +33,8 @@ from tencache_ds.integration.outside_needs import outside_needs, update_needs
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.integration.rank_checks import agree_on_weights, failing_together
 from tencache_ds.integration.shared_weights import SharedWeights
+from tencache_ds.memory.arena import empty_pinned_cache
 from tencache_ds.memory.device_memory import DeviceMemory
-from tencache_ds.memory.pinned_cache import empty_pinned_cache
 from tencache_ds.placement.gpu_homes import GpuHomes, initial_gpu_nbytes
 from tencache_ds.placement.host_homes import HostHomes
 from tencache_ds.placement.state_moves import StateMoves

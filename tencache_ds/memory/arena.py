@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only source of a rank's host memory: exact, page-aligned, under one limit, accounted by purpose."""
+"""The only source of a rank's host memory: exact, page-aligned, under one limit, accounted by purpose; with zeroed
+tensors in it, counted as they come and go. Torch's own cache of pinned memory can be emptied."""
 
 from __future__ import annotations
 
@@ -285,3 +286,53 @@ class HostArena:
                 self._quarantine.append(block.tensor)
         else:
             self._locker.unlock(block.tensor)
+
+
+class HostTensors:
+    """Zeroed tensors in the memory of an arena, counted as they come and go: a
+    :class:`tencache_ds.tiers.gradients.GradientMemory`. Not thread-safe.
+
+    Args:
+        arena: whose memory it is.
+        purpose: what for, in errors and reports.
+        count: called with the bytes taken, or given back (negative).
+    """
+
+    def __init__(self, arena: HostArena, purpose: str, count: Callable[[int], None]) -> None:
+        self._arena = arena
+        self._purpose = purpose
+        self._count = count
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed 1-D tensor.
+
+        Raises:
+            MemoryLimitError, LockedMemoryError: the arena has no such memory.
+        """
+        nbytes = numel * dtype.itemsize
+        memory = self._arena.allocate(max(nbytes, 1), self._purpose)
+        self._count(nbytes)
+        return memory.zero_()[:nbytes].view(dtype)
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """A whole tensor of :meth:`take` is not needed any more; its pages go with the last reference to them. No
+        device may still access it.
+
+        Raises:
+            LockedMemoryError: the driver refused; the memory stays mapped.
+        """
+        self._arena.leave(tensor)
+        self._count(-tensor.nbytes)
+
+
+def empty_pinned_cache() -> None:
+    """Returns host memory to the system that torch has pinned and nothing uses any more. Any thread.
+
+    Torch keeps such memory for the next tensor of that size, rounded up to a power of two. After shards have moved
+    elsewhere their size is not requested again. Builds of torch that cannot return it keep it.
+    """
+    if not torch.cuda.is_available():
+        return
+    empty = getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()

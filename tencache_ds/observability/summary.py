@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run was like, in a few lines: pure text from :class:`~tencache_ds.observability.counters.Stats`."""
+"""What a training run was like, in a few lines of text, and a step's figures as events of DeepSpeed's monitor
+(TensorBoard, Weights & Biases, CSV): pure functions of :class:`~tencache_ds.observability.counters.Stats`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import asdict
 
 from tencache_ds.layout import gib
 from tencache_ds.observability.binding import shares
-from tencache_ds.observability.counters import Stall, Stats
+from tencache_ds.observability.counters import Stall, Stats, StepRecord
 
 _WAITS = {
     Stall.WEIGHT_READ: "reads of weights",
@@ -80,3 +82,32 @@ def _duration(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.1f} min"
     return f"{seconds / 3600:.1f} h"
+
+
+def monitor_events(record: StepRecord, stats: Stats, samples: int) -> list[tuple[str, float, int]]:
+    """``(tag, value, samples)`` triples of a step.
+
+    Args:
+        record: of the step.
+        stats: of its engine, after it.
+        samples: the place on the x axis, as DeepSpeed counts it.
+    """
+    seconds = record.seconds
+    values: dict[str, float] = {
+        "step/seconds": seconds,
+        "step/update_seconds": record.update_seconds,
+        "step/background_seconds": record.background_seconds,
+        "place/gpu_nbytes": stats.gpu_weight_nbytes + stats.gpu_gradient_nbytes + stats.gpu_state_nbytes,
+        "place/ram_nbytes": stats.resident_weight_nbytes + stats.host_gradient_nbytes + stats.resident_state_nbytes,
+        "place/nvme_nbytes": stats.stored_nbytes,
+    }
+    if stats.predicted_seconds is not None:
+        values["step/predicted_seconds"] = stats.predicted_seconds
+    values |= {f"bytes/{link}": nbytes for link, nbytes in record.nbytes.items()}
+    values |= {f"stall/{cause}": stalled for cause, stalled in record.stall_seconds.items()}
+    values |= {f"weights/{access}": count for access, count in record.accesses.items()}
+    if seconds:
+        values |= {f"rate/{link}_bytes_per_s": nbytes / seconds for link, nbytes in record.nbytes.items()}
+        # The largest is what limits the step.
+        values |= {f"share/{name.lower()}": spent / seconds for name, spent in shares(asdict(record)).items()}
+    return [(f"TenCache/{tag}", float(value), samples) for tag, value in values.items()]

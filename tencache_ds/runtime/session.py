@@ -28,8 +28,7 @@ from tencache_ds.io import ExtentStore
 from tencache_ds.io.archive_writer import CopyBuffers
 from tencache_ds.io.paths import NvmePaths
 from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES, gib
-from tencache_ds.memory.arena import HostArena, Locking
-from tencache_ds.memory.host_tensors import HostTensors
+from tencache_ds.memory.arena import HostArena, HostTensors, Locking
 from tencache_ds.observability import tracing
 from tencache_ds.observability.counters import Counters, Stats, StepRecord
 from tencache_ds.observability.paths import summed

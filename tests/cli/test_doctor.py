@@ -14,7 +14,7 @@ import pytest
 
 from tencache_ds import __version__
 from tencache_ds.cli import doctor, hardware_checks, main, software_checks, storage_checks
-from tencache_ds.cli.finding import Finding, Level, format_nbytes
+from tencache_ds.cli.console import Finding, Level, format_nbytes
 
 REQUIREMENTS = ["deepspeed<0.20,>=0.19.8", "torch>=2.5", 'pytest; extra == "test"']
 

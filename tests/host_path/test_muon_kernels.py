@@ -12,7 +12,7 @@ PROGRAM = """
 import sys
 import torch
 from deepspeed.runtime import compiler
-from tencache_ds.host_path.muon_kernels import MODULE, compile_when_called
+from tencache_ds.host_path.startup import MODULE, compile_when_called
 
 before = compiler.compile
 compile_when_called()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tencache_ds.config import TenCacheConfig
-from tencache_ds.host_path import HostPath, muon_kernels, parts, prepare
+from tencache_ds.host_path import HostPath, parts, prepare, startup
 from tencache_ds.integration.seams import Feature
 
 
@@ -57,4 +57,4 @@ def test_muon_is_imported_quickly_where_the_host_path_is_on(on: bool, monkeypatc
     monkeypatch.setattr("tencache_ds.host_path.compile_when_called", lambda: imported.append(True))
     prepare(TenCacheConfig(host_path=on))
     assert imported == [True] * on
-    assert muon_kernels.MODULE.startswith("deepspeed.")
+    assert startup.MODULE.startswith("deepspeed.")

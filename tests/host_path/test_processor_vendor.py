@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from tencache_ds.host_path.processor_vendor import ProcessorInfo, vendor_at_once
+from tencache_ds.host_path.startup import ProcessorInfo, vendor_at_once
 from tencache_ds.integration.cpu_adam_op import loaded_when_needed
 from tencache_ds.profiling.processor import processor_field
 

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from tencache_ds.memory.pinned_cache import empty_pinned_cache
+from tencache_ds.memory.arena import empty_pinned_cache
 
 NBYTES = 640 << 20  # for which torch pins a GiB
 

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from tencache_ds.observability.counters import Access, Counters, Link, Stall, Stats
-from tencache_ds.observability.monitor import monitor_events
+from tencache_ds.observability.summary import monitor_events
 
 
 def test_they_carry_every_figure():

@@ -13,8 +13,7 @@ import torch
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import MemoryLimitError
-from tencache_ds.memory.arena import HostArena, Locking
-from tencache_ds.memory.host_tensors import HostTensors
+from tencache_ds.memory.arena import HostArena, HostTensors, Locking
 from tencache_ds.observability.counters import Counters, StepRecord
 from tencache_ds.placement.gpu_homes import GpuHomes
 from tencache_ds.placement.gpu_moves import GpuMoves
