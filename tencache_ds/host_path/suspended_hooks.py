@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -26,6 +26,9 @@ from tencache_ds.integration.module_weights import is_free, params_of
 from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.placement.memory_watch import Patience
 
+if TYPE_CHECKING:
+    from tencache_ds.integration.gathered_weights import GatheredWeights
+
 FIRST_PATIENCE, LONGEST_PATIENCE = 1, 32
 """Steps in which no user has gathered weights before hooks are taken off, the first time and at most."""
 
@@ -34,17 +37,6 @@ MOST_INCOMPLETE = 4
 
 _OWNER = "tencache_kept_by"
 """Attribute of a parameter that stays gathered: the :class:`SuspendedHooks` that keep it."""
-
-
-class StayingWeights(Protocol):
-    """Which weights can stay gathered."""
-
-    @property
-    def version(self) -> int:
-        """Another one whenever :meth:`stays` has changed."""
-
-    def stays(self, param: Any) -> bool:
-        """Whether a parameter's gathered value is its shard, so that nothing is gained by releasing it."""
 
 
 class SuspendedHooks:
@@ -67,7 +59,7 @@ class SuspendedHooks:
     """
 
     def __init__(
-        self, offload: Any, weights: StayingWeights, relieve: Callable[[], None] | None = None, *, trains: bool = True
+        self, offload: Any, weights: GatheredWeights, relieve: Callable[[], None] | None = None, *, trains: bool = True
     ) -> None:
         self._offload = offload
         self._weights = weights

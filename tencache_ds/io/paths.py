@@ -18,9 +18,9 @@ from tencache_ds.io.backends.ticket import StorageCancelledError
 from tencache_ds.io.integrity import Fingerprint
 from tencache_ds.io.scratch import ScratchFolder
 from tencache_ds.io.store import ExtentStore
-from tencache_ds.io.stripes import Placement
 from tencache_ds.io.wrappers.metered import BandwidthMeter, MeteredBackend
 from tencache_ds.observability.paths import Contents, PathStats, what_was_on
+from tencache_ds.planning.striping import Striping
 
 FILE_SUFFIX = ".bin"
 
@@ -78,7 +78,7 @@ class NvmePaths:
         self,
         rank: int,
         open_backend: Callable[[], tuple[StorageBackend, str]],
-        new_placement: Callable[[int], Placement],
+        new_placement: Callable[[int], Striping],
     ) -> None:
         self._rank = rank
         self._open_backend = open_backend

@@ -28,9 +28,10 @@ from tencache_ds.io.extents import Extent
 from tencache_ds.io.integrity import Fingerprint, Witness, sampled_fingerprint, verify_read
 from tencache_ds.io.scratch import openable
 from tencache_ds.io.space import SpaceFiles
-from tencache_ds.io.stripes import Placement, StripedSpace
+from tencache_ds.io.stripes import StripedSpace
 from tencache_ds.layout import round_up
 from tencache_ds.observability import spans
+from tencache_ds.planning.striping import Striping
 
 
 class ExtentStore:
@@ -61,7 +62,7 @@ class ExtentStore:
         backend: StorageBackend,
         *,
         others: Sequence[tuple[str, StorageBackend]] = (),
-        placement: Placement | None = None,
+        placement: Striping | None = None,
         preallocate_nbytes: int = 0,
         n_files: int = 1,
         growth_nbytes: int = 256 << 20,

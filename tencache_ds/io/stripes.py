@@ -11,40 +11,16 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 from tencache_ds.errors import SpaceError
 from tencache_ds.io.space import SpaceFiles
 from tencache_ds.layout import round_up
+from tencache_ds.planning.striping import Striping
 
 KEPT_FREE_PART = 0.05
 KEPT_FREE_MOST_NBYTES = 16 << 30
 """Space that a move leaves free on a file system: a share of it, with an upper limit. Only state without another place
 may use it; a checkpoint may be written there."""
-
-
-class Placement(Protocol):
-    """Chooses paths, which are numbered from 0. ``stored``: bytes of ranges on each; ``room``: bytes that still fit."""
-
-    def shares(self, nbytes: int, room: Sequence[int]) -> list[int]:
-        """How much to reserve on each path; less than ``nbytes`` together where ``room`` ends."""
-        ...
-
-    def order(self, nbytes: int, stored: Sequence[int]) -> list[int]:
-        """All paths for a new range, best first."""
-        ...
-
-    def reweigh(self, stored: Sequence[int], room: Sequence[int], bytes_per_s: Sequence[float | None]) -> None:
-        """Takes the measured rates into account."""
-        ...
-
-    def destination(self, source: int, nbytes: int) -> int | None:
-        """Where a range goes that is about to be written; None: it stays."""
-        ...
-
-    def refused(self, source: int, path: int, nbytes: int) -> None:
-        """The destination just given had no room."""
-        ...
 
 
 class StripedSpace:
@@ -64,7 +40,7 @@ class StripedSpace:
     def __init__(
         self,
         files: Sequence[Sequence[str]],
-        placement: Placement,
+        placement: Striping,
         *,
         preallocate_nbytes: int,
         growth_nbytes: int,

@@ -7,11 +7,14 @@ import enum
 import time
 from collections.abc import Callable, Hashable, Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from tencache_ds.errors import TenCacheError
+
+if TYPE_CHECKING:
+    from tencache_ds.memory.pool import BufferPool
 
 
 class LeaseError(TenCacheError, RuntimeError):
@@ -77,22 +80,6 @@ class Slot:
         return self._part
 
 
-class Returns(Protocol):
-    """The pool's side of a lease: the callbacks of its release."""
-
-    def begin_return(self, lease: Lease, event: Event | None) -> None:
-        """HELD → RETURNING; with an event, the slot comes back when the event is done."""
-
-    def finish_return(self, lease: Lease) -> None:
-        """HELD or RETURNING → RETURNED."""
-
-    def lose(self, lease: Lease) -> None:
-        """RETURNING → LOST: the device may touch the slot at any time."""
-
-    def cancel_return(self, lease: Lease) -> None:
-        """RETURNING → HELD: the wait before the return of the slot failed."""
-
-
 class Lease:
     """The only handle on a slot of a :class:`~tencache_ds.memory.pool.BufferPool`.
 
@@ -111,7 +98,9 @@ class Lease:
 
     __slots__ = ("_buffer", "_pool", "_state", "nbytes", "owner", "purpose", "slot", "t_lease_ns")
 
-    def __init__(self, pool: Returns, slot: Slot, buffer: torch.Tensor, nbytes: int, owner: str, purpose: str) -> None:
+    def __init__(
+        self, pool: BufferPool, slot: Slot, buffer: torch.Tensor, nbytes: int, owner: str, purpose: str
+    ) -> None:
         self._pool = pool
         self._buffer = buffer
         self._state = LeaseState.HELD

@@ -271,7 +271,8 @@ class BufferPool:
     # The leases' side: called by Lease only.
 
     def begin_return(self, lease: Lease, event: Event | None) -> None:
-        """HELD → RETURNING; see :class:`~tencache_ds.memory.lease.Returns`."""
+        """HELD → RETURNING; with an event, the slot comes back when the event is done. This and the next three are the
+        callbacks of a lease's release."""
         with self._lock:
             lease.require_held("it was released twice")
             lease._state = LeaseState.RETURNING
@@ -282,11 +283,11 @@ class BufferPool:
                 self._settled.notify_all()
 
     def finish_return(self, lease: Lease) -> None:
-        """HELD or RETURNING → RETURNED; see :class:`~tencache_ds.memory.lease.Returns`."""
+        """HELD or RETURNING → RETURNED."""
         self._finish_returns((lease,))
 
     def lose(self, lease: Lease) -> None:
-        """RETURNING → LOST; see :class:`~tencache_ds.memory.lease.Returns`."""
+        """RETURNING → LOST: the device may touch the slot at any time."""
         with self._lock:
             lease._state = LeaseState.LOST
             del self._live[lease]
@@ -294,7 +295,7 @@ class BufferPool:
             self._settled.notify_all()
 
     def cancel_return(self, lease: Lease) -> None:
-        """RETURNING → HELD; see :class:`~tencache_ds.memory.lease.Returns`."""
+        """RETURNING → HELD: the wait before the return of the slot failed."""
         with self._lock:
             lease._state = LeaseState.HELD
 

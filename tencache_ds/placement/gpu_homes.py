@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -24,6 +24,7 @@ from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.observability.counters import StepRecord
+from tencache_ds.placement.activation_homes import ActivationHomes
 from tencache_ds.placement.gpu_budget import GpuBudget, gpu_budget, headroom, limit_nbytes
 from tencache_ds.placement.gpu_moves import GpuMoves
 from tencache_ds.placement.gpu_policy import GpuPlan, SavedItem, StateChunk, StepCosts, UpdateRates, Weight
@@ -32,7 +33,7 @@ from tencache_ds.placement.places import GpuUsage, Place
 from tencache_ds.placement.step_observer import WARM_UP_STEPS, StepObserver, StepTimes
 from tencache_ds.placement.weight_moves import Agree, Shard
 from tencache_ds.planning.step_prediction import FixedPart, nvme_bytes_per_s, predicted_seconds
-from tencache_ds.profiling.fetch_waits import FetchRecorder, StreamClock
+from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.profiling.move_waits import MoveCost
 from tencache_ds.tiers.device_adam import DeviceAdam, TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
@@ -99,24 +100,6 @@ def initial_gpu_nbytes(usage: GpuUsage, wanted: int | Share | None) -> int:
     return min(most_nbytes, usage.available_nbytes)
 
 
-class MovableActivations(Protocol):
-    """What passes save for backward, where it may move
-    (:class:`tencache_ds.placement.activation_homes.ActivationHomes`)."""
-
-    @property
-    def moves_some(self) -> bool:
-        """Whether some of the last pass were moved."""
-
-    def measure(self, clock: StreamClock) -> None:
-        """In the next step all move that can be back in time, and what each costs is measured."""
-
-    def measured(self) -> Mapping[int, MoveCost]:
-        """Cost of each block that was moved in the last step, by its position."""
-
-    def follow(self, leaving: Iterable[int]) -> None:
-        """From now on these move, and others only where they do not fit."""
-
-
 class GpuHomes:
     """Used by the training thread.
 
@@ -153,7 +136,7 @@ class GpuHomes:
         agree: Agree,
         record_fetches: Callable[[FetchRecorder | None], None],
         say: Callable[[str, float | None], None],
-        activations: MovableActivations | None = None,
+        activations: ActivationHomes | None = None,
     ) -> None:
         self._options = options
         self._memory = memory

@@ -8,7 +8,6 @@ import bisect
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -16,19 +15,12 @@ from tencache_ds.errors import MemoryLimitError, TenCacheError
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.placement.gpu_budget import chunks_to_release
 from tencache_ds.placement.places import Place
-from tencache_ds.placement.state_moves import HostAccounts, StateMoves
+from tencache_ds.placement.state_moves import Accounts, StateMoves
 from tencache_ds.placement.weight_moves import Agree, MovableWeights, Shard, WeightMoves
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.kinds import ADAM_IN_FP32
 
 logger = logging.getLogger("DeepSpeed.tencache")
-
-
-class Accounts(HostAccounts, Protocol):
-    """The owner of the memory account (a :class:`tencache_ds.runtime.session.Session`)."""
-
-    def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
-        """Bytes of weights and gradients in GPU memory now."""
 
 
 class GpuMoves:

@@ -10,8 +10,8 @@ from tencache_ds.placement.places import Place, place_state
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
 
-class HostAccounts(Protocol):
-    """The owner of the host memory account (a :class:`tencache_ds.runtime.session.Session`)."""
+class Accounts(Protocol):
+    """The owner of the memory accounts (a :class:`tencache_ds.runtime.session.Session`)."""
 
     @property
     def host_left_nbytes(self) -> int:
@@ -19,6 +19,9 @@ class HostAccounts(Protocol):
 
     def count_host(self, nbytes: int) -> None:
         """Adds ``nbytes`` (may be negative) to the host memory in use by gradients and optimizer state."""
+
+    def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
+        """Bytes of weights and gradients in GPU memory now."""
 
 
 class StateMoves:
@@ -36,7 +39,7 @@ class StateMoves:
         self,
         tier: OptimizerStateTier,
         n_sub_groups: int,
-        accounts: HostAccounts,
+        accounts: Accounts,
         *,
         open_store: Callable[[], bool],
         moved: Callable[[int], None],

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -42,6 +42,9 @@ from tencache_ds.runtime.gpu_staging import gpu_staging_possible
 from tencache_ds.runtime.surroundings import Surroundings
 from tencache_ds.tiers.resident_memory import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
+
+if TYPE_CHECKING:
+    from tencache_ds.runtime.session import Session
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -78,16 +81,6 @@ class _Shared:
     routes: list[tuple[StorageBackend, RoutedBackend]] = field(default_factory=list)
 
 
-class Claimant(Protocol):
-    """The owner of the staging and the counters of an engine's weights (a
-    :class:`tencache_ds.runtime.session.Session`)."""
-
-    counters: Counters
-
-    def close(self) -> None:
-        """Ends it, and gives up its claims."""
-
-
 class TenCacheEngine:
     """The weights of one model on one rank and all they live in, for as long as the model does.
 
@@ -111,7 +104,8 @@ class TenCacheEngine:
         self.before_unclaim: Callable[[], None] = lambda: None
         """Called before the staging buffers are released, so that the code that exposed them to DeepSpeed withdraws
         them."""
-        self.claimant: Claimant | None = None
+        self.claimant: Session | None = None
+        """The owner of the staging and the counters of its weights."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
@@ -168,7 +162,7 @@ class TenCacheEngine:
         self.weights.hand_over(keys, part.weights)
         return part
 
-    def claim(self, claimant: Claimant) -> bool:
+    def claim(self, claimant: Session) -> bool:
         """From now on ``claimant`` stages the weights and counts for them, including the counts since the last
         claim; False if there is another claimant."""
         with self._lock:
@@ -179,7 +173,7 @@ class TenCacheEngine:
                 self.weights.begin_service(self.counters)
             return self.claimant is claimant
 
-    def unclaim(self, claimant: Claimant) -> None:
+    def unclaim(self, claimant: Session) -> None:
         """Ends the claim: ordinary memory serves until the next one."""
         with self._lock:
             if self.claimant is not claimant:
