@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps are timed, and which are recorded."""
+"""Which steps are timed, which are recorded, how many are observed, and what is typical of them."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tencache_ds.observability.counters import Counters
-from tencache_ds.placement.step_observer import MOST_STEPS, StepObserver
+from tencache_ds.placement.step_observer import LEAST_STEPS, MOST_STEPS, ObservedSteps, StepObserver, StepTimes
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 
 pytestmark = pytest.mark.timeout(60)
@@ -82,3 +86,85 @@ def test_steps_that_were_skipped_or_not_observed_do_not_count():
     assert training.recorder is None
     training.step(1.0)
     assert training.observer.has_enough
+
+
+SECONDS = st.floats(0, 100)
+TIMES = st.builds(StepTimes, SECONDS, SECONDS, SECONDS, SECONDS)
+
+
+def observed(*steps: StepTimes) -> ObservedSteps:
+    """Adds one after another until they are enough."""
+    all_of_them = ObservedSteps()
+    for step in steps:
+        assert not all_of_them.are_enough
+        may_be_last = all_of_them.next_may_be_last
+        all_of_them.add(step)
+    assert may_be_last
+    return all_of_them
+
+
+def lasting(*seconds: float) -> list[StepTimes]:
+    """Steps of a length, of which the passes take a second."""
+    return [StepTimes(0.5, 0.5, total - 1.0, 0.1) for total in seconds]
+
+
+@given(st.lists(TIMES, min_size=MOST_STEPS, max_size=MOST_STEPS))
+def test_they_end(steps):
+    all_of_them = ObservedSteps()
+    for n_steps, step in enumerate(steps, 1):
+        all_of_them.add(step)
+        assert not all_of_them.are_enough or n_steps >= LEAST_STEPS
+    assert all_of_them.are_enough
+
+
+@given(st.lists(TIMES, min_size=1))
+def test_each_typical_time_is_one_that_as_many_steps_exceed_as_do_not_reach_it(steps):
+    all_of_them = ObservedSteps()
+    for step in steps:
+        all_of_them.add(step)
+    for field in dataclasses.fields(StepTimes):
+        typical = getattr(all_of_them.typical, field.name)
+        times = [getattr(step, field.name) for step in steps]
+        assert sum(time < typical for time in times) <= len(times) / 2
+        assert sum(time > typical for time in times) <= len(times) / 2
+    assert all_of_them.last == steps[-1]
+
+
+def test_of_short_steps_none_before_the_most_may_be_the_last():
+    all_of_them = ObservedSteps()
+    for n_steps in range(MOST_STEPS):
+        assert all_of_them.next_may_be_last == (n_steps == MOST_STEPS - 1)
+        all_of_them.add(StepTimes(0.1, 0.1, 0.1, 0.1))
+    assert all_of_them.next_may_be_last, "where another rank needs more"
+
+
+def test_of_short_steps_the_most_are_observed():
+    assert observed(*[StepTimes(0.2, 0.2, 0.3, 0.1)] * MOST_STEPS).are_enough
+
+
+@pytest.mark.parametrize(
+    ("seconds", "passes"),
+    [
+        ((34.0, 34.0), (1.0, 1.0)),
+        ((2.0, 2.1), (1.0, 1.0)),
+        ((1.4, 1.5, 1.4), (1.0, 1.0, 1.0)),
+        ((9.0, 5.0, 5.0), (1.0, 1.0, 1.0)),
+        ((9.0, 7.0, 5.0, 4.0), (1.0, 1.0, 1.0, 1.0)),
+        ((5.5, 5.4, 5.4), (2.5, 1.0, 0.9)),
+    ],
+    ids=["long", "two", "three", "faster_at_first", "faster_all_the_time", "passes_faster_at_first"],
+)
+def test_of_long_steps_fewer_are_enough_once_they_are_as_long_as_before(seconds, passes):
+    steps = [
+        StepTimes(0.0, of_passes, total - of_passes, 0.1) for total, of_passes in zip(seconds, passes, strict=True)
+    ]
+    assert observed(*steps).are_enough
+
+
+def test_a_disturbance_of_one_part_leaves_the_others_as_they_are():
+    """Steps of 150 M parameters on an H100 with its state on a drive that faltered in the last one."""
+    steps = observed(
+        StepTimes(0.111, 0.114, 1.536, 0.05), StepTimes(0.130, 0.247, 1.467, 0.06), StepTimes(0.079, 0.141, 2.6, 0.05)
+    )
+    assert steps.typical == StepTimes(0.111, 0.141, 1.536, 0.05)
+    assert steps.typical.total == pytest.approx(0.111 + 0.141 + 1.536)
