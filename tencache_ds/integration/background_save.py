@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a checkpoint that is written in the background.
 
-[Note: in the background] Optimizer state changes in an update only. After ``save_checkpoint`` the thread of updates
-copies it to spare host memory; the next update, and whatever else needs the state, waits for the rest of that. Another
+[Note: in the background] Optimizer state changes in an update only. The thread of updates, once it is done with the one
+before ``save_checkpoint``, copies it to spare host memory; the next update, and whatever else needs the state, waits
+for the rest of that. Another
 thread writes the copies. Where memory does not suffice, the copies wait for the drive, and the update with them. The
 files have the contents of a checkpoint that is written at once.
 
@@ -82,17 +83,25 @@ class BackgroundSave:
         names: their names.
         votes: of the ranks, of saves alone.
         buffers: for copies of state.
+        check: raises :class:`VoidStepError` if the update failed that the state is saved behind.
     """
 
     _under_way: weakref.WeakSet[BackgroundSave] = weakref.WeakSet()
 
     def __init__(
-        self, tag: str, archives: list[ArchiveFile], names: CheckpointFiles, votes: JobVotes, buffers: CopyBuffers
+        self,
+        tag: str,
+        archives: list[ArchiveFile],
+        names: CheckpointFiles,
+        votes: JobVotes,
+        buffers: CopyBuffers,
+        check: Callable[[], None],
     ) -> None:
         self._tag = tag
         self._archives = archives
         self._names = names
         self._votes = votes
+        self._check = check
         self._error: BaseException | None = None
         self._changed: Any = None  # when the device has done what has changed the state
         if not get_accelerator().is_synchronized_device():
@@ -115,6 +124,7 @@ class BackgroundSave:
     def stage(self, state: OptimizerStateTier | None) -> None:
         """Copies the state that the files lack; once, by the thread that has the state to itself."""
         try:
+            self._check()
             if self._changed is not None:
                 self._changed.synchronize()  # this thread's stream need not be the one of the update
             if state is not None:

@@ -92,7 +92,7 @@ class CheckpointMixin:
     defers_state = False
     """Whether ``state_dict()`` stands in for stored state with :class:`DeferredTensor`, while a checkpoint is saved."""
     defers_whole_state = False
-    """Whether it does so for whole state in host memory, too."""
+    """Whether it does so for whole state in host memory, too: then an update may be under way."""
     save_under_way: BackgroundSave | None = None
     """The last checkpoint that was to be completed in the background."""
     save_votes: JobVotes | None = None

@@ -42,6 +42,7 @@ from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.checkpoint_files import NOT_SAVED, CheckpointFiles, not_saved
 from tencache_ds.integration.node_storage import latest_of
 from tencache_ds.integration.watched_shards import values_of
+from tencache_ds.integration.watched_states import WatchedStates
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, begin_archive, make_durable, write_archive
 from tencache_ds.tensors import zeros
 
@@ -141,7 +142,12 @@ class CheckpointSave:
         if optimizer.save_votes is None:
             optimizer.save_votes = JobVotes.of_job(f"checkpoints {next(_jobs)}")
         later = BackgroundSave(
-            self._tag, self._archives, self._names, optimizer.save_votes, optimizer.tencache.checkpoint_buffers()
+            self._tag,
+            self._archives,
+            self._names,
+            optimizer.save_votes,
+            optimizer.tencache.checkpoint_buffers(),
+            optimizer.step_guard.check,
         )
         self._archives, self._names = [], CheckpointFiles()
         optimizer.save_under_way = later
@@ -160,9 +166,13 @@ class CheckpointSave:
             setattr(engine, name, self.kept(getattr(engine, name)))
         engine._get_param_fragment_func = self._fragment
         self._optimizer.defers_state, self._optimizer.defers_whole_state = self._streams, self._in_background
+        optimizer, states = self._optimizer.optimizer, self._optimizer.optimizer.state
+        if self._in_background and isinstance(states, WatchedStates):
+            optimizer.state = states.plain()  # which does not wait for an update
         try:
             yield
         finally:
+            optimizer.state = states
             self._optimizer.defers_state = self._optimizer.defers_whole_state = False
             engine.checkpoint_engine = self._checkpoint_engine
             for name in (*_WRITERS, "_get_param_fragment_func"):

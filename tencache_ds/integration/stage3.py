@@ -374,12 +374,13 @@ class TenCacheZeroOptimizer_Stage3(
         return not deepspeed_engine.is_gradient_accumulation_boundary()
 
     def _finish_step(self) -> None:
-        """Waits for the end of the last step, wherever it runs.
+        """Waits for the end of the last step, wherever it runs; not where a checkpoint is begun whose state is saved
+        behind it.
 
         Raises:
             VoidStepError: it has failed half-way.
         """
-        if self._chunked_step is not None:
+        if self._chunked_step is not None and not self.defers_whole_state:
             self._chunked_step.finish()
         self.step_guard.check()
 

@@ -62,9 +62,8 @@ class BackgroundUpdate:
         self._running = self._executor.submit(self._run, work, self._counters.n_steps)
 
     def run_in_background(self, job: Callable[[], None]) -> None:
-        """Runs something else with the tiers to itself, which changes nothing and raises no error; no weight waits
-        for it."""
-        self.finish()
+        """Runs something else with the tiers to itself, which changes nothing and raises no error: behind the update
+        that is under way, whether that succeeds or not. No weight waits for it."""
         self._running = self._executor.submit(job)
 
     def finish(self) -> None:

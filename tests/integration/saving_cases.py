@@ -14,7 +14,7 @@ import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,15 +120,30 @@ class Saver:
     @contextmanager
     def failing_update(self) -> Iterator[None]:
         """What continues of a step in the background fails, a while after the step has returned."""
-        background = self.engine.optimizer._chunked_step._background
-        update = background._update
 
         def fail(*_: Any) -> None:
             time.sleep(0.5)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        if self._here:
-            background._update = SimpleNamespace(run=fail)
+        with self._updating(fail) if self._here else nullcontext():
+            yield
+
+    @contextmanager
+    def slow_update(self, seconds: float) -> Iterator[None]:
+        """What continues of a step in the background begins late."""
+        run = self.engine.optimizer._chunked_step._background._update.run
+
+        def run_late(*arguments: Any) -> None:
+            time.sleep(seconds)
+            run(*arguments)
+
+        with self._updating(run_late):
+            yield
+
+    @contextmanager
+    def _updating(self, run: Callable[..., None]) -> Iterator[None]:
+        background = self.engine.optimizer._chunked_step._background
+        update, background._update = background._update, SimpleNamespace(run=run)
         try:
             yield
         finally:
@@ -337,10 +352,16 @@ def model(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
 
 
 def async_void(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
-    """The update that a checkpoint is saved behind fails in the background."""
+    """The update that a checkpoint is saved behind goes on for long in the background, or fails there."""
     s = Saver(case, folder, rank)
     s.train(1)
     s.save("good")
+    with s.slow_update(case["late_s"]):
+        s.train(1)
+        s._note("begun", "behind", lambda: s.begin_async("behind"))
+        tencache_ds.wait_for_checkpoint(s.engine)
+    s.save("behind_at_once")
+    s.result["behind"], s.result["expected"] = s.contents("behind"), s.contents("behind_at_once")
     with s.failing_update():
         s.train(1)
         s.save_async("void")

@@ -107,6 +107,19 @@ def test_one_step_ends_before_the_next_begins(tmp_path):
     background.close()
 
 
+def test_something_else_runs_behind_an_update_and_is_not_waited_for(tmp_path):
+    background = Background(tmp_path, RESIDENT, HeldKernel(2))
+    background.begin()
+    assert background.kernel.entered.wait(30)
+    updated = []
+    background.update.run_in_background(lambda: updated.append(len(background.kernel.numbers)))
+    assert not updated
+    background.kernel.may_go_on.set()
+    background.update.finish()
+    assert updated == [N_CHUNKS]
+    background.close()
+
+
 def test_waits_of_the_update_are_not_those_of_the_training(tmp_path):
     background = Background(tmp_path, STORED, Kernel())
     background.begin()
