@@ -106,6 +106,7 @@ class MuonMixin:
         if self._momentum is None:
             super()._apply_muon_updates_cpu_offload()
             return
+        self.step_guard.begin_change()  # gradients and momentum
         norms: dict[Any, torch.Tensor] = {}
         copies, turns = _Copies(), self._turns()
         with span(Category.UPDATE, "update::muon"):

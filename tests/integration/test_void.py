@@ -20,14 +20,20 @@ ON_CPU = {"gpu_memory": 0}
 """State whose update is that of the CPU, on a GPU too."""
 ALONE = ON_CPU | {"overlap_step": False}
 RAM = ON_CPU | {"host_memory": "1GiB"}
-COMMON = {"model": "mlp", "zero": {"gather_16bit_weights_on_model_save": True}}
+COMMON: dict[str, Any] = {"model": "mlp", "zero": {"gather_16bit_weights_on_model_save": True}}
 ACCUMULATED = {"accumulation": 2, "clipping": 0.5}
 SCHEDULED = {"scheduler": True}
 NOT_OFFLOADED = {"offload_optimizer": "none", "optimizer": "torch_adamw"}
+MUON: dict[str, Any] = {
+    "config": {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}},
+    "zero": COMMON["zero"] | {"reduce_scatter": False},
+    "uncompiled": True,
+}
 """What a case shares with stock's."""
 
 REFERENCES: dict[str, dict[str, Any]] = {
-    "plain": {}, "accumulated": ACCUMULATED, "scheduled": SCHEDULED, "not_offloaded": NOT_OFFLOADED
+    "plain": {}, "accumulated": ACCUMULATED, "scheduled": SCHEDULED, "not_offloaded": NOT_OFFLOADED,
+    "muon": MUON,
 }  # fmt: skip
 
 RAISES = {"error": "RuntimeError", "memory": "MemoryError", "storage": "StorageError", "interrupt": "KeyboardInterrupt",
@@ -55,6 +61,7 @@ VOID: dict[str, dict[str, Any]] = {
     "before_the_first_chunk": {"where": "scale"},
     "after_the_last_chunk": {"where": "post_step"},
     "after_the_last_chunk_interrupt": {"where": "post_step", "what": "interrupt"},
+    "muon": {"where": "matrix", "at": 2, **MUON},
     "scheduler": {"where": "scheduler", **SCHEDULED},
     "accumulated": chunk("error", tencache=ALONE, **ACCUMULATED),
     "accumulated_background": chunk("error", 12, behind=True, tencache=ON_CPU, **ACCUMULATED),

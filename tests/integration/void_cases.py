@@ -104,6 +104,7 @@ def fault(case: dict[str, Any], engine: Any) -> Iterator[Countdown | None]:
         "chunk": (ModelWeights, "close"),  # an updated chunk's weights are there
         "begin": (TenCacheZeroOptimizer_Stage3, "_complete_norms"),  # before the ranks meet
         "norm": (TenCacheZeroOptimizer_Stage3, "_get_norm_groups"),  # before the update
+        "matrix": (TenCacheZeroOptimizer_Stage3, "_orthogonalize"),
         "scale": (TenCacheZeroOptimizer_Stage3, "unscale_and_clip_grads"),
         "post_step": (engine.optimizer, "reset_cpu_buffers"),  # after it
         "scheduler": (engine.lr_scheduler, "step"),
