@@ -76,6 +76,10 @@ class Momentum:
         """A matrix's momentum on this rank: 1-D, of its partition's length."""
         return self._parts[key]
 
+    def begun(self, sub_group: int) -> bool:
+        """Whether a sub-group has any, after an update."""
+        return sub_group in self._flat and MOMENTUM in self._optimizer.state.get(self._placeholders[sub_group], {})
+
     def show(self) -> None:
         """Puts it into ``optimizer.state``, after an update."""
         for index, flat in self._flat.items():

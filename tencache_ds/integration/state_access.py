@@ -13,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.tensors import zeros
-from tencache_ds.tiers.kinds import MASTER
+from tencache_ds.tiers.kinds import MASTER, MOMENTUM
 
 
 class StateAccessMixin:
@@ -30,6 +30,8 @@ class StateAccessMixin:
             return super()._get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
         group, start, numel = self.grad_position[self.get_param_id(param)]
         kind = MASTER if optim_state_key is None else optim_state_key
+        if kind == MOMENTUM and self._momentum is not None and self._momentum.begun(group):
+            return self._momentum.part(param.ds_id).clone(), group
         if kind != MASTER and kind not in self._optimizer_states.kinds(group):
             # As with CPU offload a KeyError when there is no such state, or none yet: before the first step.
             value = self.optimizer.state.get(self.fp32_partitioned_groups_flat[group], {})[kind]
@@ -41,7 +43,10 @@ class StateAccessMixin:
         _, start, _ = self.grad_position[self.get_param_id(param)]
         partition.copy_(value)
         with self.step_guard.change():
-            self._state.write(group, {optim_state_key or MASTER: partition}, start)
+            if optim_state_key == MOMENTUM and self._momentum is not None:
+                self._momentum.part(param.ds_id).copy_(partition)
+            else:
+                self._state.write(group, {optim_state_key or MASTER: partition}, start)
 
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if self._state is None:

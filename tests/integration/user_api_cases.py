@@ -152,6 +152,20 @@ def write_full_state(engine_name: str, folder: str, rank: int) -> dict[str, Any]
     return s.end()
 
 
+def momentum_of_muon(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    optimizer = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}
+    zero = {"reduce_scatter": False}
+    s = Scenario(engine_name, folder, rank, config={"optimizer": optimizer}, zero=zero, uncompiled=True)
+    s.train()
+    for n, p in s.params():
+        kind = "momentum_buffer" if p.use_muon else "exp_avg"
+        s.seen[f"{kind} {n}"] = value_of(safe_get_full_optimizer_state(p, kind))
+        safe_set_full_optimizer_state(p, safe_get_full_optimizer_state(p, kind) * 0.5, kind)
+        safe_set_local_optimizer_state(p, safe_get_local_optimizer_state(p, kind) + 0.01, kind)
+    s.train()
+    return s.end()
+
+
 def write_local_state(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
     s = Scenario(engine_name, folder, rank, clipping=0.1)
     s.train()
@@ -1308,6 +1322,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         read_state,
         write_full_state,
         write_local_state,
+        momentum_of_muon,
         step_hooks,
         scheduler_of_torch,
         gather_before_and_between,
