@@ -31,7 +31,6 @@ from tencache_ds.integration.checkpoint_files import NOT_SAVED, CheckpointFiles,
 from tencache_ds.io.archive_writer import ArchiveWriter, CopyBuffers
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -40,6 +39,10 @@ _NAMED = "the names of a checkpoint's files"
 _MOVED = "the end of a checkpoint"
 _LEFT = "the end of a checkpoint on the other ranks"
 """Where the ranks meet."""
+
+
+Visit = Callable[[Chunk, Mapping[str, torch.Tensor]], None]
+"""Gets elements of kinds of state of a chunk's sub-group, those of each kind in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +54,14 @@ class StateKey:
 
 
 def write_state(
-    scan: Callable[[Callable[[Chunk, Mapping[str, torch.Tensor]], None]], None],
+    scan: Callable[[Visit], None],
     files: Sequence[ArchiveFile],
     write: Callable[[ArchiveFile, DeferredTensor, torch.Tensor], None],
 ) -> None:
     """Writes the optimizer state that files defer, reading each byte once.
 
     Args:
-        scan: shows each chunk once.
+        scan: shows everything once.
         files: that have been begun.
         write: appends a view to a deferred tensor of a file.
     """
@@ -121,14 +124,17 @@ class BackgroundSave:
         for save in list(cls._under_way):
             save.wait()
 
-    def stage(self, state: OptimizerStateTier | None) -> None:
-        """Copies the state that the files lack; once, by the thread that has the state to itself."""
+    def stage(self, scan: Callable[[Visit], None]) -> None:
+        """Copies the state that the files lack; once, by the thread that has the state to itself.
+
+        Args:
+            scan: shows all of it once.
+        """
         try:
             self._check()
             if self._changed is not None:
                 self._changed.synchronize()  # this thread's stream need not be the one of the update
-            if state is not None:
-                write_state(state.scan, self._archives, self._writer.write)
+            write_state(scan, self._archives, self._writer.write)
         except BaseException as error:
             self._writer.fail(error)
             if not isinstance(error, Exception):

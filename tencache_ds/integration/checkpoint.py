@@ -27,16 +27,14 @@ from deepspeed.checkpoint.constants import (
 from tencache_ds.errors import CheckpointError, TenCacheError
 from tencache_ds.integration import eight_bit_adam
 from tencache_ds.integration.agreement import JobVotes
-from tencache_ds.integration.background_save import BackgroundSave, StateKey
+from tencache_ds.integration.background_save import BackgroundSave, StateKey, Visit
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.node_storage import agree_on_checkpoint
 from tencache_ds.integration.resharding import SavedFiles, hook_resharding
 from tencache_ds.integration.seams import Feature, require
 from tencache_ds.io.torch_archive import DeferredTensor
-from tencache_ds.planning.chunks import Chunk
 from tencache_ds.runtime.step_guard import Part
-from tencache_ds.tiers.kinds import MASTER
-from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.kinds import MASTER, MOMENTUM
 from tencache_ds.tiers.update import publish
 
 BETA_POWERS = "adam_beta_powers"
@@ -159,12 +157,17 @@ class CheckpointMixin:
         """A sub-group's state as a checkpoint takes it: deferred or in place while one is saved, else copies."""
         kinds = (MASTER, *self._optimizer_states.kinds(index))
         whole = self._state.whole(index)
+        apart: dict[str, Any] = {}
+        if self._momentum is not None and self._momentum.begun(index):
+            flat = self._momentum.flat(index)
+            key = StateKey(index, MOMENTUM)
+            apart[MOMENTUM] = DeferredTensor(key, flat.dtype, flat.numel()) if self.defers_state else flat.clone()
         if not self.defers_state or (whole and not self.defers_whole_state):
             values = self._state.borrow(index)
             if whole and not self.defers_state:
                 values = {kind: value.clone() for kind, value in values.items()}
-            return {kind: values[kind].detach().requires_grad_(kind == MASTER) for kind in kinds}
-        return {
+            return apart | {kind: values[kind].detach().requires_grad_(kind == MASTER) for kind in kinds}
+        return apart | {
             kind: DeferredTensor(
                 StateKey(index, kind),
                 self._state.dtype(index, kind),
@@ -174,19 +177,24 @@ class CheckpointMixin:
             for kind in kinds
         }
 
-    def scan_state(self, visit: Callable[[Chunk, Mapping[str, torch.Tensor]], None]) -> None:
-        """Shows each chunk of the optimizer state once, see :meth:`OptimizerStateTier.scan`."""
+    def scan_state(self, visit: Visit) -> None:
+        """Shows each chunk of the optimizer state once, see :meth:`OptimizerStateTier.scan`, and Muon's momentum."""
         self._finish_step()
+        self._scan(visit)
+
+    def _scan(self, visit: Visit) -> None:
         if self._state is not None:
             self._state.scan(visit)
+        if self._momentum is not None:
+            self._momentum.scan(lambda index, values: visit(self._state.chunks(index)[0], {MOMENTUM: values}))
 
-    def run_in_background(self, job: Callable[[OptimizerStateTier | None], None]) -> None:
-        """Runs what reads the optimizer state, in the background where an update may run there, too: whatever needs
+    def run_in_background(self, job: Callable[[Callable[[Visit], None]], None]) -> None:
+        """Runs what scans the optimizer state, in the background where an update may run there, too: whatever needs
         the state next waits for it."""
         if self._chunked_step is None:
-            job(self._state)
+            job(self._scan)
         else:
-            self._chunked_step.run_in_background(functools.partial(job, self._state))
+            self._chunked_step.run_in_background(functools.partial(job, self._scan))
 
     def finish_save(self) -> None:
         """Returns when the last checkpoint is complete.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,9 @@ from tencache_ds.tiers.kinds import MOMENTUM
 
 MOST_TURNS = 2
 """Turns whose matrices are on the compute device, beside the one that is being copied there."""
+
+PIECE_NUMEL = 2**24
+"""Elements of momentum that a checkpoint takes at a time."""
 
 
 class Momentum:
@@ -79,6 +82,16 @@ class Momentum:
     def begun(self, sub_group: int) -> bool:
         """Whether a sub-group has any, after an update."""
         return sub_group in self._flat and MOMENTUM in self._optimizer.state.get(self._placeholders[sub_group], {})
+
+    def flat(self, sub_group: int) -> torch.Tensor:
+        """That of a sub-group's matrices on this rank: 1-D."""
+        return self._flat[sub_group]
+
+    def scan(self, visit: Callable[[int, torch.Tensor], None]) -> None:
+        """Shows all of it once, with its sub-group, in ascending pieces."""
+        for index, flat in self._flat.items():
+            for piece in flat.split(PIECE_NUMEL):
+                visit(index, piece)
 
     def show(self) -> None:
         """Puts it into ``optimizer.state``, after an update."""

@@ -24,13 +24,29 @@ ASYNC: dict[str, dict[str, Any]] = {
     "async_behind_an_update": {"model": "llama", "offload_param": "cpu", "tencache": {"chunk_size": 2**16}},
     "async_without_overlap": {"model": "mlp", "tencache": {"overlap_step": False}},
     "async_eight_bit": {"model": "llama", "optimizer": "bitsandbytes.optim.AdamW8bit", "offload_param": "cpu"},
+    "async_muon": {
+        "model": "mlp",
+        "offload_param": "cpu",
+        "config": {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}},
+        "zero": {"reduce_scatter": False},
+        "uncompiled": True,
+    },
     "async_whole": {"model": "mlp", "optimizer": "torch_adamw"},
     "model": {"model": "gpt2", "zero": {"stage3_gather_16bit_weights_on_model_save": True}, "rank": 0},
     "async_faults": {},
     "async_void": {"model": "mlp", "offload_param": "cpu", "late_s": 2.0},
     "at_exit": {"model": "mlp"},
 }
-ASYNC_TOGETHER = ("async", "async_ram", "async_behind_an_update", "model", "async_faults", "async_void", "at_exit")
+ASYNC_TOGETHER = (
+    "async",
+    "async_ram",
+    "async_muon",
+    "async_behind_an_update",
+    "model",
+    "async_faults",
+    "async_void",
+    "at_exit",
+)
 OF_THEIR_OWN = ("model", "async_faults", "async_void", "at_exit")
 FAILS_ASYNC = (("eio_optimizer", "Input/output error"), ("not_durable", "Input/output error"))
 FAILS = (
@@ -94,7 +110,8 @@ def test_a_save_in_the_background_has_the_same_contents(request: pytest.FixtureR
     outcome = request.getfixturevalue(run)
     for rank in outcome.ranks:
         result = outcome.result(name, "tencache", rank)
-        assert any("exp_avg_sq" in key or "absmax2" in key for key in result["async"])
+        kinds = ("momentum_buffer",) if name == "async_muon" else ("exp_avg_sq", "absmax2")
+        assert any(kind in key for kind in kinds for key in result["async"])
         assert result["async"] == result["expected"]
         assert result["next"] == result["expected_next"] != result["async"]
         assert (result["copies_left_nbytes"] > 0) == ("checkpoint_memory" in ASYNC[name].get("tencache", {}))
