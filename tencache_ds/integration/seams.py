@@ -18,8 +18,15 @@ from enum import Enum
 from typing import Any
 
 from tencache_ds.errors import SeamError
-from tencache_ds.integration.adapters.changes import changes_after
-from tencache_ds.integration.adapters.versions import OLDEST, SUPPORTED, TESTED, is_supported, nearest, precedes
+from tencache_ds.integration.adapters.versions import (
+    OLDEST,
+    SUPPORTED,
+    TESTED,
+    changes_after,
+    is_supported,
+    nearest,
+    precedes,
+)
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

@@ -20,14 +20,12 @@ from packaging.version import Version
 
 from tencache_ds.errors import SeamError
 from tencache_ds.integration import seams
-from tencache_ds.integration.adapters import changes, versions
-from tencache_ds.integration.adapters.calls import Calls
-from tencache_ds.integration.adapters.coordinator import NewestCoordinator
-from tencache_ds.integration.adapters.optimizer import NewestOptimizer
+from tencache_ds.integration.adapters import versions
+from tencache_ds.integration.adapters.newest import Calls, NewestCoordinator, NewestOptimizer
 from tencache_ds.integration.seams import SEAMS, Feature, Seam, mismatches
 
 ROOT = Path(__file__).resolve().parents[2]
-EVERY_CHANGE = changes.changes_after("0")
+EVERY_CHANGE = versions.changes_after("0")
 
 # Versions
 
@@ -83,11 +81,11 @@ def test_the_nearest_tested_version(version: str, nearest: str) -> None:
 
 
 def test_an_older_version_lacks_more() -> None:
-    counts = [len(changes.changes_after(version)) for version in versions.TESTED]
+    counts = [len(versions.changes_after(version)) for version in versions.TESTED]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == 0
-    assert changes.changes_after("a fork") == ()
-    assert changes.changes_after("0.19.8+a1b2c3d") == ()
+    assert versions.changes_after("a fork") == ()
+    assert versions.changes_after("0.19.8+a1b2c3d") == ()
     since = [Version(change.since) for change in EVERY_CHANGE]
     assert since == sorted(since, reverse=True), "later changes come first"
     assert since[-1] > Version(versions.OLDEST)
@@ -252,5 +250,5 @@ def test_versions_are_named_by_adapters_only() -> None:
 
 def test_of_an_older_version_nothing_is_imported_before_it_is_refused() -> None:
     """Names that it lacks would be the error instead."""
-    for module in (seams, changes, versions):
+    for module in (seams, versions):
         assert not re.search(r"^(from|import) deepspeed", inspect.getsource(module), re.MULTILINE)

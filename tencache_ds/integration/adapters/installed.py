@@ -9,10 +9,8 @@ import deepspeed
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from tencache_ds.integration.adapters.calls import Calls
-from tencache_ds.integration.adapters.changes import changes_after
-from tencache_ds.integration.adapters.coordinator import NewestCoordinator
-from tencache_ds.integration.adapters.optimizer import NewestOptimizer
+from tencache_ds.integration.adapters.newest import Calls, NewestCoordinator, NewestOptimizer
+from tencache_ds.integration.adapters.versions import changes_after
 
 _changes = changes_after(deepspeed.__version__)
 

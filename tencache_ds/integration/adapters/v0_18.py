@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tencache_ds.integration.adapters.changes import Change
+from tencache_ds.integration.adapters.versions import Change
 
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 
