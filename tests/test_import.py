@@ -171,7 +171,7 @@ def parse(**keys):
         return f"{type(error).__name__}: {error}"
 
 kept = ("tencache_ds", "tencache_ds._autoload", "tencache_ds.integration", "tencache_ds.integration.config_hook",
-        "tencache_ds.integration.engine_keys", "tencache_ds.names")
+        "tencache_ds.names")
 sys.meta_path.insert(0, Broken())
 kind = ImportError
 for broken in (["xxhash"], ["tencache_ds.config"], ["tencache_ds.runtime.engine"], ["tencache_ds.errors"],

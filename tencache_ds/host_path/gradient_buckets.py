@@ -18,7 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.host_path.parts import HostPath
-from tencache_ds.integration.uncompiled import uncompiled
+from tencache_ds.integration.hooked_modules import uncompiled
 
 COLLECTED_NUMEL = 32 * 2**20
 """Elements of the gradients that are collected, at most. So much more device memory may be in use for a moment."""

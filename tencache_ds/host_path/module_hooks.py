@@ -35,8 +35,7 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 
-from tencache_ds.integration.module_weights import is_leaf
-from tencache_ds.integration.uncompiled import uncompiled
+from tencache_ds.integration.hooked_modules import is_leaf, uncompiled
 
 Hook = Callable[..., Any]
 Hooks = MutableMapping[int, Hook]

@@ -36,7 +36,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle, NoGatherHandle, ZeroParamStatus
 
 from tencache_ds.host_path.rank_gathers import RankGather
-from tencache_ds.integration.uncompiled import uncompiled
+from tencache_ds.integration.hooked_modules import uncompiled
 
 FETCHES_AHEAD = 2
 """Gathers that modules have waited for and that are not over when the host waits for the first one of them."""

@@ -22,12 +22,11 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.host_path.module_hooks import Hooks, unchanged
-from tencache_ds.integration.module_weights import is_free, params_of
-from tencache_ds.integration.uncompiled import uncompiled
+from tencache_ds.integration.hooked_modules import is_free, params_of, uncompiled
 from tencache_ds.placement.memory_watch import Patience
 
 if TYPE_CHECKING:
-    from tencache_ds.integration.gathered_weights import GatheredWeights
+    from tencache_ds.integration.device_weights import GatheredWeights
 
 FIRST_PATIENCE, LONGEST_PATIENCE = 1, 32
 """Steps in which no user has gathered weights before hooks are taken off, the first time and at most."""

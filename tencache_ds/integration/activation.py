@@ -39,7 +39,7 @@ def activate() -> None:
     if hasattr(engine_module.DeepSpeedEngine._configure_zero_optimizer, _HOOKED):
         return
     from tencache_ds import host_path
-    from tencache_ds.integration import eight_bit_adam, inference, other_engines
+    from tencache_ds.integration import eight_bit_adam, inference, known_engines
     from tencache_ds.integration.activation_hooks import hook_passes
     from tencache_ds.integration.adapters.installed import calls
     from tencache_ds.integration.checkpoint import hook_loading
@@ -48,7 +48,7 @@ def activate() -> None:
     from tencache_ds.integration.coordinator import end_gathers_ahead, undone_after_error
     from tencache_ds.integration.cpu_adam_op import loaded_when_needed
     from tencache_ds.integration.gpu_release import hook_states
-    from tencache_ds.integration.module_weights import begin_user_gather, end_user_gather
+    from tencache_ds.integration.hooked_modules import begin_user_gather, end_user_gather
     from tencache_ds.integration.observing import observatory
     from tencache_ds.integration.param_swapper import ParamSwapper, begin_changes, end_changes, swapper_factory
     from tencache_ds.integration.rank_checks import agree_on_options, agree_on_switches
@@ -166,7 +166,7 @@ def activate() -> None:
             with _nothing_left_after_failure(self):
                 _refuse_our_weights(self.module)
             configured = configure(self, optimizer)
-            other_engines.note(self)
+            known_engines.note(self)
             return configured
         t_start_s = time.perf_counter()
         with _nothing_left_after_failure(self):
@@ -181,7 +181,7 @@ def activate() -> None:
             _announce(configured.tencache, self._config, time.perf_counter() - t_start_s)
         else:
             _announce_nothing_to_do(options)
-        other_engines.note(self)
+        known_engines.note(self)
         return configured
 
     setattr(_configure_zero_optimizer, _HOOKED, True)
@@ -194,7 +194,7 @@ def _announce(session: Session, ds_config: Any, seconds: float) -> None:
     import deepspeed
 
     import tencache_ds
-    from tencache_ds.integration.announcing import announce, announce_summary_at_end
+    from tencache_ds.integration.reporting import announce, announce_summary_at_end
     from tencache_ds.integration.seams import left_to_deepspeed
 
     reason, left = getattr(ds_config, REASON_ATTRIBUTE), ", ".join(left_to_deepspeed())
@@ -215,7 +215,7 @@ def _announce(session: Session, ds_config: Any, seconds: float) -> None:
 
 def _announce_nothing_to_do(options: TenCacheConfig) -> None:
     import tencache_ds
-    from tencache_ds.integration.announcing import announce
+    from tencache_ds.integration.reporting import announce
 
     announce(f"TenCache {tencache_ds.__version__} is not in use for this engine: {_NOTHING_TO_DO}", options)
 
@@ -264,7 +264,7 @@ def _nothing_left_after_failure(engine: Any) -> Iterator[None]:
 def _refuse_our_weights(module: Any) -> None:
     """Stock DeepSpeed can do nothing with weights in TenCache's tiers."""
     from tencache_ds.errors import ConfigError
-    from tencache_ds.integration.model_engines import swappers_of
+    from tencache_ds.integration.known_engines import swappers_of
 
     if swappers_of(module):
         raise ConfigError(

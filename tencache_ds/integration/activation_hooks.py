@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_ds.activations.blocks import KeptTensor, MovedTensor
 from tencache_ds.activations.saved_tensors import SavedTensors
-from tencache_ds.integration.module_weights import params_of
+from tencache_ds.integration.hooked_modules import params_of
 from tencache_ds.integration.seams import Feature, works
 
 logger = logging.getLogger("DeepSpeed.tencache")

@@ -39,10 +39,8 @@ from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.integration.background_save import BackgroundSave, write_state
 from tencache_ds.integration.checkpoint import CheckpointMixin
-from tencache_ds.integration.checkpoint_files import NOT_SAVED, CheckpointFiles, not_saved
-from tencache_ds.integration.node_storage import latest_of
-from tencache_ds.integration.watched_shards import values_of
-from tencache_ds.integration.watched_states import WatchedStates
+from tencache_ds.integration.checkpoint_files import NOT_SAVED, CheckpointFiles, latest_of, not_saved
+from tencache_ds.integration.watched_tensors import WatchedStates, values_of
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, begin_archive, make_durable, write_archive
 from tencache_ds.tensors import zeros
 

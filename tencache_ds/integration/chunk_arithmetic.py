@@ -12,7 +12,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.cpu_adam_op import LazyCpuAdam
 from tencache_ds.integration.eight_bit_adam import EightBitAdam
-from tencache_ds.integration.optimizers import known_kinds
+from tencache_ds.integration.optimizer_states import known_kinds
 from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, DescentScalars, adam_scalars
 from tencache_ds.tensors import empty
 from tencache_ds.tiers.fused_adam import AdamAndDescent, FusedAdam

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import TenCacheError
+from tencache_ds.integration.hooked_modules import uncompiled
 from tencache_ds.integration.model_weights import ModelWeights
-from tencache_ds.integration.uncompiled import uncompiled
-from tencache_ds.integration.watched_shards import updated, watch_update
-from tencache_ds.integration.watched_states import WatchedStates
+from tencache_ds.integration.watched_tensors import WatchedStates, updated, watch_update
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.runtime.session import Session
 from tencache_ds.runtime.step_guard import StepGuard

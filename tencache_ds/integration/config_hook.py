@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observes DeepSpeed's parsing of its configs. A config that does not mention TenCache is parsed by DeepSpeed's own
-function; of TenCache, that imports only :mod:`engine_keys` and :mod:`tencache_ds.names`, unless ``TENCACHE_ENABLE``
-selects TenCache in the config's place.
+"""Observes DeepSpeed's parsing of its configs, and finds TenCache's keys in them, misspelt ones too. A config that does
+not mention TenCache is parsed by DeepSpeed's own function; of TenCache, that imports only this module and
+:mod:`tencache_ds.names`, unless ``TENCACHE_ENABLE`` selects TenCache in the config's place.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from types import ModuleType
 from typing import Any
 
-from tencache_ds.integration.engine_keys import mentions_tencache
-from tencache_ds.names import DISABLE_VARIABLE, ENABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME
+from tencache_ds.names import DISABLE_VARIABLE, ENABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, ZERO_KEY, closest
 
 _HOOKED = "__tencache_hook__"
 _NEEDED = ("config_checks", "activation", "param_swapper", "coordinator", "stage3")
@@ -107,3 +106,28 @@ def _load_everything() -> None:
             f"{type(error).__name__}: {error}. {remedy}; "
             f'"tencache doctor" checks the rest), or remove "{ENGINE_KEY}" to run with DeepSpeed\'s own offload.'
         ) from error
+
+
+def sections_of(param_dict: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """The parts of a config where a user may write a key of TenCache, each with the prefix of its keys."""
+    yield "", param_dict
+    zero = param_dict.get(ZERO_KEY)
+    if isinstance(zero, Mapping):
+        yield f"{ZERO_KEY}.", zero
+        for name in ("offload_param", "offload_optimizer"):
+            if isinstance(zero.get(name), Mapping):
+                yield f"{ZERO_KEY}.{name}.", zero[name]
+
+
+def meant(key: object, value: object) -> str | None:
+    """The key of TenCache that this one is, or was meant to be; None for all others."""
+    match = closest(key, (ENGINE_KEY, OPTIONS_KEY))
+    if match is not None or not isinstance(key, str):
+        return match
+    names_engine = closest(value, (ENGINE_NAME,)) is not None
+    return ENGINE_KEY if names_engine and any(word in key.lower() for word in ("offload", "engine")) else None
+
+
+def mentions_tencache(param_dict: Mapping[str, Any]) -> bool:
+    """Whether a config has a key of TenCache, or one that looks like it."""
+    return any(meant(key, value) for _, section in sections_of(param_dict) for key, value in section.items())

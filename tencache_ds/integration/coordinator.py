@@ -24,17 +24,17 @@ from tencache_ds.host_path import QuickCoordinator, partition
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.agreement import agreed
 from tencache_ds.integration.chunked_step import refuse_void_weights
-from tencache_ds.integration.module_weights import (
+from tencache_ds.integration.hooked_modules import (
     awaited_of,
     is_free,
     is_leaf,
     n_user_gathers,
     nbytes_by_id,
     params_of,
+    uncompiled,
 )
 from tencache_ds.integration.param_swapper import ParamSwapper, end_changes
 from tencache_ds.integration.shared_weights import released
-from tencache_ds.integration.uncompiled import uncompiled
 from tencache_ds.observability import spans
 from tencache_ds.observability.counters import Event
 from tencache_ds.observability.spans import Category, span

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tencache_ds.errors import ConfigError
-from tencache_ds.integration.engine_keys import meant, sections_of
+from tencache_ds.integration.config_hook import meant, sections_of
 from tencache_ds.names import DISABLE_VARIABLE, ENABLE_VARIABLE, ENGINE_KEY, ENGINE_NAME, OPTIONS_KEY, ZERO_KEY, closest
 
 logger = logging.getLogger("DeepSpeed.tencache")

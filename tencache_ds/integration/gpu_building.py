@@ -12,9 +12,9 @@ import torch
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import ConfigError
 from tencache_ds.integration.agreement import Agreement, Post, agreed, difference
-from tencache_ds.integration.announcing import announce
+from tencache_ds.integration.device_weights import GatheredWeights
 from tencache_ds.integration.engine_building import on_cuda
-from tencache_ds.integration.gathered_weights import GatheredWeights
+from tencache_ds.integration.reporting import announce
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.placement.gpu_homes import GpuHomes, open_device
 from tencache_ds.placement.gpu_moves import GpuMoves

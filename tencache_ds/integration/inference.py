@@ -3,7 +3,7 @@
 weights in GPU memory as forward passes leave room for.
 
 DeepSpeed makes a bare ``DeepSpeedZeRoOffload`` for them. See [Note: weights that stay gathered] in
-:mod:`tencache_ds.integration.gathered_weights`.
+:mod:`tencache_ds.integration.device_weights`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.host_path import SuspendedHooks, finish_after_forward, install
-from tencache_ds.integration import gpu_building, other_engines
+from tencache_ds.integration import gpu_building, known_engines
 from tencache_ds.integration.agreement import agreed
-from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.coordinator import TenCacheCoordinator
+from tencache_ds.integration.device_weights import GatheredWeights
 from tencache_ds.integration.engine_building import session_for
-from tencache_ds.integration.gathered_weights import GatheredWeights
-from tencache_ds.integration.model_engines import engines_for
+from tencache_ds.integration.hooked_modules import is_free, uncompiled
+from tencache_ds.integration.known_engines import engines_for
 from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
-from tencache_ds.integration.module_weights import is_free
 from tencache_ds.integration.outside_needs import outside_needs
 from tencache_ds.integration.rank_checks import agree_on_weights
-from tencache_ds.integration.uncompiled import uncompiled
+from tencache_ds.integration.reporting import announce
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.placement.inference_homes import InferenceHomes
 from tencache_ds.placement.weight_moves import WeightMoves
@@ -114,7 +113,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
         homes = None
         if used and memory is not None:
             this = weakref.ref(engine)
-            homes = _build_homes(session, memory, weights, coordinator, lambda: other_engines.beside(this()))
+            homes = _build_homes(session, memory, weights, coordinator, lambda: known_engines.beside(this()))
         section, shards = engine._config.zero_config.offload_param, weights.shards() if homes is not None else ()
         pinned = session.surroundings.on_cuda and section is not None and section.pin_memory
         session.plan_peak(

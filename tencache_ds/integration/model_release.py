@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.debug import debug_clear_module_and_param_names
 
 from tencache_ds.integration.adapters.installed import calls
-from tencache_ds.integration.module_weights import is_free
+from tencache_ds.integration.hooked_modules import is_free
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

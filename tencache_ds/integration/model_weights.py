@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.integration.param_swapper import ParamSwapper
-from tencache_ds.integration.watched_shards import values_of
+from tencache_ds.integration.watched_tensors import values_of
 from tencache_ds.observability.counters import Counters, Link
 from tencache_ds.planning.chunks import Chunk, Overlap, overlaps
 from tencache_ds.tiers.weight_home import Home

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this process tells about itself while it trains: to ``tencache watch``, ``tencache trace`` and
-:func:`tencache_ds.trace`.
+:func:`tencache_ds.trace`. Where a model's weights, gradients and optimizer state live is told weight by weight.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,12 +27,14 @@ from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.agreement import agreed
-from tencache_ds.integration.residency import residency
+from tencache_ds.integration.device_weights import place_of
+from tencache_ds.integration.hooked_modules import shard_nbytes
 from tencache_ds.observability import tracing
 from tencache_ds.observability.channel import Channel, Client
 from tencache_ds.observability.recording import RankRecording
 from tencache_ds.observability.trace_file import write_trace
 from tencache_ds.observability.tracing import StepTrace
+from tencache_ds.placement.places import Place
 from tencache_ds.runtime.session import Session
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -153,7 +156,7 @@ class Observatory:
         }
 
     def _residency(self, number: int) -> dict[str, Any]:
-        """See :func:`tencache_ds.integration.residency.residency`."""
+        """See :func:`tencache_ds.integration.observing.residency`."""
         _, module, optimizer = self._engine(number)
         if module is None or optimizer is None:
             raise TenCacheError(f"the model of engine {number} is gone")
@@ -254,3 +257,47 @@ def _new_run_id() -> str:
     given = re.sub(r"[^A-Za-z0-9_.]", "", given)[:24]
     own = secrets.token_hex(2)
     return f"{given}-{own}" if given and given != "none" else f"run-{own}"
+
+
+def residency(module: Any, optimizer: Any) -> dict[str, dict[str, list[int]]]:
+    """Bytes of this rank's shards. Any thread may look; what is being moved at that moment counts where it was, or
+    where it goes.
+
+    Args:
+        module: the model.
+        optimizer: its :class:`~tencache_ds.integration.stage3.TenCacheZeroOptimizer_Stage3`, or DeepSpeed's offload
+            object where there is no optimizer.
+
+    Returns:
+        For each weight's name, in the order of the model, ``weights``, ``gradients`` and ``optimizer state`` as bytes
+        by :class:`~tencache_ds.placement.places.Place`. State that DeepSpeed keeps itself is not included.
+
+    Raises:
+        RuntimeError: weights or chunks came or went meanwhile.
+    """
+    state = _state(optimizer)
+    gradients = getattr(optimizer, "_gradients", None)
+    result = {}
+    for name, param in module.named_parameters():
+        if not hasattr(param, "ds_tensor"):
+            continue
+        weight, gradient = [0] * len(Place), [0] * len(Place)
+        weight[place_of(param)] = shard_nbytes(param)
+        if gradients is not None and gradients.accumulates(param.ds_id):
+            place = Place.GPU if gradients.on_device(param.ds_id) else Place.HOST
+            gradient[place] = gradients.nbytes_of(param.ds_id)
+        result[name] = {"weights": weight, "gradients": gradient, "optimizer state": [*map(round, state[param.ds_id])]}
+    return result
+
+
+def _state(optimizer: Any) -> defaultdict[int, list[float]]:
+    """Bytes of optimizer state by place for each weight; a chunk's are divided by its elements."""
+    by_key: defaultdict[int, list[float]] = defaultdict(lambda: [0.0] * len(Place))
+    tier, weights = getattr(optimizer, "_state", None), getattr(optimizer, "_model_weights", None)
+    if tier is not None and weights is not None:
+        for index in range(len(optimizer.fp16_groups)):
+            for chunk, place in zip(tier.chunks(index), tier.places(index), strict=True):
+                per_element = tier.nbytes_of(chunk) / chunk.numel
+                for key, numel in weights.elements_of(chunk):
+                    by_key[key][place] += numel * per_element
+    return by_key

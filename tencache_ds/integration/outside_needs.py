@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from tencache_ds.config import TenCacheConfig
+from tencache_ds.integration.hooked_modules import shard_nbytes
 from tencache_ds.integration.model_weights import in_tier
-from tencache_ds.integration.module_weights import shard_nbytes
-from tencache_ds.integration.optimizers import known_kinds
+from tencache_ds.integration.optimizer_states import known_kinds
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.placement.gpu_budget import limit_nbytes
 from tencache_ds.placement.weight_moves import Shard

@@ -50,9 +50,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.integration.config_checks import options_of
 from tencache_ds.integration.engine_building import build_engine
-from tencache_ds.integration.module_weights import n_user_gathers
-from tencache_ds.integration.uncompiled import uncompiled
-from tencache_ds.integration.watched_shards import show, show_absent, values_of
+from tencache_ds.integration.hooked_modules import n_user_gathers, uncompiled
+from tencache_ds.integration.watched_tensors import show, show_absent, values_of
 from tencache_ds.io.backends.shutdown import run_before_exit
 from tencache_ds.observability.counters import Access, Link
 from tencache_ds.runtime.engine import TenCacheEngine

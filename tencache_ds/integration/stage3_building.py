@@ -16,22 +16,21 @@ from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.errors import ConfigError, MemoryLimitError
 from tencache_ds.integration.activation_hooks import ActivationHooks
-from tencache_ds.integration.announcing import announce
 from tencache_ds.integration.chunk_arithmetic import CpuAdam, chunk_arithmetic
 from tencache_ds.integration.chunk_update import SubGroupUpdater
 from tencache_ds.integration.chunked_step import ChunkedStep
+from tencache_ds.integration.device_weights import GatheredWeights
 from tencache_ds.integration.eight_bit_adam import EightBitAdam
 from tencache_ds.integration.engine_building import session_for
-from tencache_ds.integration.gathered_weights import GatheredWeights
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
-from tencache_ds.integration.model_engines import engines_for
+from tencache_ds.integration.known_engines import engines_for
 from tencache_ds.integration.model_weights import ModelWeights, cast_shard
 from tencache_ds.integration.muon import Momentum
-from tencache_ds.integration.optimizer_states import OptimizerStates
-from tencache_ds.integration.optimizers import known_kinds
+from tencache_ds.integration.optimizer_states import OptimizerStates, known_kinds
 from tencache_ds.integration.outside_needs import outside_needs, update_needs
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.integration.rank_checks import agree_on_weights, failing_together
+from tencache_ds.integration.reporting import announce
 from tencache_ds.integration.shared_weights import SharedWeights
 from tencache_ds.memory.arena import empty_pinned_cache
 from tencache_ds.memory.device_memory import DeviceMemory

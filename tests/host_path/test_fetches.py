@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tencache_ds.host_path import HostPath, QuickCoordinator
-from tencache_ds.integration.module_weights import params_of
+from tencache_ds.integration.hooked_modules import params_of
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -21,7 +21,7 @@ from deepspeed.utils import set_z3_leaf_modules
 
 from tencache_ds.host_path.module_hooks import lighten_hooks
 from tencache_ds.host_path.suspended_hooks import _Taken
-from tencache_ds.integration.module_weights import has_weights, params_of
+from tencache_ds.integration.hooked_modules import has_weights, params_of
 
 
 def test_hooks_come_back_in_their_order() -> None:

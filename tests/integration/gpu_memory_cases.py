@@ -31,7 +31,7 @@ from peak_sampling import HostPeak
 import tencache_ds
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.integration import gpu_building, stage3_building
-from tencache_ds.integration.residency import residency
+from tencache_ds.integration.observing import residency
 from tencache_ds.placement import step_observer
 from tencache_ds.placement.places import GpuUsage, Place
 from tencache_ds.planning.adam_scalars import AdamScalars

@@ -22,7 +22,7 @@ import rich.console
 import rich.logging
 
 from tencache_ds.config import Log, TenCacheConfig
-from tencache_ds.integration.announcing import announce
+from tencache_ds.integration.reporting import announce
 
 LOGGER = deepspeed.utils.logger
 

@@ -93,13 +93,13 @@ def test_warnings_are_shown_wherever_those_of_deepspeed_are(printed: dict[str, s
 def test_a_stream_that_is_gone_ends_no_training(harness: Any) -> None:
     script = (
         "import sys, deepspeed\n"
-        "from tencache_ds.integration import announcing\n"
+        "from tencache_ds.integration import reporting\n"
         "deepspeed.init_distributed('gloo', verbose=False)\n"
         "for stream in (open('/dev/full', 'w'), open('/dev/null', 'w'), None):\n"
         "    sys.stdout = stream\n"
         "    if stream is not None and stream.name == '/dev/null':\n"
         "        stream.close()\n"
-        "    announcing.announce('TenCache', announcing.TenCacheConfig())\n"
+        "    reporting.announce('TenCache', reporting.TenCacheConfig())\n"
         "sys.stderr.write('the training went on')\n"
     )
     folder = harness.folder()

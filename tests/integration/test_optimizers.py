@@ -13,8 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tencache_ds.errors import ConfigError, SeamError, TenCacheError
 from tencache_ds.integration.config_checks import refuse_optimizer
-from tencache_ds.integration.optimizer_states import OptimizerStates
-from tencache_ds.integration.optimizers import known_kinds, step_is_watched
+from tencache_ds.integration.optimizer_states import OptimizerStates, known_kinds, step_is_watched
 from tencache_ds.integration.seams import Feature
 from tencache_ds.observability.counters import Counters
 from tencache_ds.tiers.kinds import MASTER

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tencache_ds.errors import ConfigError
-from tencache_ds.integration.path_checks import check_nvme_path
+from tencache_ds.integration.config_checks import check_nvme_path
 
 KEY = "zero_optimization.offload_param.nvme_path"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tencache_ds.integration.watched_states import WatchedStates
+from tencache_ds.integration.watched_tensors import WatchedStates
 
 PARAMETERS = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
 FIRST, SECOND, NEW = PARAMETERS

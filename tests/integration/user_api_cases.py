@@ -46,7 +46,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from training import build, digests, train
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.integration.watched_shards import values_of
+from tencache_ds.integration.watched_tensors import values_of
 
 
 def value_of(tensor: torch.Tensor | None) -> list[Any] | None:

@@ -1,14 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines hold the weights of a model."""
+"""The engines of this process. DeepSpeed's: one that takes idle GPU memory between its passes may take what another
+one's next pass needs. TenCache's: which of them hold the weights of a model.
+"""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.runtime.engine import TenCacheEngine
+
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def note(engine: Any) -> None:
+    """A ``DeepSpeedEngine`` has been configured for ZeRO."""
+    _engines.add(engine)
+
+
+def beside(engine: Any) -> bool:
+    """Whether there is another one. Those of stock DeepSpeed, which cannot be asked, count as long as they are
+    referred to."""
+    return any(other is not engine and not _is_destroyed(other) for other in _engines)
+
+
+def _is_destroyed(engine: Any) -> bool:
+    session = getattr(getattr(engine, "optimizer", None), "tencache", None)
+    return session is not None and bool(session.closed)
 
 
 def swappers_of(module: torch.nn.Module) -> dict[ParamSwapper, list[Any]]:

@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights that DeepSpeed gathers for a module."""
+"""Modules with DeepSpeed's hooks on them: the weights that it gathers for each, and what torch's compiler keeps out of.
+
+[Note: the compiler] In a compiled model dynamo traces hooks too, unless they are disabled for it, and whatever they
+call: buffers, stores and the coordinator's tables, which other threads change between its guards and its code.
+DeepSpeed disables some of its hooks and some methods of its coordinator. With TenCache all of DeepSpeed's hooks are
+disabled, and they are what is called while a model is compiled; so are all of TenCache's but those on modules, and
+what DeepSpeed calls where a weight is gathered at its use.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
+import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 
 _N_CONTEXTS = "tencache_n_user_gathers"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def is_leaf(module: Any) -> bool:
@@ -77,3 +87,9 @@ def shard_nbytes(param: Any) -> int:
 def nbytes_by_id(params: Iterable[Any]) -> dict[int, int]:
     """:func:`shard_nbytes` of each."""
     return {param.ds_id: shard_nbytes(param) for param in params}
+
+
+def uncompiled(function: Function) -> Function:
+    """A function that the compiler neither traces nor looks into; a decorator too. It costs a microsecond a call, and
+    does not import the compiler, as ``torch.compiler.disable`` would."""
+    return cast(Function, torch._disable_dynamo(function))
