@@ -20,10 +20,10 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
 from tencache_ds.planning.chunks import automatic_chunk_nbytes, cut_sub_group
-from tencache_ds.tiers.cpu_share import CpuShare
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.fused_update import FusedUpdate
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
+from tencache_ds.tiers.unfused_update import CpuShare
 from tencache_ds.tiers.update import JOB_TIMEOUT_S, SubGroupStep
 
 from .result import REPEATS, Case, MicroResult, alternate

@@ -17,16 +17,14 @@ from tencache_ds.integration.eight_bit_adam import EightBitAdam
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.adam_scalars import BetaPowers
-from tencache_ds.tiers.cpu_share import ArithmeticCores
-from tencache_ds.tiers.device_adam import DeviceAdam
+from tencache_ds.tiers.device_adam import TritonAdam
 from tencache_ds.tiers.device_update import DeviceUpdate
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.fused_update import FusedUpdate
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.unfused_update import Scratch, UnfusedUpdate, WholeUpdate
-from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep, UpdateKernel
-from tencache_ds.tiers.weight_writer import WeightWriter
+from tencache_ds.tiers.unfused_update import ArithmeticCores, Scratch, UnfusedUpdate, WholeUpdate
+from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep, UpdateKernel, WeightWriter
 
 
 class SubGroupUpdater:
@@ -43,7 +41,7 @@ class SubGroupUpdater:
         cores: int,
         arithmetic: CpuAdam | EightBitAdam | None,
         fused: FusedAdam | None,
-        device: tuple[DeviceMemory, DeviceAdam] | None = None,
+        device: tuple[DeviceMemory, TritonAdam] | None = None,
     ) -> None:
         """
         Args:

@@ -23,7 +23,7 @@ from tencache_ds.placement.state_moves import StateMoves
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.profiling.host_memory import available_nbytes
 from tencache_ds.runtime.session import Session
-from tencache_ds.tiers.device_adam import DeviceAdam
+from tencache_ds.tiers.device_adam import TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientTier
 
@@ -33,7 +33,7 @@ LEFT_TO_OTHERS_NBYTES = 2**30
 """Host memory, per rank, that state leaves to all others when it has to leave GPU memory within an allocation."""
 
 
-def open_gpu(session: Session, fused: FusedAdam | None) -> tuple[DeviceMemory, DeviceAdam] | None:
+def open_gpu(session: Session, fused: FusedAdam | None) -> tuple[DeviceMemory, TritonAdam] | None:
     """GPU memory for weights, gradients and state, where the updates of all ranks know how to use it. Every rank of the
     job calls it, also one that has no use for it.
 

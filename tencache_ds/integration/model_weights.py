@@ -44,7 +44,7 @@ def cast_shard(param: Any, dtype: torch.dtype) -> None:
 
 
 class ModelWeights:
-    """Shards of this rank by sub-group; a :class:`~tencache_ds.tiers.weight_writer.WeightWriter`. Used by the training
+    """Shards of this rank by sub-group; a :class:`~tencache_ds.tiers.update.WeightWriter`. Used by the training
     thread.
     """
 

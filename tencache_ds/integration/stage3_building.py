@@ -41,7 +41,7 @@ from tencache_ds.planning.chunks import GRADIENT_BUFFER_NUMEL, gradient_cuts
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.runtime.session import Session
 from tencache_ds.tensors import empty
-from tencache_ds.tiers.device_adam import DeviceAdam
+from tencache_ds.tiers.device_adam import TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tencache_ds.tiers.kinds import MASTER, MOMENTUM
@@ -78,7 +78,7 @@ class BuildingMixin:
     _gathered: GatheredWeights | None = None
     _host_homes: HostHomes | None = None
     _state_moves: StateMoves | None = None
-    _device: tuple[DeviceMemory, DeviceAdam] | None = None
+    _device: tuple[DeviceMemory, TritonAdam] | None = None
     _model_weights: ModelWeights | None = None
     _arithmetic: CpuAdam | EightBitAdam | None = None
     _fused: FusedAdam | None = None

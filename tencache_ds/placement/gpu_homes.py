@@ -35,7 +35,7 @@ from tencache_ds.placement.weight_moves import Agree, Shard
 from tencache_ds.planning.step_prediction import FixedPart, nvme_bytes_per_s, predicted_seconds
 from tencache_ds.profiling.fetch_waits import FetchRecorder
 from tencache_ds.profiling.move_waits import MoveCost
-from tencache_ds.tiers.device_adam import DeviceAdam, TritonAdam
+from tencache_ds.tiers.device_adam import TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
@@ -57,7 +57,7 @@ MORE_NBYTES = 8 * 2**30
 """The log estimates the gain from this much additional GPU memory."""
 
 
-def open_device(on_cuda: bool, fused: FusedAdam) -> tuple[DeviceMemory, DeviceAdam] | None:
+def open_device(on_cuda: bool, fused: FusedAdam) -> tuple[DeviceMemory, TritonAdam] | None:
     """The memory of the compute device and the kernel for state in it; None where neither is worth having.
 
     Raises:

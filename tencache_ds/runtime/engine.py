@@ -40,7 +40,7 @@ from tencache_ds.planning.striping import Striping
 from tencache_ds.profiling.filesystem import file_system_of
 from tencache_ds.runtime.gpu_staging import gpu_staging_possible
 from tencache_ds.runtime.surroundings import Surroundings
-from tencache_ds.tiers.resident_memory import ResidentMemory
+from tencache_ds.tiers.weight_home import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 
 if TYPE_CHECKING:

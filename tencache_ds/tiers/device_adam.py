@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -44,21 +43,8 @@ class Run:
     n_tail: int = 0
 
 
-class DeviceAdam(Protocol):
-    """A kernel for state in the memory of one device. Used by one thread."""
-
-    def prepare(self, runs: Sequence[Run], gradient: torch.dtype, weight: torch.dtype) -> Launch:
-        """Builds the updater of ``runs`` for every step. The caller keeps their tensors alive as long.
-
-        Args:
-            runs: in device memory.
-            gradient: dtype of the gradients.
-            weight: dtype of the weights.
-        """
-
-
 class TritonAdam:
-    """:mod:`tencache_ds.ops.gpu_adam` on a CUDA device.
+    """A kernel for state in the memory of one device: :mod:`tencache_ds.ops.gpu_adam` on CUDA. Used by one thread.
 
     Args:
         device: where state, gradients and weights are.
@@ -83,7 +69,13 @@ class TritonAdam:
         }
 
     def prepare(self, runs: Sequence[Run], gradient: torch.dtype, weight: torch.dtype) -> Launch:
-        """See :meth:`DeviceAdam.prepare`."""
+        """Builds the updater of ``runs`` for every step. The caller keeps their tensors alive as long.
+
+        Args:
+            runs: in device memory.
+            gradient: dtype of the gradients.
+            weight: dtype of the weights.
+        """
         whole: list[Run] = []
         partial: list[Run] = []
         for run in runs:

@@ -22,13 +22,12 @@ from tencache_ds.errors import MemoryLimitError
 from tencache_ds.layout import N_LANES
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.tiers.device_adam import DeviceAdam, Launch, Run
+from tencache_ds.tiers.device_adam import Launch, Run, TritonAdam
 from tencache_ds.tiers.fused_adam import TYPES
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.update import Pieces, SubGroupStep
-from tencache_ds.tiers.weight_writer import WeightWriter
+from tencache_ds.tiers.update import Pieces, SubGroupStep, WeightWriter
 
 Places = tuple[int, int, tuple[int, ...]]
 Staged = tuple[torch.Tensor, torch.Tensor]
@@ -135,7 +134,7 @@ class DeviceUpdate:
 
     def __init__(
         self,
-        adam: DeviceAdam,
+        adam: TritonAdam,
         width: int,
         memory: DeviceMemory,
         tier: OptimizerStateTier,

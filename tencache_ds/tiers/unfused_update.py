@@ -1,23 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates with an optimizer's own arithmetic, between passes of torch's: up-cast and unscale the gradient, update
-master weights and state, round into the weights.
+master weights and state, round into the weights. Such a pass leaves cores to the lanes that move its data.
+
+An OpenMP region waits for its slowest thread. With a thread on every core, that is the one whose core a lane copies on:
+on 16 cores with storage that costs CPU time (tmpfs), a pass over a chunk took four to thirty times as long with all
+cores as with half of them (docs/benchmarks).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
+from threadpoolctl import ThreadpoolController
 
 from tencache_ds.tensors import empty
-from tencache_ds.tiers.cpu_share import ArithmeticCores
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.update import Pieces, SubGroupStep, publish, round_into
-from tencache_ds.tiers.weight_writer import WeightWriter
+from tencache_ds.tiers.update import Pieces, SubGroupStep, WeightWriter, publish, round_into
+
+SMALLEST_SHARED_CORES = 4
+"""Below this a core is worth more to the arithmetic than to the lanes, which mostly wait for the disk."""
+
+
+def cores_for_arithmetic(threads: int, cores: int, *, streamed: bool) -> int:
+    """Threads to use for arithmetic.
+
+    Args:
+        threads: OpenMP threads this process would use.
+        cores: cores of the host that this rank may use.
+        streamed: lanes move the data meanwhile.
+    """
+    share = min(threads, cores)
+    return share // 2 if streamed and share >= SMALLEST_SHARED_CORES else share
+
+
+class CpuShare:
+    """Limits the OpenMP threads of the calling thread: torch's and those of DeepSpeed's CPU optimizers."""
+
+    def __init__(self) -> None:
+        self._controller: ThreadpoolController | None = None
+
+    @contextmanager
+    def limited(self, threads: int) -> Iterator[None]:
+        """At most ``threads`` OpenMP threads within the block; restores the previous number."""
+        if self._controller is None:  # looked up late: DeepSpeed's ops bring their own OpenMP library
+            self._controller = ThreadpoolController().select(user_api="openmp")
+        with self._controller.limit(limits=threads):
+            yield
+
+
+class ArithmeticCores:
+    """Limits arithmetic on a sub-group to this rank's cores, with some left to the I/O lanes while chunks are streamed.
+
+    Args:
+        cores: of the host that this rank may use.
+        streamed: whether lanes move a sub-group's state meanwhile.
+    """
+
+    def __init__(self, cores: int, streamed: Callable[[int], bool]) -> None:
+        self._cores = cores
+        self._streamed = streamed
+        self._share = CpuShare()
+
+    def limited(self, sub_group: int) -> AbstractContextManager[None]:
+        """See :meth:`CpuShare.limited`."""
+        streamed = self._streamed(sub_group)
+        return self._share.limited(cores_for_arithmetic(torch.get_num_threads(), self._cores, streamed=streamed))
 
 
 class ChunkOp(Protocol):

@@ -9,8 +9,7 @@ import torch
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.placement.places import Place
-from tencache_ds.tiers.resident_memory import ResidentMemory
-from tencache_ds.tiers.weight_home import Home
+from tencache_ds.tiers.weight_home import Home, ResidentMemory
 from tencache_ds.tiers.weight_record import CopyState, Weight, WeightHome
 
 

@@ -12,8 +12,8 @@ from tencache_ds.io import Extent, Priority
 from tencache_ds.observability.counters import Event, Stall
 from tencache_ds.planning.budget import WRITES_BEHIND_NBYTES
 from tencache_ds.tiers.mover import Mover
-from tencache_ds.tiers.ordinary_memory import OrdinaryMemory
 from tencache_ds.tiers.weight_record import CopyState, StagingBuffer, Weight
+from tencache_ds.tiers.weight_staging import OrdinaryMemory
 
 
 class WeightTransfers:
