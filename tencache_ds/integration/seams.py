@@ -74,6 +74,7 @@ class Seam:
         feature: of TenCache that needs it.
         purpose: TenCache's use of it.
         uses: private attributes that the function's code must mention, because they are read or set here too.
+        on_demand: looked at only where the feature is asked for, because its module takes seconds to import.
     """
 
     module: str
@@ -81,6 +82,7 @@ class Seam:
     feature: Feature
     purpose: str
     uses: tuple[str, ...] = ()
+    on_demand: bool = False
 
     @property
     def path(self) -> str:
@@ -398,6 +400,13 @@ SEAMS: tuple[Seam, ...] = (
             ("norm_for_param_grads", "sub_group_to_group_id"),
         ),
     ),
+    Seam(
+        "deepspeed.runtime.zero.muon.original_muon",
+        "muon_update(grad, momentum, beta, ns_steps, nesterov, ns_method, is_expert_group, num_heads)",
+        Feature.MUON_UPDATES,
+        "orthogonalizes gradients",
+        on_demand=True,
+    ),
     *_seams("runtime.zero.utils", Feature.NORMS, ("get_norm_dtype()", "computes norms as DeepSpeed does")),
     *_in_stage3(
         Feature.BUCKETS,
@@ -452,7 +461,7 @@ def mismatches(version: str, seams: Iterable[Seam] = SEAMS) -> tuple[Mismatch, .
 
 @functools.cache
 def _installed() -> tuple[Mismatch, ...]:
-    return mismatches(deepspeed_version())
+    return mismatches(deepspeed_version(), [seam for seam in SEAMS if not seam.on_demand])
 
 
 def deepspeed_version() -> str:
@@ -480,7 +489,8 @@ def require(feature: Feature) -> None:
     Raises:
         SeamError: the installed DeepSpeed differs where it plugs in.
     """
-    for mismatch in _installed():
+    on_demand = mismatches(deepspeed_version(), [seam for seam in SEAMS if seam.on_demand and seam.feature is feature])
+    for mismatch in (*_installed(), *on_demand):
         if mismatch.seam.feature is feature:
             raise _error(mismatch)
 
