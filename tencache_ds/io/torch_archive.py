@@ -34,7 +34,7 @@ FORMAT_VERSION = b"3\n"
 STORAGE_ALIGNMENT_NBYTES = 64
 """Alignment of a storage in the file, that of ``torch.save``: what ``torch.load(mmap=True)`` returns is aligned too."""
 
-_WRITE_NBYTES = 16 * 2**20
+_WRITE_NBYTES = 64 * 2**20
 _ZIP64_LIMIT = 0xFFFFFFFF
 _FIRST_OF_JANUARY_1980 = 0x0021
 
