@@ -49,12 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "sub_group_size": 10**9,
         "tencache": {"host_memory": "6MiB", "chunk_size": 2**16},
     },
-    "muon": {
-        "model": "mlp",
-        "config": {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.1, "adam_lr": 1e-3}}},
-        "zero": {"reduce_scatter": False},
-        "uncompiled": True,
-    },
+    "muon": {"model": "mlp", "muon": True},
     "late_watched": {"model": "mlp", "optimizer": "two_groups", "varied": True, "watched": True, "before": 15},
 }
 LATE = ("late", "late_groups", "late_amsgrad", "late_cycled", "late_varied", "late_watched")

@@ -32,17 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "vit",
     )
 }
-MUON: dict[str, Any] = {
-    # Compiled, Muon has other kernels for the shape that it gets first than for later ones, and a rank gets other
-    # shapes with offload than without: on two ranks stock's losses then differ from each other.
-    "uncompiled": True,
-    "config": {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.1, "adam_lr": 1e-3}}},
-    "zero": {"reduce_scatter": False},  # which DeepSpeed asks for
-    "model": "llama",
-    "offload_param": "cpu",
-    "weights": True,
-    "steps": 6,
-}
+MUON: dict[str, Any] = {"muon": True, "model": "llama", "offload_param": "cpu", "weights": True, "steps": 6}
 WITHOUT_OFFLOAD = MUON | {"offload_param": "none", "offload_optimizer": "none"}
 
 MODELS["unused"]["weight_decay"] = 0.0  # so that a weight without a gradient should not change at all

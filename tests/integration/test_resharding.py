@@ -21,12 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "groups": {"model": "gpt2", "optimizer": "two_groups", "before": 12, "sub_group_size": 50_000},
     "lora": {"model": "llama", "lora": True},
     "torch_adamw": {"model": "mlp", "optimizer": "torch_adamw"} | RAM,
-    "muon": {
-        "model": "llama",
-        "config": {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.1, "adam_lr": 1e-3}}},
-        "zero": {"reduce_scatter": False},
-        "uncompiled": True,
-    },
+    "muon": {"model": "llama", "muon": True},
     "before_the_first_step": {"model": "mlp", "before": 0},
 }
 WAYS = {"two_by_one": (2, 1), "one_by_two": (1, 2), "one_by_three": (1, 3)}

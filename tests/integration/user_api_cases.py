@@ -153,9 +153,7 @@ def write_full_state(engine_name: str, folder: str, rank: int) -> dict[str, Any]
 
 
 def momentum_of_muon(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
-    optimizer = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}
-    zero = {"reduce_scatter": False}
-    s = Scenario(engine_name, folder, rank, config={"optimizer": optimizer}, zero=zero, uncompiled=True)
+    s = Scenario(engine_name, folder, rank, muon=True)
     s.train()
     for n, p in s.params():
         kind = "momentum_buffer" if p.use_muon else "exp_avg"
