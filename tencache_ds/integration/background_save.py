@@ -30,7 +30,6 @@ from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.integration.checkpoint_files import NOT_SAVED, CheckpointFiles, not_saved
 from tencache_ds.io.archive_writer import ArchiveWriter, CopyBuffers
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor
-from tencache_ds.planning.chunks import Chunk
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -41,8 +40,8 @@ _LEFT = "the end of a checkpoint on the other ranks"
 """Where the ranks meet."""
 
 
-Visit = Callable[[Chunk, Mapping[str, torch.Tensor]], None]
-"""Gets elements of kinds of state of a chunk's sub-group, those of each kind in ascending order."""
+Visit = Callable[[int, Mapping[str, torch.Tensor]], None]
+"""Gets elements of kinds of state of a sub-group, those of each kind in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +65,10 @@ def write_state(
         write: appends a view to a deferred tensor of a file.
     """
 
-    def visit(chunk: Chunk, views: Mapping[str, torch.Tensor]) -> None:
+    def visit(sub_group: int, views: Mapping[str, torch.Tensor]) -> None:
         for kind, view in views.items():
             for file in files:
-                tensor = file.deferred.get(StateKey(chunk.sub_group, kind))
+                tensor = file.deferred.get(StateKey(sub_group, kind))
                 if tensor is not None:
                     write(file, tensor, view)
 

@@ -178,15 +178,15 @@ class CheckpointMixin:
         }
 
     def scan_state(self, visit: Visit) -> None:
-        """Shows each chunk of the optimizer state once, see :meth:`OptimizerStateTier.scan`, and Muon's momentum."""
+        """Shows all of the optimizer state once, see :meth:`OptimizerStateTier.scan`, and Muon's momentum."""
         self._finish_step()
         self._scan(visit)
 
     def _scan(self, visit: Visit) -> None:
         if self._state is not None:
-            self._state.scan(visit)
+            self._state.scan(lambda chunk, views: visit(chunk.sub_group, views))
         if self._momentum is not None:
-            self._momentum.scan(lambda index, values: visit(self._state.chunks(index)[0], {MOMENTUM: values}))
+            self._momentum.scan(visit)
 
     def run_in_background(self, job: Callable[[Callable[[Visit], None]], None]) -> None:
         """Runs what scans the optimizer state, in the background where an update may run there, too: whatever needs

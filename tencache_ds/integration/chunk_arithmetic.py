@@ -11,7 +11,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.cpu_adam_op import LazyCpuAdam
-from tencache_ds.integration.eight_bit_adam import EightBitAdam
+from tencache_ds.integration.eight_bit_adam import PROOF_TIMEOUT_S, EightBitAdam, compared
 from tencache_ds.integration.optimizer_states import known_kinds
 from tencache_ds.planning.adam_scalars import AdamScalars, BetaPowers, DescentScalars, adam_scalars
 from tencache_ds.tensors import empty
@@ -19,8 +19,6 @@ from tencache_ds.tiers.fused_adam import AdamAndDescent, FusedAdam
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM
 from tencache_ds.tiers.sub_group import Kinds
 from tencache_ds.tiers.update import SubGroupStep
-
-_PROOF_TIMEOUT_S = 60.0
 
 
 class CpuAdam:
@@ -148,13 +146,7 @@ class MuonWithCpuAdam(CpuAdam):
             ConfigError: the op cannot be built.
             TenCacheError: its bits would not be torch's.
         """
-        fused = AdamAndDescent(n_threads)
-        try:
-            _compare_with_torch(fused)
-        except BaseException:
-            fused.close()
-            raise
-        return fused
+        return compared(AdamAndDescent(n_threads), _compare_with_torch)
 
     def scalars(self, number: int, group: Mapping[str, Any], scale: float) -> tuple[Any, int]:
         """See :meth:`CpuAdam.scalars`."""
@@ -189,7 +181,7 @@ def _compare_with_torch(fused: AdamAndDescent) -> None:
         ours, weight, scalars = theirs.clone(), empty(numel, torch.bfloat16), DescentScalars(0.3, 1 - 0.02 * 0.1, -0.02)
         job = fused.start({MASTER: ours}, gradient, [(0, weight)], scalars)
         theirs.mul_(scalars.retained).add_(gradient * scalars.scale, alpha=scalars.step)
-        if not job.wait(_PROOF_TIMEOUT_S) or not torch.equal(ours, theirs):
+        if not job.wait(PROOF_TIMEOUT_S) or not torch.equal(ours, theirs):
             raise TenCacheError("on this processor, Muon's step in one pass differs from that of torch, which is used")
 
 

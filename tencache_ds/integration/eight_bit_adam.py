@@ -13,9 +13,9 @@ import ctypes
 import functools
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.planning.adam_scalars import BlockwiseScalars, blockwise_scalars
 from tencache_ds.planning.chunks import SCALE_NUMEL
 from tencache_ds.tensors import empty, filled, zeros
-from tencache_ds.tiers.fused_adam import BlockwiseAdam
+from tencache_ds.tiers.fused_adam import BlockwiseAdam, FusedAdam
 from tencache_ds.tiers.kinds import (
     ADAM_IN_8_BITS,
     FIRST,
@@ -46,7 +46,19 @@ CLASSES = {name.lower(): name for name in ("Adam8bit", "AdamW8bit", "PagedAdam8b
 _PACKAGE = "bitsandbytes"
 _PROOF_NUMEL = 3 * 4096 + SCALE_NUMEL + 77
 _PROOF_STEPS = 3
-_PROOF_TIMEOUT_S = 60.0
+PROOF_TIMEOUT_S = 60.0
+
+_Kernel = TypeVar("_Kernel", bound=FusedAdam)
+
+
+def compared(kernel: _Kernel, compare: Callable[[_Kernel], None]) -> _Kernel:
+    """A kernel, once it was compared with what it stands in for; closed if the comparison raises."""
+    try:
+        compare(kernel)
+    except BaseException:
+        kernel.close()
+        raise
+    return kernel
 
 
 class EightBitAdam:
@@ -122,13 +134,7 @@ class EightBitAdam:
             TenCacheError: its bits would not be those of bitsandbytes; see [Note: whose bits].
         """
         first, second = ((values.tolist(), _codes_of(values)) for values in self._maps)
-        adam = BlockwiseAdam(n_threads, first, second, _square_root())
-        try:
-            self._compare(adam)
-        except BaseException:
-            adam.close()
-            raise
-        return adam
+        return compared(BlockwiseAdam(n_threads, first, second, _square_root()), self._compare)
 
     def scalars(self, number: int, group: Mapping[str, Any], scale: float) -> tuple[BlockwiseScalars, int]:
         """See :meth:`CpuAdam.scalars <tencache_ds.integration.chunk_arithmetic.CpuAdam.scalars>`."""
@@ -183,7 +189,7 @@ class EightBitAdam:
             gradient *= empty(_PROOF_NUMEL, torch.float32).normal_(generator=generator).exp_()
             scalars, _ = self.scalars(number, group, 1.0)
             self(SubGroupStep(0, 0, number, 1.0, group, scalars), theirs, gradient)
-            ended = adam.start(ours, gradient, [(0, weight)], scalars).wait(_PROOF_TIMEOUT_S)
+            ended = adam.start(ours, gradient, [(0, weight)], scalars).wait(PROOF_TIMEOUT_S)
             if not ended or not all(torch.equal(ours[kind], theirs[kind]) for kind in ours):
                 version = importlib.import_module(_PACKAGE).__version__
                 raise TenCacheError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.nn import functional
 
 from tencache_ds.integration.adapters.installed import calls
+from tencache_ds.integration.background_save import Visit
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.tensors import empty
 from tencache_ds.tiers.gradients import GradientMemory, GradientTier
@@ -87,11 +88,11 @@ class Momentum:
         """That of a sub-group's matrices on this rank: 1-D."""
         return self._flat[sub_group]
 
-    def scan(self, visit: Callable[[int, torch.Tensor], None]) -> None:
-        """Shows all of it once, with its sub-group, in ascending pieces."""
+    def scan(self, visit: Visit) -> None:
+        """Shows all of it once."""
         for index, flat in self._flat.items():
             for piece in flat.split(PIECE_NUMEL):
-                visit(index, piece)
+                visit(index, {MOMENTUM: piece})
 
     def show(self) -> None:
         """Puts it into ``optimizer.state``, after an update."""
@@ -182,7 +183,9 @@ class MuonMixin:
             )
             for kind, values in enumerate((update, momentum)):
                 padding = whole[:, kind].numel() - values.numel()
-                whole[:, kind].copy_(functional.pad(values.reshape(-1), (0, padding)).view(whole.shape[0], -1))
+                # A copy, also where nothing is added: on one rank momentum is a view of where it goes.
+                padded = functional.pad(values.reshape(-1), (0, padding))
+                whole[:, kind].copy_(padded.view(whole.shape[0], -1))
         results = _returned(whole, shards, turn.ranks)
         updates = [both[0] * loss_scale if loss_scale != 1.0 else both[0] for both in results]
         with copies.to_host([*results, *updates]):

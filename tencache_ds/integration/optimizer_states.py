@@ -94,7 +94,7 @@ class OptimizerStates:
         optimizer: Any,
         tier: OptimizerStateTier,
         placeholders: Sequence[torch.Tensor],
-        needed: Callable[[int], frozenset[str]] = lambda sub_group: frozenset(),
+        needed: Callable[[int], frozenset[str]] | None = None,
         shared: Mapping[str, Any] | None = None,
         kept: frozenset[str] = frozenset(),
     ) -> None:
@@ -103,7 +103,7 @@ class OptimizerStates:
             optimizer: the torch optimizer DeepSpeed wraps.
             tier: where master weights and per-element states live.
             placeholders: per sub-group, the tensor under which the optimizer knows it.
-            needed: names of the states that the update of a sub-group cannot do without once it has begun; empty if not
+            needed: names of the states that the update of a sub-group cannot do without once it has begun; None if not
                 known.
             shared: states that the optimizer makes in a sub-group's first step, and never changes.
             kept: names of states that stay in ``optimizer.state``, whatever their shape.
@@ -111,7 +111,7 @@ class OptimizerStates:
         self._optimizer = optimizer
         self._tier = tier
         self._placeholders = placeholders
-        self._needed = needed
+        self._needed = needed or (lambda sub_group: frozenset())
         self._shared = shared or {}
         self._kept = kept | {MASTER}
         self._kinds: list[tuple[str, ...]] = [() for _ in placeholders]

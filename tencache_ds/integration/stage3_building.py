@@ -199,7 +199,7 @@ class BuildingMixin:
             self.optimizer,
             self._state,
             self.fp32_partitioned_groups_flat,
-            needed=(lambda sub_group: frozenset()) if arithmetic is None else arithmetic.needed,
+            needed=None if arithmetic is None else arithmetic.needed,
             shared={} if arithmetic is None else arithmetic.shared_states(),
             kept=frozenset({MOMENTUM}) if any(uses_muon) else frozenset(),
         )

@@ -35,10 +35,11 @@ using tencache::BLOCK_NUMEL;
 using tencache::BlockwiseMaps;
 using tencache::BlockwiseRun;
 using tencache::BlockwiseScalars;
-using tencache::DescentScalars;
 using tencache::Blocks;
 using tencache::Call;
 using tencache::ContiguousWeights;
+using tencache::DescentKernel;
+using tencache::DescentScalars;
 using tencache::Digests;
 using tencache::ElementType;
 using tencache::Job;
@@ -132,20 +133,9 @@ public:
     {
         const AdamVariant variant = variant_of(variant_name);
         const AdamTypes types{element_type(gradient_type), element_type(weight_type)};
-        check_state(runs);
-        auto blocks = std::make_shared<Blocks>(by_block(cut_blocks(runs, types, n_tail, split)));
-        auto digests = digests_for(expected, split ? blocks->size() : 0);
         const AdamKernel kernel = split ? variant.split_kernel : variant.kernel;
         const auto update = [scalars, types, kernel](const AdamRun& part) { kernel(scalars, types, part); };
-        auto job = std::make_shared<Job>();
-        job->n_blocks = blocks->size();
-        job->run = [blocks, digests, update, split](std::size_t index) {
-            const auto& block = (*blocks)[index];
-            if (!has_expected_weights(*digests, index, block)) { return; }
-            for (const AdamRun& part : block) { update(part); }
-            if (split) { digests->after[index] = digest_of(block); }
-        };
-        return submit(job, digests);
+        return update_runs(runs, types, n_tail, split, expected, update);
     }
 
     // The runs have no moments; master weights stand in for them.
@@ -156,14 +146,9 @@ public:
                   const std::string& variant_name)
     {
         const AdamTypes types{element_type(gradient_type), element_type(weight_type)};
-        check_state(runs);
-        auto parts = std::make_shared<std::vector<AdamRun>>(cut_blocks(runs, types, 0, false));
-        auto job = std::make_shared<Job>();
-        job->n_blocks = parts->size();
-        job->run = [parts, scalars, types, kernel = variant_of(variant_name).descent](std::size_t index) {
-            kernel(scalars, types, (*parts)[index]);
-        };
-        return submit(job);
+        const DescentKernel kernel = variant_of(variant_name).descent;
+        const auto update = [scalars, types, kernel](const AdamRun& part) { kernel(scalars, types, part); };
+        return update_runs(runs, types, 0, false, "", update);
     }
 
     PyJob blockwise_adam(const std::array<std::uintptr_t, 6>& arrays,
@@ -289,6 +274,28 @@ private:
         const AdamVariant variant = name.empty() ? tencache::adam_variant() : tencache::adam_variant(name.c_str());
         if (variant.kernel == nullptr) { throw py::value_error("this processor has no vectors for the fused update"); }
         return variant;
+    }
+
+    template <class Update>
+    PyJob update_runs(const std::vector<RunTuple>& runs,
+                      const AdamTypes& types,
+                      std::size_t n_tail,
+                      bool split,
+                      const std::string& expected,
+                      Update update)
+    {
+        check_state(runs);
+        auto blocks = std::make_shared<Blocks>(by_block(cut_blocks(runs, types, n_tail, split)));
+        auto digests = digests_for(expected, split ? blocks->size() : 0);
+        auto job = std::make_shared<Job>();
+        job->n_blocks = blocks->size();
+        job->run = [blocks, digests, update, split](std::size_t index) {
+            const auto& block = (*blocks)[index];
+            if (!has_expected_weights(*digests, index, block)) { return; }
+            for (const AdamRun& part : block) { update(part); }
+            if (split) { digests->after[index] = digest_of(block); }
+        };
+        return submit(job, digests);
     }
 
     template <class Function>
