@@ -10,6 +10,7 @@ last: an unfinished file is not a valid archive.
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import io
 import os
@@ -141,6 +142,7 @@ class ArchiveFile:
         self._by_key = {tensor.key: tensor for tensor in deferred}
         self._kept: collections.deque[tuple[_Record, torch.UntypedStorage]] = collections.deque()
         self._checksums = _Checksums()
+        self._n_cached = 0  # bytes written since the kernel was last told
 
     @property
     def deferred(self) -> dict[Hashable, DeferredTensor]:
@@ -183,6 +185,16 @@ class ArchiveFile:
             finally:
                 record.crc = self._checksums.result()
             record.n_written += len(piece)
+            self._uncache(len(piece))
+
+    def _uncache(self, nbytes: int) -> None:
+        """Has the kernel write to the drive, and then forget, what has been written so far: by itself it begins when a
+        tenth of the memory is dirty, and most of the file is left to :meth:`finish`."""
+        self._n_cached += nbytes
+        if self._n_cached >= _WRITE_NBYTES:
+            self._n_cached = 0
+            with contextlib.suppress(OSError):  # a file system that cannot, at its own time
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _write_at(self, offset: int, data: memoryview | bytes) -> None:
         view = memoryview(data)
