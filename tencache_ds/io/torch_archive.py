@@ -302,7 +302,7 @@ def begin_archive(obj: Any, path: str, *, name: str | None = None, keeps: bool =
         for record, content in zip(records, contents.values(), strict=True):
             if isinstance(content, bytes):
                 file._append(record, memoryview(content))
-            elif isinstance(content, torch.UntypedStorage):
+            elif isinstance(content, torch.UntypedStorage) and content.nbytes():
                 file._kept.append((record, content))
         if not keeps:
             file.write_kept()
