@@ -263,7 +263,9 @@ class CheckpointSave:
 
     def _write_frozen_weights(self, file: ArchiveFile) -> None:
         """Streams the frozen weights that a file defers, reading each byte once."""
-        deferred = file.deferred
+        deferred = {key: tensor for key, tensor in file.deferred.items() if isinstance(key, _WeightKey)}
+        if not deferred:
+            return
 
         def weight(param: Any, shard: torch.Tensor) -> None:
             file.write(deferred[_WeightKey(param.ds_id)], shard)

@@ -98,7 +98,7 @@ def unguard_weights(params: Sequence[Any], guard: StepGuard) -> None:
 
 def refuse_void_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
     """A hook of ``state_dict()``. A function, which ``copy.deepcopy(model)`` does not copy."""
-    refuse_void_weights(module.parameters())
+    refuse_void_weights(itertools.islice(module.parameters(), 1))  # all weights of a model have one guard
 
 
 def hook_stepping(engine_class: Any) -> None:

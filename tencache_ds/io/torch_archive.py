@@ -80,6 +80,9 @@ class _DeferredStorage:
         )
 
 
+_STORAGES = (_DeferredStorage, torch.storage.TypedStorage, torch.UntypedStorage)
+
+
 @dataclass(slots=True)
 class _Record:
     """One file of the archive: its position, and the checksum of the bytes written so far, in order."""
@@ -360,6 +363,8 @@ def _pickle(obj: Any) -> _Structure:
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, item: Any) -> Any:
+            if not isinstance(item, _STORAGES):  # asked of every object there is, so one test for most
+                return None
             storage: Any
             if isinstance(item, _DeferredStorage):
                 tensor, kind = item.tensor, _storage_type(item.tensor.dtype)
@@ -367,10 +372,8 @@ def _pickle(obj: Any) -> _Structure:
                 return ("storage", kind, numbered(tensor, id(tensor), kind), "cpu", numel)
             if isinstance(item, torch.storage.TypedStorage):
                 storage, kind, numel = item._untyped_storage, getattr(torch, item._pickle_storage_type()), item._size()
-            elif torch.is_storage(item):
-                storage, kind, numel = item, getattr(torch, type(item).__name__), item.nbytes()
             else:
-                return None
+                storage, kind, numel = item, getattr(torch, type(item).__name__), item.nbytes()
             place = torch.serialization.location_tag(storage)
             return ("storage", kind, numbered(storage, storage._cdata, kind), place, numel)
 
