@@ -25,6 +25,7 @@ from tencache_ds.host_path.current_stream import ask_for_streams_quickly
 from tencache_ds.host_path.fetches import QuickCoordinator, partition
 from tencache_ds.host_path.gradient_buckets import GradientBucketsMixin
 from tencache_ds.host_path.gradient_norms import GradientNorms
+from tencache_ds.host_path.launch_graphs import LaunchGraphs
 from tencache_ds.host_path.linear_layers import skip_autograd_without_gradients
 from tencache_ds.host_path.module_hooks import lighten_hooks
 from tencache_ds.host_path.ordered_gathers import finish_after_forward
@@ -38,6 +39,7 @@ __all__ = [
     "GradientBucketsMixin",
     "GradientNorms",
     "HostPath",
+    "LaunchGraphs",
     "QuickCoordinator",
     "SuspendedHooks",
     "before_release",

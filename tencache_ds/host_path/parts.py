@@ -25,6 +25,7 @@ class HostPath:
         hooks: lighter hooks on modules, or none where they have nothing to do.
         linear: linear layers without gradients are computed without autograd.
         streams: the current stream is asked for directly.
+        graphs: what recurs in a step is launched by CUDA graphs.
     """
 
     fetches: bool = False
@@ -35,6 +36,7 @@ class HostPath:
     hooks: bool = False
     linear: bool = False
     streams: bool = False
+    graphs: bool = False
 
     @classmethod
     def of(cls, options: TenCacheConfig, zero_config: Any) -> HostPath:
@@ -56,6 +58,7 @@ class HostPath:
             hooks=works(Feature.HOOKS),
             linear=works(Feature.LINEAR),
             streams=True,
+            graphs=True,
         )
 
 

@@ -15,6 +15,7 @@ results are the same, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch.nn import functional
 
+from tencache_ds.host_path import LaunchGraphs
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.background_save import Visit
 from tencache_ds.observability.spans import Category, span
@@ -117,6 +119,8 @@ class MuonMixin:
 
     _gradients: GradientTier | None = None
     _momentum: Momentum | None = None
+    _graphs: LaunchGraphs | None = None
+    _copies: _Copies | None = None
 
     @torch.no_grad()
     def _apply_muon_updates_cpu_offload(self) -> None:
@@ -126,8 +130,11 @@ class MuonMixin:
             return
         self.step_guard.begin_change()  # gradients and momentum
         norms: dict[Any, torch.Tensor] = {}
-        copies, turns = _Copies(), self._turns()
-        with span(Category.UPDATE, "update::muon"):
+        turns = self._turns()
+        if self._copies is None:
+            self._copies, self._graphs = _Copies(), LaunchGraphs(enabled=self.host_path.graphs)
+        copies = self._copies
+        with span(Category.UPDATE, "update::muon"), self._graphs.step():
             staged = [self._staged(turn, copies) for turn in turns[:1]]
             for turn, following in zip(turns, [*turns[1:], None], strict=True):
                 shards = copies.arrived(*staged.pop())
@@ -138,6 +145,7 @@ class MuonMixin:
                 values = torch.stack(list(norms.values())).cpu()
                 self.norm_for_param_grads.update(zip(norms, values.unbind(), strict=True))
             get_accelerator().synchronize()  # the host reads what was copied there
+            copies.end_step()
         self._momentum.show()
 
     def _turns(self) -> list[_Turn]:
@@ -164,28 +172,13 @@ class MuonMixin:
             shards: this rank's of gradient and momentum, ``(2, elements)`` of each matrix.
             copies: take the results to the host.
         """
-        from deepspeed.runtime.zero.muon.original_muon import muon_update
-
         loss_scale = float(self.loss_scale)
         whole = _exchanged(shards, turn.ranks)
         if whole is not None:
-            param = turn.params[dist.get_rank(group=turn.ranks)]
-            gradient, momentum = (whole[:, kind].reshape(-1)[: param.ds_numel].view(param.ds_shape) for kind in (0, 1))
+            matrix = _Matrix.of(turn.params[dist.get_rank(group=turn.ranks)], turn.hyper)
             if loss_scale != 1.0:
-                gradient.div_(loss_scale)
-            update = muon_update(
-                gradient,
-                momentum,
-                beta=turn.hyper["momentum"],
-                ns_method=turn.hyper.get("ns_method", "gram"),
-                is_expert_group=getattr(param, "is_expert_group", False),
-                num_heads=getattr(param, "muon_num_heads", None),
-            )
-            for kind, values in enumerate((update, momentum)):
-                padding = whole[:, kind].numel() - values.numel()
-                # A copy, also where nothing is added: on one rank momentum is a view of where it goes.
-                padded = functional.pad(values.reshape(-1), (0, padding))
-                whole[:, kind].copy_(padded.view(whole.shape[0], -1))
+                whole[:, 0].div_(loss_scale)
+            self._graphs.run((matrix, whole.shape, whole.dtype), matrix.orthogonalize, whole)
         results = _returned(whole, shards, turn.ranks)
         updates = [both[0] * loss_scale if loss_scale != 1.0 else both[0] for both in results]
         with copies.to_host([*results, *updates]):
@@ -211,8 +204,50 @@ class _Turn:
     ranks: Any
 
 
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """What the orthogonalization of a matrix depends on, beside its values.
+
+    Attributes:
+        shape: of the matrix.
+        options: of DeepSpeed's function.
+    """
+
+    shape: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, param: Any, hyper: Mapping[str, Any]) -> _Matrix:
+        """That of a parameter of a group with these hyper-parameters."""
+        options = {
+            "beta": hyper["momentum"],
+            "ns_method": hyper.get("ns_method", "gram"),
+            "is_expert_group": getattr(param, "is_expert_group", False),
+            "num_heads": getattr(param, "muon_num_heads", None),
+        }
+        return cls(tuple(param.ds_shape), tuple(options.items()))
+
+    def orthogonalize(self, whole: torch.Tensor) -> None:
+        """Replaces gradient and momentum by update and momentum.
+
+        Args:
+            whole: the ranks' shards of both, padded to one length: ``(rank, 2, elements)``.
+        """
+        from deepspeed.runtime.zero.muon.original_muon import muon_update
+
+        numel = math.prod(self.shape)
+        gradient, momentum = (whole[:, kind].reshape(-1)[:numel].view(self.shape) for kind in (0, 1))
+        update = muon_update(gradient, momentum, **dict(self.options))
+        for kind, values in enumerate((update, momentum)):
+            padding = whole[:, kind].numel() - numel
+            # A copy, also where nothing is added: on one rank momentum is a view of where it goes.
+            padded = functional.pad(values.reshape(-1), (0, padding))
+            whole[:, kind].copy_(padded.view(whole.shape[0], -1))
+
+
 class _Copies:
-    """Copies to and from the compute device on streams of their own, where it works beside the host."""
+    """Copies to and from the compute device on streams of their own, where it works beside the host: the same ones in
+    every step, since torch keeps memory for each."""
 
     def __init__(self) -> None:
         accelerator: Any = get_accelerator()
@@ -253,6 +288,10 @@ class _Copies:
             for each in rows:
                 each.record_stream(stream)
         return rows
+
+    def end_step(self) -> None:
+        """After the last turn."""
+        self._ended.clear()
 
     @contextlib.contextmanager
     def to_host(self, sources: Sequence[torch.Tensor]) -> Iterator[None]:
