@@ -29,7 +29,7 @@ from tencache_ds.tiers.background_update import BackgroundUpdate
 from tencache_ds.tiers.fused_adam import TYPES
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep
+from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep, Work
 from tencache_ds.tiers.update_gate import UpdateGate
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -160,6 +160,9 @@ class ChunkedStep:
         self._later: Sequence[Sequence[Chunk]] = [() for _ in groups]  # of each sub-group, in this step
         self._work: list[tuple[SubGroupStep, Sequence[Chunk]]] = []
         self._may_wait: tuple[Any, Sequence[Sequence[Chunk]]] | None = None
+        self._order: dict[Chunk, tuple[int, int]] = {}
+        """Of chunks that may wait: ascends as the model defines their weights, which is how the next forward pass needs
+        them in general. Groups of parameters have another order: Muon's are sorted by size, with embeddings last."""
         self._gate: UpdateGate | None = None
         self._overlaps = overlaps
         if overlaps:
@@ -188,7 +191,7 @@ class ChunkedStep:
             return
         later = set(itertools.chain.from_iterable(self._later))
         now = [chunk for chunk in itertools.chain.from_iterable(chunks) if chunk not in later]
-        self._state.begin_pass([*now, *itertools.chain.from_iterable(self._later)])
+        self._state.begin_pass([*now, *sorted(later, key=self._order.__getitem__)])
 
     def update(self, step: SubGroupStep) -> None:
         """Updates a sub-group; after the last one, the chunks that may wait are updated in the background.
@@ -204,7 +207,7 @@ class ChunkedStep:
         if later:
             self._work.append((step, later))
         if self._background is not None and self._work and step.sub_group == len(self._groups) - 1:
-            work, self._work = self._work, []
+            work, self._work = self._in_order_of_model(self._work), []
             if not isinstance(self._optimizer.state, WatchedStates):  # loading a state dict replaces it
                 self._optimizer.state = WatchedStates(self._optimizer.state, self.finish)
             self._watch_shards(work)
@@ -269,7 +272,14 @@ class ChunkedStep:
 
     # Mechanics
 
-    def _watch_shards(self, work: Iterable[tuple[SubGroupStep, Sequence[Chunk]]]) -> None:
+    def _in_order_of_model(self, work: Work) -> Work:
+        """The same chunks in the order of :attr:`_order`."""
+        each = [(step, chunk) for step, chunks in work for chunk in chunks]
+        each.sort(key=lambda pair: self._order[pair[1]])
+        runs = (list(run) for _, run in itertools.groupby(each, key=lambda pair: pair[0].sub_group))
+        return [(run[0][0], [chunk for _, chunk in run]) for run in runs]
+
+    def _watch_shards(self, work: Work) -> None:
         """Watches the shards of the weights that are about to be updated in the background."""
         keys = {key for _, chunks in work for chunk in chunks for key in self._weights.keys_of(chunk)}
         params = (param for param in itertools.chain.from_iterable(self._groups) if param.ds_id in keys)
@@ -293,4 +303,8 @@ class ChunkedStep:
                     [chunk for chunk in group if fits and in_use.isdisjoint(self._weights.keys_of(chunk))]
                 )
             self._may_wait = key, candidates
+            self._order = {
+                chunk: (min(self._weights.keys_of(chunk), default=0), chunk.index)  # of padding alone: none
+                for chunk in itertools.chain.from_iterable(candidates)
+            }
         return self._may_wait[1]

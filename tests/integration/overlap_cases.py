@@ -119,9 +119,10 @@ def recover(case: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def run_behind_update(case: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Each step's last chunk is held back until the next forward pass is in the middle of the model."""
+    """The model's last weight is held back in each step until the next forward pass is in the middle of the model."""
     engine = training.build(case, "tencache", os.path.join(folder, "nvme"))
     in_the_middle, found = threading.Event(), []
+    last_weight = max(param.ds_id for param in engine.module.parameters())
     finish = ChunkedUpdate._finish
     gathers, passes = 0, []
     gather_name = "_PartitionedParameterCoordinator__all_gather_params_"
@@ -135,7 +136,7 @@ def run_behind_update(case: dict[str, Any], folder: str) -> dict[str, Any]:
     def held(self: ChunkedUpdate, begun: Any, finished: Any) -> None:
         chunk = begun[0].used.chunk
         behind = threading.current_thread().name.startswith("tencache-update")
-        if behind and chunk == self._tier.chunks(len(engine.optimizer.fp16_groups) - 1)[-1]:
+        if behind and last_weight in engine.optimizer._chunked_step._weights.keys_of(chunk):
             found.append(in_the_middle.wait(5))
         finish(self, begun, finished)
 

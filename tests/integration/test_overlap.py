@@ -113,10 +113,11 @@ def one_rank(harness: Any, folder: Any, pytestconfig: pytest.Config) -> Any:
     known = TRAINING | MANY_STEPS | ALONE | {name: {"scenario": name} for name in SCENARIOS}
     cases = both({name: known[name] for name in wanted(pytestconfig, known, LONG | LONG_SCENARIOS)})
     recovers = [(name, RECOVERS[name], "tencache") for name in RECOVERS]
+    deep = [("deep", DEEP, "tencache"), ("groups_backwards", DEEP | {"optimizer": "groups_backwards"}, "tencache")]
     never_stopped = ("never_stopped", KILLED | {"action": "save", "checkpoint": "never_stopped"}, "stock")
     killed = ("killed", KILLED | {"action": "be_killed", "checkpoint": "killed"}, "tencache")
     return harness.run(
-        [*cases, *checkpoints(), *recovers, ("deep", DEEP, "tencache"), never_stopped, killed],
+        [*cases, *checkpoints(), *recovers, *deep, never_stopped, killed],
         program=PROGRAM,
         folder=folder,
         timeout_s=800,
@@ -162,8 +163,9 @@ def test_steps_went_on_in_the_background_and_were_waited_for(one_rank: Any, name
     assert result["waited_s"] > 0
 
 
-def test_a_forward_pass_runs_behind_the_update_and_not_only_after_it(one_rank: Any) -> None:
-    assert one_rank.result("deep", "tencache")["in_the_middle"] == [True] * 5
+@pytest.mark.parametrize("name", ["deep", "groups_backwards"])
+def test_a_forward_pass_runs_behind_the_update_and_not_only_after_it(one_rank: Any, name: str) -> None:
+    assert one_rank.result(name, "tencache")["in_the_middle"] == [True] * 5
 
 
 def test_a_forward_pass_behind_the_update_gathers_whole_buckets(one_rank: Any) -> None:

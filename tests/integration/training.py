@@ -112,6 +112,11 @@ def optimizer_for(case: dict[str, Any], model: nn.Module) -> Any:
         groups = [{"params": params[:split], "lr": 1e-3, "betas": (0.9, 0.95)},
                   {"params": params[split:], "lr": 2e-3, "weight_decay": 0.1}]  # fmt: skip
         return DeepSpeedCPUAdam(groups, lr=1e-3)
+    if name == "groups_backwards":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        split = len(params) // 2
+        return DeepSpeedCPUAdam([{"params": params[split:]}, {"params": params[:split]}], lr=1e-3)
     if name == "torch_groups":
         split = len(params) // 2
         groups = [{"params": params[:split], "betas": (0.9, 0.95), "amsgrad": True},
