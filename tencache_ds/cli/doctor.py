@@ -58,6 +58,7 @@ def examine(nvme_paths: Sequence[Path] = ()) -> list[Finding]:
     """Every check of this machine, in the order shown. Takes about two seconds; imports neither torch nor DeepSpeed."""
     findings = [
         *software_checks.check_versions(),
+        *software_checks.check_eight_bit(),
         software_checks.check_autoload(),
         *software_checks.check_build_tools(),
         *software_checks.check_build_locks(),

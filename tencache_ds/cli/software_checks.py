@@ -24,6 +24,9 @@ AUTOLOAD_GROUP = "torch.backends"
 AUTOLOAD_NAME = "tencache_ds"
 FIRST_AUTOLOADING_TORCH = "2.5"
 CHECKED_REQUIREMENTS = ("torch", "deepspeed")
+EIGHT_BIT = Requirement("bitsandbytes>=0.50")
+"""The first version that updates 8-bit state on CPUs."""
+
 HEADER_FOLDERS = (Path("/usr/include"), Path("/usr/local/include"))
 
 
@@ -75,6 +78,28 @@ def check_versions(
                 )
             )
     return findings
+
+
+def check_eight_bit(version_of: Callable[[str], str] = metadata.version) -> list[Finding]:
+    """bitsandbytes, where it is installed: nothing but its own optimizers needs it.
+
+    Args:
+        version_of: version of an installed distribution, or :class:`importlib.metadata.PackageNotFoundError`.
+    """
+    try:
+        installed = version_of(EIGHT_BIT.name)
+    except metadata.PackageNotFoundError:
+        return []
+    if EIGHT_BIT.specifier.contains(installed, prereleases=True):
+        return [Finding(Level.OK, EIGHT_BIT.name, f"{installed} (8-bit Adam: {EIGHT_BIT.specifier})")]
+    return [
+        Finding(
+            Level.WARNING,
+            EIGHT_BIT.name,
+            f"{installed} has no 8-bit Adam for state in RAM or on NVMe",
+            f"pip install '{EIGHT_BIT}', to train with one",
+        )
+    ]
 
 
 def check_autoload(

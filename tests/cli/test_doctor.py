@@ -70,6 +70,20 @@ class TestVersions:
         assert any(line.startswith("deepspeed") and ">=0.16.4" in line for line in declared)
 
 
+class TestEightBit:
+    def test_without_bitsandbytes_nothing_is_said(self) -> None:
+        assert software_checks.check_eight_bit(versions()) == []
+
+    @pytest.mark.parametrize(
+        ("version", "level"), [("0.49.2", Level.WARNING), ("0.50.0", Level.OK), ("0.51.0.dev0", Level.OK)]
+    )
+    def test_a_version_without_kernels_for_cpus_is_a_warning(self, version: str, level: Level) -> None:
+        (finding,) = software_checks.check_eight_bit(versions(bitsandbytes=version))
+        assert finding.level is level
+        assert version in finding.text
+        assert ("pip install 'bitsandbytes>=0.50'" in (finding.remedy or "")) == (level is Level.WARNING)
+
+
 class TestActivation:
     def test_entry_point_is_installed(self) -> None:
         assert software_checks.check_autoload({}, WITH_AUTOLOAD).level is Level.OK
