@@ -109,12 +109,11 @@ class LaunchGraphs:
     def _record(self, function: Callable[[torch.Tensor], None], values: torch.Tensor) -> Any:
         """A graph of the function; None where that fails, after which none is made."""
         graph = torch.cuda.CUDAGraph()
-        if self._memory is None:
-            self._memory = torch.cuda.MemPool()
-        pool = self._memory.id
         try:
-            with self._on_stream():
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads use the device
+            if self._memory is None:
+                self._memory = torch.cuda.MemPool()
+            with self._on_stream():  # other threads use the device meanwhile
+                graph.capture_begin(pool=self._memory.id, capture_error_mode="thread_local")
                 try:
                     function(values)
                 finally:
@@ -125,7 +124,8 @@ class LaunchGraphs:
                 error.__context__ or error,
             )
             self._failed = graph, self._memory
-            with contextlib.suppress(RuntimeError):  # what a capture_end() that raises has left undone
-                torch._C._cuda_endAllocateToPool(values.device.index, pool)
+            if self._memory is not None:
+                with contextlib.suppress(RuntimeError):  # what a capture_end() that raises has left undone
+                    torch._C._cuda_endAllocateToPool(values.device.index, self._memory.id)
             return None
         return graph
