@@ -10,10 +10,13 @@ import copy
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_Part = TypeVar("_Part")
 
 
 class TenCacheError(Exception):
@@ -144,6 +147,17 @@ def add_note(error: BaseException, note: str) -> None:
                 error.strerror = text
             return
     warnings.warn(note, stacklevel=2)
+
+
+def built(part: _Part | None) -> _Part:
+    """A part of an engine that others are made of, or used with: what uses it is called once it is there.
+
+    Raises:
+        TenCacheError: it is not.
+    """
+    if part is None:
+        raise TenCacheError("a part of an engine is used that it does not have, or not yet: report this with the stack")
+    return part
 
 
 def named_ranks(ranks: Sequence[int], most: int | None = None) -> str:

@@ -42,6 +42,8 @@ _ORDER = ("submodule_order", "param_order", "trace_mode", "params_to_release")
 class PrefetchingCoordinator(Coordinator):
     """DeepSpeed's coordinator with limits of its own to what it gathers ahead. Used by the thread that computes."""
 
+    _PartitionedParameterCoordinator__prefetch_bucket_sz: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.bounds_prefetch = False
@@ -119,6 +121,10 @@ class QuickCoordinator(PrefetchingCoordinator):
     Args:
         host_path: the parts that are TenCache's; all others are DeepSpeed's.
     """
+
+    _PartitionedParameterCoordinator__allgather_stream: Any
+    _PartitionedParameterCoordinator__max_ongoing_fetch_events: int
+    _PartitionedParameterCoordinator__submodule_order: Sequence[Any]
 
     def __init__(self, *args: Any, host_path: HostPath, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

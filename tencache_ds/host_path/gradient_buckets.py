@@ -18,6 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.host_path.parts import HostPath
+from tencache_ds.integration.adapters.versions import DeepSpeedClass
 from tencache_ds.integration.hooked_modules import uncompiled
 
 COLLECTED_NUMEL = 32 * 2**20
@@ -44,7 +45,7 @@ class _Collected:
     stream: Any
 
 
-class GradientBucketsMixin:
+class GradientBucketsMixin(DeepSpeedClass):
     """Overrides of DeepSpeed's methods for :class:`TenCacheZeroOptimizer_Stage3`. Used by the thread that computes."""
 
     host_path: HostPath

@@ -67,7 +67,7 @@ def compile_when_called() -> None:
     this version of DeepSpeed has none."""
     if MODULE in sys.modules:
         return
-    compiler = importlib.import_module("deepspeed.runtime.compiler")
+    compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
     compile_now = compiler.compile
     compiler.compile = lambda: _deferring(compile_now())
     try:

@@ -94,7 +94,7 @@ class ActivationHooks:
         return saved.load(handle)
 
     def _is_taken(self) -> bool:
-        autograd = torch._C._autograd
+        autograd: Any = torch._C._autograd
         if autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None:
             return False
         if not self._warned:

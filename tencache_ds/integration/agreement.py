@@ -256,7 +256,7 @@ def _job() -> tuple[Any, int, int, float]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
         return None, rank, 1, 0.0
-    store = torch.distributed.distributed_c10d._get_default_store()
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
     return store, rank, world_size, store.timeout.total_seconds()
 
 

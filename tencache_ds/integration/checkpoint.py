@@ -26,6 +26,7 @@ from deepspeed.checkpoint.constants import (
 
 from tencache_ds.errors import CheckpointError, TenCacheError
 from tencache_ds.integration import eight_bit_adam
+from tencache_ds.integration.adapters.versions import DeepSpeedClass
 from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.integration.background_save import BackgroundSave, StateKey, Visit
 from tencache_ds.integration.checkpoint_files import agree_on_checkpoint
@@ -81,7 +82,7 @@ def hook_loading(engine_class: Any) -> None:
     hook_resharding(engine_class, CheckpointMixin)
 
 
-class CheckpointMixin:
+class CheckpointMixin(DeepSpeedClass):
     """Overrides of DeepSpeed's checkpoint methods for :class:`TenCacheZeroOptimizer_Stage3`."""
 
     _load_passed: Callable[[], None] | None = None

@@ -106,9 +106,9 @@ def loaded_when_needed() -> Iterator[None]:
     """While ``DeepSpeedCPUAdam`` objects are created that TenCache will update in one pass, where it can."""
     from deepspeed.ops.adam import cpu_adam
 
-    stock = cpu_adam.CPUAdamBuilder
+    stock: Any = cpu_adam.CPUAdamBuilder
 
-    class Builder(stock):  # type: ignore[valid-type]
+    class Builder(stock):
         """DeepSpeed's, with ``load`` put off."""
 
         def load(self, verbose: bool = True) -> Any:

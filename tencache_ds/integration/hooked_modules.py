@@ -92,4 +92,4 @@ def nbytes_by_id(params: Iterable[Any]) -> dict[int, int]:
 def uncompiled(function: Function) -> Function:
     """A function that the compiler neither traces nor looks into; a decorator too. It costs a microsecond a call, and
     does not import the compiler, as ``torch.compiler.disable`` would."""
-    return cast(Function, torch._disable_dynamo(function))
+    return cast(Function, cast(Any, torch)._disable_dynamo(function))  # which torch does not export

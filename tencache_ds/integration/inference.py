@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ class InferenceWeights(GatheredWeights):
 
     def __init__(self, module: torch.nn.Module, coordinator: TenCacheCoordinator) -> None:
         # What DeepSpeed keeps gathered is in GPU memory already.
-        params = [param for param in module.parameters() if not param.ds_persist]
+        every: Iterable[Any] = module.parameters()
+        params = [param for param in every if not param.ds_persist]
         super().__init__(params, may_stay=coordinator.host_path.hooks)
         self._coordinator = coordinator
         self._full_nbytes = {param.ds_id: param.ds_numel * param.element_size() for param in params}

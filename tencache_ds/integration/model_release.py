@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -57,7 +57,8 @@ def release_after_failure(engine: Any) -> None:
 def end_passes(module: torch.nn.Module) -> None:
     """Releases the weights that a pass has left gathered when an exception ended it. DeepSpeed refuses to release those
     of the modules that were under way, and to gather one whose shard it has given back."""
-    for param in module.parameters():
+    params: Iterable[Any] = module.parameters()
+    for param in params:
         if hasattr(param, "ds_id"):
             param.ds_active_sub_modules.clear()
             if param.ds_status is ZeroParamStatus.AVAILABLE and not param.ds_persist and is_free(param):

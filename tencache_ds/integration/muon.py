@@ -26,8 +26,10 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch.nn import functional
 
+from tencache_ds.errors import built
 from tencache_ds.host_path import LaunchGraphs
 from tencache_ds.integration.adapters.installed import calls
+from tencache_ds.integration.adapters.versions import DeepSpeedClass
 from tencache_ds.integration.background_save import Visit
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.tensors import empty
@@ -114,7 +116,7 @@ class Momentum:
             flat.zero_()
 
 
-class MuonMixin:
+class MuonMixin(DeepSpeedClass):
     """Overrides of DeepSpeed's methods for :class:`TenCacheZeroOptimizer_Stage3`."""
 
     _gradients: GradientTier | None = None
@@ -131,16 +133,16 @@ class MuonMixin:
         self.step_guard.begin_change()  # gradients and momentum
         norms: dict[Any, torch.Tensor] = {}
         turns = self._turns()
-        if self._copies is None:
+        if self._copies is None or self._graphs is None:
             self._copies, self._graphs = _Copies(), LaunchGraphs(enabled=self.host_path.graphs)
-        copies = self._copies
-        with span(Category.UPDATE, "update::muon"), self._graphs.step():
+        copies, graphs = self._copies, self._graphs
+        with span(Category.UPDATE, "update::muon"), graphs.step():
             staged = [self._staged(turn, copies) for turn in turns[:1]]
             for turn, following in zip(turns, [*turns[1:], None], strict=True):
                 shards = copies.arrived(*staged.pop())
                 if following is not None:
                     staged.append(self._staged(following, copies))
-                norms |= self._orthogonalize(turn, shards, copies)
+                norms |= self._orthogonalize(turn, shards, copies, graphs)
             if norms:
                 values = torch.stack(list(norms.values())).cpu()
                 self.norm_for_param_grads.update(zip(norms, values.unbind(), strict=True))
@@ -160,10 +162,13 @@ class MuonMixin:
 
     def _staged(self, turn: _Turn, copies: _Copies) -> tuple[list[torch.Tensor], Any]:
         """This rank's shards of gradients and momentum on their way to the compute device."""
-        sources = [(self._gradients.contents(p.ds_id), self._momentum.part(p.ds_id)) for p in turn.params]
-        return copies.to_device(sources, self._gradients.dtype)
+        gradients, momentum = built(self._gradients), built(self._momentum)
+        sources = [(gradients.contents(p.ds_id), momentum.part(p.ds_id)) for p in turn.params]
+        return copies.to_device(sources, gradients.dtype)
 
-    def _orthogonalize(self, turn: _Turn, shards: list[torch.Tensor], copies: _Copies) -> dict[Any, torch.Tensor]:
+    def _orthogonalize(
+        self, turn: _Turn, shards: list[torch.Tensor], copies: _Copies, graphs: LaunchGraphs
+    ) -> dict[Any, torch.Tensor]:
         """Orthogonalizes the matrices of a turn; returns the norm of each one's update on this rank, on the compute
         device.
 
@@ -171,20 +176,22 @@ class MuonMixin:
             turn: whose.
             shards: this rank's of gradient and momentum, ``(2, elements)`` of each matrix.
             copies: take the results to the host.
+            graphs: launch the kernels.
         """
+        gradients, momentum = built(self._gradients), built(self._momentum)
         loss_scale = float(self.loss_scale)
         whole = _exchanged(shards, turn.ranks)
         if whole is not None:
             matrix = _Matrix.of(turn.params[dist.get_rank(group=turn.ranks)], turn.hyper)
             if loss_scale != 1.0:
                 whole[:, 0].div_(loss_scale)
-            self._graphs.run((matrix, whole.shape, whole.dtype), matrix.orthogonalize, whole)
+            graphs.run((matrix, whole.shape, whole.dtype), matrix.orthogonalize, whole)
         results = _returned(whole, shards, turn.ranks)
         updates = [both[0] * loss_scale if loss_scale != 1.0 else both[0] for both in results]
         with copies.to_host([*results, *updates]):
             for param, update, both in zip(turn.params, updates, results, strict=True):
-                self._gradients.overwrite(param.ds_id, update)
-                self._momentum.part(param.ds_id).copy_(both[1], non_blocking=True)
+                gradients.overwrite(param.ds_id, update)
+                momentum.part(param.ds_id).copy_(both[1], non_blocking=True)
         norms = (update.to(calls.norm_dtype()).norm(2) for update in updates)
         return dict(zip(map(self.get_param_id, turn.params), norms, strict=True))
 

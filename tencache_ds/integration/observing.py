@@ -108,7 +108,11 @@ class Observatory:
         """Session, module and optimizer of the engines that have not been destroyed, by number."""
         with self._lock:
             alive = {n: (each.session(), each.module(), each.optimizer()) for n, each in self._engines.items()}
-        return {n: engine for n, engine in alive.items() if engine[0] is not None and not engine[0].closed}
+        return {
+            n: (session, module, optimizer)
+            for n, (session, module, optimizer) in alive.items()
+            if session is not None and not session.closed
+        }
 
     def _engine(self, number: int) -> tuple[Session, Any, Any]:
         """One of them.

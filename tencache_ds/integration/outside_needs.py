@@ -5,7 +5,7 @@ read off a model's parameters."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,9 +48,10 @@ def outside_needs(
         update: see :class:`OutsideNeeds`.
     """
     updated = {param.ds_id for param in itertools.chain.from_iterable(groups)}
+    params: Iterable[Any] = module.parameters()
     shards = [
         OwnShard(shard_nbytes(param), param.ds_id in updated)
-        for param in module.parameters()
+        for param in params
         if not in_tier(param) and param.ds_tensor.device.type == "cpu"
     ]
     gpu_limit = None

@@ -14,13 +14,14 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.host_path import GradientNorms, SuspendedHooks, gather_at_once
+from tencache_ds.integration.adapters.versions import DeepSpeedClass
 from tencache_ds.integration.device_weights import GatheredWeights
 from tencache_ds.observability import spans
 from tencache_ds.placement.gpu_homes import GpuHomes
 from tencache_ds.placement.host_homes import HostHomes
 
 
-class PassesMixin:
+class PassesMixin(DeepSpeedClass):
     """Overrides of DeepSpeed's methods around passes for :class:`TenCacheZeroOptimizer_Stage3`."""
 
     _suspended: SuspendedHooks | None = None
@@ -119,7 +120,7 @@ class PassesMixin:
     def checkpoint_event_epilogue(self) -> None:
         """DeepSpeed's, after it has saved a checkpoint."""
         super().checkpoint_event_epilogue()
-        if self._had_suspended:
+        if self._suspended is not None and self._had_suspended:
             self._suspended.suspend()
 
     def _stop_following(self) -> None:
@@ -128,13 +129,14 @@ class PassesMixin:
             self._suspended.close()
 
 
-class GradientNormsMixin:
+class GradientNormsMixin(DeepSpeedClass):
     """Overrides of DeepSpeed's methods for :class:`TenCacheZeroOptimizer_Stage3`.
 
     Attributes:
         _quick_norms: those that are completed together; None: DeepSpeed computes each.
     """
 
+    norm_for_param_grads: dict[Any, torch.Tensor]
     _quick_norms: GradientNorms | None = None
 
     def _offload_grad_partition_at_boundary(

@@ -27,7 +27,7 @@ from tencache_ds.planning.resharding import Piece, partition_numel, pieces
 from tencache_ds.tensors import zeros
 
 
-def hook_resharding(engine_class: Any, trained: type) -> None:
+def hook_resharding(engine_class: Any, trained: type[Any]) -> None:
     """Has engines with TenCache's optimizer load checkpoints of any number of ranks.
 
     Args:

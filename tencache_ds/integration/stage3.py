@@ -19,7 +19,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from tencache_ds.errors import TenCacheError
+from tencache_ds.errors import TenCacheError, built
 from tencache_ds.host_path import GradientBucketsMixin, GradientNorms, HostPath, finish_after_forward, install
 from tencache_ds.integration.adapters.installed import ZeroOptimizer
 from tencache_ds.integration.adapters.installed import calls as deepspeed_calls
@@ -58,6 +58,8 @@ class TenCacheZeroOptimizer_Stage3(
     ZeroOptimizer,
 ):
     """``DeepSpeedZeroOptimizer_Stage3`` with weights, gradients and optimizer state in TenCache's tiers."""
+
+    params_already_reduced: dict[Any, bool]
 
     def __init__(self, module: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
         options, deepspeed_engine = kwargs.pop("tencache_options"), kwargs.pop("deepspeed_engine")
@@ -103,7 +105,7 @@ class TenCacheZeroOptimizer_Stage3(
         self._finishing = finish_after_forward(self.parameter_offload.module, coordinator.finish_gathers)
         if self.activation_hooks is not None:
             coordinator.fetched_for_forward = self.activation_hooks.note_weights
-        if self._gpu_homes is not None:
+        if self._gpu_homes is not None and self._gathered is not None:
             self._follow_passes(self._gpu_homes, self._gathered)
         self._plan_peak()
 
@@ -115,7 +117,7 @@ class TenCacheZeroOptimizer_Stage3(
         self._adds_gradients = self.micro_step_id > 0
         if self._gradients is None:
             return super().partition_grads(params_to_release, grad_partitions)
-        self._chunked_step.wait_for_gradients(params_to_release)
+        built(self._chunked_step).wait_for_gradients(params_to_release)
         accelerator, last = get_accelerator(), self.at_boundary()
         stream = None if accelerator.is_synchronized_device() else accelerator.current_stream()
         rank = self._get_param_partition_rank(params_to_release[0])  # a bucket has one process group
@@ -252,17 +254,18 @@ class TenCacheZeroOptimizer_Stage3(
         if self._begin_weight_change():
             self._by_chunks = self._may_update_by_chunks()
             if self._by_chunks:
-                self._chunked_step.begin(alone=self._gpu_homes is not None and self._gpu_homes.measures_update)
-        start = self._sub_group_starts[sub_group_id]
+                built(self._chunked_step).begin(alone=self._gpu_homes is not None and self._gpu_homes.measures_update)
+        start, updater = self._sub_group_starts[sub_group_id], built(self._updater)
         t_start_s = time.perf_counter()
         stock_step = super()._optimizer_step
         with span(Category.UPDATE, "update::sub_group", f"sub-group {sub_group_id}"):
             if self._by_chunks:
                 group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
-                self._chunked_step.update(self._updater.begin_step(sub_group_id, group, start, self._combined_scale))
+                step = updater.begin_step(sub_group_id, group, start, self._combined_scale)
+                built(self._chunked_step).update(step)
             else:
                 scale = self._combined_scale
-                self._updater.update_as_whole(sub_group_id, start, scale, lambda: stock_step(sub_group_id))
+                updater.update_as_whole(sub_group_id, start, scale, lambda: stock_step(sub_group_id))
         self._update_seconds += time.perf_counter() - t_start_s
 
     def _may_update_by_chunks(self) -> bool:
@@ -308,16 +311,17 @@ class TenCacheZeroOptimizer_Stage3(
 
     def _partitioned_params_swap_out(self, i: int) -> None:
         """Weights in the tier under an optimizer that stays on the device (``offload_optimizer`` none)."""
-        self._model_weights.write(i, self.fp32_partitioned_groups_flat[i].data)
+        built(self._model_weights).write(i, self.fp32_partitioned_groups_flat[i].data)
 
     def _copy_weights_to_master(self, sub_group: int, *, fresh: bool = False) -> None:
         """Master weights from the model's weights; ``fresh`` chunks have no older state worth reading."""
+        model_weights = built(self._model_weights)
         if self._state is None:
             master = self.fp32_partitioned_groups_flat[sub_group].data
-            for start, shard in self._model_weights.whole_shards(sub_group):
+            for start, shard in model_weights.whole_shards(sub_group):
                 master[start : start + shard.numel()].copy_(shard)
             return
-        for chunk, weights in self._model_weights.by_chunk(self._state.chunks(sub_group)):
+        for chunk, weights in model_weights.by_chunk(self._state.chunks(sub_group)):
             if fresh and self._state.start_split(chunk):
                 continue
             used = self._state.overwrite(chunk, fresh=True) if fresh else self._state.take(chunk)

@@ -14,8 +14,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from tencache_ds.errors import ConfigError, MemoryLimitError
+from tencache_ds.errors import ConfigError, MemoryLimitError, built
 from tencache_ds.integration.activation_hooks import ActivationHooks
+from tencache_ds.integration.adapters.versions import DeepSpeedClass
 from tencache_ds.integration.chunk_arithmetic import CpuAdam, chunk_arithmetic
 from tencache_ds.integration.chunk_update import SubGroupUpdater
 from tencache_ds.integration.chunked_step import ChunkedStep
@@ -55,12 +56,13 @@ GRADIENT_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partitio
 """DeepSpeed's attribute: the accumulated gradient of each parameter."""
 
 
-class BuildingMixin:
+class BuildingMixin(DeepSpeedClass):
     """Overrides of DeepSpeed's methods for :class:`TenCacheZeroOptimizer_Stage3`, whose constructor calls them.
 
     The attributes are None until they are built, and where an engine has no such part.
     """
 
+    swap_optimizer: bool
     tencache: Session | None = None
     activation_hooks: ActivationHooks | None = None
     _state: OptimizerStateTier | None = None
@@ -105,7 +107,7 @@ class BuildingMixin:
             say=lambda text: announce(f"TenCache: {text}", self._tencache_options),
         )
         if moves:
-            hooks.use(self.tencache.activations.saved)
+            hooks.use(built(self.tencache.activations).saved)
             self.activation_hooks = hooks
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
@@ -147,7 +149,7 @@ class BuildingMixin:
         arithmetic = self._arithmetic
         numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
         scales: Kinds = () if arithmetic is None else arithmetic.scales
-        others = [() for _ in numels]  # in host memory the optimizer's own tensors become the state
+        others: list[Kinds] = [() for _ in numels]  # in host memory the optimizer's own tensors become the state
         if arithmetic is not None:
             others = [arithmetic.kinds(index, dtype) for index in range(len(numels))]
         elif self._optimizer_on_nvme:
@@ -187,7 +189,7 @@ class BuildingMixin:
             # Their memory is zeroed and registered while the disk writes.
             gradients = beside.submit(self._build_gradients, engine, cuts)
             for index, ids in enumerate(self.fp16_partitioned_groups_flat_id):
-                placeholder = empty(0, dtype)
+                placeholder: Any = empty(0, dtype)
                 placeholder.ds_id = f"{ids[0]}_{ids[-1]}"
                 placeholder.requires_grad = True
                 self.fp32_partitioned_groups_flat.append(placeholder)
@@ -225,7 +227,7 @@ class BuildingMixin:
             return None
         if not (in_memory or self._optimizer_on_nvme):
             return None
-        self._shared_weights = SharedWeights(self.fp16_groups, self._model_weights, self._finish_step)
+        self._shared_weights = SharedWeights(self.fp16_groups, built(self._model_weights), self._finish_step)
         return SplitMasters(self._fused, self._shared_weights, in_memory=in_memory)
 
     def initialize_optimizer_states(self) -> None:
@@ -251,31 +253,33 @@ class BuildingMixin:
         dist.barrier()
         if self.contiguous_gradients:
             self.allocate_buckets(self.reduce_bucket_size)
+        state, gradients, weights = built(self._state), built(self._gradients), built(self._model_weights)
+        optimizer_states = built(self._optimizer_states)
         self._updater = SubGroupUpdater(
             self.optimizer,
-            self._state,
-            self._optimizer_states,
-            self._gradients,
-            self._model_weights,
+            state,
+            optimizer_states,
+            gradients,
+            weights,
             cores=engine.surroundings.cores,
             arithmetic=arithmetic,
             fused=fused,
             device=self._device,
         )
         moves = self._state_moves = StateMoves(
-            self._state,
+            state,
             len(self.fp16_groups),
             engine,
             open_store=engine.state.open_store,
-            moved=self._optimizer_states.show,
+            moved=optimizer_states.show,
         )
         self._chunked_step = ChunkedStep(
             self.optimizer,
             self.fp16_groups,
             engine,
-            self._state,
-            self._gradients,
-            self._model_weights,
+            state,
+            gradients,
+            weights,
             self._updater.by_chunks,
             self.step_guard,
             overlaps=self._updater.one_pass_states if self._tencache_options.overlap_step else (),
@@ -283,14 +287,12 @@ class BuildingMixin:
         moves.before = self._chunked_step.finish
         self._host_homes = engine.watch_host_memory(moves)
         if self._device is not None:
-            self._gathered = GatheredWeights(
-                list(self.module.parameters()), self._model_weights, may_stay=self.host_path.hooks
-            )
+            self._gathered = GatheredWeights(list(self.module.parameters()), weights, may_stay=self.host_path.hooks)
             self._gpu_homes = build_gpu_homes(
                 engine,
                 self._device[0],
                 moves,
-                self._gradients,
+                gradients,
                 self._gathered,
                 self.fp16_groups,
                 moved_gradient=getattr(self, GRADIENT_PARTITIONS).__setitem__,
@@ -301,7 +303,7 @@ class BuildingMixin:
         self._sub_group_starts = list(starts)
 
     def _plan_peak(self) -> None:
-        engine, later_state, update = self.tencache, 0, 0
+        engine, later_state, update = built(self.tencache), 0, 0
         if self._state is not None:
             numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
             in_chunks = None

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from tencache_ds.integration.adapters.versions import DeepSpeedClass
 from tencache_ds.tensors import zeros
 from tencache_ds.tiers.kinds import MASTER, MOMENTUM
 
 
-class StateAccessMixin:
+class StateAccessMixin(DeepSpeedClass):
     """Overrides of DeepSpeed's state-access methods for :class:`TenCacheZeroOptimizer_Stage3`.
 
     DeepSpeed's public functions gather what these return per rank; they are collective.

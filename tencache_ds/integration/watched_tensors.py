@@ -70,8 +70,9 @@ def watch_update(params: Iterable[Any], wait: Callable[[Sequence[Any]], None]) -
     :func:`updated`."""
     for param in params:
         if type(param.ds_tensor) is torch.Tensor:
-            param.ds_tensor.before_use = functools.partial(wait, [param])
-            _become(param.ds_tensor, PendingShard)
+            shard: Any = param.ds_tensor
+            shard.before_use = functools.partial(wait, [param])
+            _become(shard, PendingShard)
 
 
 def updated(params: Iterable[Any]) -> None:

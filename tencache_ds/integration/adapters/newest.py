@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tencache_ds.integration.adapters.versions import DeepSpeedClass
+
 
 @functools.cache
 def _imported(module: str, name: str) -> Any:
@@ -118,7 +120,7 @@ class Calls:
         checkpoint_engine.commit_info = None
 
 
-class NewestOptimizer:
+class NewestOptimizer(DeepSpeedClass):
     """Over ``DeepSpeedZeroOptimizer_Stage3``. Subclasses define ``forget_interrupted_backward``."""
 
     def at_boundary(self) -> bool:
@@ -174,7 +176,7 @@ class NewestOptimizer:
         return self.load_hp_checkpoint_state(folder, key, param=param)
 
 
-class NewestCoordinator:
+class NewestCoordinator(DeepSpeedClass):
     """Over ``PartitionedParameterCoordinator``."""
 
     def backward_begins(self, module: Any) -> None:

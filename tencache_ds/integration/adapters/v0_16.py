@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from tencache_ds.integration.adapters.versions import Change
+from tencache_ds.integration.adapters.versions import Change, DeepSpeedClass
 
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 
 
-class StateInMemory:
+class StateInMemory(DeepSpeedClass):
     """The optimizer before 0.16.9, whose access to state does not go through methods for one partition."""
 
     def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> torch.Tensor | None:

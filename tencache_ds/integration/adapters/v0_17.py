@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tencache_ds.integration.adapters.versions import Change
+from tencache_ds.integration.adapters.versions import Change, DeepSpeedClass
 
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 
@@ -30,7 +30,7 @@ class OneGradientDtype:
         return False, "None"
 
 
-class OneBucket:
+class OneBucket(DeepSpeedClass):
     """The optimizer before 0.17.2."""
 
     torch_autocast_gradscaler = None
@@ -65,7 +65,7 @@ class ArchivesAtOnce:
         return False
 
 
-class ReleasesOfAnyPass:
+class ReleasesOfAnyPass(DeepSpeedClass):
     """The coordinator before 0.17.0, whose releases are the same in forward and backward passes."""
 
     def release_sub_module(self, submodule: Any, forward: bool = False) -> None:

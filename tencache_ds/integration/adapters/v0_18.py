@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from tencache_ds.integration.adapters.versions import Change
+from tencache_ds.integration.adapters.versions import Change, DeepSpeedClass
 
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 
 
-class WholeFetches:
+class WholeFetches(DeepSpeedClass):
     """The coordinator before 0.18.6."""
 
     def _fetch_sub_module_impl(self, module: Any, forward: bool, is_leaf: bool) -> None:
@@ -27,7 +27,7 @@ class CommitsByTag:
         return str(commit_info)
 
 
-class UnseenBackward:
+class UnseenBackward(DeepSpeedClass):
     """The optimizer before 0.18.5, which does not know that a backward pass was interrupted."""
 
     _backward_under_way = False
@@ -53,7 +53,7 @@ class ParallelGathers:
         return False
 
 
-class BackwardOfOptimizer:
+class BackwardOfOptimizer(DeepSpeedClass):
     """The optimizer before 0.18.3, whose ``backward`` is the pass."""
 
     master_weights_and_grads_dtype = torch.float32
@@ -86,7 +86,7 @@ class OneOptimizer:
         pass
 
 
-class UnnamedParameters:
+class UnnamedParameters(DeepSpeedClass):
     """The optimizer before 0.18.0."""
 
     def name_of(self, param: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tencache_ds.integration.adapters.versions import Change
+from tencache_ds.integration.adapters.versions import Change, DeepSpeedClass
 
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
@@ -43,7 +43,7 @@ class NormsInDouble:
         return torch.double
 
 
-class BoundaryAttribute:
+class BoundaryAttribute(DeepSpeedClass):
     """The optimizer before 0.19.5."""
 
     def at_boundary(self) -> bool:
@@ -66,7 +66,7 @@ class ManagedSteps:
         engine.micro_steps = 0
 
 
-class OneProcessGroup:
+class OneProcessGroup(DeepSpeedClass):
     """The optimizer before 0.19.3, where all parameters are partitioned over the same ranks."""
 
     def _get_param_partition_group(self, param: Any) -> Any:
@@ -94,7 +94,7 @@ class UncountedBackward:
         return True
 
 
-class StaleFetches:
+class StaleFetches(DeepSpeedClass):
     """The coordinator before 0.19.2."""
 
     def _invalidate_trace(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -18,6 +19,9 @@ SUPPORTED = f">={OLDEST},<0.20"
 
 TESTED = ("0.16.4", "0.16.9", "0.17.6", "0.18.9", "0.19.0", "0.19.6", "0.19.8")
 """In ascending order: those of which the exactness core has passed."""
+
+DeepSpeedClass: Any = object
+"""The base of classes that are put over one of DeepSpeed's, which have no types: all that they do not define is its."""
 
 _LINES = ("v0_19", "v0_18", "v0_17", "v0_16")
 
