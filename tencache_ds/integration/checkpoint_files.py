@@ -55,14 +55,15 @@ class CheckpointFiles:
         self._latest = path
         with open(path + PARTIAL, "w", encoding="utf-8") as file:
             file.write(tag)
-        make_durable(path + PARTIAL)
 
     def name(self) -> None:
-        """Gives the files their names, durably.
+        """Gives the files but ``latest`` their names, durably, and makes its contents durable, too.
 
         Raises:
             OSError: that is not possible.
         """
+        if self._latest:  # not when it is written: a drive that is busy with state takes 0.2 s
+            make_durable(self._latest + PARTIAL)
         while self._paths:
             os.replace(self._paths[-1] + PARTIAL, self._paths[-1])
             self._folders.add(os.path.dirname(self._paths.pop()))
