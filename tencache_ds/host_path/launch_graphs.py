@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 logger = logging.getLogger("DeepSpeed.tencache")
 
 WORTH_CALLS = 4
-"""Calls in a step for which a graph is made: to make it costs about as much as two calls."""
+"""Calls in a step for which a graph is made: to make it takes the launches of a call, and some more time."""
 
 
 @dataclass(slots=True)

@@ -191,7 +191,7 @@ class ChunkedStep:
             return
         later = set(itertools.chain.from_iterable(self._later))
         now = [chunk for chunk in itertools.chain.from_iterable(chunks) if chunk not in later]
-        self._state.begin_pass([*now, *sorted(later, key=self._order.__getitem__)])
+        self._state.begin_pass([*now, *sorted(itertools.chain.from_iterable(self._later), key=self._order.__getitem__)])
 
     def update(self, step: SubGroupStep) -> None:
         """Updates a sub-group; after the last one, the chunks that may wait are updated in the background.

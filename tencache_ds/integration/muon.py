@@ -147,7 +147,6 @@ class MuonMixin(DeepSpeedClass):
                 values = torch.stack(list(norms.values())).cpu()
                 self.norm_for_param_grads.update(zip(norms, values.unbind(), strict=True))
             get_accelerator().synchronize()  # the host reads what was copied there
-            copies.end_step()
         self._momentum.show()
 
     def _turns(self) -> list[_Turn]:
@@ -295,10 +294,6 @@ class _Copies:
             for each in rows:
                 each.record_stream(stream)
         return rows
-
-    def end_step(self) -> None:
-        """After the last turn."""
-        self._ended.clear()
 
     @contextlib.contextmanager
     def to_host(self, sources: Sequence[torch.Tensor]) -> Iterator[None]:
