@@ -86,6 +86,7 @@ class BackgroundSave:
         votes: of the ranks, of saves alone.
         buffers: for copies of state.
         check: raises :class:`VoidStepError` if the update failed that the state is saved behind.
+        drive_in_use: whether steps use the drive, as :class:`ArchiveWriter` asks.
     """
 
     _under_way: weakref.WeakSet[BackgroundSave] = weakref.WeakSet()
@@ -98,6 +99,7 @@ class BackgroundSave:
         votes: JobVotes,
         buffers: CopyBuffers,
         check: Callable[[], None],
+        drive_in_use: Callable[[float], bool],
     ) -> None:
         self._tag = tag
         self._archives = archives
@@ -111,7 +113,7 @@ class BackgroundSave:
             self._changed.record()
         self._has_store = dist.get_rank() == 0  # asked now: at the end of the process there may be no group
         try:
-            self._writer = ArchiveWriter(archives, buffers, self._written)
+            self._writer = ArchiveWriter(archives, buffers, self._written, drive_in_use)
         except BaseException:
             votes.failed(_WRITTEN)
             raise

@@ -146,6 +146,7 @@ class CheckpointSave:
             optimizer.save_votes,
             optimizer.tencache.checkpoint_buffers(),
             optimizer.step_guard.check,
+            optimizer.tencache.drive_in_use({archive.device for archive in self._archives}),
         )
         self._archives, self._names = [], CheckpointFiles()
         optimizer.save_under_way = later

@@ -3,12 +3,17 @@
 
 Whoever has the tensors is free to change them as soon as they are copied. The copies of all that is not written yet
 take a bounded amount of memory: beyond that, the next copy waits for the writer.
+
+[Note: the drive is somebody else's] Where optimizer state is on the drive that the archive goes to, a step waits for
+the drive, and an archive need not: it is written while no step uses the drive, as long as nobody waits for it, memory
+suffices, and not too much time has passed.
 """
 
 from __future__ import annotations
 
 import collections
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,6 +21,12 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor
 from tencache_ds.memory.arena import untouched_zeros
+
+MOST_SECONDS_GIVEN = 60.0
+"""For which an archive may be left unwritten because others use the drive. A run that always does gets it as late."""
+
+_LOOK_SECONDS = 0.02
+"""After which the writer looks whether somebody waits for it, while others use the drive."""
 
 
 class CopyBuffers:
@@ -67,14 +78,23 @@ class ArchiveWriter:
         buffers: for copies; this object's until ``ended`` is called.
         ended: called on the writing thread when all files are finished (None), or with the error. After an error they
             are gone.
+        drive_in_use: waits at most some seconds until nobody else uses the drive, and returns whether somebody still
+            does. See [Note: the drive is somebody else's].
     """
 
     def __init__(
-        self, files: Sequence[ArchiveFile], buffers: CopyBuffers, ended: Callable[[BaseException | None], None]
+        self,
+        files: Sequence[ArchiveFile],
+        buffers: CopyBuffers,
+        ended: Callable[[BaseException | None], None],
+        drive_in_use: Callable[[float], bool] = lambda seconds: False,
     ) -> None:
         self._files = files
         self._buffers = buffers
         self._ended = ended
+        self._drive_in_use = drive_in_use
+        self._seconds_given = 0.0
+        self._awaited = False
         self._copies: collections.deque[tuple[ArchiveFile, DeferredTensor, torch.Tensor, torch.Tensor]] = (
             collections.deque()
         )  # and their buffers
@@ -113,6 +133,7 @@ class ArchiveWriter:
 
     def join(self) -> None:
         """Returns when the thread has ended."""
+        self._awaited = True
         self._thread.join()
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
@@ -121,6 +142,7 @@ class ArchiveWriter:
                 buffer = self._buffers.take(nbytes)
                 if buffer is not None:
                     return buffer
+                self._awaited = True
                 self._changed.wait()
         raise TenCacheError("the checkpoint is not being written any more")
 
@@ -151,8 +173,18 @@ class ArchiveWriter:
             if not self._copies:
                 return False
             file, tensor, copy, buffer = self._copies.popleft()
+        self._give_way()
         file.write(tensor, copy)
         with self._changed:
             self._buffers.put(buffer)
             self._changed.notify_all()
         return True
+
+    def _give_way(self) -> None:
+        """Returns when a write takes the drive from nobody, or has to."""
+        began = time.monotonic()
+        until = began + MOST_SECONDS_GIVEN - self._seconds_given
+        while not self._awaited and self._error is None and time.monotonic() < until:
+            if not self._drive_in_use(_LOOK_SECONDS):
+                break
+        self._seconds_given += time.monotonic() - began

@@ -152,6 +152,11 @@ class ArchiveFile:
         """The deferred tensors that the object holds, by their key."""
         return self._by_key
 
+    @property
+    def device(self) -> int:
+        """Number of the file system that it is on (:func:`~tencache_ds.io.scratch.device_of`)."""
+        return os.fstat(self._descriptor).st_dev
+
     def write(self, tensor: DeferredTensor, data: torch.Tensor) -> None:
         """Appends the tensor's next elements; those of several tensors may take turns.
 

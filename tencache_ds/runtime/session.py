@@ -16,7 +16,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import torch
 
@@ -27,6 +27,7 @@ from tencache_ds.errors import TenCacheError
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.archive_writer import CopyBuffers
 from tencache_ds.io.paths import NvmePaths
+from tencache_ds.io.scratch import device_of
 from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES, gib
 from tencache_ds.memory.arena import HostArena, HostTensors, Locking
 from tencache_ds.observability import tracing
@@ -205,6 +206,14 @@ class Session:
         elif self._copies is None:
             self._copies = CopyBuffers(most_nbytes, kept=True)
         return self._copies
+
+    def drive_in_use(self, devices: Set[int]) -> Callable[[float], bool]:
+        """Tells one who writes to some file systems, given seconds to wait at most, whether steps in the background use
+        one of them."""
+        paths = self.surroundings.optimizer_paths
+        if self.background is None or not self.state.stored_nbytes or devices.isdisjoint(map(device_of, paths)):
+            return lambda seconds: False
+        return self.background.busy
 
     def plan_peak(self, others: OutsideNeeds) -> None:
         """Computes an upper bound of this rank's peak memory from the initial placement.

@@ -54,6 +54,12 @@ class BackgroundUpdate:
         """Whether an update was started and not yet waited for."""
         return self._running is not None
 
+    def busy(self, seconds: float) -> bool:
+        """Waits at most so long until nothing is under way; returns whether something still is. Any thread may call
+        it."""
+        running = self._running
+        return running is not None and bool(wait([running], seconds).not_done)
+
     def begin(self, work: Work) -> None:
         """Starts an update; the one before must be finished."""
         self.finish()

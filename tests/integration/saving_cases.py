@@ -313,6 +313,9 @@ def in_background(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any
     tencache_ds.wait_for_checkpoint(s.engine)
     deepspeed.comm.barrier()
     s.result["hidden_share"] = s.engine.optimizer._chunked_step.hidden_share()
+    session = s.engine.optimizer.tencache
+    in_use = session.drive_in_use({os.stat(s.folder).st_dev})
+    s.result["gives_way"] = in_use == getattr(session.background, "busy", None)
     s.result["copies_left_nbytes"] = tencache_ds.stats(s.engine).checkpoint_nbytes
     s.result["latest_at_last"] = (s.folder / "latest").read_text()
     s.result["async"] = s.contents("async")

@@ -171,3 +171,40 @@ def test_a_file_that_lacks_something_is_an_error(tmp_path: Path) -> None:
     writer.join()
     assert "0 of 4000 bytes were written" in str(outcome.errors[0])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("reason", ["free", "awaited", "memory", "time"])
+def test_the_drive_is_left_to_those_who_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """See [Note: the drive is somebody else's]."""
+    in_use, written = [True], threading.Event()
+    stock_write = ArchiveFile.write
+
+    def write(self: ArchiveFile, tensor: DeferredTensor, data: torch.Tensor) -> None:
+        written.set()
+        stock_write(self, tensor, data)
+
+    def drive_in_use(seconds: float) -> bool:
+        written.wait(seconds)
+        return in_use[0]
+
+    monkeypatch.setattr(ArchiveFile, "write", write)
+    if reason == "time":
+        monkeypatch.setattr(archive_writer, "MOST_SECONDS_GIVEN", 0.5)
+    (tensor,) = values = deferred([1000])
+    file, outcome = begin_archive(list(values), str(tmp_path / "a")), Outcome()
+    writer = ArchiveWriter([file], CopyBuffers(3000 if reason == "memory" else 10_000), outcome, drive_in_use)
+    writer.write(file, tensor, values[tensor][:500])
+    assert not written.wait(0.2)
+    if reason == "free":
+        in_use[0] = False
+    elif reason == "awaited":
+        threading.Thread(target=writer.join).start()
+    elif reason == "memory":
+        writer.write(file, tensor, values[tensor][500:])
+    assert written.wait(20)
+    if reason != "memory":
+        writer.write(file, tensor, values[tensor][500:])
+    writer.end()
+    writer.join()
+    assert outcome.errors == [None]
+    assert torch.equal(torch.load(tmp_path / "a")[0], values[tensor])

@@ -114,8 +114,11 @@ def test_something_else_runs_behind_an_update_and_is_not_waited_for(tmp_path):
     updated = []
     background.update.run_in_background(lambda: updated.append(len(background.kernel.numbers)))
     assert not updated
+    assert background.update.busy(0.01)
     background.kernel.may_go_on.set()
+    assert not background.update.busy(30)
     background.update.finish()
+    assert not background.update.busy(30)
     assert updated == [N_CHUNKS]
     background.close()
 
