@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam on a GPU with the bits of DeepSpeed's CPU Adam: one launch updates any number of runs of elements.
+"""Adam on a GPU with the bits of DeepSpeed's CPU Adam, and Muon's step with those of torch's: one launch updates any
+number of runs of elements.
 
 The arithmetic is that of ``csrc/update/adam.h``, with one rounding per line: no contraction but the explicit ones,
 square root and division rounded to nearest, no flushing of denormals. Where a gradient is not finite the payload of a
@@ -69,18 +70,8 @@ def adam_runs(
     master = master_address.to(tl.pointer_type(tl.float32))
     exp_avg = exp_avg_address.to(tl.pointer_type(tl.float32))
     exp_avg_sq = exp_avg_sq_address.to(tl.pointer_type(tl.float32))
-    if GRADIENT == FLOAT32:
-        gradient = gradient_address.to(tl.pointer_type(tl.float32))
-    elif GRADIENT == BFLOAT16:
-        gradient = gradient_address.to(tl.pointer_type(tl.bfloat16))
-    else:
-        gradient = gradient_address.to(tl.pointer_type(tl.float16))
-    if WEIGHT == FLOAT32:
-        weight = weight_address.to(tl.pointer_type(tl.float32))
-    elif WEIGHT == BFLOAT16:
-        weight = weight_address.to(tl.pointer_type(tl.uint16))
-    else:
-        weight = weight_address.to(tl.pointer_type(tl.float16))
+    gradient = _elements(gradient_address, GRADIENT, False)
+    weight = _elements(weight_address, WEIGHT, True)
     if WHOLE:
         master, gradient, weight = tl.multiple_of(master, 16), tl.multiple_of(gradient, 16), tl.multiple_of(weight, 16)
         exp_avg, exp_avg_sq = tl.multiple_of(exp_avg, 16), tl.multiple_of(exp_avg_sq, 16)
@@ -121,6 +112,77 @@ def adam_runs(
     tl.store(masters, p, mask=inside)
     tl.store(exp_avgs, new_m, mask=inside)
     tl.store(exp_avg_sqs, new_v, mask=inside)
+    _store_weights(weights, p, wanted, WEIGHT)
+
+
+@triton.jit
+def descent_runs(
+    runs,
+    block_run,
+    block_start,
+    scale,
+    retained,
+    step,
+    GRADIENT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Takes a step along the gradient on one block of one run: what is left of Muon.
+
+    Args:
+        runs: as of :func:`adam_runs`; the moments' addresses are not used.
+        block_run: see there.
+        block_start: see there.
+        scale: to ``step``: of :class:`tencache_ds.planning.adam_scalars.DescentScalars`.
+        GRADIENT: see there.
+        WEIGHT: see there.
+        WHOLE: see there.
+        BLOCK: see there.
+    """
+    program = tl.program_id(0)
+    run = runs + tl.load(block_run + program).to(tl.int64) * RUN_FIELDS
+    start = tl.load(block_start + program)
+    gradient_address, weight_address, numel = tl.load(run + 3), tl.load(run + 4), tl.load(run + 5)
+    master = tl.load(run).to(tl.pointer_type(tl.float32))
+    gradient = _elements(gradient_address, GRADIENT, False)
+    weight = _elements(weight_address, WEIGHT, True)
+    if WHOLE:
+        master, gradient, weight = tl.multiple_of(master, 16), tl.multiple_of(gradient, 16), tl.multiple_of(weight, 16)
+        start = tl.multiple_of(start, BLOCK)
+    at = start + tl.arange(0, BLOCK)
+    masters, gradients, weights = master + at, gradient + at, weight + at
+    if WHOLE:
+        inside = None
+        wanted = None
+        g, p = tl.load(gradients).to(tl.float32), tl.load(masters)
+    else:
+        inside = at < numel
+        wanted = inside & (weight_address != 0)
+        g = tl.load(gradients, mask=inside & (gradient_address != 0), other=0.0).to(tl.float32)
+        p = tl.load(masters, mask=inside, other=0.0)
+    p = tl.fma(g * scale, tl.full([BLOCK], step, tl.float32), p * retained)
+    tl.store(masters, p, mask=inside)
+    _store_weights(weights, p, wanted, WEIGHT)
+
+
+@triton.jit
+def _elements(address, DTYPE: tl.constexpr, IN_BITS: tl.constexpr):
+    """The pointer to elements of a dtype; to the bits of bfloat16, if so wanted."""
+    if DTYPE == FLOAT32:
+        pointer = address.to(tl.pointer_type(tl.float32))
+    elif DTYPE == FLOAT16:
+        pointer = address.to(tl.pointer_type(tl.float16))
+    elif IN_BITS:
+        pointer = address.to(tl.pointer_type(tl.uint16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
+    return pointer
+
+
+@triton.jit
+def _store_weights(weights, p, wanted, WEIGHT: tl.constexpr):
+    """Stores rounded master weights."""
     if WEIGHT == FLOAT32:
         tl.store(weights, p, mask=wanted)
     elif WEIGHT == BFLOAT16:

@@ -249,8 +249,8 @@ class TenCacheConfig(BaseModel):
 
     Automatic: the memory left free by the first optimizer step, minus the amount that its activations and gradients
     took (1 GiB at least). A size, or a share of the GPU memory this process may use (``"60%"``), is an upper limit;
-    ``0`` uses none. Without an optimizer: the weights that the first forward pass leaves room for
-    ([inference](inference.md))."""
+    ``0`` uses none, and so does automatic with [Muon](muon.md). Without an optimizer: the weights that the first
+    forward pass leaves room for ([inference](inference.md))."""
 
     staging_memory: Size | None = None
     """Pinned memory per rank that stages all transfers from and to NVMe. Allocated once, with exactly this size; it

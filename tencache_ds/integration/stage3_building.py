@@ -246,7 +246,11 @@ class BuildingMixin(DeepSpeedClass):
         )
         self._arithmetic = arithmetic
         self._fused = fused = None if arithmetic is None else engine.fused_adam(arithmetic.one_pass)
-        self._device = open_gpu(engine, fused if type(arithmetic) is CpuAdam else None)
+        # Muon in GPU memory has been seen with a stand-in only: where the user asks for it.
+        wanted = type(arithmetic) is CpuAdam or (
+            isinstance(arithmetic, CpuAdam) and self._tencache_options.gpu_memory is not None
+        )
+        self._device = open_gpu(engine, fused if wanted else None)
         self._create_fp32_partitions()
         self._create_next_swappable_fp32_groups()
         self.initialize_optimizer_states()

@@ -18,7 +18,7 @@ from tencache_ds.placement.places import Place
 from tencache_ds.placement.state_moves import Accounts, StateMoves
 from tencache_ds.placement.weight_moves import Agree, MovableWeights, Shard, WeightMoves
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.kinds import ADAM_IN_FP32
+from tencache_ds.tiers.kinds import ADAM_IN_FP32, MASTERS_ALONE
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -98,7 +98,8 @@ class GpuMoves:
 
     def may_move(self, sub_group: int) -> bool:
         """Whether the state of a sub-group may be there: Adam's, in single precision."""
-        return {kind: self._tier.dtype(sub_group, kind) for kind in self._tier.kinds(sub_group)} == ADAM_IN_FP32
+        dtypes = {kind: self._tier.dtype(sub_group, kind) for kind in self._tier.kinds(sub_group)}
+        return dtypes in (ADAM_IN_FP32, MASTERS_ALONE)
 
     def weights_of(self, sub_group: int) -> list[tuple[int, ...]]:
         """Weights (keys) that each chunk of a sub-group has elements of."""

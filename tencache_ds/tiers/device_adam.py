@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam on optimizer state in device memory: the table of its places, and the kernel that updates it.
+"""Adam on optimizer state in device memory, and a step along the gradient where there are no moments: the table of its
+places, and the kernels that update it.
 
 A table says which elements of which tensors belong together. It is the same in every step until something changes its
 place, so that a step costs one or two launches per sub-group, however many weights and chunks there are.
@@ -9,15 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from tencache_ds.errors import ConfigError
-from tencache_ds.planning.adam_scalars import AdamScalars
+from tencache_ds.planning.adam_scalars import AdamScalars, DescentScalars
 
-Launch = Callable[[AdamScalars], None]
-"""Updates the runs it was prepared for, on the current stream; returns before that is done."""
+Launch = Callable[[AdamScalars | DescentScalars], None]
+"""Updates the runs it was prepared for, which have moments or have none, on the current stream; returns before that is
+done."""
+
+Table = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Runs, and of each block its run and its first element there, on the device."""
 
 VECTOR_NBYTES = 16
 N_WARPS = 8
@@ -28,8 +34,8 @@ class Run:
     """Elements that lie next to each other in every tensor.
 
     Attributes:
-        master: to ``weight``: addresses of the first element's master weight, moments, gradient (0: it is zero) and
-            weight (0: no rounded weight needed).
+        master: to ``weight``: addresses of the first element's master weight, moments (0: there are none), gradient
+            (0: it is zero) and weight (0: no rounded weight needed).
         numel: how many.
         n_tail: number of elements at the end that are the scalar tail of DeepSpeed's loop over the sub-group.
     """
@@ -44,7 +50,7 @@ class Run:
 
 
 class TritonAdam:
-    """A kernel for state in the memory of one device: :mod:`tencache_ds.ops.gpu_adam` on CUDA. Used by one thread.
+    """The kernels for state in the memory of one device: :mod:`tencache_ds.ops.gpu_adam` on CUDA. Used by one thread.
 
     Args:
         device: where state, gradients and weights are.
@@ -72,7 +78,7 @@ class TritonAdam:
         """Builds the updater of ``runs`` for every step. The caller keeps their tensors alive as long.
 
         Args:
-            runs: in device memory.
+            runs: in device memory; all of them have moments, or none.
             gradient: dtype of the gradients.
             weight: dtype of the weights.
         """
@@ -85,9 +91,21 @@ class TritonAdam:
             if numel < run.numel:
                 partial.append(_from(run, numel, gradient, weight))
         tables = [(table, is_whole) for table, is_whole in ((whole, True), (partial, False)) if table]
-        launches = [self._launch(self._on_device(table), gradient, weight, is_whole) for table, is_whole in tables]
+        kind = self._adam if runs[0].exp_avg else self._descent
+        launches = [
+            kind(
+                self._on_device(table),
+                GRADIENT=self._codes[gradient],
+                WEIGHT=self._codes[weight],
+                WHOLE=is_whole,
+                BLOCK=self._op.BLOCK_NUMEL,
+                num_warps=N_WARPS,
+                enable_fp_fusion=False,
+            )
+            for table, is_whole in tables
+        ]
 
-        def launch(scalars: AdamScalars) -> None:
+        def launch(scalars: Any) -> None:
             with torch.cuda.device(self._device):
                 for each in launches:
                     each(scalars)
@@ -95,13 +113,13 @@ class TritonAdam:
         return launch
 
     def _in_whole_blocks(self, run: Run) -> int:
-        addresses = (run.master, run.exp_avg, run.exp_avg_sq, run.gradient, run.weight)
+        moments = (run.exp_avg, run.exp_avg_sq) if run.exp_avg else ()
+        addresses = (run.master, *moments, run.gradient, run.weight)
         if any(address == 0 or address % VECTOR_NBYTES for address in addresses):
             return 0
         return (run.numel - run.n_tail) // self._op.BLOCK_NUMEL * self._op.BLOCK_NUMEL
 
-    def _on_device(self, runs: Sequence[Run]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The runs, and of each block its run and its first element there."""
+    def _on_device(self, runs: Sequence[Run]) -> Table:
         fields = np.array([(*astuple(run)[:6], run.numel - run.n_tail) for run in runs], dtype=np.int64)
         n_blocks = -(-fields[:, 5] // self._op.BLOCK_NUMEL)
         block_run = np.repeat(np.arange(len(runs), dtype=np.int32), n_blocks)
@@ -111,17 +129,10 @@ class TritonAdam:
         of_runs, of_blocks, starts = (torch.from_numpy(array).to(self._device) for array in arrays)
         return of_runs, of_blocks, starts
 
-    def _launch(
-        self,
-        table: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        gradient: torch.dtype,
-        weight: torch.dtype,
-        whole: bool,
-    ) -> Launch:
-        kernel, block_numel, grid = self._op.adam_runs, self._op.BLOCK_NUMEL, (len(table[1]),)
-        gradient_code, weight_code = self._codes[gradient], self._codes[weight]
+    def _adam(self, table: Table, **constants: Any) -> Launch:
+        kernel, grid = self._op.adam_runs, (len(table[1]),)
 
-        def launch(scalars: AdamScalars) -> None:
+        def launch(scalars: Any) -> None:
             kernel[grid](
                 *table,
                 scalars.scale,
@@ -133,15 +144,18 @@ class TritonAdam:
                 scalars.eps,
                 scalars.step_size,
                 scalars.decay,
-                GRADIENT=gradient_code,
-                WEIGHT=weight_code,
                 DECAY=int(scalars.weight_decay),
                 TAIL_CONTRACTED=self._tail_contracted,
-                WHOLE=whole,
-                BLOCK=block_numel,
-                num_warps=N_WARPS,
-                enable_fp_fusion=False,
+                **constants,
             )
+
+        return launch
+
+    def _descent(self, table: Table, **constants: Any) -> Launch:
+        kernel, grid = self._op.descent_runs, (len(table[1]),)
+
+        def launch(scalars: Any) -> None:
+            kernel[grid](*table, scalars.scale, scalars.retained, scalars.step, **constants)
 
         return launch
 

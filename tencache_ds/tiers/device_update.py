@@ -307,8 +307,8 @@ def _runs(views: dict[str, torch.Tensor], gradients: Pieces, weights: Pieces, nu
     for first, end in zip(cuts, cuts[1:], strict=False):
         yield Run(
             _address(views[MASTER], first),
-            _address(views[EXP_AVG], first),
-            _address(views[EXP_AVG_SQ], first),
+            _address(views[EXP_AVG], first) if EXP_AVG in views else 0,
+            _address(views[EXP_AVG_SQ], first) if EXP_AVG in views else 0,
             gradient=_address_among(gradients, first),
             weight=_address_among(weights, first),
             numel=end - first,

@@ -27,6 +27,7 @@ from tencache_ds.tiers.kinds import (
     FIRST_SCALE,
     MARKS,
     MASTER,
+    MASTERS_ALONE,
     REMAINDER,
     SCALES_OF_8_BITS,
     SECOND,
@@ -36,9 +37,6 @@ from tencache_ds.tiers.split_master import Pieces
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """Dtypes of gradients and weights that the op knows."""
-
-MASTERS_ALONE = {MASTER: torch.float32}
-"""Dtypes of state without moments."""
 
 
 class Job(Protocol):

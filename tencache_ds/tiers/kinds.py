@@ -17,6 +17,9 @@ MOMENTUM = "momentum_buffer"
 ADAM_IN_FP32 = dict.fromkeys((MASTER, EXP_AVG, EXP_AVG_SQ), torch.float32)
 """Dtypes of the state that can be split, and updated in files."""
 
+MASTERS_ALONE = {MASTER: torch.float32}
+"""Those of Muon's chunks."""
+
 FIRST, FIRST_SCALE, SECOND, SECOND_SCALE = "state1", "absmax1", "state2", "absmax2"
 """The 8-bit moments of bitsandbytes' Adam, and the largest magnitude in each of their blocks."""
 

@@ -34,7 +34,7 @@ from tencache_ds.integration import gpu_building, stage3_building
 from tencache_ds.integration.observing import residency
 from tencache_ds.placement import step_observer
 from tencache_ds.placement.places import GpuUsage, Place
-from tencache_ds.planning.adam_scalars import AdamScalars
+from tencache_ds.planning.adam_scalars import AdamScalars, DescentScalars
 from tencache_ds.profiling.fetch_waits import FetchRecorder, FetchWait
 from tencache_ds.runtime import session, state_building
 from tencache_ds.tiers.device_adam import Launch, Run
@@ -126,10 +126,15 @@ class TeamAdam:
         assert all(run.n_tail == run.numel for run in in_tail[1:])
         team, op = self._fused._team, self._fused._op
 
-        def launch(scalars: AdamScalars) -> None:
+        def launch(scalars: AdamScalars | DescentScalars) -> None:
             self.launches += 1
-            op_scalars = op.AdamScalars(**dataclasses.asdict(scalars))
-            job = team.adam(tuples, TYPES[gradient], TYPES[weight], n_tail, op_scalars)
+            types = TYPES[gradient], TYPES[weight]
+            if isinstance(scalars, DescentScalars):
+                assert not any(run.exp_avg or run.exp_avg_sq for run in runs)
+                masters = [(run[0], run[0], run[0], *run[3:]) for run in tuples]  # it wants addresses
+                job = team.descent(masters, *types, op.DescentScalars(**dataclasses.asdict(scalars)), "")
+            else:
+                job = team.adam(tuples, *types, n_tail, op.AdamScalars(**dataclasses.asdict(scalars)))
             assert job.wait(60)
 
         return launch

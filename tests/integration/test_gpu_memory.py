@@ -40,6 +40,7 @@ TRAINING: dict[str, dict[str, Any]] = {
         "weights": True,
         "steps": 6,
     },
+    "muon": {"model": "llama", "muon": True, "device_memory": "64MiB", "weights": True, "steps": 6} | RAM,
     "host_memory_automatic": {"model": "llama", "tencache": {"host_memory": None}, "steps": 6},
 }
 """Everything goes to GPU memory after the first step."""
@@ -50,6 +51,17 @@ PARTS: dict[str, dict[str, Any]] = {
     "no_weights_fit": {"model": "llama", "device_memory": 0, "steps": 6} | CHUNKS,
     "some_state": {"model": "llama", "device_memory": "14MiB", "clipping": 0.1, "steps": 6} | SMALL_CHUNKS,
     "some_state_ram": {"model": "llama", "device_memory": "14MiB", "weights": True, "steps": 6} | CHUNKS | RAM,
+    "muon_some_state": {
+        "model": "llama",
+        "muon": True,
+        "device_memory": "8MiB",
+        "clipping": 0.1,
+        "accumulation": 2,
+        "weights": True,
+        "steps": 6,
+    }
+    | SMALL_CHUNKS
+    | RAM,
     "three_places": {
         "model": "llama",
         "device_memory": "14MiB",
@@ -110,10 +122,27 @@ MOVES: dict[str, dict[str, Any]] = {
     }
     for seed in range(4)
 }
+MOVES["moves_muon"] = MOVES["moves_0"] | {
+    "muon": True,
+    "device_memory": "64MiB",
+    "offload_param": "cpu",
+    "weights": True,
+    "clipping": 0.1,
+}
 MOVES["moves_ram"] = {"model": "llama", "moves": 9, "places": PLACES[:2], "steps": 8} | CHUNKS | RAM
 
 TAKES_BACK: dict[str, dict[str, Any]] = {
     "takes_back": {"model": "llama", "takes_back": 1, "steps": 16, "clipping": 0.1, "accumulation": 2} | CHUNKS | RAM,
+    "takes_back_muon": {
+        "model": "llama",
+        "muon": True,
+        "device_memory": "64MiB",
+        "takes_back": 3,
+        "weights": True,
+        "steps": 12,
+    }
+    | CHUNKS
+    | RAM,
     "takes_back_nvme": {
         "model": "llama",
         "takes_back": 2,
@@ -243,6 +272,7 @@ ON_TWO_RANKS = (
     "ram",
     "accumulation_clipping",
     "accumulation_random_skip",
+    "muon",
     "three_places",
     "moves_0",
     "hands_back",
@@ -259,7 +289,8 @@ LONG = {
     # What these do, several of the others do too, some of them on two ranks: checkpointing, the whole state in GPU
     # memory, a host budget, memory that is taken back. In test_placements.py everything moves, on two ranks too.
     "unused", "llama_reentrant", "compiled", "optimizer_in_ram", "host_memory_automatic", "odd_chunks", "moves_0",
-    "moves_1", "moves_2", "moves_3", "shrinks", "shrinks_after_host_memory_was_freed", "spills_all", "full_host",
+    "moves_1", "moves_2", "moves_3", "takes_back_muon", "shrinks", "shrinks_after_host_memory_was_freed", "spills_all",
+    "full_host",
     # Made of parts of other scenarios, and compared in test_user_api.py with weights and states elsewhere.
     "write_local_state", "step_hooks", "gather_before_and_between", "forward_inside_gathered", "two_engines",
     "train_destroy_train", "engines_dropped_in_the_loop", "scheduler_of_torch", "second_zero_init",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam on the GPU against the fused Adam on the CPU, which equals DeepSpeed's (``test_update.py``), bit for bit."""
+"""Adam on the GPU against the fused Adam on the CPU, which equals DeepSpeed's (``test_update.py``), and Muon's step
+against that on the CPU, which equals torch's (``test_descent.py``), bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tencache_ds.ops.tencache_update import load_tencache_update
-from tencache_ds.planning.adam_scalars import BetaPowers
+from tencache_ds.planning.adam_scalars import BetaPowers, DescentScalars
 from tencache_ds.tiers.device_adam import Run, TritonAdam
 from tests.ops.test_update import DTYPES, SIZES, Setting, State, gradients_of, repeated, scalars_at, scalars_of
 
@@ -138,3 +139,43 @@ def test_a_run_without_gradient_or_weight(op: Any, team: Any, adam: TritonAdam) 
         launch(scalars_at(setting, step, powers))
     actual = State(*(each.cpu() for each in arrays), expected.weight)
     assert actual.differing(expected) == 0
+
+
+@pytest.mark.parametrize("gradient_dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+def test_a_step_along_the_gradient(
+    op: Any, team: Any, adam: TritonAdam, gradient_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    for numel, offset, scale in ((1, 0, 1.0), (4097, 0, 1 / 3), (3 * 4096, 0, 0.37), (20_003, 1, 2.0**-16)):
+        generator = torch.Generator().manual_seed(numel)
+        master = torch.randn(numel, generator=generator) * 10 ** (torch.rand(numel, generator=generator) * 8 - 6)
+        gradient = torch.randn(numel, generator=generator).to(gradient_dtype)
+        weight, scalars = torch.empty(numel, dtype=weight_dtype), DescentScalars(scale, 1 - 0.02 * 0.1, -0.02)
+        there = [torch.zeros(numel + offset, dtype=each.dtype, device="cuda") for each in (master, gradient, weight)]
+        for each, source in zip(there, (master, gradient, weight), strict=True):
+            each[offset:] = source
+        on_gpu = [each[offset:] for each in there]
+        third = numel // 3
+        runs = [
+            Run(
+                on_gpu[0][first:].data_ptr(),
+                0,
+                0,
+                0 if first and offset else on_gpu[1][first:].data_ptr(),  # no gradient
+                on_gpu[2][first:].data_ptr(),
+                end - first,
+            )
+            for first, end in ((0, third), (third, numel))
+            if end > first
+        ]
+        adam.prepare(runs, gradient_dtype, weight_dtype)(scalars)
+        if offset:
+            gradient[third:] = 0
+        addresses = (master, master, master, gradient, weight)
+        run = (*(each.data_ptr() for each in addresses), numel)
+        job = team.descent(
+            [run], DTYPES[gradient_dtype], DTYPES[weight_dtype], op.DescentScalars(**dataclasses.asdict(scalars)), ""
+        )
+        assert job.wait(60)
+        assert torch.equal(on_gpu[0].cpu(), master)
+        assert torch.equal(on_gpu[2].cpu(), weight)
