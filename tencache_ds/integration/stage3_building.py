@@ -219,6 +219,14 @@ class BuildingMixin(DeepSpeedClass):
         """Whether each sub-group has Muon's matrices; empty with any other optimizer."""
         return list(self.sub_groups_using_muon) if getattr(self, "use_muon", False) else []
 
+    def _uses_gpu_memory(self, arithmetic: CpuAdam | EightBitAdam | None) -> bool:
+        """Whether weights may be kept in GPU memory, and state whose update there is known. With Muon and 8-bit Adam,
+        which have been seen with a stand-in for it only, where the user asks for it."""
+        if type(arithmetic) is CpuAdam:
+            return True
+        split = isinstance(arithmetic, EightBitAdam) and self._tencache_options.split_master  # with weights in RAM
+        return arithmetic is not None and self._tencache_options.gpu_memory is not None and not split
+
     def _split_masters(self) -> SplitMasters | None:
         """Splits master weights on NVMe, and in host memory where no state goes to GPU memory, whose kernels take whole
         ones; None where they stay whole."""
@@ -246,11 +254,7 @@ class BuildingMixin(DeepSpeedClass):
         )
         self._arithmetic = arithmetic
         self._fused = fused = None if arithmetic is None else engine.fused_adam(arithmetic.one_pass)
-        # Muon in GPU memory has been seen with a stand-in only: where the user asks for it.
-        wanted = type(arithmetic) is CpuAdam or (
-            isinstance(arithmetic, CpuAdam) and self._tencache_options.gpu_memory is not None
-        )
-        self._device = open_gpu(engine, fused if wanted else None)
+        self._device = open_gpu(engine, fused if self._uses_gpu_memory(arithmetic) else None)
         self._create_fp32_partitions()
         self._create_next_swappable_fp32_groups()
         self.initialize_optimizer_states()

@@ -51,6 +51,15 @@ PARTS: dict[str, dict[str, Any]] = {
     "no_weights_fit": {"model": "llama", "device_memory": 0, "steps": 6} | CHUNKS,
     "some_state": {"model": "llama", "device_memory": "14MiB", "clipping": 0.1, "steps": 6} | SMALL_CHUNKS,
     "some_state_ram": {"model": "llama", "device_memory": "14MiB", "weights": True, "steps": 6} | CHUNKS | RAM,
+    "eight_bit": {
+        "model": "llama",
+        "optimizer": "bitsandbytes.optim.AdamW8bit",
+        "device_memory": "3MiB",
+        "clipping": 0.1,
+        "weights": True,
+        "steps": 6,
+        "tencache": {"chunk_size": 2**18, "split_master": False},
+    },
     "muon_some_state": {
         "model": "llama",
         "muon": True,
@@ -479,7 +488,7 @@ def test_host_memory_under_what_is_in_gpu_memory_is_freed_for_state(one_rank: An
     assert 4 * MIB < stats["resident_state_nbytes"] + stats["resident_weight_nbytes"] <= 9 * MIB
 
 
-@pytest.mark.parametrize("name", TAKES_BACK)
+@pytest.mark.parametrize("name", marked(TAKES_BACK, LONG))
 def test_training_took_memory_back(one_rank: Any, name: str) -> None:
     assert one_rank.result(name, "tencache")["taken_nbytes"] > 0
 
