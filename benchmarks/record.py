@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from tencache_ds.names import StrEnum
-from tencache_ds.planning.bound import STATE_NBYTES
+from tencache_ds.planning.forecast import STATE_NBYTES
 from tencache_ds.profiling.hardware import Hardware
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from tencache_ds.profiling.control_groups import machine_identity
+from tencache_ds.profiling.host import machine_identity
 
 logger = logging.getLogger("DeepSpeed.tencache.ops")
 

@@ -15,7 +15,7 @@ from tencache_ds import _autoload
 if TYPE_CHECKING:
     import os
 
-    from tencache_ds.integration.gpu_release import ReleasedMemory
+    from tencache_ds.integration.release import ReleasedMemory
     from tencache_ds.observability.counters import Stats
 
 __version__ = "0.1.0"
@@ -81,7 +81,7 @@ def release_gpu_memory(engine: Any) -> ReleasedMemory:
     from tencache_ds.integration.activation import engine_of
 
     engine_of(engine)
-    from tencache_ds.integration.gpu_release import ReleasedMemory
+    from tencache_ds.integration.release import ReleasedMemory
 
     return ReleasedMemory(engine)
 

@@ -17,8 +17,8 @@ import torch
 from tencache_ds.errors import ConfigError, ProcessLimitError, SpaceError, StorageError
 from tencache_ds.io.backends import native
 from tencache_ds.io.backends.posix import PosixBackend
-from tencache_ds.io.backends.ticket import Operation
-from tencache_ds.io.space import SpaceFile
+from tencache_ds.io.backends.protocol import Operation
+from tencache_ds.io.scratch import SpaceFile
 from tencache_ds.limits import start_threads
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tencache_ds.profiling.control_groups import fields_of, own_groups, upwards
+from tencache_ds.profiling.host import fields_of, own_groups, upwards
 
 REMOVAL_PATIENCE_S = 5.0
 

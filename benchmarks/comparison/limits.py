@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tencache_ds.planning.bound import SPLIT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES, Bound, Demand, Resource, bound
+from tencache_ds.planning.forecast import SPLIT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES, Bound, Demand, Resource, bound
 from tencache_ds.profiling.hardware import Hardware
 
 from ..record import Placement, Run, Workload

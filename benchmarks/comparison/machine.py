@@ -48,7 +48,7 @@ class Machine:
         """Processor, cores and GPU, which must agree for runs to be comparable, as in :class:`Hardware`."""
         import torch
 
-        from tencache_ds.profiling.processor import processor_name
+        from tencache_ds.profiling.host import processor_name
 
         gpu = torch.cuda.get_device_name(0) if self.gpus() else None
         return processor_name(), len(os.sched_getaffinity(0)), gpu

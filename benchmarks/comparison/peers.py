@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tencache_ds.planning.bound import GRADIENT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES
+from tencache_ds.planning.forecast import GRADIENT_NBYTES, STATE_NBYTES, WEIGHT_NBYTES
 
 from ..record import Placement, Workload
 

@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from tencache_ds.errors import ConfigError
-from tencache_ds.profiling.host_memory import available_nbytes
+from tencache_ds.profiling.host import available_nbytes
 
 from ..record import Benchmark, Configuration, Outcome, Run, Task
 from ..workloads import census

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tencache_ds.cli.storage_loops import Requests, open_buffer
-from tencache_ds.cli.tune_sessions import requests_on
+from tencache_ds.cli.tune_measure import requests_on
 from tencache_ds.errors import ConfigError, SpaceError
-from tencache_ds.profiling import probe_storage
+from tencache_ds.profiling import probe
 from tencache_ds.profiling.filesystem import file_system_of
-from tencache_ds.profiling.probe_storage import Area
+from tencache_ds.profiling.probe import Area
 
 MIB = 1 << 20
 _LEAST_IN_FLIGHT = 4
@@ -69,17 +69,17 @@ def open_files(nvme_path: Path, most_nbytes: int, request_nbytes: int, n_files: 
     """
     with suppress(FileExistsError):
         nvme_path.mkdir(parents=True, exist_ok=True)
-    probe_storage.check_folder(nvme_path)
-    most_nbytes = min(most_nbytes, probe_storage.free_nbytes(nvme_path) // probe_storage.SHARE_OF_FREE)
+    probe.check_folder(nvme_path)
+    most_nbytes = min(most_nbytes, probe.free_nbytes(nvme_path) // probe.SHARE_OF_FREE)
     n_requests = most_nbytes // n_sets // (n_files * request_nbytes) * n_files
     if not n_requests:
         raise _too_small(nvme_path, n_sets * n_files * request_nbytes, most_nbytes)
-    with probe_storage.open_area(nvme_path, n_requests * request_nbytes, request_nbytes, n_files) as area:
+    with probe.open_area(nvme_path, n_requests * request_nbytes, request_nbytes, n_files) as area:
         if not area.direct:
             raise ConfigError(
                 f"{nvme_path} has no O_DIRECT: the page cache would be measured; name a folder on ext4 or xfs"
             )
-        probe_storage.fill_area(area, math.inf)
+        probe.fill_area(area, math.inf)
         yield area
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer's pass over host memory: TenCache's chunks against DeepSpeedCPUAdam on one flat tensor.
 
-TenCache's side is :class:`~tencache_ds.tiers.fused_update.FusedUpdate` over chunks of optimizer state: one pass takes
+TenCache's side is :class:`~tencache_ds.tiers.host_update.FusedUpdate` over chunks of optimizer state: one pass takes
 the 16-bit gradient, updates master weight and moments, and writes the weight in 16 bits. Reading and writing chunks is
 covered by the storage benchmark.
 """
@@ -21,9 +21,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
 from tencache_ds.planning.chunks import automatic_chunk_nbytes, cut_sub_group
 from tencache_ds.tiers.fused_adam import FusedAdam
-from tencache_ds.tiers.fused_update import FusedUpdate
+from tencache_ds.tiers.host_update import CpuShare, FusedUpdate
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
-from tencache_ds.tiers.unfused_update import CpuShare
 from tencache_ds.tiers.update import JOB_TIMEOUT_S, SubGroupStep
 
 from .result import REPEATS, Case, MicroResult, alternate

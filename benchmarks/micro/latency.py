@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from tencache_ds.cli.storage_loops import TIMEOUT_S, keep_in_flight, open_buffer, operation_of
-from tencache_ds.cli.tune_sessions import requests_on
+from tencache_ds.cli.tune_measure import requests_on
 from tencache_ds.errors import StorageError
 from tencache_ds.io import BACKENDS, Operation, Priority
-from tencache_ds.profiling.probe_storage import Kind
+from tencache_ds.profiling.probe import Kind
 
 from .area import MIB, Load, Work, open_files, open_works
 from .result import REPEATS, MicroResult, alternate

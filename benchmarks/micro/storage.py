@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from tencache_ds.profiling.probe_storage import Kind
+from tencache_ds.profiling.probe import Kind
 
 from .area import MIB, Load, Work, open_works
 from .result import REPEATS, Case, MicroResult, alternate

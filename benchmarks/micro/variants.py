@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 from tencache_ds.cli.storage_loops import Session, StockSession, keep_in_flight, operation_of
-from tencache_ds.cli.tune_sessions import TenCacheSession
+from tencache_ds.cli.tune_measure import TenCacheSession
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import ConfigError, StorageError
-from tencache_ds.integration.aio_section import read_aio_section
+from tencache_ds.integration.config_checks import read_aio_section
 from tencache_ds.io import BACKENDS, ExtentStore, Operation, Ticket
-from tencache_ds.profiling.probe_storage import Kind
+from tencache_ds.profiling.probe import Kind
 
 from .area import Work
 

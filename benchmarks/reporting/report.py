@@ -28,7 +28,7 @@ REPEATABLE = 0.05
 VERBS = {Outcome.failed: "failed", Outcome.cannot_run: "could not run"}
 
 RESOURCES = {"nvme": "NVMe", "h2d": "host to GPU", "d2h": "GPU to host", "cpu": "CPU", "gpu": "GPU"}
-"""Names of what can set a bound (``tencache_ds.planning.bound.Resource``)."""
+"""Names of what can set a bound (``tencache_ds.planning.forecast.Resource``)."""
 
 RATES = {
     "read": "NVMe read", "write": "NVMe write", "mixed": "NVMe read + write together", "h2d": "host to GPU",

@@ -20,13 +20,12 @@ import torch
 from rich.console import Console, RenderableType
 
 from tencache_ds.cli.trace import record, title_of
+from tencache_ds.cli.trace import render as render_trace
 from tencache_ds.cli.trace_plot import write_plot
-from tencache_ds.cli.trace_view import render as render_trace
-from tencache_ds.cli.watch_view import render as render_watch
+from tencache_ds.cli.watch import render as render_watch
 from tencache_ds.observability.channel_client import Job, Process, jobs
 from tencache_ds.observability.timeline import timelines
-from tencache_ds.observability.trace_file import write_trace
-from tencache_ds.observability.trace_summary import summarize
+from tencache_ds.observability.trace_file import summarize, write_trace
 
 HERE = Path(__file__).parent
 TRAINING = """

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from tencache_ds.layout import gib
-from tencache_ds.placement.activation_policy import RecordedPass
-from tencache_ds.placement.activation_room import ActivationRoom
+from tencache_ds.placement.activation_policy import ActivationRoom, RecordedPass
 from tencache_ds.placement.places import GpuUsage, Place
-from tencache_ds.profiling.fetch_waits import StreamClock
-from tencache_ds.profiling.move_waits import MoveCost, MoveWaits
+from tencache_ds.profiling.waits import MoveCost, MoveWaits, StreamClock
 
 
 class AutoPlaces:

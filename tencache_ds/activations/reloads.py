@@ -13,15 +13,14 @@ from collections.abc import Sequence
 
 import torch
 
-from tencache_ds.activations.blocks import Block
+from tencache_ds.activations.blocks import Block, StoredBlocks
 from tencache_ds.activations.copies import Copies
-from tencache_ds.activations.stored_blocks import StoredBlocks
 from tencache_ds.io import Priority
 from tencache_ds.memory.lease import Event
 from tencache_ds.observability.counters import Counters, Link
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.placement.places import Place
-from tencache_ds.profiling.move_waits import MoveWaits
+from tencache_ds.profiling.waits import MoveWaits
 
 
 class Reloads:

@@ -24,12 +24,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tencache_ds.activations.auto_places import AutoPlaces
-from tencache_ds.activations.blocks import Block, KeptTensor, MovedTensor, alive
-from tencache_ds.activations.copies import Copies
-from tencache_ds.activations.dropped_blocks import DroppedBlocks
-from tencache_ds.activations.host_buffers import HostBuffers
+from tencache_ds.activations.blocks import Block, DroppedBlocks, KeptTensor, MovedTensor, StoredBlocks, alive
+from tencache_ds.activations.copies import Copies, HostBuffers
 from tencache_ds.activations.reloads import Reloads
-from tencache_ds.activations.stored_blocks import StoredBlocks
 from tencache_ds.errors import MemoryLimitError, TenCacheError
 from tencache_ds.io import ExtentStore, Ticket
 from tencache_ds.memory.lease import Event
@@ -46,7 +43,7 @@ from tencache_ds.placement.activation_policy import (
     reload_window_nbytes,
 )
 from tencache_ds.placement.places import Place
-from tencache_ds.profiling.move_waits import MoveWaits
+from tencache_ds.profiling.waits import MoveWaits
 from tencache_ds.tensors import empty
 
 logger = logging.getLogger("DeepSpeed.tencache")

@@ -11,9 +11,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from tencache_ds.cli import hardware_checks, software_checks
+from tencache_ds.cli import checks
+from tencache_ds.cli.checks import check_nvme_path
 from tencache_ds.cli.console import Finding, Level, open_console
-from tencache_ds.cli.storage_checks import check_nvme_path
 
 _MARKS = {
     Level.OK: "[green]ok[/green]",
@@ -57,16 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
 def examine(nvme_paths: Sequence[Path] = ()) -> list[Finding]:
     """Every check of this machine, in the order shown. Takes about two seconds; imports neither torch nor DeepSpeed."""
     findings = [
-        *software_checks.check_versions(),
-        *software_checks.check_eight_bit(),
-        software_checks.check_autoload(),
-        *software_checks.check_build_tools(),
-        *software_checks.check_build_locks(),
-        hardware_checks.check_cpu(),
-        hardware_checks.check_memory(),
-        hardware_checks.check_locked_memory(),
-        *hardware_checks.check_gpus(),
-        hardware_checks.check_gds(),
+        *checks.check_versions(),
+        *checks.check_eight_bit(),
+        checks.check_autoload(),
+        *checks.check_build_tools(),
+        *checks.check_build_locks(),
+        checks.check_cpu(),
+        checks.check_memory(),
+        checks.check_locked_memory(),
+        *checks.check_gpus(),
+        checks.check_gds(),
     ]
     for path in nvme_paths:
         findings.extend(check_nvme_path(path))

@@ -32,11 +32,10 @@ from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.planning.budget import AUTO_HOST_SHARE
 from tencache_ds.plotting import check_plot_file
 from tencache_ds.profiling.filesystem import existing_parent
-from tencache_ds.profiling.host_memory import available_nbytes
+from tencache_ds.profiling.host import available_nbytes
 
 if TYPE_CHECKING:  # they need pydantic, which other commands do without
-    from tencache_ds.planning.bound import Resource
-    from tencache_ds.planning.forecast import Forecast, Training
+    from tencache_ds.planning.forecast import Forecast, Resource, Training
     from tencache_ds.planning.peak_memory import PeakMemory
     from tencache_ds.profiling.hardware import Hardware
 
@@ -217,7 +216,7 @@ def _state(arguments: argparse.Namespace, numel: int, host_nbytes: int) -> dict[
     Raises:
         ConfigError: they do not go together.
     """
-    from tencache_ds.planning.bound import WEIGHT_NBYTES
+    from tencache_ds.planning.forecast import WEIGHT_NBYTES
 
     state_nbytes, marks_nbytes = _STATE_NBYTES[arguments.optimizer]
     on_gpu = arguments.optimizer == "adamw"
@@ -382,7 +381,7 @@ def _places(chosen: Forecast) -> Table:
 
 def _resource_names(device: str) -> dict[Resource, str]:
     """The name of each resource in the output; ``device`` is that of the training device."""
-    from tencache_ds.planning.bound import Resource
+    from tencache_ds.planning.forecast import Resource
 
     return {
         Resource.NVME: "NVMe",

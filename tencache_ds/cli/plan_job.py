@@ -22,7 +22,7 @@ from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.binding import NVME_STALLS
 from tencache_ds.observability.channel_client import Job
 from tencache_ds.planning.outlook import ObservedStep, Outlook, outlook
-from tencache_ds.profiling.host_memory import available_nbytes
+from tencache_ds.profiling.host import available_nbytes
 
 POLL_S = 0.2
 """Between two looks at the job; of shorter steps some are missed."""

@@ -19,7 +19,7 @@ import torch
 from tencache_ds.errors import ConfigError, LockedMemoryError, StorageError
 from tencache_ds.io import Operation, Ticket
 from tencache_ds.memory import HostArena, Locking
-from tencache_ds.profiling.probe_storage import Kind
+from tencache_ds.profiling.probe import Kind
 
 TIMEOUT_S = 120.0
 """A request that takes longer is an error."""

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tune(arguments: argparse.Namespace, console: Console) -> None:
-    from tencache_ds.profiling.probe_storage import check_folder
+    from tencache_ds.profiling.probe import check_folder
 
     # Errors in the arguments are reported before anything is imported or measured.
     check_json_file(arguments.json)

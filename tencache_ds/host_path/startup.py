@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tencache_ds.profiling.processor import processor_field
+from tencache_ds.profiling.host import processor_field
 
 
 class ProcessorInfo(dict[str, Any]):

@@ -42,18 +42,18 @@ def activate() -> None:
     from tencache_ds.integration import eight_bit_adam, inference, known_engines
     from tencache_ds.integration.activation_hooks import hook_passes
     from tencache_ds.integration.adapters.installed import calls
+    from tencache_ds.integration.agreement import agree_on_options, agree_on_switches
     from tencache_ds.integration.checkpoint import hook_loading
     from tencache_ds.integration.checkpoint_saving import hook_saving
+    from tencache_ds.integration.chunk_update import loaded_when_needed
     from tencache_ds.integration.chunked_step import hook_stepping, refuse_void_weights, wait_for_updates
     from tencache_ds.integration.coordinator import end_gathers_ahead, undone_after_error
-    from tencache_ds.integration.cpu_adam_op import loaded_when_needed
-    from tencache_ds.integration.gpu_release import hook_states
     from tencache_ds.integration.hooked_modules import begin_user_gather, end_user_gather
+    from tencache_ds.integration.model_weights import gathered, overwriting, released
     from tencache_ds.integration.observing import observatory
     from tencache_ds.integration.param_swapper import ParamSwapper, begin_changes, end_changes, swapper_factory
-    from tencache_ds.integration.rank_checks import agree_on_options, agree_on_switches
+    from tencache_ds.integration.release import hook_states
     from tencache_ds.integration.seams import warn_of_version
-    from tencache_ds.integration.shared_weights import gathered, overwriting, released
 
     warn_of_version(deepspeed.__version__, dist.get_rank() if dist.is_initialized() else 0)
     calls.complete_gathers(partition_parameters.Init)
@@ -252,7 +252,7 @@ def _substituted_classes(engine: Any, options: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _nothing_left_after_failure(engine: Any) -> Iterator[None]:
     """An engine that cannot be built leaves its model as it was: readable, to be dropped or initialized again."""
-    from tencache_ds.integration.model_release import release_after_failure
+    from tencache_ds.integration.release import release_after_failure
 
     try:
         yield

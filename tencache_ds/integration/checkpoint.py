@@ -28,8 +28,7 @@ from tencache_ds.errors import CheckpointError, TenCacheError
 from tencache_ds.integration import eight_bit_adam
 from tencache_ds.integration.adapters.versions import DeepSpeedClass
 from tencache_ds.integration.agreement import JobVotes
-from tencache_ds.integration.background_save import BackgroundSave, StateKey, Visit
-from tencache_ds.integration.checkpoint_files import agree_on_checkpoint
+from tencache_ds.integration.background_save import BackgroundSave, StateKey, Visit, agree_on_checkpoint
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.resharding import SavedFiles, hook_resharding
 from tencache_ds.integration.seams import Feature, require

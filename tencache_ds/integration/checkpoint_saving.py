@@ -37,9 +37,15 @@ from tencache_ds.config import Checkpoint
 from tencache_ds.errors import add_note
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.agreement import JobVotes
-from tencache_ds.integration.background_save import BackgroundSave, write_state
+from tencache_ds.integration.background_save import (
+    NOT_SAVED,
+    BackgroundSave,
+    CheckpointFiles,
+    latest_of,
+    not_saved,
+    write_state,
+)
 from tencache_ds.integration.checkpoint import CheckpointMixin
-from tencache_ds.integration.checkpoint_files import NOT_SAVED, CheckpointFiles, latest_of, not_saved
 from tencache_ds.integration.watched_tensors import WatchedStates, values_of
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, begin_archive, make_durable, write_archive
 from tencache_ds.tensors import zeros

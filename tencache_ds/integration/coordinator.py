@@ -33,14 +33,14 @@ from tencache_ds.integration.hooked_modules import (
     params_of,
     uncompiled,
 )
+from tencache_ds.integration.model_weights import released
 from tencache_ds.integration.param_swapper import ParamSwapper, end_changes
-from tencache_ds.integration.shared_weights import released
 from tencache_ds.observability import spans
 from tencache_ds.observability.counters import Event
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.planning.lookahead import CommitWindow, Walk
 from tencache_ds.profiling.access_trace import AccessTrace
-from tencache_ds.profiling.fetch_waits import FetchRecorder
+from tencache_ds.profiling.waits import FetchRecorder
 
 _coordinators: weakref.WeakSet[TenCacheCoordinator] = weakref.WeakSet()
 

@@ -26,13 +26,13 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.integration.hooked_modules import shard_nbytes
 from tencache_ds.integration.model_weights import ModelWeights, home_in_tier, in_tier
+from tencache_ds.placement.moves import Shard
 from tencache_ds.placement.places import Place
-from tencache_ds.placement.weight_moves import Shard
-from tencache_ds.tiers.weight_home import Home
+from tencache_ds.tiers.weight_homes import Home
 
 
 class DeviceWeights:
-    """A :class:`tencache_ds.placement.weight_moves.MovableWeights`. Used by the training thread, between two steps.
+    """A :class:`tencache_ds.placement.moves.MovableWeights`. Used by the training thread, between two steps.
 
     Args:
         params: the model's parameters, each once.
@@ -129,7 +129,7 @@ def _on_device(shard: torch.Tensor) -> bool:
 
 
 class GatheredWeights:
-    """A :class:`tencache_ds.placement.weight_moves.MovableWeights`; see [Note: weights that stay gathered]. Used by the
+    """A :class:`tencache_ds.placement.moves.MovableWeights`; see [Note: weights that stay gathered]. Used by the
     thread that computes, between passes.
 
     Args:

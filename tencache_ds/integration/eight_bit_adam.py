@@ -63,7 +63,7 @@ def compared(kernel: _Kernel, compare: Callable[[_Kernel], None]) -> _Kernel:
 
 class EightBitAdam:
     """The arithmetic of one optimizer. Its op, bitsandbytes' own, is a
-    :class:`~tencache_ds.tiers.unfused_update.ChunkOp`.
+    :class:`~tencache_ds.tiers.host_update.ChunkOp`.
 
     Args:
         optimizer: of bitsandbytes.
@@ -137,7 +137,7 @@ class EightBitAdam:
         return compared(BlockwiseAdam(n_threads, first, second, _square_root()), self._compare)
 
     def scalars(self, number: int, group: Mapping[str, Any], scale: float) -> tuple[BlockwiseScalars, int]:
-        """See :meth:`CpuAdam.scalars <tencache_ds.integration.chunk_arithmetic.CpuAdam.scalars>`."""
+        """See :meth:`CpuAdam.scalars <tencache_ds.integration.chunk_update.CpuAdam.scalars>`."""
         beta1, beta2 = group["betas"]
         scalars = blockwise_scalars(
             lr=group["lr"],

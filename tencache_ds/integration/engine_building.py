@@ -15,12 +15,11 @@ from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.config import Share, TenCacheConfig
 from tencache_ds.integration.agreement import Agreement, Post
-from tencache_ds.integration.aio_section import aio_settings
+from tencache_ds.integration.config_checks import aio_settings
 from tencache_ds.io.scratch import device_of
 from tencache_ds.planning.budget import HostBudget, RankMemory, plan_host_memory
 from tencache_ds.profiling.filesystem import file_system_of
-from tencache_ds.profiling.host_memory import MemoryDomain, memory_domains
-from tencache_ds.profiling.processor import CoreQuota, core_quotas
+from tencache_ds.profiling.host import CoreQuota, MemoryDomain, core_quotas, memory_domains
 from tencache_ds.runtime.engine import TenCacheEngine, logger
 from tencache_ds.runtime.session import Session
 from tencache_ds.runtime.surroundings import Surroundings

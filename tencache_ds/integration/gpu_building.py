@@ -17,13 +17,12 @@ from tencache_ds.integration.engine_building import on_cuda
 from tencache_ds.integration.reporting import announce
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.placement.gpu_homes import GpuHomes, open_device
-from tencache_ds.placement.gpu_moves import GpuMoves
+from tencache_ds.placement.moves import GpuMoves, StateMoves
 from tencache_ds.placement.places import GpuUsage
-from tencache_ds.placement.state_moves import StateMoves
-from tencache_ds.profiling.fetch_waits import FetchRecorder
-from tencache_ds.profiling.host_memory import available_nbytes
+from tencache_ds.profiling.host import available_nbytes
+from tencache_ds.profiling.waits import FetchRecorder
 from tencache_ds.runtime.session import Session
-from tencache_ds.tiers.device_adam import TritonAdam
+from tencache_ds.tiers.device_update import TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientTier
 

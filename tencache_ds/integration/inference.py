@@ -19,19 +19,18 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.host_path import SuspendedHooks, finish_after_forward, install
 from tencache_ds.integration import gpu_building, known_engines
-from tencache_ds.integration.agreement import agreed
+from tencache_ds.integration.agreement import agree_on_weights, agreed
 from tencache_ds.integration.coordinator import TenCacheCoordinator
 from tencache_ds.integration.device_weights import GatheredWeights
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.hooked_modules import is_free, uncompiled
 from tencache_ds.integration.known_engines import engines_for
-from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.outside_needs import outside_needs
-from tencache_ds.integration.rank_checks import agree_on_weights
+from tencache_ds.integration.release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.reporting import announce
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.placement.inference_homes import InferenceHomes
-from tencache_ds.placement.weight_moves import WeightMoves
+from tencache_ds.placement.moves import WeightMoves
 from tencache_ds.runtime.session import Session
 
 

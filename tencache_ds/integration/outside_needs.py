@@ -15,8 +15,8 @@ from tencache_ds.integration.hooked_modules import shard_nbytes
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.optimizer_states import known_kinds
 from tencache_ds.memory.device_memory import DeviceMemory
-from tencache_ds.placement.gpu_budget import limit_nbytes
-from tencache_ds.placement.weight_moves import Shard
+from tencache_ds.placement.gpu_policy import limit_nbytes
+from tencache_ds.placement.moves import Shard
 from tencache_ds.planning.peak_memory import OutsideNeeds, OwnShard
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 

@@ -5,7 +5,7 @@
 
 DeepSpeed keeps two states per parameter: ``param.ds_status`` (is the gathered weight on the device?) and
 ``param.ds_tensor.status`` (is this rank's shard in host memory?). TenCache keeps its own ([Note: home and copy] in
-:mod:`tencache_ds.tiers.weight_home`). They meet here:
+:mod:`tencache_ds.tiers.weight_homes`). They meet here:
 
 - ``ds_tensor.status`` is NOT_AVAILABLE while the shard is on NVMe, *also while it is being read ahead*. It becomes
   AVAILABLE only when the training asks for it or when the coordinator commits it at a point that is the same on every

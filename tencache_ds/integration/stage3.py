@@ -27,11 +27,11 @@ from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.chunked_step import guarding_weights, refuse_void_state_dict, unguard_weights
 from tencache_ds.integration.config_checks import refuse_optimizer
-from tencache_ds.integration.model_release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.muon import MuonMixin
 from tencache_ds.integration.optimizer_states import step_is_watched
 from tencache_ds.integration.passes import GradientNormsMixin, PassesMixin
+from tencache_ds.integration.release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.reporting import StepMonitor
 from tencache_ds.integration.stage3_building import BuildingMixin
 from tencache_ds.integration.state_access import StateAccessMixin

@@ -17,32 +17,30 @@ from deepspeed.accelerator import get_accelerator
 from tencache_ds.errors import ConfigError, MemoryLimitError, built
 from tencache_ds.integration.activation_hooks import ActivationHooks
 from tencache_ds.integration.adapters.versions import DeepSpeedClass
-from tencache_ds.integration.chunk_arithmetic import CpuAdam, chunk_arithmetic
-from tencache_ds.integration.chunk_update import SubGroupUpdater
+from tencache_ds.integration.agreement import agree_on_weights, failing_together
+from tencache_ds.integration.chunk_update import CpuAdam, SubGroupUpdater, chunk_arithmetic
 from tencache_ds.integration.chunked_step import ChunkedStep
 from tencache_ds.integration.device_weights import GatheredWeights
 from tencache_ds.integration.eight_bit_adam import EightBitAdam
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
 from tencache_ds.integration.known_engines import engines_for
-from tencache_ds.integration.model_weights import ModelWeights, cast_shard
+from tencache_ds.integration.model_weights import ModelWeights, SharedWeights, cast_shard
 from tencache_ds.integration.muon import Momentum
 from tencache_ds.integration.optimizer_states import OptimizerStates, known_kinds
 from tencache_ds.integration.outside_needs import outside_needs, update_needs
 from tencache_ds.integration.param_swapper import ParamSwapper
-from tencache_ds.integration.rank_checks import agree_on_weights, failing_together
 from tencache_ds.integration.reporting import announce
-from tencache_ds.integration.shared_weights import SharedWeights
 from tencache_ds.memory.arena import empty_pinned_cache
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.placement.gpu_homes import GpuHomes, initial_gpu_nbytes
 from tencache_ds.placement.host_homes import HostHomes
-from tencache_ds.placement.state_moves import StateMoves
+from tencache_ds.placement.moves import StateMoves
 from tencache_ds.planning.chunks import GRADIENT_BUFFER_NUMEL, gradient_cuts
-from tencache_ds.profiling.fetch_waits import FetchRecorder
+from tencache_ds.profiling.waits import FetchRecorder
 from tencache_ds.runtime.session import Session
 from tencache_ds.tensors import empty
-from tencache_ds.tiers.device_adam import TritonAdam
+from tencache_ds.tiers.device_update import TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tencache_ds.tiers.kinds import MASTER, MOMENTUM

@@ -5,13 +5,20 @@ places."""
 from __future__ import annotations
 
 from tencache_ds.io.backends.aio import AioBackend
-from tencache_ds.io.backends.counters import IoCounters, IoTotals
 from tencache_ds.io.backends.gds import GdsBackend
 from tencache_ds.io.backends.native import NativeBackend
 from tencache_ds.io.backends.posix import PosixBackend
-from tencache_ds.io.backends.protocol import StorageBackend
+from tencache_ds.io.backends.protocol import (
+    IoCounters,
+    IoTotals,
+    Operation,
+    Priority,
+    StorageBackend,
+    StorageCancelledError,
+    StorageTimeoutError,
+    Ticket,
+)
 from tencache_ds.io.backends.registry import BACKENDS, BackendSettings, open_backend
-from tencache_ds.io.backends.ticket import Operation, Priority, StorageCancelledError, StorageTimeoutError, Ticket
 from tencache_ds.io.extents import Extent
 from tencache_ds.io.paths import NvmePath, NvmePaths
 from tencache_ds.io.scratch import ScratchFolder, free_nbytes

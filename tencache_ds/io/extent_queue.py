@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
+from tencache_ds.io.backends.protocol import Operation, Priority, Ticket
 from tencache_ds.io.extents import Extent
 from tencache_ds.io.integrity import Witness
 from tencache_ds.observability import spans

@@ -20,7 +20,7 @@ import xxhash
 
 from tencache_ds.errors import CorruptionError
 from tencache_ds.io.backends.posix import PosixFiles
-from tencache_ds.io.backends.ticket import Operation
+from tencache_ds.io.backends.protocol import Operation
 from tencache_ds.io.extents import Extent
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.memory.device_arena import wait_for_device

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tencache_ds.errors import SpaceError, StorageError, add_note
-from tencache_ds.io.backends.protocol import StorageBackend
-from tencache_ds.io.backends.ticket import StorageCancelledError
+from tencache_ds.io.backends.protocol import StorageBackend, StorageCancelledError
 from tencache_ds.io.integrity import Fingerprint
 from tencache_ds.io.scratch import ScratchFolder
 from tencache_ds.io.store import ExtentStore

@@ -20,14 +20,19 @@ from functools import partial
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io.backends.protocol import StorageBackend
-from tencache_ds.io.backends.requests import cancelled, check_request, refusal
-from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
+from tencache_ds.io.backends.protocol import (
+    Operation,
+    Priority,
+    StorageBackend,
+    Ticket,
+    cancelled,
+    check_request,
+    refusal,
+)
 from tencache_ds.io.extent_queue import ExtentQueue, ExtentTicket, Request, record
 from tencache_ds.io.extents import Extent
 from tencache_ds.io.integrity import Fingerprint, Witness, sampled_fingerprint, verify_read
-from tencache_ds.io.scratch import openable
-from tencache_ds.io.space import SpaceFiles
+from tencache_ds.io.scratch import SpaceFiles, openable
 from tencache_ds.io.stripes import StripedSpace
 from tencache_ds.layout import round_up
 from tencache_ds.observability import spans

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 
 from tencache_ds.errors import SpaceError
-from tencache_ds.io.space import SpaceFiles
+from tencache_ds.io.scratch import SpaceFiles
 from tencache_ds.layout import round_up
 from tencache_ds.planning.striping import Striping
 
@@ -27,7 +27,7 @@ class StripedSpace:
     """Files on several paths as one space. Any thread may call every method.
 
     Args:
-        files: names of the files on each path, see :class:`tencache_ds.io.space.SpaceFile`.
+        files: names of the files on each path, see :class:`tencache_ds.io.scratch.SpaceFile`.
         placement: chooses paths; used by this space alone.
         preallocate_nbytes: length reserved at once, over all paths; one that is too small leaves it to the others.
         growth_nbytes: least growth of a path when no free range is long enough.
@@ -63,7 +63,7 @@ class StripedSpace:
             raise
 
     def descriptor(self, file: str) -> int:
-        """See :attr:`tencache_ds.io.space.SpaceFile.descriptor`."""
+        """See :attr:`tencache_ds.io.scratch.SpaceFile.descriptor`."""
         return self._paths[self._index[file]].descriptor(file)
 
     @property
@@ -120,7 +120,7 @@ class StripedSpace:
         self._paths[self._index[file]].give(file, offset, nbytes)
 
     def close(self) -> None:
-        """Gives the space back, see :meth:`tencache_ds.io.space.SpaceFile.close`. Called once."""
+        """Gives the space back, see :meth:`tencache_ds.io.scratch.SpaceFile.close`. Called once."""
         for path in self._paths:
             path.close()
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.observability.channel_folder import address, folders, opened, remove, remove_stale
+from tencache_ds.observability.channel_client import address, folders, opened, remove, remove_stale
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

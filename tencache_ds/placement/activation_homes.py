@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from tencache_ds.activations.auto_places import AutoPlaces
-from tencache_ds.activations.copies import open_copies
-from tencache_ds.activations.host_buffers import HostBuffers
+from tencache_ds.activations.copies import HostBuffers, open_copies
 from tencache_ds.activations.saved_tensors import ActivationFigures, SavedTensors
 from tencache_ds.config import Activations, TenCacheConfig
 from tencache_ds.io import ExtentStore
 from tencache_ds.layout import gib
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.observability.counters import Counters
-from tencache_ds.placement.state_moves import StateMoves
-from tencache_ds.profiling.fetch_waits import StreamClock
-from tencache_ds.profiling.move_waits import MoveCost
+from tencache_ds.placement.moves import StateMoves
+from tencache_ds.profiling.waits import MoveCost, StreamClock
 
 if TYPE_CHECKING:
     from tencache_ds.runtime.engine import TenCacheEngine

@@ -25,17 +25,25 @@ from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
 from tencache_ds.observability.counters import StepRecord
 from tencache_ds.placement.activation_homes import ActivationHomes
-from tencache_ds.placement.gpu_budget import GpuBudget, gpu_budget, headroom, limit_nbytes
-from tencache_ds.placement.gpu_moves import GpuMoves
-from tencache_ds.placement.gpu_policy import GpuPlan, SavedItem, StateChunk, StepCosts, UpdateRates, Weight
+from tencache_ds.placement.gpu_policy import (
+    GpuBudget,
+    GpuPlan,
+    SavedItem,
+    StateChunk,
+    StepCosts,
+    UpdateRates,
+    Weight,
+    gpu_budget,
+    headroom,
+    limit_nbytes,
+)
 from tencache_ds.placement.memory_watch import MemoryWatch
+from tencache_ds.placement.moves import Agree, GpuMoves, Shard
 from tencache_ds.placement.places import GpuUsage, Place
 from tencache_ds.placement.step_observer import WARM_UP_STEPS, StepObserver, StepTimes
-from tencache_ds.placement.weight_moves import Agree, Shard
 from tencache_ds.planning.step_prediction import FixedPart, nvme_bytes_per_s, predicted_seconds
-from tencache_ds.profiling.fetch_waits import FetchRecorder
-from tencache_ds.profiling.move_waits import MoveCost
-from tencache_ds.tiers.device_adam import TritonAdam
+from tencache_ds.profiling.waits import FetchRecorder, MoveCost
+from tencache_ds.tiers.device_update import TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 

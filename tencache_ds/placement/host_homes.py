@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tencache_ds.errors import TenCacheError
 from tencache_ds.layout import gib
 from tencache_ds.placement.memory_watch import HostWatch
-from tencache_ds.placement.state_moves import StateMoves
+from tencache_ds.placement.moves import StateMoves
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

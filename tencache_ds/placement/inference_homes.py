@@ -13,9 +13,9 @@ from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import TenCacheError
 from tencache_ds.layout import gib
 from tencache_ds.memory.device_memory import DeviceMemory
-from tencache_ds.placement.gpu_budget import limit_nbytes
+from tencache_ds.placement.gpu_policy import limit_nbytes
 from tencache_ds.placement.inference_policy import PassMemory, choose_weights
-from tencache_ds.placement.weight_moves import Agree, Shard, WeightMoves
+from tencache_ds.placement.moves import Agree, Shard, WeightMoves
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

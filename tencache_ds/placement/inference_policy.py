@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tencache_ds.placement.gpu_budget import LEAST_HEADROOM_NBYTES
+from tencache_ds.placement.gpu_policy import LEAST_HEADROOM_NBYTES
 from tencache_ds.placement.memory_watch import LOOK_EVERY_S, Patience, pause_s
 from tencache_ds.placement.places import GpuUsage
 

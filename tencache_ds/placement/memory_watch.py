@@ -17,7 +17,7 @@ Optimizer state leaves host memory for NVMe when the machine or the control grou
 
 from __future__ import annotations
 
-from tencache_ds.placement.gpu_budget import LEAST_HEADROOM_NBYTES
+from tencache_ds.placement.gpu_policy import LEAST_HEADROOM_NBYTES
 from tencache_ds.placement.places import GpuUsage
 
 FLOOR_SHARE = 0.03

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 from tencache_ds.observability.counters import Stall, StepRecord
 from tencache_ds.profiling.device_idle import CudaIdle, SynchronousIdle
-from tencache_ds.profiling.fetch_waits import CudaStreamClock, FetchRecorder, FetchWait, HostClock, StreamClock
+from tencache_ds.profiling.waits import CudaStreamClock, FetchRecorder, FetchWait, HostClock, StreamClock
 
 WARM_UP_STEPS = 2
 """Steps before the first that is observed."""

@@ -12,8 +12,7 @@ from tencache_ds.errors import ConfigError
 from tencache_ds.layout import gib
 from tencache_ds.planning.cores import core_budget
 from tencache_ds.planning.size_classes import plan_size_classes, smallest_budget_nbytes
-from tencache_ds.profiling.host_memory import MemoryDomain
-from tencache_ds.profiling.processor import CoreQuota
+from tencache_ds.profiling.host import CoreQuota, MemoryDomain
 
 AUTO_HOST_SHARE = 0.8
 """Share of the available host memory for weights, gradients and optimizer state when the user names no budget. The rest

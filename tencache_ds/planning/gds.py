@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether weights are read straight into GPU memory: the policy. :mod:`tencache_ds.io.backends.gds_trial` measures."""
+"""Whether weights are read straight into GPU memory: the policy. :mod:`tencache_ds.io.backends.gds` measures."""
 
 from __future__ import annotations
 

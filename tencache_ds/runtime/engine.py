@@ -40,7 +40,7 @@ from tencache_ds.planning.striping import Striping
 from tencache_ds.profiling.filesystem import file_system_of
 from tencache_ds.runtime.gpu_staging import gpu_staging_possible
 from tencache_ds.runtime.surroundings import Surroundings
-from tencache_ds.tiers.weight_home import ResidentMemory
+from tencache_ds.tiers.weight_homes import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 
 if TYPE_CHECKING:
@@ -322,8 +322,7 @@ class TenCacheEngine:
 
     def _with_faults(self, backend: StorageBackend, reason: str, faults: str) -> tuple[StorageBackend, str]:
         """For tests: storage that fails on purpose, and must not be mistaken for a real failure."""
-        from tencache_ds.io.wrappers.fault_rules import parse_faults
-        from tencache_ds.io.wrappers.faults import FaultBackend
+        from tencache_ds.io.wrappers.faults import FaultBackend, parse_faults
 
         try:
             rules = parse_faults(faults)

@@ -11,7 +11,7 @@ import torch
 from tencache_ds.config import Gds, TenCacheConfig, Verify
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.io import GdsBackend, RoutedBackend, StorageBackend
-from tencache_ds.io.backends.gds_trial import obstacle, try_gds
+from tencache_ds.io.backends.gds import obstacle, try_gds
 from tencache_ds.layout import gib, round_up
 from tencache_ds.memory.arena import Locking
 from tencache_ds.memory.device_arena import DeviceArena

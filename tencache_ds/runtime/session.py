@@ -36,11 +36,11 @@ from tencache_ds.observability.paths import summed
 from tencache_ds.placement.activation_homes import ActivationHomes
 from tencache_ds.placement.host_homes import HostHomes
 from tencache_ds.placement.memory_watch import HostWatch
+from tencache_ds.placement.moves import StateMoves
 from tencache_ds.placement.places import GpuUsage, Place
-from tencache_ds.placement.state_moves import StateMoves
 from tencache_ds.planning.budget import StagingPlan
 from tencache_ds.planning.peak_memory import MemoryNeeds, OutsideNeeds, PeakMemory, memory_of_own_weights, peak_memory
-from tencache_ds.profiling.host_memory import available_nbytes, memory_nbytes
+from tencache_ds.profiling.host import available_nbytes, memory_nbytes
 from tencache_ds.runtime.engine import TenCacheEngine
 from tencache_ds.runtime.staging import Staging
 from tencache_ds.runtime.state_building import StateBuilder

@@ -16,7 +16,7 @@ from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.observability.counters import Counters
 from tencache_ds.placement.places import Place, StateCapacity, plan_state
 from tencache_ds.planning.chunks import automatic_chunk_nbytes, cut_sub_group
-from tencache_ds.profiling.host_memory import available_nbytes
+from tencache_ds.profiling.host import available_nbytes
 from tencache_ds.runtime.engine import TenCacheEngine
 from tencache_ds.runtime.staging import Staging
 from tencache_ds.runtime.surroundings import Surroundings

@@ -6,6 +6,8 @@ memory, before there is a pool and when it is exhausted.
 are read into that one. All host accesses (updates, overwriting, ``for_host``) go through the first; weights without a
 slot in either pool are read into ordinary host memory. Every rank decides separately which pools it has: no collective
 depends on where a shard is staged, because the set and order of exposed weights do not.
+
+Transfers of a weight between NVMe, its staging buffer and device memory, with its state transitions.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ from typing import Protocol
 
 import torch
 
-from tencache_ds.errors import StorageError
-from tencache_ds.io import Operation, Ticket
+from tencache_ds.errors import StorageError, TenCacheError
+from tencache_ds.io import Extent, Operation, Priority, Ticket
 from tencache_ds.layout import round_up
 from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
-from tencache_ds.observability.counters import Event
+from tencache_ds.observability.counters import Event, Stall
+from tencache_ds.planning.budget import WRITES_BEHIND_NBYTES
 from tencache_ds.planning.lookahead import farthest_first
 from tencache_ds.tiers.mover import Mover
-from tencache_ds.tiers.weight_record import CopyEvent, CopyState, StagingBuffer, Weight
+from tencache_ds.tiers.weight_homes import CopyEvent, CopyState, StagingBuffer, Weight
 
 UPDATE_PATIENCE_S = 5.0
 """How long an update waits for a staging buffer before it takes ordinary memory (which is bounded too)."""
@@ -35,7 +38,7 @@ UPDATE_PATIENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OrdinaryBuffer:
-    """A :class:`~tencache_ds.tiers.weight_record.StagingBuffer` outside the pool.
+    """A :class:`~tencache_ds.tiers.weight_homes.StagingBuffer` outside the pool.
 
     Attributes:
         buffer: the memory.
@@ -158,7 +161,7 @@ class UseOrder(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PooledBuffer:
-    """A :class:`~tencache_ds.tiers.weight_record.StagingBuffer` of a pool.
+    """A :class:`~tencache_ds.tiers.weight_homes.StagingBuffer` of a pool.
 
     Attributes:
         lease: of its slot.
@@ -336,3 +339,125 @@ class WeightStaging:
         if self._host is not None:
             self._mover.counters.happened(Event.OVERFLOW_BUFFER)
         return self._ordinary.take(weight)
+
+
+class WeightTransfers:
+    """Guarded by its owner's lock.
+
+    Args:
+        mover: moves the bytes.
+        ordinary: where buffers come from that no pool has.
+        gone: called for a weight whose buffer was given up before its use.
+    """
+
+    def __init__(self, mover: Mover, ordinary: OrdinaryMemory, gone: Callable[[int], None]) -> None:
+        self._mover = mover
+        self._ordinary = ordinary
+        self._gone = gone
+
+    # NVMe to a staging buffer
+
+    def start_reading(self, weight: Weight, buffer: StagingBuffer, priority: Priority) -> None:
+        """Starts to read a stored weight; after an error the buffer is returned."""
+        weight.ticket = self._mover.read(_extent(weight), buffer, priority)
+        weight.buffer, weight.kept = buffer, False
+        weight.move_to(CopyState.READING)
+
+    def finish_reading(self, weight: Weight) -> None:
+        """Waits until a weight that is being read is staged.
+
+        Raises:
+            StorageError: the read failed, or took too long.
+        """
+        assert weight.ticket is not None
+        ticket = weight.ticket
+        try:
+            self._mover.wait(ticket, Stall.WEIGHT_READ)
+        except BaseException:
+            if ticket.done:  # a failed read leaves nothing worth keeping; after a time-out the device may still write
+                self.end_buffer(weight)
+                weight.move_to(CopyState.NONE)
+            raise
+        weight.ticket = None
+        weight.move_to(CopyState.STAGED)
+
+    def discard(self, weight: Weight) -> None:
+        """Gives up the staged copy of a weight not in use yet."""
+        self.end_buffer(weight)
+        weight.move_to(CopyState.NONE)
+        if not weight.kept:
+            self._mover.counters.happened(Event.DISCARDED_READ)
+        self._gone(weight.key)
+
+    def end_buffer(self, weight: Weight) -> None:
+        """Parts a weight from its buffer, which goes back now, or when the read into it has ended and not before."""
+        buffer, weight.buffer = weight.buffer, None
+        ticket, weight.ticket = weight.ticket, None
+        reader, weight.reader = weight.reader, None
+        if buffer is None:
+            return
+        if reader is not None:
+            buffer.release_after(reader)
+        elif ticket is None:
+            buffer.release()
+        else:
+            ticket.cancel()  # the bytes are not needed any more
+            buffer.release_with(ticket)
+
+    def copy_of(self, weight: Weight) -> torch.Tensor:
+        """A weight's value as last stored, regardless of the use of its staging buffer: 1-D, in host memory.
+
+        Raises:
+            StorageError: the read failed, or its bytes are not those last written.
+        """
+        if weight.home.memory is not None:
+            return weight.home.memory.to("cpu", copy=True)
+        extent = _extent(weight)
+        with self._mover.reading(extent, self._ordinary.take(weight)) as stored:
+            return stored[: weight.nbytes].view(weight.dtype).clone()
+
+    # A staging buffer to NVMe
+
+    def write_back(self, weight: Weight) -> StagingBuffer:
+        """Writes the buffer to NVMe and then returns it; after an error the weight keeps both."""
+        buffer = weight.buffer
+        assert buffer is not None
+        weight.extent = self._mover.relocate(_extent(weight))
+        ticket = self._mover.write(weight.extent, buffer.buffer)
+        weight.buffer = None
+        weight.move_to(CopyState.NONE)
+        buffer.release_with(ticket)
+        return buffer
+
+    def end_change(self, weight: Weight) -> None:
+        """The new value in the buffer is complete: sends it to NVMe. Ordinary memory may have to be waited for."""
+        if not self.write_back(weight).slot_nbytes:
+            self._ordinary.settle(WRITES_BEHIND_NBYTES)
+
+    # Device memory
+
+    def to_device(self, weight: Weight, memory: torch.Tensor) -> None:
+        """Makes a weight resident in device memory; see :meth:`WeightTier.to_device`."""
+        if weight.unused:
+            self.discard(weight)
+        if weight.copy is not CopyState.NONE:
+            raise TenCacheError(f"weight {weight.name} cannot change its place: it is {weight.copy.value}")
+        weight.home.to_device(memory, lambda: self.copy_of(weight))
+
+    def to_host(self, weight: Weight) -> torch.Tensor | None:
+        """Takes a weight out of device memory; see :meth:`WeightTier.to_host`."""
+
+        def write(value: torch.Tensor) -> None:
+            weight.extent = self._mover.relocate(_extent(weight))
+            buffer = self._ordinary.take(weight)
+            buffer.buffer[: weight.nbytes].view(weight.dtype).copy_(value)
+            self._mover.write_back(weight.extent, buffer).wait(self._mover.timeout_s)
+
+        weight.home.leave_device(write)
+        return weight.home.memory
+
+
+def _extent(weight: Weight) -> Extent:
+    if weight.extent is None:
+        raise TenCacheError(f"weight {weight.name} has no place on NVMe: it is {weight.copy.value}")
+    return weight.extent

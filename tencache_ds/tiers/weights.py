@@ -21,11 +21,8 @@ from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.budget import WRITES_BEHIND_NBYTES
 from tencache_ds.tiers.mover import Mover
-from tencache_ds.tiers.weight_home import ResidentMemory
-from tencache_ds.tiers.weight_homes import WeightHomes
-from tencache_ds.tiers.weight_record import CopyEvent, CopyState, Weight
-from tencache_ds.tiers.weight_staging import OrdinaryMemory, UseOrder, WeightStaging
-from tencache_ds.tiers.weight_transfers import WeightTransfers
+from tencache_ds.tiers.weight_homes import CopyEvent, CopyState, ResidentMemory, Weight, WeightHomes
+from tencache_ds.tiers.weight_staging import OrdinaryMemory, UseOrder, WeightStaging, WeightTransfers
 
 
 class WeightTier:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tencache_ds.activations.auto_places import AutoPlaces
-from tencache_ds.profiling.fetch_waits import HostClock
+from tencache_ds.profiling.waits import HostClock
 from tests.activations.counted_memory import CountedMemory
 from tests.activations.test_saved_tensors import PLACES, Layers, Rig, gradients
 

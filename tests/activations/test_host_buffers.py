@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.activations.host_buffers import HostBuffers, class_nbytes
+from tencache_ds.activations.copies import HostBuffers, class_nbytes
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.memory import HostArena, Locking
 

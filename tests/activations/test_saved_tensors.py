@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tencache_ds.activations import copies as copies_module
 from tencache_ds.activations.auto_places import AutoPlaces
 from tencache_ds.activations.blocks import KeptTensor, MovedTensor
-from tencache_ds.activations.copies import CudaCopies, PlainCopies
-from tencache_ds.activations.host_buffers import HostBuffers
+from tencache_ds.activations.copies import CudaCopies, HostBuffers, PlainCopies
 from tencache_ds.activations.saved_tensors import SavedTensors
 from tencache_ds.errors import InplaceChangeError, StorageError, TenCacheError
 from tencache_ds.io import ExtentStore, Operation

@@ -16,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from tencache_ds.activations.blocks import MovedTensor
-from tencache_ds.activations.copies import CudaCopies
-from tencache_ds.activations.host_buffers import HostBuffers
+from tencache_ds.activations.copies import CudaCopies, HostBuffers
 from tencache_ds.activations.saved_tensors import SavedTensors
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.backends.posix import PosixBackend

@@ -16,14 +16,14 @@ from benchmarks.micro import area, cpu_update, latency, pool, storage, variants
 from benchmarks.micro.area import Load, Work
 from benchmarks.micro.result import MicroReport, MicroResult, Row, alternate
 from benchmarks.micro.variants import RAW, VARIANTS
-from tencache_ds.cli import tune_sessions
+from tencache_ds.cli import tune_measure
 from tencache_ds.cli.storage_loops import Requests
 from tencache_ds.errors import ConfigError, LockedMemoryError, SpaceError, StorageError
 from tencache_ds.io import BACKENDS, Operation, Priority
 from tencache_ds.memory.pages import Locking, PlainPages
-from tencache_ds.profiling import probe_storage
+from tencache_ds.profiling import probe
 from tencache_ds.profiling.filesystem import supports_direct_io
-from tencache_ds.profiling.probe_storage import Area, Kind
+from tencache_ds.profiling.probe import Area, Kind
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds DeepSpeed's ops
 
@@ -158,7 +158,7 @@ class Log:
 @pytest.fixture
 def asked(monkeypatch):
     log = []
-    monkeypatch.setattr(tune_sessions, "open_backend", lambda kind, settings: (Log(log), "asked for"))
+    monkeypatch.setattr(tune_measure, "open_backend", lambda kind, settings: (Log(log), "asked for"))
     return log
 
 
@@ -261,7 +261,7 @@ def test_cases_that_do_not_fit(folder):
 
 
 def test_without_direct_io_it_refuses(folder, monkeypatch):
-    monkeypatch.setattr(probe_storage, "open_direct", lambda path, flags: None)
+    monkeypatch.setattr(probe, "open_direct", lambda path, flags: None)
     with pytest.raises(ConfigError, match="page cache would be measured"):
         storage.run(folder, 0.05)
     assert os.listdir(folder) == []

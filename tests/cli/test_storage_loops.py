@@ -12,9 +12,9 @@ import torch
 from tencache_ds.cli import storage_loops
 from tencache_ds.cli.storage_loops import Requests, StockSession, keep_in_flight, operation_of
 from tencache_ds.errors import StorageError
-from tencache_ds.integration.aio_section import read_aio_section
+from tencache_ds.integration.config_checks import read_aio_section
 from tencache_ds.io import Operation
-from tencache_ds.profiling.probe_storage import Kind
+from tencache_ds.profiling.probe import Kind
 
 PAGE = 4096
 

@@ -16,14 +16,14 @@ import pytest
 
 from tencache_ds.cli import main, tune, tune_cache, tune_measure
 from tencache_ds.cli.tune_cache import cache_folder
+from tencache_ds.cli.tune_measure import stock_grid, tencache_grid
 from tencache_ds.cli.tune_result import LEAST_ROUNDS, Choice, Measured, PathResult, endurance
-from tencache_ds.cli.tune_sessions import stock_grid, tencache_grid
 from tencache_ds.config import options_from
 from tencache_ds.errors import ConfigError, StorageError
-from tencache_ds.integration.aio_section import read_aio_section
+from tencache_ds.integration.config_checks import read_aio_section
 from tencache_ds.io import BACKENDS
 from tencache_ds.planning.cores import LANES
-from tencache_ds.profiling import filesystem, probe_storage
+from tencache_ds.profiling import filesystem, probe
 
 pytestmark = pytest.mark.timeout(300)  # DeepSpeed may compile its operators
 
@@ -158,7 +158,7 @@ class TestErrors:
         absent = tmp_path / "absent"
         assert main(["tune", "--nvme-path", str(tmp_path), str(absent)]) == 1
         assert f"{absent} is not a folder: create it" in capsys.readouterr().err
-        monkeypatch.setattr(probe_storage, "free_nbytes", lambda folder: MIB)
+        monkeypatch.setattr(probe, "free_nbytes", lambda folder: MIB)
         assert main(["tune", "--nvme-path", str(tmp_path)]) == 1
         error = capsys.readouterr().err
         assert f"{tmp_path} has {MIB} bytes free" in error

@@ -13,8 +13,8 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from tencache_ds.host_path.startup import ProcessorInfo, vendor_at_once
-from tencache_ds.integration.cpu_adam_op import loaded_when_needed
-from tencache_ds.profiling.processor import processor_field
+from tencache_ds.integration.chunk_update import loaded_when_needed
+from tencache_ds.profiling.host import processor_field
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import tencache_ds
 from tencache_ds.errors import InplaceChangeError, StorageError
 from tencache_ds.integration import stage3_building
-from tencache_ds.io.wrappers.fault_rules import VARIABLE
+from tencache_ds.io.wrappers.faults import VARIABLE
 from tests.activations.counted_memory import CountedMemory
 
 ACT_AT = 3

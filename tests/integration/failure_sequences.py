@@ -25,7 +25,7 @@ import training
 import void_cases
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.io.wrappers.fault_rules import VARIABLE
+from tencache_ds.io.wrappers.faults import VARIABLE
 
 N_ACTIONS = 14
 MOST_STEPS = 9

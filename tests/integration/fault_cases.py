@@ -22,7 +22,7 @@ import training
 
 from tencache_ds.errors import StorageError
 from tencache_ds.io import ExtentStore, NvmePath
-from tencache_ds.io.wrappers.fault_rules import VARIABLE, parse_faults
+from tencache_ds.io.wrappers.faults import VARIABLE, parse_faults
 
 NOBODY = 65534
 LIBAIO_RULE = "AIO_FAULT_FILE"

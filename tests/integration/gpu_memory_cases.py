@@ -35,9 +35,9 @@ from tencache_ds.integration.observing import residency
 from tencache_ds.placement import step_observer
 from tencache_ds.placement.places import GpuUsage, Place
 from tencache_ds.planning.adam_scalars import AdamScalars, DescentScalars
-from tencache_ds.profiling.fetch_waits import FetchRecorder, FetchWait
+from tencache_ds.profiling.waits import FetchRecorder, FetchWait
 from tencache_ds.runtime import session, state_building
-from tencache_ds.tiers.device_adam import Launch, Run
+from tencache_ds.tiers.device_update import Launch, Run
 from tencache_ds.tiers.fused_adam import TYPES, FusedAdam
 from tests.tiers.ordinary_device import OrdinaryDevice
 

@@ -16,7 +16,7 @@ from typing import Any
 import training
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io.wrappers.fault_rules import VARIABLE, parse_faults
+from tencache_ds.io.wrappers.faults import VARIABLE, parse_faults
 
 
 class Watch:

@@ -27,7 +27,7 @@ from checkpoint_contents import contents_of, flat, hashes
 import tencache_ds
 from tencache_ds.errors import StorageError
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor
-from tencache_ds.io.wrappers.fault_rules import VARIABLE, parse_faults
+from tencache_ds.io.wrappers.faults import VARIABLE, parse_faults
 
 LORA = {"model": "llama", "lora": True}
 FILE_LIMIT_NBYTES = 200_000

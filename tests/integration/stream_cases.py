@@ -19,7 +19,7 @@ import training
 from deepspeed.runtime.zero import partition_parameters
 
 from tencache_ds.host_path.rank_gathers import RankGather
-from tencache_ds.tiers.fused_update import _FusedJob
+from tencache_ds.tiers.host_update import _FusedJob
 
 CYCLES = 4_000_000
 """About two milliseconds."""

@@ -13,8 +13,7 @@ import torch.distributed
 
 from tencache_ds.errors import AgreementError
 from tencache_ds.integration import agreement
-from tencache_ds.integration.agreement import Agreement, Post
-from tencache_ds.integration.rank_checks import compare_options, compare_weights
+from tencache_ds.integration.agreement import Agreement, Post, compare_options, compare_weights
 
 pytestmark = pytest.mark.timeout(60)
 

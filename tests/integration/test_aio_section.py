@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tencache_ds.integration.aio_section import aio_settings
+from tencache_ds.integration.config_checks import aio_settings
 
 
 @pytest.mark.parametrize("section", [{}, {"queue_depth": 8}, None])

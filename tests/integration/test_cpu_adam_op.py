@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tencache_ds.integration.adapters import installed
-from tencache_ds.integration.cpu_adam_op import LazyCpuAdam, loaded_when_needed
+from tencache_ds.integration.chunk_update import LazyCpuAdam, loaded_when_needed
 from tencache_ds.planning.adam_scalars import BetaPowers
 
 pytestmark = pytest.mark.timeout(120)

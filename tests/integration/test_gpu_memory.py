@@ -521,7 +521,7 @@ def test_the_places_of_weights_add_up_to_the_figures(one_rank: Any, name: str) -
     assert residency["optimizer state"] == [
         stats["gpu_state_nbytes"],
         pytest.approx(stats["resident_state_nbytes"], abs=2**14),  # whole sub-groups are not padded
-        stored.get("optimizer", 0),
+        pytest.approx(stored.get("optimizer", 0), abs=64),  # each weight's bytes are rounded
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tencache_ds.placement.gpu_budget import LEAST_HEADROOM_NBYTES
+from tencache_ds.placement.gpu_policy import LEAST_HEADROOM_NBYTES
 from tests.long_cases import marked, wanted
 
 pytestmark = pytest.mark.timeout(400)

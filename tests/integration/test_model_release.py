@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tencache_ds.integration import model_release
-from tencache_ds.integration.model_release import finish_gathers
+from tencache_ds.integration import release
+from tencache_ds.integration.release import finish_gathers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(autouse=True)
 def waiting_blocks(monkeypatch):
     """As on the CPU accelerator; on a GPU it orders streams."""
-    monkeypatch.setattr(model_release, "get_accelerator", lambda: SimpleNamespace(is_synchronized_device=lambda: True))
+    monkeypatch.setattr(release, "get_accelerator", lambda: SimpleNamespace(is_synchronized_device=lambda: True))
 
 
 class Gather:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tencache_ds.io import BACKENDS
-from tencache_ds.observability.trace_summary import summarize
+from tencache_ds.observability.trace_file import summarize
 from tests.long_cases import marked, wanted
 from tests.observability.test_trace_file import assert_nested, check_format
 

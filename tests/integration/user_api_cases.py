@@ -411,7 +411,7 @@ def gathers_that_fail(engine_name: str, folder: str, rank: int) -> dict[str, Any
     """At every point of ``GatheredParameters.__enter__``; stock does the same without the failures."""
     from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, Init
 
-    from tencache_ds.integration import shared_weights
+    from tencache_ds.integration import model_weights
 
     s = Scenario(engine_name, folder, rank, offload_param="cpu", tencache={"host_memory": "20MiB"})
     s.train()
@@ -442,7 +442,7 @@ def gathers_that_fail(engine_name: str, folder: str, rank: int) -> dict[str, Any
             (Init, "_ensure_availability_of_partitioned_params"),
             (Init, "_allgather_params_coalesced"),
             (Init, "_all_gather"),
-            (shared_weights.SharedWeights, "gathered"),
+            (model_weights.SharedWeights, "gathered"),
         ):
             fail_after(owner, name)
     with deepspeed.zero.GatheredParameters(params, modifier_rank=0):

@@ -25,7 +25,7 @@ from tencache_ds.errors import StorageError
 from tencache_ds.integration.model_weights import ModelWeights
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.stage3 import TenCacheZeroOptimizer_Stage3
-from tencache_ds.io.wrappers.fault_rules import VARIABLE, parse_faults
+from tencache_ds.io.wrappers.faults import VARIABLE, parse_faults
 
 N_STEPS, STEPS_BEFORE = 5, 2
 GOOD = "good"

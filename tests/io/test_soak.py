@@ -26,8 +26,7 @@ import torch
 from tencache_ds.errors import StorageError
 from tencache_ds.io import Extent, ExtentStore, NativeBackend, Operation, PosixBackend, Priority, StorageBackend
 from tencache_ds.io.integrity import whole_fingerprint
-from tencache_ds.io.wrappers.fault_rules import Fault, Kind
-from tencache_ds.io.wrappers.faults import FaultBackend
+from tencache_ds.io.wrappers.faults import Fault, FaultBackend, Kind
 from tencache_ds.memory import BufferPool, HostArena, Locking
 from tencache_ds.planning.size_classes import SizeClass
 

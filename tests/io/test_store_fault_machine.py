@@ -46,8 +46,7 @@ from tencache_ds.io import (
     Ticket,
 )
 from tencache_ds.io.integrity import sampled_fingerprint, whole_fingerprint
-from tencache_ds.io.wrappers.fault_rules import Fault, Kind
-from tencache_ds.io.wrappers.faults import FaultBackend
+from tencache_ds.io.wrappers.faults import Fault, FaultBackend, Kind
 from tencache_ds.io.wrappers.pass_through import Submission
 from tests.io.conftest import aligned
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tencache_ds.errors import SpaceError, StorageError
-from tencache_ds.io.space import SpaceFiles
+from tencache_ds.io.scratch import SpaceFiles
 from tencache_ds.io.stripes import StripedSpace
 from tencache_ds.planning.striping import Striping
 

@@ -19,7 +19,7 @@ import pytest
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.observability import channel as channel_module
-from tencache_ds.observability import channel_client, channel_folder
+from tencache_ds.observability import channel_client
 from tencache_ds.observability.channel import Channel, Client
 from tencache_ds.observability.channel_client import Endpoint, endpoints, jobs, select
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A runtime folder of this test's own, with a path that is too long for a socket."""
     path = tmp_path / ("x" * 120) / "tencache"
     path.parent.mkdir()
-    for module in (channel_module, channel_client, channel_folder):
+    for module in (channel_module, channel_client, channel_client):
         monkeypatch.setattr(module, "folders", lambda: [path])
     return path
 
@@ -94,8 +94,8 @@ def test_an_error_of_the_answer_reaches_the_one_who_asked(channel: Channel):
 
 @pytest.mark.parametrize("garbage", [b"", b"\n", b"\xff\xfe\n", b"[1]\n", b"{", b"x" * 100_000])
 def test_garbage_is_refused(channel: Channel, garbage: bytes):
-    with channel_folder.opened(channel.path.parent) as descriptor:
-        connection = channel_folder.connect(descriptor, channel.path.name, 1.0)
+    with channel_client.opened(channel.path.parent) as descriptor:
+        connection = channel_client.connect(descriptor, channel.path.name, 1.0)
         assert connection is not None
         with connection:
             try:
@@ -111,8 +111,8 @@ def test_garbage_is_refused(channel: Channel, garbage: bytes):
 
 def test_clients_that_hang_are_dropped(channel: Channel, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(channel_module, "REQUEST_TIMEOUT_S", 0.2)
-    with channel_folder.opened(channel.path.parent) as descriptor:
-        silent = [channel_folder.connect(descriptor, channel.path.name, 1.0) for _ in range(channel_module.MAX_CLIENTS)]
+    with channel_client.opened(channel.path.parent) as descriptor:
+        silent = [channel_client.connect(descriptor, channel.path.name, 1.0) for _ in range(channel_module.MAX_CLIENTS)]
     t_end = time.monotonic() + 10
     while not (result := ask("count")) and time.monotonic() < t_end:  # all are served again when the silent are gone
         time.sleep(0.05)
@@ -202,8 +202,8 @@ def test_a_forked_child_does_not_serve(folder: Path):
 def test_a_process_that_ends_before_it_reads_the_question_has_ended(folder: Path, accepts: bool):
     folder.mkdir(mode=0o700)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with channel_folder.opened(folder) as descriptor:
-        listener.bind(channel_folder.address(descriptor, "77-01234567.sock"))
+    with channel_client.opened(folder) as descriptor:
+        listener.bind(channel_client.address(descriptor, "77-01234567.sock"))
     listener.listen(1)
     (endpoint,) = endpoints()
     with contextlib.closing(endpoint.ask({"command": "any"}, 5.0)) as reply:

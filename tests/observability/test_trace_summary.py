@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.observability.trace_file import trace_events
-from tencache_ds.observability.trace_summary import NOTHING, covered, exclusive, summarize
+from tencache_ds.observability.trace_file import NOTHING, covered, exclusive, summarize, trace_events
 from tests.observability.test_trace_file import AUTOGRAD, BACKGROUND, TRAINING, recording, span
 
 

@@ -14,7 +14,7 @@ import torch
 
 from tencache_ds.ops.tencache_update import load_tencache_update
 from tencache_ds.planning.adam_scalars import BetaPowers, DescentScalars
-from tencache_ds.tiers.device_adam import Run, TritonAdam
+from tencache_ds.tiers.device_update import Run, TritonAdam
 from tests.ops.test_update import DTYPES, SIZES, Setting, State, gradients_of, repeated, scalars_at, scalars_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

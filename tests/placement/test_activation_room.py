@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tencache_ds.placement.activation_room import FIRST_PATIENCE, ActivationRoom, Cause
+from tencache_ds.placement.activation_policy import FIRST_PATIENCE, ActivationRoom, Cause
 from tencache_ds.placement.places import GpuUsage
 
 pytestmark = pytest.mark.timeout(60)

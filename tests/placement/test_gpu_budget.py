@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.placement.gpu_budget import (
+from tencache_ds.placement.gpu_policy import (
     LEAST_HEADROOM_NBYTES,
     chunks_to_release,
     gpu_budget,

@@ -16,13 +16,10 @@ from tencache_ds.errors import MemoryLimitError
 from tencache_ds.memory.arena import HostArena, HostTensors, Locking
 from tencache_ds.observability.counters import Counters, StepRecord
 from tencache_ds.placement.gpu_homes import GpuHomes
-from tencache_ds.placement.gpu_moves import GpuMoves
 from tencache_ds.placement.memory_watch import FIRST_PATIENCE
+from tencache_ds.placement.moves import GpuMoves, Shard, StateMoves
 from tencache_ds.placement.places import GpuUsage, Place
-from tencache_ds.placement.state_moves import StateMoves
-from tencache_ds.placement.weight_moves import Shard
-from tencache_ds.profiling.fetch_waits import FetchRecorder, StreamClock
-from tencache_ds.profiling.move_waits import MoveCost
+from tencache_ds.profiling.waits import FetchRecorder, MoveCost, StreamClock
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tests.tiers.ordinary_device import OrdinaryDevice
 from tests.tiers.test_device_places import CHUNK_NBYTES, NUMELS, Bench
@@ -248,7 +245,7 @@ class Life:
 
 @pytest.fixture
 def life(tmp_path, monkeypatch):
-    monkeypatch.setattr("tencache_ds.placement.gpu_budget.LEAST_HEADROOM_NBYTES", 1)
+    monkeypatch.setattr("tencache_ds.placement.gpu_policy.LEAST_HEADROOM_NBYTES", 1)
     monkeypatch.setattr("tencache_ds.placement.step_observer.MOST_STEPS", 1)
     created = []
 

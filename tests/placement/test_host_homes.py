@@ -8,8 +8,8 @@ import pytest
 from tencache_ds.errors import MemoryLimitError
 from tencache_ds.placement.host_homes import HostHomes
 from tencache_ds.placement.memory_watch import FIRST_HOST_PATIENCE, HostWatch
+from tencache_ds.placement.moves import StateMoves
 from tencache_ds.placement.places import Place
-from tencache_ds.placement.state_moves import StateMoves
 from tests.tiers.test_device_places import CHUNK_NBYTES, Bench
 
 pytestmark = pytest.mark.timeout(60)

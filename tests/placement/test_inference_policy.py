@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.placement.gpu_budget import LEAST_HEADROOM_NBYTES
+from tencache_ds.placement.gpu_policy import LEAST_HEADROOM_NBYTES
 from tencache_ds.placement.inference_policy import (
     AMPLE_PAUSE_S,
     FIRST_PATIENCE,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tencache_ds.observability.counters import Counters
 from tencache_ds.placement.step_observer import LEAST_STEPS, MOST_STEPS, ObservedSteps, StepObserver, StepTimes
-from tencache_ds.profiling.fetch_waits import FetchRecorder
+from tencache_ds.profiling.waits import FetchRecorder
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tencache_ds.errors import ConfigError
-from tencache_ds.planning.bound import Demand, Resource, bound, storage_seconds
+from tencache_ds.planning.forecast import Demand, Resource, bound, storage_seconds
 from tencache_ds.profiling.hardware import Hardware, StorageRates
 
 NUMEL = 1_336_000_000
@@ -303,7 +303,7 @@ def test_a_step_takes_as_long_as_its_model_is_large(asked, hardware, times):
 
 def test_imports_neither_torch_nor_deepspeed():
     check = (
-        "import sys, tencache_ds.planning.bound\n"
+        "import sys, tencache_ds.planning.forecast\n"
         "found = {'torch', 'deepspeed'} & set(sys.modules)\n"
         "sys.exit(str(found) if found else 0)"
     )

@@ -20,8 +20,7 @@ from tencache_ds.planning.budget import (
     plan_staging,
 )
 from tencache_ds.planning.size_classes import plan_size_classes
-from tencache_ds.profiling.host_memory import MemoryDomain
-from tencache_ds.profiling.processor import CoreQuota
+from tencache_ds.profiling.host import CoreQuota, MemoryDomain
 
 PAGE = 4096
 MIB = 2**20

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tencache_ds.planning.bound import SPLIT_NBYTES, Resource
-from tencache_ds.planning.forecast import Training, forecast
+from tencache_ds.planning.forecast import SPLIT_NBYTES, Resource, Training, forecast
 from tencache_ds.profiling.hardware import Hardware, StorageRates
 
 pytestmark = pytest.mark.timeout(60)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from tencache_ds.profiling.fetch_waits import _NEIGHBOURS, CudaStreamClock, FetchRecorder, FetchWait, HostClock
+from tencache_ds.profiling.waits import _NEIGHBOURS, CudaStreamClock, FetchRecorder, FetchWait, HostClock
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tencache_ds.profiling.control_groups import machine_identity
-from tencache_ds.profiling.host_memory import available_nbytes, memory_domains, memory_nbytes
+from tencache_ds.profiling.host import available_nbytes, machine_identity, memory_domains, memory_nbytes
 
 GIB = 1 << 30
 UNLIMITED_V1 = str((1 << 63) - 4096)

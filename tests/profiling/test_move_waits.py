@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tencache_ds.placement.places import Place
-from tencache_ds.profiling.move_waits import MoveCost, MoveWaits
+from tencache_ds.profiling.waits import MoveCost, MoveWaits
 
 
 class ManualClock:

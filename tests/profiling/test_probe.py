@@ -15,12 +15,12 @@ import torch
 from threadpoolctl import threadpool_info
 
 from tencache_ds.errors import ConfigError, StorageError
-from tencache_ds.profiling import probe_compute, probe_storage
+from tencache_ds.profiling import probe as probing
+from tencache_ds.profiling import probe_compute
 from tencache_ds.profiling.filesystem import file_system_of
 from tencache_ds.profiling.hardware import Hardware
-from tencache_ds.profiling.probe import probe
-from tencache_ds.profiling.probe_storage import LANES, area_nbytes_for, measure_storage
-from tencache_ds.profiling.processor import processor_name
+from tencache_ds.profiling.host import processor_name
+from tencache_ds.profiling.probe import LANES, area_nbytes_for, measure_storage, probe
 
 MIB = 1 << 20
 RATES = ("memory_copy_bytes_per_s", "cpu_adam_params_per_s", "matmul_flops_per_s")
@@ -143,18 +143,18 @@ def test_space_that_is_gone_when_it_is_taken(tmp_path, monkeypatch):
     ],
 )
 def test_the_area_is_a_part_of_the_free_space_in_whole_requests(tmp_path, monkeypatch, free, request_nbytes, expected):
-    monkeypatch.setattr(probe_storage, "free_nbytes", lambda folder: free)
+    monkeypatch.setattr(probing, "free_nbytes", lambda folder: free)
     assert area_nbytes_for(tmp_path, 10.0, request_nbytes) == expected
 
 
 def test_the_least_space_is_enough_to_measure(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe_storage, "free_nbytes", lambda folder: 64 * MIB)
+    monkeypatch.setattr(probing, "free_nbytes", lambda folder: 64 * MIB)
     assert measure_storage(tmp_path, seconds=0.2, request_nbytes=8 * MIB).read_bytes_per_s > 0
 
 
 @pytest.mark.parametrize(("free", "request_nbytes"), [(64 * MIB - 1, MIB), (127 * MIB, 16 * MIB)])
 def test_too_little_space_is_an_error_before_anything_is_measured(tmp_path, monkeypatch, free, request_nbytes):
-    monkeypatch.setattr(probe_storage, "free_nbytes", lambda folder: free)
+    monkeypatch.setattr(probing, "free_nbytes", lambda folder: free)
     lines: list[str] = []
     with pytest.raises(ConfigError, match=f"{free} bytes free") as caught:
         probe(tmp_path, request_nbytes=request_nbytes, progress=lines.append)
@@ -188,8 +188,8 @@ def test_tmpfs_is_known_as_memory(monkeypatch):
     shared = Path("/dev/shm")
     if file_system_of(shared).kind != "tmpfs":
         pytest.skip("/dev/shm is not a tmpfs here")
-    monkeypatch.setattr(probe_storage, "available_nbytes", lambda: 5)
-    assert probe_storage.free_nbytes(shared) == 5
+    monkeypatch.setattr(probing, "available_nbytes", lambda: 5)
+    assert probing.free_nbytes(shared) == 5
 
 
 def test_threads_are_what_they_were_afterwards():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tencache_ds.profiling.processor import core_quotas
+from tencache_ds.profiling.host import core_quotas
 
 V2 = "30 23 0:27 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 V1 = "33 23 0:30 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"

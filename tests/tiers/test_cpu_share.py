@@ -5,7 +5,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info
 
-from tencache_ds.tiers.unfused_update import ArithmeticCores, CpuShare, cores_for_arithmetic
+from tencache_ds.tiers.host_update import ArithmeticCores, CpuShare, cores_for_arithmetic
 
 
 def openmp_threads() -> set[int]:

@@ -15,7 +15,7 @@ from tencache_ds.io import ExtentStore, Operation, PosixBackend, StorageTimeoutE
 from tencache_ds.memory import BufferPool, HostArena, Locking, PoolTimeout
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.size_classes import SizeClass
-from tencache_ds.tiers.weight_home import ResidentMemory
+from tencache_ds.tiers.weight_homes import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import numbers
 

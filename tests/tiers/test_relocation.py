@@ -15,7 +15,7 @@ from tencache_ds.planning.striping import Striping
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.sub_group import SubGroupSpec
-from tencache_ds.tiers.weight_home import ResidentMemory
+from tencache_ds.tiers.weight_homes import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, ControlledBackend, Storage, numbers
 

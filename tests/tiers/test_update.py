@@ -16,12 +16,11 @@ from tencache_ds.io import Operation
 from tencache_ds.placement.places import Place
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers import update
-from tencache_ds.tiers.fused_update import FusedUpdate
 from tencache_ds.tiers.gradients import GradientSegment
+from tencache_ds.tiers.host_update import ArithmeticCores, FusedUpdate, Scratch, UnfusedUpdate, WholeUpdate
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.sub_group import SubGroupSpec
-from tencache_ds.tiers.unfused_update import ArithmeticCores, Scratch, UnfusedUpdate, WholeUpdate
 from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep, publish
 from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
 from tests.tiers.ordinary_gradients import gradient_tier

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tencache_ds.errors import MemoryLimitError, StorageError, TenCacheError
 from tencache_ds.placement.places import Place
-from tencache_ds.tiers.weight_home import Home
+from tencache_ds.tiers.weight_homes import Home
 
 NUMEL = 5
 NBYTES = 2 * NUMEL

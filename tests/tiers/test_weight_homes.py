@@ -9,9 +9,7 @@ import torch
 from tencache_ds.errors import MemoryLimitError, TenCacheError
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.placement.places import Place
-from tencache_ds.tiers.weight_home import SLAB_NBYTES, ResidentMemory
-from tencache_ds.tiers.weight_homes import WeightHomes
-from tencache_ds.tiers.weight_record import CopyState, WeightHome
+from tencache_ds.tiers.weight_homes import SLAB_NBYTES, CopyState, ResidentMemory, WeightHome, WeightHomes
 
 NUMEL = 1000
 

@@ -15,9 +15,9 @@ from tencache_ds.layout import round_up
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.observability.counters import Access, Counters, Event, Link, Stall
 from tencache_ds.planning.size_classes import SizeClass
-from tencache_ds.tiers import weight_home, weight_staging
+from tencache_ds.tiers import weight_homes, weight_staging
 from tencache_ds.tiers import weights as weights_module
-from tencache_ds.tiers.weight_home import ResidentMemory
+from tencache_ds.tiers.weight_homes import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, ManualEvent, Storage, numbers
 
@@ -165,11 +165,11 @@ def test_a_resident_weight_is_the_same_memory_for_good(tmp_path):
 
 
 def test_resident_weights_share_slabs_but_no_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_home, "SLAB_NBYTES", 4 * P)
+    monkeypatch.setattr(weight_homes, "SLAB_NBYTES", 4 * P)
     bench = Bench(tmp_path, budget_nbytes=10**9)
     bench.add(1, 3, SMALL, LARGE, 5 * P, 7, 0)
     shards = [bench.tier.expose([key])[0] for key in bench.values]
-    assert all(shard.data_ptr() % weight_home.ALIGNMENT_NBYTES == 0 for shard in shards[:-1])
+    assert all(shard.data_ptr() % weight_homes.ALIGNMENT_NBYTES == 0 for shard in shards[:-1])
     for key, shard in enumerate(shards):
         assert torch.equal(shard, bench.values[key])
     bench.close()

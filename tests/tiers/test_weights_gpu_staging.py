@@ -10,7 +10,7 @@ from tencache_ds.io import Operation
 from tencache_ds.memory import BufferPool, DeviceArena, HostArena, Locking
 from tencache_ds.observability.counters import Event
 from tencache_ds.planning.size_classes import SizeClass
-from tencache_ds.tiers.weight_home import ResidentMemory
+from tencache_ds.tiers.weight_homes import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, ManualEvent, Storage, numbers
 

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.planning.size_classes import SizeClass
-from tencache_ds.tiers import weight_home, weight_staging
-from tencache_ds.tiers.weight_home import ResidentMemory
+from tencache_ds.tiers import weight_homes, weight_staging
+from tencache_ds.tiers.weight_homes import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, ManualEvent, Storage, numbers
 
@@ -41,7 +41,7 @@ class WeightMachine(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(weight_staging, "UPDATE_PATIENCE_S", 0.01)  # the user holds on to everything here
-        self.patch.setattr(weight_home, "SLAB_NBYTES", P)
+        self.patch.setattr(weight_homes, "SLAB_NBYTES", P)
         self.folder = tempfile.TemporaryDirectory()
         self.storage = Storage(Path(self.folder.name), CLASSES)
         self.resident, self.transient = HostArena(None, Locking.NONE), HostArena(None, Locking.NONE)

@@ -26,8 +26,7 @@ import torch
 
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.io.backends.posix import PosixBackend
-from tencache_ds.io.backends.requests import storage_error
-from tencache_ds.io.backends.ticket import Operation, StorageTimeoutError
+from tencache_ds.io.backends.protocol import Operation, StorageTimeoutError, storage_error
 from tencache_ds.io.scratch import openable
 from tencache_ds.layout import PAGE_NBYTES
 
@@ -93,7 +92,7 @@ class AioBackend(PosixBackend):
     def close(self) -> None:
         """Waits for all submitted requests, joins the lanes, frees the handles, closes the files. Idempotent.
 
-        Raises: see :meth:`tencache_ds.io.backends.lane_backend.LaneBackend.close`.
+        Raises: see :meth:`tencache_ds.io.backends.lanes.LaneBackend.close`.
         """
         try:
             super().close()

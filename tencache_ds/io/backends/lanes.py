@@ -1,25 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lanes: a few threads that share one queue of requests.
+"""Backends whose lanes are Python threads.
 
-One blocking request at a time leaves a fast device idle; four to eight lanes reach its limit. A large request is cut
-into pieces so that several lanes work on it at the same time, and a small urgent one never waits behind a whole chunk.
-All policy is elsewhere.
+Files stay open from one transfer to the next, one per path and direction. Scratch files have no names: the path
+identifies a file in messages, the descriptor locates it.
+
+Lanes are a few threads that share one queue of requests. One blocking request at a time leaves a fast device idle; four
+to eight lanes reach its limit. A large request is cut into pieces so that several lanes work on it at the same time,
+and a small urgent one never waits behind a whole chunk. All policy is elsewhere.
 """
 
 from __future__ import annotations
 
+import abc
 import atexit
+import contextlib
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from tencache_ds.errors import ProcessLimitError
-from tencache_ds.io.backends.counters import IoCounters
-from tencache_ds.io.backends.requests import (
+from tencache_ds.io.backends.protocol import (
+    IoCounters,
+    Operation,
+    Priority,
+    StorageTimeoutError,
+    Ticket,
     admit,
     cancelled,
     given_up,
@@ -27,10 +38,101 @@ from tencache_ds.io.backends.requests import (
     refusal,
 )
 from tencache_ds.io.backends.shutdown import keep_for_the_device, stop_at_exit
-from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
+from tencache_ds.io.scratch import openable
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import start_threads
 from tencache_ds.observability.spans import Category, span
+
+
+@dataclass(slots=True)
+class OpenFile(abc.ABC):
+    """An open file and how many transfers use it right now; a retired one is closed by the last of them."""
+
+    n_users: int = field(default=0, init=False)
+    retired: bool = field(default=False, init=False)
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Closes it. Called once."""
+
+
+File = TypeVar("File", bound=OpenFile)
+
+
+class OpenFiles(abc.ABC, Generic[File]):
+    """Opens files when they are first used. Thread-safe. A subclass says how."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[tuple[str, Operation], File] = {}
+        self._locations: dict[str, str] = {}
+
+    @abc.abstractmethod
+    def _open(self, operation: Operation, path: str, location: str) -> File:
+        """Opens an existing file for one direction: named ``path``, opened through ``location``. Called with the lock
+        held; never creates a file: one that has vanished must not reappear empty.
+        """
+
+    def add(self, path: str, fd: int) -> None:
+        """From now on, and until :meth:`forget`, ``path`` means the file of ``fd``, which stays open. Others are opened
+        by their names.
+        """
+        with self._lock:
+            self._locations[path] = openable(fd)
+
+    def acquire(self, operation: Operation, path: str) -> File:
+        """The file, opened if it is not open yet; :meth:`release` has to follow.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        with self._lock:
+            file = self._files.get((path, operation))
+            if file is None:
+                file = self._files[path, operation] = self._open(operation, path, self._locations.get(path, path))
+            file.n_users += 1
+            return file
+
+    def release(self, file: File) -> None:
+        """Ends a use of a file."""
+        with self._lock:
+            file.n_users -= 1
+            self._close_unused(file)
+
+    @contextlib.contextmanager
+    def using(self, operation: Operation, path: str) -> Iterator[File]:
+        """The file, for one transfer; see :meth:`acquire`."""
+        file = self.acquire(operation, path)
+        try:
+            yield file
+        finally:
+            self.release(file)
+
+    def forget(self, path: str) -> None:
+        """Closes the descriptors of a path as soon as no transfer uses them."""
+        with self._lock:
+            self._locations.pop(path, None)
+            for operation in Operation:
+                self._retire(path, operation)
+
+    def close(self) -> None:
+        """Closes every file, as soon as no transfer uses it. Idempotent."""
+        with self._lock:
+            for path, operation in list(self._files):
+                self._retire(path, operation)
+
+    def _retire(self, path: str, operation: Operation) -> None:
+        """With the lock held: the next use opens the file anew."""
+        file = self._files.pop((path, operation), None)
+        if file is not None:
+            file.retired = True
+            self._close_unused(file)
+
+    @staticmethod
+    def _close_unused(file: OpenFile) -> None:
+        if file.retired and file.n_users == 0:
+            file.close()
+
 
 Transfer = Callable[[int, Operation, str, int, torch.Tensor, str], None]
 """``transfer(lane, operation, path, offset, piece, tag)``: moves one piece, blocking, and raises what went wrong."""
@@ -292,3 +394,73 @@ class LanePool:
         t_end_s = time.monotonic() + grace_s
         for thread in self._threads:
             thread.join(max(0.0, t_end_s - time.monotonic()))
+
+
+class LaneBackend(abc.ABC):
+    """A :class:`tencache_ds.io.StorageBackend`, but for its name and for how one piece is moved.
+
+    Args:
+        files: owned, closed by :meth:`close`.
+        n_lanes: threads.
+        request_nbytes: longest piece in bytes.
+        device_type: where buffers are.
+        close_timeout_s: longest time in seconds that :meth:`close` waits for the device.
+    """
+
+    name: str
+    alignment_nbytes = PAGE_NBYTES
+
+    def __init__(
+        self,
+        files: OpenFiles[Any],
+        n_lanes: int,
+        request_nbytes: int,
+        *,
+        device_type: str = "cpu",
+        close_timeout_s: float,
+    ) -> None:
+        self._files = files
+        self._pool = LanePool(
+            n_lanes, self._transfer, request_nbytes, device_type=device_type, close_timeout_s=close_timeout_s
+        )
+        self.counters = self._pool.counters
+
+    def submit(
+        self,
+        operation: Operation,
+        path: str,
+        offset: int,
+        buffer: torch.Tensor,
+        *,
+        tag: str = "",
+        priority: Priority = Priority.BACKGROUND,
+        finish: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """See :meth:`tencache_ds.io.StorageBackend.submit`."""
+        return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+
+    def add(self, path: str, fd: int) -> None:
+        """See :meth:`tencache_ds.io.StorageBackend.add`."""
+        self._files.add(path, fd)
+
+    def forget(self, path: str) -> None:
+        """Closes the descriptors of a file that is about to be, or has been, removed. Any thread."""
+        self._files.forget(path)
+
+    def close(self) -> None:
+        """Waits for all submitted requests, joins the lanes, closes the files. Idempotent.
+
+        Raises:
+            RuntimeError: called from a callback of one of its requests; nothing is closed.
+            StorageTimeoutError: the device still had requests after ``close_timeout_s``; they are given up.
+        """
+        try:
+            self._pool.close()
+        except StorageTimeoutError:
+            self._files.close()
+            raise
+        self._files.close()
+
+    @abc.abstractmethod
+    def _transfer(self, lane: int, operation: Operation, path: str, offset: int, piece: torch.Tensor, tag: str) -> None:
+        """Moves one piece, blocking, in a lane's thread; raises what went wrong."""

@@ -22,9 +22,13 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import ConfigError, ProcessLimitError, StorageError
-from tencache_ds.io.backends.counters import IoCounters, IoTotals
 from tencache_ds.io.backends.posix import Descriptor, PosixFiles, give_back_pages
-from tencache_ds.io.backends.requests import (
+from tencache_ds.io.backends.protocol import (
+    IoCounters,
+    IoTotals,
+    Operation,
+    Priority,
+    Ticket,
     admit,
     cancelled,
     given_up,
@@ -33,7 +37,6 @@ from tencache_ds.io.backends.requests import (
     storage_error,
 )
 from tencache_ds.io.backends.shutdown import keep_for_the_device, stop_at_exit
-from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import remedy, start_threads, too_few_threads
 

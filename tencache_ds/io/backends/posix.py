@@ -16,10 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io.backends.lane_backend import LaneBackend
-from tencache_ds.io.backends.open_files import OpenFile, OpenFiles
-from tencache_ds.io.backends.requests import storage_error
-from tencache_ds.io.backends.ticket import Operation
+from tencache_ds.io.backends.lanes import LaneBackend, OpenFile, OpenFiles
+from tencache_ds.io.backends.protocol import Operation, storage_error
 from tencache_ds.io.scratch import openable
 from tencache_ds.layout import PAGE_NBYTES
 
@@ -45,7 +43,7 @@ class Descriptor(OpenFile):
     previous_write: tuple[int, int] = (0, 0)
 
     def close(self) -> None:
-        """See :meth:`tencache_ds.io.backends.open_files.OpenFile.close`."""
+        """See :meth:`tencache_ds.io.backends.lanes.OpenFile.close`."""
         os.close(self.fd)
 
 

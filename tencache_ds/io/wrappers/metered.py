@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from tencache_ds.io.backends.protocol import StorageBackend
-from tencache_ds.io.backends.ticket import Ticket
+from tencache_ds.io.backends.protocol import StorageBackend, Ticket
 from tencache_ds.io.wrappers.pass_through import PassThroughBackend, Submission
 
 _MEMORY = 0.5

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tencache_ds.io.backends.protocol import StorageBackend
-from tencache_ds.io.backends.ticket import Operation, Priority, Ticket
+from tencache_ds.io.backends.protocol import Operation, Priority, StorageBackend, Ticket
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,9 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from tencache_ds.io.backends.counters import IoCounters, IoTotals
-from tencache_ds.io.backends.protocol import StorageBackend
-from tencache_ds.io.backends.ticket import Ticket
+from tencache_ds.io.backends.protocol import IoCounters, IoTotals, StorageBackend, Ticket
 from tencache_ds.io.wrappers.pass_through import PassThroughBackend, Submission
 
 

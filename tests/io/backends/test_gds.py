@@ -13,11 +13,9 @@ import torch
 
 from tencache_ds.errors import CorruptionError, SpaceError, StorageError
 from tencache_ds.io import ExtentStore, GdsBackend, Operation, PosixBackend, RoutedBackend
-from tencache_ds.io.backends.gds import compatibility_mode, errno_in, missing_kvikio, plain_cause
-from tencache_ds.io.backends.gds_trial import obstacle, try_gds
+from tencache_ds.io.backends.gds import compatibility_mode, errno_in, missing_kvikio, obstacle, plain_cause, try_gds
 from tencache_ds.io.integrity import gathered_words, sampled_fingerprint
-from tencache_ds.io.wrappers.fault_rules import parse_faults
-from tencache_ds.io.wrappers.faults import FaultBackend
+from tencache_ds.io.wrappers.faults import FaultBackend, parse_faults
 from tencache_ds.memory import BufferPool, DeviceArena, Locking
 from tencache_ds.memory.arena import POISON_BYTE
 from tencache_ds.planning.size_classes import SizeClass

@@ -72,7 +72,7 @@ def test_a_file_system_that_refuses_direct_transfers(backend, path, monkeypatch,
     odd = torch.empty(65536 + 4096 + 8, dtype=torch.uint8)
     start = -odd.data_ptr() % 4096 + 8  # unaligned: O_DIRECT gives EINVAL, as such file systems do for all buffers
     back = odd[start : start + 65536]
-    monkeypatch.setattr("tencache_ds.io.backends.requests.check_request", lambda *arguments: None)
+    monkeypatch.setattr("tencache_ds.io.backends.protocol.check_request", lambda *arguments: None)
     with caplog.at_level(logging.WARNING, logger="DeepSpeed.tencache.io"):
         backend.submit(Operation.READ, path, 0, back).wait(30)
     assert torch.equal(back, aligned(65536, fill=None))

@@ -24,8 +24,7 @@ from tencache_ds.io import (
     StorageCancelledError,
     StorageTimeoutError,
 )
-from tencache_ds.io.wrappers.fault_rules import Fault, Kind, parse_faults
-from tencache_ds.io.wrappers.faults import LATE_BYTE, FaultBackend
+from tencache_ds.io.wrappers.faults import LATE_BYTE, Fault, FaultBackend, Kind, parse_faults
 from tests.io.conftest import MemoryBackend, aligned
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the ops
@@ -390,7 +389,7 @@ import sys, torch
 sys.path.insert(0, {os.getcwd()!r})
 from tests.io.conftest import aligned
 from tencache_ds.io import Operation, PosixBackend
-from tencache_ds.io.wrappers.fault_rules import parse_faults
+from tencache_ds.io.wrappers.faults import parse_faults
 from tencache_ds.io.wrappers.faults import FaultBackend
 backend = FaultBackend(PosixBackend(), parse_faults("kind=hang;kind=delay,seconds=1000"))
 ticket = backend.submit(Operation.WRITE, {str(tmp_path / "data")!r}, 0, aligned(4096))

@@ -10,8 +10,7 @@ import torch
 
 from tencache_ds.errors import StorageError
 from tencache_ds.io import ExtentStore, GdsBackend, Operation, PosixBackend, RoutedBackend
-from tencache_ds.io.wrappers.fault_rules import parse_faults
-from tencache_ds.io.wrappers.faults import FaultBackend
+from tencache_ds.io.wrappers.faults import FaultBackend, parse_faults
 from tencache_ds.memory import DeviceArena
 from tests.io.conftest import aligned
 from tests.io.device_files import new_kind

@@ -1,26 +1,292 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out moves of weights, gradients and optimizer state into GPU memory and out of it, and keeps account of
-them. What moves is decided in :mod:`tencache_ds.placement.gpu_homes`."""
+"""Carries out moves of weights, gradients and optimizer state between GPU memory, host memory and NVMe, and keeps
+account of them. What moves is decided in :mod:`tencache_ds.placement.gpu_homes` and
+:mod:`tencache_ds.placement.host_homes`.
+"""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from tencache_ds.errors import MemoryLimitError, TenCacheError
 from tencache_ds.memory.device_memory import DeviceMemory
-from tencache_ds.placement.gpu_budget import chunks_to_release
-from tencache_ds.placement.places import Place
-from tencache_ds.placement.state_moves import Accounts, StateMoves
-from tencache_ds.placement.weight_moves import Agree, MovableWeights, Shard, WeightMoves
+from tencache_ds.placement.gpu_policy import chunks_to_release
+from tencache_ds.placement.places import Place, place_state
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.kinds import ADAM_IN_FP32, MASTERS_ALONE
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
 logger = logging.getLogger("DeepSpeed.tencache")
+
+
+class Accounts(Protocol):
+    """The owner of the memory accounts (a :class:`tencache_ds.runtime.session.Session`)."""
+
+    @property
+    def host_left_nbytes(self) -> int:
+        """The unused part of this rank's host memory."""
+
+    def count_host(self, nbytes: int) -> None:
+        """Adds ``nbytes`` (may be negative) to the host memory in use by gradients and optimizer state."""
+
+    def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
+        """Bytes of weights and gradients in GPU memory now."""
+
+
+class StateMoves:
+    """Used by one thread at a time.
+
+    Args:
+        tier: the optimizer's state.
+        n_sub_groups: of it.
+        accounts: of host memory.
+        open_store: makes NVMe ready for state, if it may go there; returns whether it may.
+        moved: called with a sub-group whose state has changed its places.
+    """
+
+    def __init__(
+        self,
+        tier: OptimizerStateTier,
+        n_sub_groups: int,
+        accounts: Accounts,
+        *,
+        open_store: Callable[[], bool],
+        moved: Callable[[int], None],
+    ) -> None:
+        self.tier = tier
+        self.n_sub_groups = n_sub_groups
+        self.accounts = accounts
+        self.open_store = open_store
+        self._moved = moved
+        self._collected_nbytes = 0
+        self._counted_nbytes = tier.resident_nbytes
+        self.before: Callable[[], None] = lambda: None
+        """Called before anything moves, to wait until it is not in use."""
+        self.free_unused: Callable[[], int] = lambda: 0
+        """Frees host memory that nothing is in, and returns how much: that of weights and gradients in GPU memory,
+        which is kept so that they can return quickly."""
+
+    @property
+    def any_on_nvme(self) -> bool:
+        """Whether state is on NVMe."""
+        return any(Place.NVME in self.tier.places(index) for index in range(self.n_sub_groups))
+
+    def relocate(self, places: Mapping[int, Sequence[Place]]) -> None:
+        """Gives the chunks of some sub-groups other places. Between two passes over the state.
+
+        Raises:
+            MemoryLimitError: not enough memory.
+            SpaceError, StorageError: not enough space on NVMe, or a transfer failed.
+        """
+        self.collect()
+        try:
+            self.tier.relocate(places)
+        finally:
+            self._count()
+            self._collected_nbytes = self.tier.collected_nbytes
+            for index in places:
+                self._moved(index)
+
+    def collect(self) -> int:
+        """Takes note of state whose GPU memory training has taken back, and that is in host memory since; returns the
+        bytes that are new."""
+        self.before()
+        self.tier.collect()
+        nbytes, self._collected_nbytes = self.tier.collected_nbytes - self._collected_nbytes, self.tier.collected_nbytes
+        self._count()  # master weights that were split or joined, too
+        if nbytes:
+            for index in range(self.n_sub_groups):
+                self._moved(index)
+        return nbytes
+
+    def take_host_memory(self, nbytes: int) -> int:
+        """Moves chunks from NVMe to host memory, spread evenly over the step.
+
+        Args:
+            nbytes: upper limit.
+
+        Returns:
+            How many did.
+        """
+        return self._move(Place.NVME, Place.HOST, lambda sizes: place_state(sizes, max(nbytes, 0)))
+
+    def leave_host_memory(self, nbytes: int) -> int:
+        """Chunks that are in host memory go to NVMe, as evenly.
+
+        Args:
+            nbytes: lower limit, as far as available.
+
+        Returns:
+            How many did: 0 where state may not go there.
+        """
+        if not self.open_store():
+            return 0
+        return self._move(Place.HOST, Place.NVME, lambda sizes: place_state(sizes, max(sum(sizes) - nbytes, 0)))
+
+    def _move(self, old: Place, new: Place, place: Callable[[list[int]], Sequence[Place]]) -> int:
+        places = {
+            index: list(self.tier.places(index)) for index in range(self.n_sub_groups) if not self.tier.whole(index)
+        }
+        candidates = [
+            (group, index, self.tier.host_nbytes_of(self.tier.chunks(group)[index]))
+            for group, homes in places.items()
+            for index, home in enumerate(homes)
+            if home is old
+        ]
+        moved, changed = 0, {}
+        for (group, index, nbytes), home in zip(
+            candidates, place([nbytes for _, _, nbytes in candidates]), strict=True
+        ):
+            if home is new:
+                places[group][index] = new
+                changed[group] = places[group]
+                moved += nbytes
+        if changed:
+            self.relocate(changed)
+        return moved
+
+    def _count(self) -> None:
+        nbytes = self.tier.resident_nbytes
+        self.accounts.count_host(nbytes - self._counted_nbytes)
+        self._counted_nbytes = nbytes
+
+
+Agree = Callable[[str, Any, Callable[[Sequence[Any]], Any]], Any]
+"""A joint decision of all ranks: the topic, this rank's value, and the function that combines the values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One weight's shard.
+
+    Attributes:
+        key: of the weight.
+        nbytes: of the shard.
+        stored: whether it is on NVMe.
+        frees_host: whether its host memory can be freed when it is in device memory.
+    """
+
+    key: int
+    nbytes: int
+    stored: bool = False
+    frees_host: bool = False
+
+
+class MovableWeights(Protocol):
+    """The weights of a model, as far as they may live in device memory. Between two steps."""
+
+    def shards(self) -> Sequence[Shard]:
+        """All of them, in the same order on every rank."""
+
+    def to_device(self, key: int, memory: torch.Tensor) -> None:
+        """Moves one into device memory (uint8, of its length)."""
+
+    def to_host(self, key: int) -> None:
+        """Moves one back to where it was.
+
+        Raises:
+            MemoryLimitError, StorageError: there is no place for it; it stays.
+        """
+
+    def belongs_to_host(self, key: int) -> bool:
+        """Whether it came from host memory, to which it can return without the other ranks noticing."""
+
+    def host_nbytes_of(self, keys: Iterable[int]) -> int:
+        """Bytes of host memory that have to be allocated before these can return to it."""
+
+    def free_unused(self) -> int:
+        """Frees host memory of those that are in device memory, as far as possible; returns how much."""
+
+
+class WeightMoves:
+    """Used by one thread at a time.
+
+    Args:
+        memory: of the compute device.
+        weights: the weights.
+    """
+
+    def __init__(self, memory: DeviceMemory, weights: MovableWeights) -> None:
+        self._memory = memory
+        self._weights = weights
+        self._there: dict[int, int] = {}  # bytes of each weight, in the order in which they came
+        self._out: dict[int, int] = {}  # of those that had to leave, the last one to leave last
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights in GPU memory."""
+        return sum(self._there.values())
+
+    @property
+    def there(self) -> Collection[int]:
+        """The weights (keys) in GPU memory, in the order in which they came."""
+        return self._there.keys()
+
+    @property
+    def out(self) -> Collection[int]:
+        """Those that had to leave it and have not come back."""
+        return self._out.keys()
+
+    def bring(self, shards: Sequence[Shard], agree: Agree) -> bool:
+        """Moves all of them that are not there on all ranks, or none on any: those from NVMe leave the order in which
+        collectives are made. Between two passes."""
+        shards = [shard for shard in shards if shard.key not in self._there]
+        buffers: dict[int, torch.Tensor] = {}
+        try:
+            for shard in shards:
+                buffers[shard.key] = self._memory.allocate(shard.nbytes)
+        except MemoryLimitError as error:
+            logger.warning("no weight moves to GPU memory: %s", error)
+            buffers.clear()
+        if not agree("weights in GPU memory", len(buffers) == len(shards), all):
+            return False
+        for key, memory in buffers.items():
+            self._bring(key, memory)
+        return True
+
+    def bring_back(self, nbytes: int) -> int:
+        """Moves evicted weights back into GPU memory up to ``nbytes``, the last to leave first; returns the bytes
+        moved. Between two passes."""
+        brought = 0
+        try:
+            for key, size in reversed(list(self._out.items())):
+                if size <= nbytes - brought:
+                    self._bring(key, self._memory.allocate(size))
+                    brought += size
+        except MemoryLimitError as error:
+            logger.warning("a weight that left GPU memory stays out: %s", error)
+        return brought
+
+    def release(self, key: int) -> int:
+        """Takes one that is not in use out of GPU memory; returns its bytes. The device must be done with it.
+
+        Raises:
+            MemoryLimitError, StorageError: it has nowhere to go; it stays.
+        """
+        self._weights.to_host(key)
+        self._out[key] = self._there.pop(key)
+        return self._out[key]
+
+    def close(self) -> None:
+        """Gives all of them back to their model, where they were. Idempotent."""
+        for key in reversed(list(self._there)):
+            del self._there[key]
+            try:
+                self._weights.to_host(key)
+            except TenCacheError:
+                logger.exception("a weight could not leave GPU memory, and stays there")
+
+    def _bring(self, key: int, memory: torch.Tensor) -> None:
+        self._weights.to_device(key, memory)
+        self._there[key] = memory.nbytes
+        self._out.pop(key, None)
 
 
 class GpuMoves:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights for which the compute device waits in a step, and how long."""
+"""What the compute device waits for in a step, and how long: fetches of weights, and copies of saved tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tencache_ds.placement.places import Place
 from tencache_ds.profiling.device_idle import DeviceIdle
 
 
@@ -272,3 +273,56 @@ def _add(waits: dict[int, FetchWait], key: int, more: FetchWait) -> None:
         known.host_seconds + more.host_seconds,
         known.overhead_seconds + more.overhead_seconds,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCost:
+    """One block in a step.
+
+    Attributes:
+        nbytes: of the block.
+        moved_nbytes: by all micro-steps together, in each direction.
+        seconds: upper bound of the device's idle time for it.
+        in_host: whether it was in host memory between its uses; else on NVMe.
+    """
+
+    nbytes: int
+    moved_nbytes: int
+    seconds: float
+    in_host: bool
+
+
+class MoveWaits:
+    """Records one step, of all its micro-steps together. Used by one thread at a time."""
+
+    def __init__(self, clock: StreamClock) -> None:
+        self._clock = clock
+        self._waits: list[tuple[int, Any, Any]] = []
+        self._nbytes: dict[int, int] = {}  # of the block at a position
+        self._moved_nbytes: dict[int, int] = {}  # by all passes together
+        self._in_host: dict[int, bool] = {}
+
+    def mark(self) -> Any:
+        """The device may have to wait from here on, for :meth:`waited`."""
+        return self._clock.mark()
+
+    def waited(self, position: int, before: Any) -> None:
+        """What follows needs a block, or its memory."""
+        self._waits.append((position, before, self._clock.mark()))
+
+    def moved(self, position: int, nbytes: int, place: Place) -> None:
+        """A block is copied to host memory, from where it may go on to NVMe."""
+        self._nbytes[position] = nbytes
+        self._moved_nbytes[position] = self._moved_nbytes.get(position, 0) + nbytes
+        self._in_host[position] = place is Place.HOST
+
+    def costs(self) -> dict[int, MoveCost]:
+        """Cost of each block that was moved, by its position. After the device was waited for."""
+        waits: dict[int, float] = {}
+        for position, before, after in self._waits:
+            seconds = max(self._clock.seconds_between(before, after), 0.0)
+            waits[position] = waits.get(position, 0.0) + seconds
+        return {
+            position: MoveCost(nbytes, self._moved_nbytes[position], waits.get(position, 0.0), self._in_host[position])
+            for position, nbytes in self._nbytes.items()
+        }
