@@ -221,7 +221,7 @@ def _state(arguments: argparse.Namespace, numel: int, host_nbytes: int) -> dict[
     state_nbytes, marks_nbytes = _STATE_NBYTES[arguments.optimizer]
     on_gpu = arguments.optimizer == "adamw"
     if arguments.gpu_memory and not on_gpu:
-        raise ConfigError(f"nothing goes to GPU memory with {arguments.optimizer}: leave --gpu-memory out")
+        raise ConfigError(f"the plan puts nothing into GPU memory with {arguments.optimizer}: leave --gpu-memory out")
     split_nbytes = 2 - marks_nbytes if arguments.split_master else 0.0
     if not arguments.gpu_memory and numel * WEIGHT_NBYTES <= host_nbytes:  # then state in RAM is split as well
         state_nbytes, split_nbytes = state_nbytes - split_nbytes, 0.0
