@@ -56,7 +56,7 @@ else
     workers="${TENCACHE_TEST_WORKERS:-0}" # tests on one GPU measure and fill its memory: one at a time
 fi
 # Without the option pytest-xdist begins with the files of most tests, and a few long ones come last.
-python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "${ordered[@]}" "$@"
+python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 "${ordered[@]}" "$@"
 
 if [ -n "$lines" ]; then
     # shellcheck disable=SC2086 # several words

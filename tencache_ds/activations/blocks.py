@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tencache_ds.activations.copies import HostBuffers
 from tencache_ds.errors import InplaceChangeError, TenCacheError
 from tencache_ds.io import Extent, ExtentStore, Priority, Ticket
-from tencache_ds.memory.lease import Event
+from tencache_ds.memory.lease import DeviceEvent
 from tencache_ds.observability.counters import Counters, Link, Stall
 from tencache_ds.placement.places import Place
 from tencache_ds.tensors import empty
@@ -51,7 +51,7 @@ class Remains:
     storage: torch.UntypedStorage | None
     arriving_nbytes: int
     extent: Extent | None
-    events: tuple[Event, ...]
+    events: tuple[DeviceEvent, ...]
     tickets: tuple[Ticket, ...]
 
     @property
@@ -114,11 +114,11 @@ class Block:
         self.place = place
         self.n_waiting = 0
         self.reloaded: StorageWeakRef | None = None
-        self.arriving: tuple[torch.UntypedStorage, Event | None] | None = None
+        self.arriving: tuple[torch.UntypedStorage, DeviceEvent | None] | None = None
         self.buffers: HostBuffers | None = None
         self.host: torch.Tensor | None = None
-        self.left: Event | None = None
-        self.arrived: Event | None = None
+        self.left: DeviceEvent | None = None
+        self.arrived: DeviceEvent | None = None
         self.extent: Extent | None = None
         self.written: Ticket | None = None
         self.reading: Ticket | None = None
@@ -282,7 +282,7 @@ class DroppedBlocks:
                 for ticket in remains.tickets:
                     yield remains.buffer, ticket
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[DeviceEvent]:
         """Events of copies whose end was not seen."""
         return (event for remains in (*self.queue, *self._busy) for event in remains.events)
 

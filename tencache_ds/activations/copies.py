@@ -26,7 +26,7 @@ import torch
 
 from tencache_ds.layout import PAGE_NBYTES, round_up
 from tencache_ds.memory.arena import POISON_BYTE, HostArena
-from tencache_ds.memory.lease import Event
+from tencache_ds.memory.lease import DeviceEvent
 from tencache_ds.placement.activation_policy import MoveRates
 from tencache_ds.tensors import empty
 
@@ -39,14 +39,14 @@ class Copies(Protocol):
     def saving(self) -> None:
         """A tensor is saved on the current stream: see [Note: streams of the user's]."""
 
-    def out(self, target: torch.Tensor, source: torch.Tensor) -> Event | None:
+    def out(self, target: torch.Tensor, source: torch.Tensor) -> DeviceEvent | None:
         """Copies device memory to host memory of the same size.
 
         Returns:
             Done when ``target`` is filled and ``source`` may be freed; None: that is so already.
         """
 
-    def back(self, source: torch.Tensor, after: Event | None) -> tuple[torch.Tensor, Event | None]:
+    def back(self, source: torch.Tensor, after: DeviceEvent | None) -> tuple[torch.Tensor, DeviceEvent | None]:
         """Copies host memory to new device memory, once the copy that fills ``source`` is done.
 
         Returns:
@@ -54,7 +54,7 @@ class Copies(Protocol):
             so already. Work on the memory may be issued after :meth:`wait`.
         """
 
-    def wait(self, event: Event | None) -> None:
+    def wait(self, event: DeviceEvent | None) -> None:
         """Later work on the current stream, and on those where tensors were saved, waits for a copy; the host does
         not."""
 
@@ -72,18 +72,18 @@ class PlainCopies:
     def saving(self) -> None:
         """See :meth:`Copies.saving`."""
 
-    def out(self, target: torch.Tensor, source: torch.Tensor) -> Event | None:
+    def out(self, target: torch.Tensor, source: torch.Tensor) -> DeviceEvent | None:
         """See :meth:`Copies.out`."""
         self._copy(target, source, 0)
         return None
 
-    def back(self, source: torch.Tensor, after: Event | None) -> tuple[torch.Tensor, Event | None]:
+    def back(self, source: torch.Tensor, after: DeviceEvent | None) -> tuple[torch.Tensor, DeviceEvent | None]:
         """See :meth:`Copies.back`."""
         target = empty(source.numel(), torch.uint8, self._device)
         self._copy(target, source, 1)
         return target, None
 
-    def wait(self, event: Event | None) -> None:
+    def wait(self, event: DeviceEvent | None) -> None:
         """See :meth:`Copies.wait`."""
 
     def rates(self) -> MoveRates | None:
@@ -113,7 +113,7 @@ class CudaCopies:
         """See :meth:`Copies.saving`."""
         self._saved_on.add(torch.cuda.current_stream(self._device))
 
-    def out(self, target: torch.Tensor, source: torch.Tensor) -> Event | None:
+    def out(self, target: torch.Tensor, source: torch.Tensor) -> DeviceEvent | None:
         """See :meth:`Copies.out`."""
         # Before the block below, in which the current stream is the copy's own.
         for stream in self._streams():
@@ -122,7 +122,7 @@ class CudaCopies:
             target.copy_(source, non_blocking=True)
             return self._out.record_event()
 
-    def back(self, source: torch.Tensor, after: Event | None) -> tuple[torch.Tensor, Event | None]:
+    def back(self, source: torch.Tensor, after: DeviceEvent | None) -> tuple[torch.Tensor, DeviceEvent | None]:
         """See :meth:`Copies.back`."""
         target = empty(source.numel(), torch.uint8, self._device)
         current = torch.cuda.current_stream(self._device)
@@ -135,7 +135,7 @@ class CudaCopies:
             target.copy_(source, non_blocking=True)
             return target, self._back.record_event()
 
-    def wait(self, event: Event | None) -> None:
+    def wait(self, event: DeviceEvent | None) -> None:
         """See :meth:`Copies.wait`."""
         if event is not None:
             for stream in self._streams():

@@ -16,7 +16,7 @@ import torch
 from tencache_ds.activations.blocks import Block, StoredBlocks
 from tencache_ds.activations.copies import Copies
 from tencache_ds.io import Priority
-from tencache_ds.memory.lease import Event
+from tencache_ds.memory.lease import DeviceEvent
 from tencache_ds.observability.counters import Counters, Link
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.placement.places import Place
@@ -95,7 +95,7 @@ class Reloads:
         self.arriving_nbytes -= block.nbytes
         return storage
 
-    def _copy_back(self, block: Block) -> tuple[torch.UntypedStorage, Event | None]:
+    def _copy_back(self, block: Block) -> tuple[torch.UntypedStorage, DeviceEvent | None]:
         """Begins to copy a block, which is in host memory, to the device; returns what it then has as ``arriving``."""
         source = block.host_bytes
         with span(Category.COPY, "copy::activation_back", block.name, block.nbytes):

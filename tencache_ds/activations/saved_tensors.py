@@ -29,7 +29,7 @@ from tencache_ds.activations.copies import Copies, HostBuffers
 from tencache_ds.activations.reloads import Reloads
 from tencache_ds.errors import MemoryLimitError, TenCacheError
 from tencache_ds.io import ExtentStore, Ticket
-from tencache_ds.memory.lease import Event
+from tencache_ds.memory.lease import DeviceEvent
 from tencache_ds.observability.counters import Counters, Link
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.placement.activation_policy import (
@@ -119,7 +119,7 @@ class SavedTensors:
         self._stored = StoredBlocks(open_store, staging, counters, timeout_s, self._dropped, self._collect)
         self._reloads = Reloads(copies, self._stored, counters)
         self._by_address: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
-        self._leaving: deque[tuple[weakref.ref[Block], torch.UntypedStorage, Event | None]] = deque()
+        self._leaving: deque[tuple[weakref.ref[Block], torch.UntypedStorage, DeviceEvent | None]] = deque()
         self._leaving_nbytes = 0
         self._pass: list[weakref.ref[Block]] = []
         self._live: weakref.WeakSet[Block] = weakref.WeakSet()

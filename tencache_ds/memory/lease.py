@@ -34,7 +34,7 @@ class LeaseState(enum.Enum):
     """Its request was given up, and the device may still write to it: the slot is never leased again."""
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """An event that :meth:`Lease.release_after` waits for; ``torch.cuda.Event`` is one."""
 
     def query(self) -> bool:
@@ -183,7 +183,7 @@ class Lease:
         self.require_held("it was released twice")
         self._pool.finish_return(self)  # at once: an interrupt in between would leave it coming back for ever
 
-    def release_after(self, event: Event) -> None:
+    def release_after(self, event: DeviceEvent) -> None:
         """Give the slot back when ``event`` is done (a CUDA event recorded after the last copy from or to the buffer).
 
         The pool queries the event when a slot is needed; nothing blocks here. The event must not be recorded again

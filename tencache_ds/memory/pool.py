@@ -24,7 +24,7 @@ import torch
 from tencache_ds.layout import PAGE_NBYTES, round_up
 from tencache_ds.memory.arena import POISON_BYTE
 from tencache_ds.memory.device_arena import wait_for_device
-from tencache_ds.memory.lease import Event, Lease, LeaseError, LeaseState, Slot
+from tencache_ds.memory.lease import DeviceEvent, Lease, LeaseError, LeaseState, Slot
 from tencache_ds.memory.report import ClassStats, Holder, PoolBusyError, PoolStats, PoolTimeout
 from tencache_ds.planning.size_classes import SizeClass
 
@@ -108,7 +108,7 @@ class BufferPool:
         self._settled = threading.Condition(self._lock)  # a lease came back, or began to
         self._live: dict[Lease, None] = {}  # every lease that is neither RETURNED nor LOST, oldest first
         self._lost: list[Lease] = []
-        self._pending: deque[tuple[Event, Lease]] = deque()  # released, waiting for an event; oldest first
+        self._pending: deque[tuple[DeviceEvent, Lease]] = deque()  # released, waiting for an event; oldest first
         self._waiters: list[_Waiter] = []
         self._closing = False
         self._nbytes_leased = 0
@@ -270,7 +270,7 @@ class BufferPool:
 
     # The leases' side: called by Lease only.
 
-    def begin_return(self, lease: Lease, event: Event | None) -> None:
+    def begin_return(self, lease: Lease, event: DeviceEvent | None) -> None:
         """HELD → RETURNING; with an event, the slot comes back when the event is done. This and the next three are the
         callbacks of a lease's release."""
         with self._lock:

@@ -29,6 +29,7 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import Extent, Ticket
 from tencache_ds.memory.arena import HostArena
+from tencache_ds.memory.lease import DeviceEvent
 from tencache_ds.observability.counters import Access
 from tencache_ds.placement.places import Place
 from tencache_ds.tiers.mover import Buffer
@@ -246,14 +247,6 @@ _TRANSITIONS: dict[CopyState, frozenset[CopyState]] = {
 }
 
 
-class CopyEvent(Protocol):
-    """A device event after which a buffer's last reader is done."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class WeightHome:
     """Where a weight's shard lives between two uses.
@@ -282,7 +275,7 @@ class StagingBuffer(Buffer, Protocol):
     def for_gpu(self) -> bool:
         """Whether it is memory of the compute device, which may only be accessed by copies within the device."""
 
-    def release_after(self, event: CopyEvent, /) -> None:
+    def release_after(self, event: DeviceEvent, /) -> None:
         """Gives it back when its last reader is done."""
 
 
@@ -319,7 +312,7 @@ class Weight:
     trainable: bool = True
     prefetched: bool = False
     kept: bool = False
-    reader: CopyEvent | None = None
+    reader: DeviceEvent | None = None
     counted: bool = False
 
     @property

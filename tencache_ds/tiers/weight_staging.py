@@ -25,12 +25,13 @@ from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.io import Extent, Operation, Priority, Ticket
 from tencache_ds.layout import round_up
 from tencache_ds.memory.arena import HostArena
+from tencache_ds.memory.lease import DeviceEvent
 from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
 from tencache_ds.observability.counters import Event, Stall
 from tencache_ds.planning.budget import WRITES_BEHIND_NBYTES
 from tencache_ds.planning.lookahead import farthest_first
 from tencache_ds.tiers.mover import Mover
-from tencache_ds.tiers.weight_homes import CopyEvent, CopyState, StagingBuffer, Weight
+from tencache_ds.tiers.weight_homes import CopyState, StagingBuffer, Weight
 
 UPDATE_PATIENCE_S = 5.0
 """How long an update waits for a staging buffer before it takes ordinary memory (which is bounded too)."""
@@ -62,7 +63,7 @@ class OrdinaryBuffer:
         """See :meth:`Buffer.release`."""
         self.owner.free(self)
 
-    def release_after(self, event: CopyEvent) -> None:
+    def release_after(self, event: DeviceEvent) -> None:
         """Waits for the event: events of memory outside a pool are not polled later."""
         event.synchronize()
         self.owner.free(self)
@@ -185,7 +186,7 @@ class PooledBuffer:
         """See :meth:`Buffer.release`."""
         self.lease.release()
 
-    def release_after(self, event: CopyEvent) -> None:
+    def release_after(self, event: DeviceEvent) -> None:
         """See :meth:`StagingBuffer.release_after`."""
         self.lease.release_after(event)
 

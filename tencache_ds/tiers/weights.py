@@ -17,11 +17,12 @@ import torch
 from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.io import ExtentStore, Priority
 from tencache_ds.memory.arena import HostArena
+from tencache_ds.memory.lease import DeviceEvent
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.budget import WRITES_BEHIND_NBYTES
 from tencache_ds.tiers.mover import Mover
-from tencache_ds.tiers.weight_homes import CopyEvent, CopyState, ResidentMemory, Weight, WeightHomes
+from tencache_ds.tiers.weight_homes import CopyState, ResidentMemory, Weight, WeightHomes
 from tencache_ds.tiers.weight_staging import OrdinaryMemory, UseOrder, WeightStaging, WeightTransfers
 
 
@@ -301,7 +302,7 @@ class WeightTier:
             buffer = self._weights[key].buffer
             return buffer is not None and buffer.for_gpu
 
-    def give_back(self, key: int, event: CopyEvent | None = None, *, keep: bool = False) -> None:
+    def give_back(self, key: int, event: DeviceEvent | None = None, *, keep: bool = False) -> None:
         """Ends an exposure: the staging buffer is free once ``event`` (its last reader) is done, or now without one.
 
         With ``keep`` it is not freed: the weight stays staged in it, unchanged, for its next use. Only if this use
