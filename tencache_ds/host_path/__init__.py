@@ -23,7 +23,8 @@ from typing import Any
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.host_path.current_stream import ask_for_streams_quickly
 from tencache_ds.host_path.fetches import QuickCoordinator, partition
-from tencache_ds.host_path.gradient_buckets import GradientBucketsMixin, GradientNorms
+from tencache_ds.host_path.gradient_buckets import GradientBucketsMixin
+from tencache_ds.host_path.gradient_norms import GradientNorms
 from tencache_ds.host_path.launch_graphs import LaunchGraphs
 from tencache_ds.host_path.linear_layers import skip_autograd_without_gradients
 from tencache_ds.host_path.module_hooks import lighten_hooks

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients on their way into DeepSpeed's buckets, several at a time, and their norms.
-
-Norms are DeepSpeed's, bit for bit, with one kernel for each gradient on the device instead of three. Measured on a CPU:
-the norms of 291 gradients take 14 ms of the thread that computes, DeepSpeed's way 29 ms.
+"""Gradients on their way into DeepSpeed's buckets, several at a time.
 
 As soon as a weight's gradient is complete, DeepSpeed copies it into a bucket that is reduced as a whole. For each one
 the stream of reductions waits for the stream of arithmetic, and a copy is launched: about 100 microseconds of the
@@ -21,44 +18,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.host_path.parts import HostPath
-from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.adapters.versions import DeepSpeedClass
 from tencache_ds.integration.hooked_modules import uncompiled
-
-NORM_PART_NUMEL = 250_000_000
-"""Elements above which DeepSpeed computes the norm of a gradient in parts."""
-
-
-class GradientNorms:
-    """Norms whose square and root, which DeepSpeed takes of each, follow for all of them at once."""
-
-    def __init__(self) -> None:
-        self._norms: dict[Any, torch.Tensor] = {}  # by parameter, on the compute device
-
-    def add(self, key: Any, gradient: torch.Tensor) -> bool:
-        """Computes the norm of a gradient. False for one whose norm DeepSpeed computes in parts: nothing has happened.
-
-        Args:
-            key: of its parameter.
-            gradient: all of it.
-        """
-        if gradient.numel() > NORM_PART_NUMEL:
-            return False
-        self._norms[key] = gradient.view(-1).to(calls.norm_dtype()).norm(2)
-        return True
-
-    def complete(self) -> dict[Any, torch.Tensor]:
-        """The norms that were added since the last call, by parameter, in host memory."""
-        if not self._norms:
-            return {}
-        norms, self._norms = self._norms, {}
-        values = torch.stack(list(norms.values())).cpu()
-        return dict(zip(norms, ((values**2.0) ** 0.5).unbind(), strict=True))
-
-    def clear(self) -> None:
-        """Forgets them."""
-        self._norms.clear()
-
 
 COLLECTED_NUMEL = 32 * 2**20
 """Elements of the gradients that are collected, at most. So much more device memory may be in use for a moment."""
