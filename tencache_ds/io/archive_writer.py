@@ -23,7 +23,8 @@ from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor
 from tencache_ds.memory.arena import untouched_zeros
 
 MOST_SECONDS_GIVEN = 60.0
-"""For which an archive may be left unwritten because others use the drive. A run that always does gets it as late."""
+"""For which an archive may be left unwritten because others use the drive: so much later it is complete in a run that
+always does."""
 
 _LOOK_SECONDS = 0.02
 """After which the writer looks whether somebody waits for it, while others use the drive."""
