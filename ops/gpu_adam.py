@@ -70,8 +70,18 @@ def adam_runs(
     master = master_address.to(tl.pointer_type(tl.float32))
     exp_avg = exp_avg_address.to(tl.pointer_type(tl.float32))
     exp_avg_sq = exp_avg_sq_address.to(tl.pointer_type(tl.float32))
-    gradient = _elements(gradient_address, GRADIENT, False)
-    weight = _elements(weight_address, WEIGHT, True)
+    if GRADIENT == FLOAT32:
+        gradient = gradient_address.to(tl.pointer_type(tl.float32))
+    elif GRADIENT == BFLOAT16:
+        gradient = gradient_address.to(tl.pointer_type(tl.bfloat16))
+    else:
+        gradient = gradient_address.to(tl.pointer_type(tl.float16))
+    if WEIGHT == FLOAT32:
+        weight = weight_address.to(tl.pointer_type(tl.float32))
+    elif WEIGHT == BFLOAT16:
+        weight = weight_address.to(tl.pointer_type(tl.uint16))
+    else:
+        weight = weight_address.to(tl.pointer_type(tl.float16))
     if WHOLE:
         master, gradient, weight = tl.multiple_of(master, 16), tl.multiple_of(gradient, 16), tl.multiple_of(weight, 16)
         exp_avg, exp_avg_sq = tl.multiple_of(exp_avg, 16), tl.multiple_of(exp_avg_sq, 16)
@@ -145,8 +155,20 @@ def descent_runs(
     start = tl.load(block_start + program)
     gradient_address, weight_address, numel = tl.load(run + 3), tl.load(run + 4), tl.load(run + 5)
     master = tl.load(run).to(tl.pointer_type(tl.float32))
-    gradient = _elements(gradient_address, GRADIENT, False)
-    weight = _elements(weight_address, WEIGHT, True)
+    # As in adam_runs: a pointer that a function returns is not known to be a multiple of 16 any more, and memory is
+    # touched 2 bytes at a time.
+    if GRADIENT == FLOAT32:
+        gradient = gradient_address.to(tl.pointer_type(tl.float32))
+    elif GRADIENT == BFLOAT16:
+        gradient = gradient_address.to(tl.pointer_type(tl.bfloat16))
+    else:
+        gradient = gradient_address.to(tl.pointer_type(tl.float16))
+    if WEIGHT == FLOAT32:
+        weight = weight_address.to(tl.pointer_type(tl.float32))
+    elif WEIGHT == BFLOAT16:
+        weight = weight_address.to(tl.pointer_type(tl.uint16))
+    else:
+        weight = weight_address.to(tl.pointer_type(tl.float16))
     if WHOLE:
         master, gradient, weight = tl.multiple_of(master, 16), tl.multiple_of(gradient, 16), tl.multiple_of(weight, 16)
         start = tl.multiple_of(start, BLOCK)
@@ -164,20 +186,6 @@ def descent_runs(
     p = tl.fma(g * scale, tl.full([BLOCK], step, tl.float32), p * retained)
     tl.store(masters, p, mask=inside)
     _store_weights(weights, p, wanted, WEIGHT)
-
-
-@triton.jit
-def _elements(address, DTYPE: tl.constexpr, IN_BITS: tl.constexpr):
-    """The pointer to elements of a dtype; to the bits of bfloat16, if so wanted."""
-    if DTYPE == FLOAT32:
-        pointer = address.to(tl.pointer_type(tl.float32))
-    elif DTYPE == FLOAT16:
-        pointer = address.to(tl.pointer_type(tl.float16))
-    elif IN_BITS:
-        pointer = address.to(tl.pointer_type(tl.uint16))
-    else:
-        pointer = address.to(tl.pointer_type(tl.bfloat16))
-    return pointer
 
 
 @triton.jit

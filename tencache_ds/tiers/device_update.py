@@ -473,8 +473,8 @@ def _runs(views: dict[str, torch.Tensor], gradients: Pieces, weights: Pieces, nu
     for first, end in zip(cuts, cuts[1:], strict=False):
         yield Run(
             _address(views[MASTER], first),
-            _address(views[EXP_AVG], first) if EXP_AVG in views else 0,
-            _address(views[EXP_AVG_SQ], first) if EXP_AVG in views else 0,
+            _address(views.get(EXP_AVG), first),
+            _address(views.get(EXP_AVG_SQ), first),
             gradient=_address_among(gradients, first),
             weight=_address_among(weights, first),
             numel=end - first,
@@ -482,8 +482,9 @@ def _runs(views: dict[str, torch.Tensor], gradients: Pieces, weights: Pieces, nu
         )
 
 
-def _address(tensor: torch.Tensor, element: int) -> int:
-    return tensor.data_ptr() + element * tensor.element_size()
+def _address(tensor: torch.Tensor | None, element: int) -> int:
+    """Address of an element; 0 without a tensor."""
+    return 0 if tensor is None else tensor.data_ptr() + element * tensor.element_size()
 
 
 def _address_among(pieces: Pieces, element: int) -> int:
