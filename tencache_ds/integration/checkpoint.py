@@ -159,9 +159,12 @@ class CheckpointMixin(DeepSpeedClass):
         whole = self._state.whole(index)
         apart: dict[str, Any] = {}
         if self._momentum is not None and self._momentum.begun(index):
-            flat = self._momentum.flat(index)
-            key = StateKey(index, MOMENTUM)
-            apart[MOMENTUM] = DeferredTensor(key, flat.dtype, flat.numel()) if self.defers_state else flat.clone()
+            momentum = self._momentum
+            apart[MOMENTUM] = (
+                DeferredTensor(StateKey(index, MOMENTUM), momentum.dtype(index), momentum.numel(index))
+                if self.defers_state
+                else momentum.whole(index)
+            )
         if not self.defers_state or (whole and not self.defers_whole_state):
             values = self._state.borrow(index)
             if whole and not self.defers_state:
@@ -364,9 +367,9 @@ class CheckpointMixin(DeepSpeedClass):
             self.fp32_partitioned_groups_flat[index].data.copy_(master)
             self._partitioned_params_swap_out(index)
             return
-        self._optimizer_states.replace(index, master, with_state=with_state)
         if with_state and self._momentum is not None:
-            self._momentum.replace(index)
+            self._momentum.replace(index, self.optimizer.state.get(self.fp32_partitioned_groups_flat[index], {}))
+        self._optimizer_states.replace(index, master, with_state=with_state)
         for chunk in self._state.chunks(index):
             publish(self._model_weights, chunk, master[chunk.start : chunk.start + chunk.numel])
             self._state.split(chunk)

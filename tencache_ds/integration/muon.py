@@ -4,8 +4,8 @@
 [Note: Muon] Muon replaces the gradient of a matrix by its orthogonalized momentum; what is left of the step is a
 multiple of that, and weight decay, on each element. So a step has two parts. After the last backward pass, and before
 norms are taken, matrices are orthogonalized one by one on the compute device: gradient and momentum come from host
-memory and go back there, the gradient now being the update. Then master weights follow, chunk by chunk, as with any
-other optimizer. Parameters that are no matrices, and embeddings, have DeepSpeed's CPU Adam.
+memory, or momentum from NVMe, and go back there, the gradient now being the update. Then master weights follow, chunk
+by chunk, as with any other optimizer. Parameters that are no matrices, and embeddings, have DeepSpeed's CPU Adam.
 
 On several ranks each matrix has one that orthogonalizes it: the others send it their shards, and get those of the
 result. Stock CPU offload gathers all matrices of a sub-group at once, and each rank orthogonalizes all of them; the
@@ -17,8 +17,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,88 +33,135 @@ from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.adapters.versions import DeepSpeedClass
 from tencache_ds.integration.background_save import Visit
 from tencache_ds.observability.spans import Category, span
+from tencache_ds.placement.places import Place
+from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tensors import empty
-from tencache_ds.tiers.gradients import GradientMemory, GradientTier
+from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.kinds import MOMENTUM
+from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.sub_group import ChunkInUse
 
 MOST_TURNS = 2
 """Turns whose matrices are on the compute device, beside the one that is being copied there."""
+
+BUFFERED_TURNS = MOST_TURNS + 4
+"""Turns whose momentum is in buffers where it is on NVMe: these, the one under way, the next, and two that are being
+read or written."""
 
 PIECE_NUMEL = 2**24
 """Elements of momentum that a checkpoint takes at a time."""
 
 
 class Momentum:
-    """Momentum of Muon's matrices: a flat tensor for each of their sub-groups, in host memory. Used by the training
-    thread.
+    """Momentum of Muon's matrices, in host memory or on NVMe. Used by the thread that has the optimizer's state.
 
     Args:
-        optimizer: in whose ``state`` it is shown once there is any.
-        placeholders: of each sub-group, the tensor by which the optimizer knows it.
-        groups: the parameters of each sub-group.
-        uses_muon: of each sub-group, whether it has momentum.
-        dtype: of momentum.
-        memory: of the host.
+        tier: of their sub-groups, in order, with a chunk for each matrix.
+        groups: the parameters of each, by the sub-group's index among all.
 
     Raises:
-        MemoryLimitError: there is not enough of it.
+        StorageError: zeros cannot be written.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        placeholders: Sequence[torch.Tensor],
-        groups: Sequence[Sequence[Any]],
-        uses_muon: Sequence[bool],
-        dtype: torch.dtype,
-        memory: GradientMemory,
-    ) -> None:
-        self._optimizer = optimizer
-        self._placeholders = placeholders
-        self._flat: dict[int, torch.Tensor] = {}
-        self._parts: dict[int, torch.Tensor] = {}
-        for index, group in enumerate(groups):
-            if not uses_muon[index]:
-                continue
-            numels = [param.partition_numel() for param in group]
-            self._flat[index] = memory.take(sum(numels), dtype)
-            parts = self._flat[index].split(numels)
-            self._parts |= {param.ds_id: part for param, part in zip(group, parts, strict=True)}
-
-    def part(self, key: int) -> torch.Tensor:
-        """A matrix's momentum on this rank: 1-D, of its partition's length."""
-        return self._parts[key]
+    def __init__(self, tier: OptimizerStateTier, groups: Mapping[int, Sequence[Any]]) -> None:
+        self._tier = tier
+        self._places = {index: place for place, index in enumerate(groups)}
+        self._indices = list(groups)
+        self._chunks = {
+            param.ds_id: chunk
+            for place, group in enumerate(groups.values())
+            for param, chunk in zip(group, tier.chunks(place), strict=True)
+        }
+        self._begun: set[int] = set()
+        self._in_use: dict[int, ChunkInUse] = {}
+        for index in groups:
+            self._overwrite(index, None)
 
     def begun(self, sub_group: int) -> bool:
-        """Whether a sub-group has any, after an update."""
-        return sub_group in self._flat and MOMENTUM in self._optimizer.state.get(self._placeholders[sub_group], {})
+        """Whether a sub-group has any: after an update, or a load."""
+        return sub_group in self._begun
 
-    def flat(self, sub_group: int) -> torch.Tensor:
-        """That of a sub-group's matrices on this rank: 1-D."""
-        return self._flat[sub_group]
+    def numel(self, sub_group: int) -> int:
+        """Elements of a sub-group's matrices on this rank."""
+        return self._tier.numel(self._places[sub_group])
+
+    def dtype(self, sub_group: int) -> torch.dtype:
+        """Its dtype."""
+        return self._tier.dtype(self._places[sub_group], MOMENTUM)
+
+    def residency(self) -> Iterator[tuple[int, Place, int]]:
+        """Of each matrix its key, and where how many bytes of it live on this rank."""
+        for key, chunk in self._chunks.items():
+            yield key, self._tier.places(chunk.sub_group)[chunk.index], self._tier.nbytes_of(chunk)
+
+    def whole(self, sub_group: int) -> torch.Tensor:
+        """A copy of a sub-group's: 1-D."""
+        return self._tier.read(self._places[sub_group], MOMENTUM)
+
+    def part(self, key: int) -> torch.Tensor:
+        """A copy of a matrix's on this rank: 1-D, of its shard's length."""
+        chunk = self._chunks[key]
+        return self._tier.read(chunk.sub_group, MOMENTUM, chunk.start, chunk.numel)
+
+    def set_part(self, key: int, values: torch.Tensor) -> None:
+        """Replaces a matrix's on this rank."""
+        chunk = self._chunks[key]
+        self._tier.write(chunk.sub_group, {MOMENTUM: values}, chunk.start)
 
     def scan(self, visit: Visit) -> None:
         """Shows all of it once."""
-        for index, flat in self._flat.items():
-            for piece in flat.split(PIECE_NUMEL):
-                visit(index, {MOMENTUM: piece})
 
-    def show(self) -> None:
-        """Puts it into ``optimizer.state``, after an update."""
-        for index, flat in self._flat.items():
-            self._optimizer.state[self._placeholders[index]][MOMENTUM] = flat
+        def show(chunk: Chunk, views: Mapping[str, torch.Tensor]) -> None:
+            for piece in views[MOMENTUM].split(PIECE_NUMEL):
+                visit(self._indices[chunk.sub_group], {MOMENTUM: piece})
 
-    def replace(self, sub_group: int) -> None:
-        """Takes what a load has put into ``optimizer.state``; zero where that has nothing."""
-        flat = self._flat.get(sub_group)
-        if flat is None:
-            return
-        state = self._optimizer.state.get(self._placeholders[sub_group], {})
-        if MOMENTUM in state:
-            flat.copy_(state[MOMENTUM].detach().view(-1))
-            state[MOMENTUM] = flat
+        self._tier.scan(show)
+
+    def replace(self, sub_group: int, state: dict[str, Any]) -> None:
+        """Takes what a load has put into ``optimizer.state`` for a sub-group; zero where that has nothing."""
+        if sub_group in self._places:
+            self._overwrite(sub_group, state.pop(MOMENTUM, None))
+
+    def _overwrite(self, sub_group: int, values: torch.Tensor | None) -> None:
+        for chunk in self._tier.chunks(self._places[sub_group]):
+            used = self._tier.overwrite(chunk)
+            if values is not None:
+                used.views[MOMENTUM].copy_(values.detach().view(-1)[chunk.start : chunk.start + chunk.numel])
+            self._tier.put(used)
+        if values is None:
+            self._begun.discard(sub_group)
         else:
-            flat.zero_()
+            self._begun.add(sub_group)
+
+    # An update
+
+    @contextlib.contextmanager
+    def updating(self, keys: Sequence[int]) -> Iterator[None]:
+        """Around an update of matrices in this order, which takes and puts each once. After an error nothing on the
+        compute device accesses the memory of those that were not put."""
+        self._tier.begin_pass(self._chunks[key] for key in keys)
+        try:
+            yield
+        finally:
+            if self._in_use:
+                get_accelerator().synchronize()
+            while self._in_use:
+                self._tier.drop(self._in_use.popitem()[1])
+        self._begun.update(self._places)
+
+    def take(self, key: int) -> torch.Tensor:
+        """A matrix's momentum on this rank, in memory until :meth:`put`: 1-D; changes are changes of the state."""
+        used = self._in_use[key] = self._tier.take(self._chunks[key])
+        return used.views[MOMENTUM]
+
+    def taken(self, key: int) -> torch.Tensor:
+        """What :meth:`take` gave."""
+        return self._in_use[key].views[MOMENTUM]
+
+    def put(self, keys: Iterable[int]) -> None:
+        """Those of some matrices are complete: on NVMe they are written without waiting."""
+        for key in keys:
+            self._tier.put(self._in_use.pop(key))
 
 
 class MuonMixin(DeepSpeedClass):
@@ -135,8 +183,9 @@ class MuonMixin(DeepSpeedClass):
         turns = self._turns()
         if self._copies is None or self._graphs is None:
             self._copies, self._graphs = _Copies(), LaunchGraphs(enabled=self.host_path.graphs)
-        copies, graphs = self._copies, self._graphs
-        with span(Category.UPDATE, "update::muon"), graphs.step():
+        copies, graphs, momentum = self._copies, self._graphs, self._momentum
+        order = [param.ds_id for turn in turns for param in turn.params]
+        with span(Category.UPDATE, "update::muon"), graphs.step(), momentum.updating(order):
             staged = [self._staged(turn, copies) for turn in turns[:1]]
             for turn, following in zip(turns, [*turns[1:], None], strict=True):
                 shards = copies.arrived(*staged.pop())
@@ -146,8 +195,7 @@ class MuonMixin(DeepSpeedClass):
             if norms:
                 values = torch.stack(list(norms.values())).cpu()
                 self.norm_for_param_grads.update(zip(norms, values.unbind(), strict=True))
-            get_accelerator().synchronize()  # the host reads what was copied there
-        self._momentum.show()
+            copies.end_turns(0)  # the host reads what was copied there
 
     def _turns(self) -> list[_Turn]:
         turns = []
@@ -162,7 +210,8 @@ class MuonMixin(DeepSpeedClass):
     def _staged(self, turn: _Turn, copies: _Copies) -> tuple[list[torch.Tensor], Any]:
         """This rank's shards of gradients and momentum on their way to the compute device."""
         gradients, momentum = built(self._gradients), built(self._momentum)
-        sources = [(gradients.contents(p.ds_id), momentum.part(p.ds_id)) for p in turn.params]
+        copies.end_turns(MOST_TURNS)
+        sources = [(gradients.contents(p.ds_id), momentum.take(p.ds_id)) for p in turn.params]
         return copies.to_device(sources, gradients.dtype)
 
     def _orthogonalize(
@@ -187,10 +236,11 @@ class MuonMixin(DeepSpeedClass):
             graphs.run((matrix, whole.shape, whole.dtype), matrix.orthogonalize, whole)
         results = _returned(whole, shards, turn.ranks)
         updates = [both[0] * loss_scale if loss_scale != 1.0 else both[0] for both in results]
-        with copies.to_host([*results, *updates]):
-            for param, update, both in zip(turn.params, updates, results, strict=True):
-                gradients.overwrite(param.ds_id, update)
-                momentum.part(param.ds_id).copy_(both[1], non_blocking=True)
+        keys = [param.ds_id for param in turn.params]
+        with copies.to_host([*results, *updates], partial(momentum.put, keys)):
+            for key, update, both in zip(keys, updates, results, strict=True):
+                gradients.overwrite(key, update)
+                momentum.taken(key).copy_(both[1], non_blocking=True)
         norms = (update.to(calls.norm_dtype()).norm(2) for update in updates)
         return dict(zip(map(self.get_param_id, turn.params), norms, strict=True))
 
@@ -244,11 +294,10 @@ class _Matrix:
         numel = math.prod(self.shape)
         gradient, momentum = (whole[:, kind].reshape(-1)[:numel].view(self.shape) for kind in (0, 1))
         update = muon_update(gradient, momentum, **dict(self.options))
-        for kind, values in enumerate((update, momentum)):
-            padding = whole[:, kind].numel() - numel
-            # A copy, also where nothing is added: on one rank momentum is a view of where it goes.
-            padded = functional.pad(values.reshape(-1), (0, padding))
-            whole[:, kind].copy_(padded.view(whole.shape[0], -1))
+        for target, values in ((whole[:, 0], update), (whole[:, 1], momentum)):
+            if values.data_ptr() != target.data_ptr():  # on one rank momentum is there already
+                flat, padding = values.reshape(-1), target.numel() - numel
+                target.copy_((functional.pad(flat, (0, padding)) if padding else flat).view(target.shape))
 
 
 class _Copies:
@@ -258,23 +307,20 @@ class _Copies:
     def __init__(self) -> None:
         accelerator: Any = get_accelerator()
         self._beside = not accelerator.is_synchronized_device()
-        self._ended: deque[Any] = deque()  # an event for each turn
+        self._ending: deque[tuple[Any, Callable[[], None]]] = deque()  # of each turn an event, and what follows
         if self._beside:
             self._up, self._down = accelerator.Stream(), accelerator.Stream()
 
     def to_device(
         self, sources: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype
     ) -> tuple[list[torch.Tensor], Any]:
-        """Begins to copy tensors of one length each, as the rows of one; not before all turns but the last two have
-        ended, which bounds the memory they take.
+        """Begins to copy tensors of one length each, as the rows of one.
 
         Returns:
             What :meth:`arrived` takes.
         """
         accelerator: Any = get_accelerator()
         device = accelerator.current_device_name()
-        while len(self._ended) > MOST_TURNS:
-            self._ended.popleft().synchronize()
         with accelerator.stream(self._up) if self._beside else contextlib.nullcontext():
             rows = [empty(len(each) * each[0].numel(), dtype, device).view(len(each), -1) for each in sources]
             for each, target in zip(sources, rows, strict=True):
@@ -296,10 +342,16 @@ class _Copies:
         return rows
 
     @contextlib.contextmanager
-    def to_host(self, sources: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Around the copies of tensors of the current stream; a turn ends with them."""
+    def to_host(self, sources: Sequence[torch.Tensor], then: Callable[[], None]) -> Iterator[None]:
+        """Around the copies of tensors of the current stream; a turn ends with them.
+
+        Args:
+            sources: the tensors.
+            then: called by :meth:`end_turns` when they are done.
+        """
         if not self._beside:
             yield
+            then()
             return
         accelerator: Any = get_accelerator()
         self._down.wait_stream(accelerator.current_stream())
@@ -309,7 +361,14 @@ class _Copies:
                 each.record_stream(self._down)
             event = accelerator.Event()
             event.record()
-        self._ended.append(event)
+        self._ending.append((event, then))
+
+    def end_turns(self, most: int) -> None:
+        """Waits until no more than this number of turns is under way, which bounds the memory they take."""
+        while len(self._ending) > most:
+            event, then = self._ending.popleft()
+            event.synchronize()
+            then()
 
 
 def _exchanged(shards: Sequence[torch.Tensor], ranks: Any) -> torch.Tensor | None:

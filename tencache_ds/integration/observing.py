@@ -304,4 +304,8 @@ def _state(optimizer: Any) -> defaultdict[int, list[float]]:
                 per_element = tier.nbytes_of(chunk) / chunk.numel
                 for key, numel in weights.elements_of(chunk):
                     by_key[key][place] += numel * per_element
+    momentum = getattr(optimizer, "_momentum", None)
+    if momentum is not None:
+        for key, place, nbytes in momentum.residency():
+            by_key[key][place] += nbytes
     return by_key

@@ -96,7 +96,6 @@ class OptimizerStates:
         placeholders: Sequence[torch.Tensor],
         needed: Callable[[int], frozenset[str]] | None = None,
         shared: Mapping[str, Any] | None = None,
-        kept: frozenset[str] = frozenset(),
     ) -> None:
         """
         Args:
@@ -106,14 +105,12 @@ class OptimizerStates:
             needed: names of the states that the update of a sub-group cannot do without once it has begun; None if not
                 known.
             shared: states that the optimizer makes in a sub-group's first step, and never changes.
-            kept: names of states that stay in ``optimizer.state``, whatever their shape.
         """
         self._optimizer = optimizer
         self._tier = tier
         self._placeholders = placeholders
         self._needed = needed or (lambda sub_group: frozenset())
         self._shared = shared or {}
-        self._kept = kept | {MASTER}
         self._kinds: list[tuple[str, ...]] = [() for _ in placeholders]
         # ZeRO has replaced the parameters that the optimizer was created with by placeholders.
         for key in [key for key in optimizer.state if torch.is_tensor(key)]:
@@ -217,7 +214,7 @@ class OptimizerStates:
             if torch.is_tensor(value)
             and value.shape == (self._tier.numel(sub_group, kind),)
             and value.layout is torch.strided
-            and kind not in self._kept
+            and kind != MASTER
         }
 
     def show(self, sub_group: int) -> None:

@@ -26,7 +26,7 @@ from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
 from tencache_ds.integration.known_engines import engines_for
 from tencache_ds.integration.model_weights import ModelWeights, SharedWeights, cast_shard
-from tencache_ds.integration.muon import Momentum
+from tencache_ds.integration.muon import BUFFERED_TURNS, Momentum
 from tencache_ds.integration.optimizer_states import OptimizerStates, known_kinds
 from tencache_ds.integration.outside_needs import outside_needs, update_needs
 from tencache_ds.integration.param_swapper import ParamSwapper
@@ -37,13 +37,14 @@ from tencache_ds.placement.gpu_homes import GpuHomes, initial_gpu_nbytes
 from tencache_ds.placement.host_homes import HostHomes
 from tencache_ds.placement.moves import StateMoves
 from tencache_ds.planning.chunks import GRADIENT_BUFFER_NUMEL, gradient_cuts
+from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.profiling.waits import FetchRecorder
 from tencache_ds.runtime.session import Session
 from tencache_ds.tensors import empty
 from tencache_ds.tiers.device_update import TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
-from tencache_ds.tiers.kinds import MASTER, MOMENTUM
+from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import SplitMasters
 from tencache_ds.tiers.sub_group import Kinds
@@ -154,18 +155,22 @@ class BuildingMixin(DeepSpeedClass):
             others = [known_kinds(self.optimizer, dtype) for _ in numels]
         kinds: list[Kinds] = [((MASTER, dtype), *each) for each in others]
         gradient_nbytes = sum(numels) * self.gradient_accumulation_dtype.itemsize
-        uses_muon = self._sub_groups_using_muon()
-        gradient_nbytes += sum(itertools.compress(numels, uses_muon)) * self.communication_data_type.itemsize
+        matrices = {i: self.fp16_groups[i] for i, uses_muon in enumerate(self._sub_groups_using_muon()) if uses_muon}
         gpu_nbytes = 0
         if self._device is not None:
             gpu_nbytes = initial_gpu_nbytes(self._device[0].usage(), self._tencache_options.gpu_memory)
         cuts = self._gradient_cuts()
         masters = self._split_masters()
         with failing_together("the places of optimizer state"):  # no rank takes space before every rank has looked
+            momentum, momentum_nbytes, stored_momentum = engine.state.plan_momentum(
+                [[param.partition_numel() for param in group] for group in matrices.values()],
+                self.communication_data_type,
+                gradient_nbytes,
+            )
             specs, chunk_nbytes = engine.state.plan(
                 numels,
                 kinds,
-                gradient_nbytes,
+                gradient_nbytes + momentum_nbytes,
                 scales=scales,
                 by_chunks=arithmetic is not None,
                 masters=masters,
@@ -173,12 +178,12 @@ class BuildingMixin(DeepSpeedClass):
                 visible=self._model_weights.persistent() if self._tencache_options.overlap_step else None,
                 cuts=cuts,
             )
-            engine.state.check_space(sum(chunk_nbytes))
+            engine.state.check_space(sum(chunk_nbytes) + sum(stored_momentum))
         memory = None if self._device is None else self._device[0]
-        self._state = engine.state.build(specs, sum(chunk_nbytes), memory, masters)
+        self._state = engine.state.build(specs, sum(chunk_nbytes) + sum(stored_momentum), memory, masters)
         if self._shared_weights is not None:
             self._shared_weights.state = self._state
-        engine.build_staging(chunk_nbytes)
+        engine.build_staging(chunk_nbytes, self._momentum_buffers(stored_momentum))
         self.subgroup_to_device = dict.fromkeys(range(len(specs)), "cpu")
         accelerator: Any = get_accelerator()
         with ThreadPoolExecutor(
@@ -201,17 +206,22 @@ class BuildingMixin(DeepSpeedClass):
             self.fp32_partitioned_groups_flat,
             needed=None if arithmetic is None else arithmetic.needed,
             shared={} if arithmetic is None else arithmetic.shared_states(),
-            kept=frozenset({MOMENTUM}) if any(uses_muon) else frozenset(),
         )
-        if any(uses_muon):
-            self._momentum = Momentum(
-                self.optimizer,
-                self.fp32_partitioned_groups_flat,
-                self.fp16_groups,
-                uses_muon,
-                self.communication_data_type,
-                engine.gradient_memory,
-            )
+        if matrices:
+            self._momentum = Momentum(engine.build_momentum(momentum), matrices)
+
+    def _momentum_buffers(self, stored_nbytes: Sequence[int]) -> SizeClass | None:
+        """The buffers for momentum on NVMe; None where there is none.
+
+        Args:
+            stored_nbytes: bytes of each matrix's there.
+        """
+        if not stored_nbytes:
+            return None
+        n_ranks = max(
+            dist.get_world_size(group=self._get_sub_group_process_group(i)) for i in range(len(self.fp16_groups))
+        )
+        return SizeClass(max(stored_nbytes), min(BUFFERED_TURNS * n_ranks, len(stored_nbytes)))
 
     def _sub_groups_using_muon(self) -> list[bool]:
         """Whether each sub-group has Muon's matrices; empty with any other optimizer."""

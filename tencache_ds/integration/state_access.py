@@ -32,7 +32,7 @@ class StateAccessMixin(DeepSpeedClass):
         group, start, numel = self.grad_position[self.get_param_id(param)]
         kind = MASTER if optim_state_key is None else optim_state_key
         if kind == MOMENTUM and self._momentum is not None and self._momentum.begun(group):
-            return self._momentum.part(param.ds_id).clone(), group
+            return self._momentum.part(param.ds_id), group
         if kind != MASTER and kind not in self._optimizer_states.kinds(group):
             # As with CPU offload a KeyError when there is no such state, or none yet: before the first step.
             value = self.optimizer.state.get(self.fp32_partitioned_groups_flat[group], {})[kind]
@@ -45,7 +45,7 @@ class StateAccessMixin(DeepSpeedClass):
         partition.copy_(value)
         with self.step_guard.change():
             if optim_state_key == MOMENTUM and self._momentum is not None:
-                self._momentum.part(param.ds_id).copy_(partition)
+                self._momentum.set_part(param.ds_id, partition)
             else:
                 self._state.write(group, {optim_state_key or MASTER: partition}, start)
 

@@ -164,6 +164,7 @@ def plan_staging(
     chunks: int,
     *,
     weights_read_by_gpu: bool = False,
+    momentum_nbytes: int = 0,
 ) -> StagingPlan:
     """Divides the staging pool between optimizer chunks and weights.
 
@@ -174,6 +175,7 @@ def plan_staging(
         chunks: number of stored optimizer chunks.
         weights_read_by_gpu: weights are only written through this pool; reads go to that of
             :func:`plan_gpu_staging`.
+        momentum_nbytes: bytes of the buffers for Muon's momentum, which are under the same limit.
 
     Raises:
         ConfigError: the limit is below what any schedule needs; names the smallest that works.
@@ -190,17 +192,20 @@ def plan_staging(
         weights = min(most_weights, max(AUTO_WEIGHT_STAGING_NBYTES, least_weights))
         slots = most_slots
     else:
-        if staging_memory < needed:
+        limit_nbytes = staging_memory - momentum_nbytes
+        if limit_nbytes < needed:
+            momentum = f", and {momentum_nbytes} for Muon's momentum" if momentum_nbytes else ""
             raise ConfigError(
-                f'"tencache.staging_memory" is {staging_memory} bytes, but this model needs at least {needed} per '
-                f"rank: {least_slots} optimizer chunks of {largest_chunk_nbytes} bytes and {least_weights} bytes "
-                'for two weights of each size class. Raise it, or make "tencache.chunk_size" smaller.'
+                f'"tencache.staging_memory" is {staging_memory} bytes, but this model needs at least '
+                f"{needed + momentum_nbytes} per rank: {least_slots} optimizer chunks of {largest_chunk_nbytes} bytes "
+                f"and {least_weights} bytes for two weights of each size class{momentum}. Raise it, or make "
+                '"tencache.chunk_size" smaller.'
             )
-        spare = staging_memory - needed
+        spare = limit_nbytes - needed
         weights = min(most_weights, least_weights + spare // 2)
-        room = staging_memory - weights
+        room = limit_nbytes - weights
         slots = min(chunks, room // largest_chunk_nbytes) if largest_chunk_nbytes else 0
-        weights = min(most_weights, staging_memory - slots * largest_chunk_nbytes)
+        weights = min(most_weights, limit_nbytes - slots * largest_chunk_nbytes)
     return StagingPlan(slots * largest_chunk_nbytes + weights, slots, largest_chunk_nbytes, weights)
 
 

@@ -40,6 +40,7 @@ from tencache_ds.placement.moves import StateMoves
 from tencache_ds.placement.places import GpuUsage, Place
 from tencache_ds.planning.budget import StagingPlan
 from tencache_ds.planning.peak_memory import MemoryNeeds, OutsideNeeds, PeakMemory, memory_of_own_weights, peak_memory
+from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.profiling.host import available_nbytes, memory_nbytes
 from tencache_ds.runtime.engine import TenCacheEngine
 from tencache_ds.runtime.staging import Staging
@@ -48,6 +49,7 @@ from tencache_ds.runtime.surroundings import Surroundings
 from tencache_ds.tiers.background_update import BackgroundUpdate
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.sub_group import SubGroupSpec
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -237,6 +239,8 @@ class Session:
         copies = 0
         if self.options.checkpoint == Checkpoint.asynchronous:
             copies = sum(by_place.values()) + others.later_state
+            if self.state.momentum is not None:
+                copies += self.state.momentum.resident_nbytes
             if self.options.checkpoint_memory is not None:
                 copies = min(copies, max(self.options.checkpoint_memory, *chunk_nbytes, 0))
         self._peak = peak_memory(
@@ -290,13 +294,18 @@ class Session:
                     logger.warning("the optimizer's update takes several passes over memory: %s", error)
         return self._fused_adam
 
-    def build_staging(self, chunk_nbytes: Sequence[int]) -> StagingPlan:
+    def build_staging(self, chunk_nbytes: Sequence[int], momentum: SizeClass | None = None) -> StagingPlan:
         """Allocates all pinned memory that I/O passes through; see :meth:`Staging.build`.
 
         Args:
             chunk_nbytes: bytes of every stored optimizer chunk.
+            momentum: buffers for Muon's momentum; None where none is stored.
         """
-        return self._staging.build(self._claimed, chunk_nbytes)
+        return self._staging.build(self._claimed, chunk_nbytes, momentum)
+
+    def build_momentum(self, specs: Sequence[SubGroupSpec]) -> OptimizerStateTier:
+        """See :meth:`StateBuilder.build_momentum`; in host memory it is registered as gradients are."""
+        return self.state.build_momentum(specs, self._gradient_arena)
 
     # Reporting
 
@@ -323,6 +332,7 @@ class Session:
             stored_nbytes += self.activations.stored_nbytes
             arenas.append(self.activations.arena)
         pinned_weights_nbytes = sum(engine.pinned_nbytes for engine in self._engines)
+        momentum_nbytes = 0 if self.state.momentum is None else self.state.momentum.resident_nbytes
         return Stats(
             total=self.counters.total(),
             last_step=self.counters.last_step,
@@ -339,8 +349,9 @@ class Session:
             stored_nbytes=stored_nbytes,
             stored_weight_nbytes=stored_weight_nbytes,
             resident_weight_nbytes=sum(tier.homes.resident_nbytes for tier in weights),
-            resident_state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.resident_nbytes,
-            host_gradient_nbytes=self._gradient_arena.nbytes_in_use,
+            resident_state_nbytes=momentum_nbytes
+            + (0 if self.optimizer_state is None else self.optimizer_state.resident_nbytes),
+            host_gradient_nbytes=self._gradient_arena.nbytes_in_use - momentum_nbytes,
             gpu_weight_nbytes=self._gpu_weight_nbytes,
             gpu_gradient_nbytes=self._gpu_gradient_nbytes,
             gpu_state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.device_nbytes,
@@ -445,8 +456,7 @@ class Session:
                     stack.callback(self.activations.close)
                 for engine in self._claimed:
                     stack.callback(engine.unclaim, self)
-                if self.optimizer_state is not None:
-                    stack.callback(self.optimizer_state.close)
+                stack.callback(self.state.close)
                 if self._fused_adam is not None:
                     stack.callback(self._fused_adam.close)
                 if self.background is not None:

@@ -53,14 +53,18 @@ class Staging:
         self._engine = engine
         self._pools: list[BufferPool] = []
         self._chunk_pool: BufferPool | None = None
+        self._momentum_pool: BufferPool | None = None
         self._keeps_memory = False
 
-    def build(self, engines: Sequence[TenCacheEngine], chunk_nbytes: Sequence[int]) -> StagingPlan:
+    def build(
+        self, engines: Sequence[TenCacheEngine], chunk_nbytes: Sequence[int], momentum: SizeClass | None = None
+    ) -> StagingPlan:
         """Proves the plan against its limit, then allocates it: all pinned memory that I/O passes through.
 
         Args:
             engines: of the weights that are staged here.
             chunk_nbytes: bytes of every stored optimizer chunk.
+            momentum: buffers for Muon's momentum; None where none is stored.
 
         Raises:
             ConfigError: ``staging_memory`` is too small for the model.
@@ -86,8 +90,11 @@ class Staging:
             largest,
             len(chunk_nbytes),
             weights_read_by_gpu=self.gpu.pool is not None,
+            momentum_nbytes=0 if momentum is None else momentum.nbytes,
         )
-        arena = self._allocate(plan)
+        arena = self._allocate(plan.nbytes)
+        if momentum is not None:
+            self._momentum_pool = self._pool_of(momentum, self._allocate(momentum.nbytes), "momentum")
         if plan.chunk_slots:
             self._build_chunk_pool(arena, plan)
         if plan.weight_nbytes:
@@ -111,6 +118,12 @@ class Staging:
             raise RuntimeError("optimizer chunks are used before build_staging()")
         return self._chunk_pool
 
+    def momentum_pool(self) -> BufferPool:
+        """The buffers for Muon's momentum, which must have been built."""
+        if self._momentum_pool is None:
+            raise RuntimeError("momentum is on NVMe, but build_staging() was not told")
+        return self._momentum_pool
+
     def build_late(self, chunk_nbytes: Sequence[int]) -> None:
         """Builds the buffers for chunks, if there are none, because state goes to NVMe although none did at the start.
 
@@ -123,7 +136,7 @@ class Staging:
         """
         if self._chunk_pool is None:
             plan = self._plan_late(chunk_nbytes)
-            self._build_chunk_pool(self._allocate(plan), plan)
+            self._build_chunk_pool(self._allocate(plan.nbytes), plan)
 
     def late_nbytes(self, chunk_nbytes: Sequence[int]) -> int:
         """What :meth:`build_late` would allocate; 0 where the buffers are there, or there is no room for them, so that
@@ -139,15 +152,18 @@ class Staging:
         largest = max((round_up(nbytes) for nbytes in chunk_nbytes), default=LEAST_SLOT_NBYTES)
         return plan_staging(self._options.staging_memory, [], largest, AUTO_CHUNK_SLOTS)
 
-    def _allocate(self, plan: StagingPlan) -> HostArena:
-        arena = HostArena(plan.nbytes, self._engine.staging_locking(plan.nbytes))
+    def _allocate(self, nbytes: int) -> HostArena:
+        arena = HostArena(nbytes, self._engine.staging_locking(nbytes))
         self.arenas.append(arena)
         return arena
 
     def _build_chunk_pool(self, arena: HostArena, plan: StagingPlan) -> None:
-        size_class = SizeClass(plan.chunk_slot_nbytes, plan.chunk_slots)
-        self._chunk_pool = BufferPool(arena, (size_class,), poison=self._options.poison_buffers, name="chunks")
-        self._pools.append(self._chunk_pool)
+        self._chunk_pool = self._pool_of(SizeClass(plan.chunk_slot_nbytes, plan.chunk_slots), arena, "chunks")
+
+    def _pool_of(self, size_class: SizeClass, arena: HostArena, name: str) -> BufferPool:
+        pool = BufferPool(arena, (size_class,), poison=self._options.poison_buffers, name=name)
+        self._pools.append(pool)
+        return pool
 
     # Figures
 

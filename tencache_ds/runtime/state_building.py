@@ -4,22 +4,28 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
+import sys
 from collections.abc import Callable, Sequence
+
+import torch
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import SpaceError
 from tencache_ds.io import ExtentStore
 from tencache_ds.io.scratch import device_of, free_nbytes
-from tencache_ds.layout import gib
+from tencache_ds.layout import gib, round_up
+from tencache_ds.memory.arena import HostArena
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.observability.counters import Counters
-from tencache_ds.placement.places import Place, StateCapacity, plan_state
+from tencache_ds.placement.places import Place, StateCapacity, place_state, plan_state
 from tencache_ds.planning.chunks import automatic_chunk_nbytes, cut_sub_group
 from tencache_ds.profiling.host import available_nbytes
 from tencache_ds.runtime.engine import TenCacheEngine
 from tencache_ds.runtime.staging import Staging
 from tencache_ds.runtime.surroundings import Surroundings
+from tencache_ds.tiers.kinds import MOMENTUM
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import SplitMasters
 from tencache_ds.tiers.sub_group import Kinds, SubGroupSpec
@@ -59,7 +65,13 @@ class StateBuilder:
         self._counters = counters
         self._count_host = count_host
         self._tier: OptimizerStateTier | None = None
+        self._momentum: OptimizerStateTier | None = None
         self._store: ExtentStore | None = None
+
+    @property
+    def momentum(self) -> OptimizerStateTier | None:
+        """That of Muon's matrices; None where there is none."""
+        return self._momentum
 
     @property
     def tier(self) -> OptimizerStateTier | None:
@@ -75,6 +87,31 @@ class StateBuilder:
     def stored_nbytes(self) -> int:
         """NVMe space that it takes."""
         return 0 if self._store is None else self._store.nbytes_allocated
+
+    def plan_momentum(
+        self, numels: Sequence[Sequence[int]], dtype: torch.dtype, gradient_nbytes: int
+    ) -> tuple[list[SubGroupSpec], int, list[int]]:
+        """Decides where Muon's momentum lives, before :meth:`plan`: host memory that weights and gradients leave, then
+        NVMe. It has memory before master weights have, since a step waits for it.
+
+        Args:
+            numels: elements of each matrix's shard, in each of its sub-groups.
+            dtype: of momentum.
+            gradient_nbytes: of the gradients.
+
+        Returns:
+            The sub-groups, with a chunk for each matrix; bytes of all in host memory; bytes of each that goes to NVMe.
+        """
+        nbytes = [round_up(numel * dtype.itemsize) for numel in itertools.chain.from_iterable(numels)]
+        left = max(self._engine.host_left_nbytes - gradient_nbytes, 0) if self._paths else sum(nbytes)
+        places = place_state(nbytes, left)
+        stored = [each for each, place in zip(nbytes, places, strict=True) if place is Place.NVME]
+        rest, specs = iter(places), []
+        for each in numels:
+            cuts = tuple(itertools.accumulate(each[:-1]))
+            here = tuple(itertools.islice(rest, len(each)))
+            specs.append(SubGroupSpec(sum(each), ((MOMENTUM, dtype),), here, cuts=cuts))
+        return specs, sum(nbytes) - sum(stored), stored
 
     def plan(
         self,
@@ -95,7 +132,7 @@ class StateBuilder:
         Args:
             numels: elements of each sub-group.
             kinds: of each sub-group, ``(kind, dtype)`` of each state that is kept per element.
-            gradient_nbytes: of the gradients, which begin in host memory.
+            gradient_nbytes: of the gradients, which begin in host memory, and of momentum there.
             scales: of those with one value for several elements.
             by_chunks: an update takes one chunk at a time; else a whole sub-group.
             masters: splits master weights; None where they are always whole.
@@ -191,6 +228,34 @@ class StateBuilder:
             masters=masters,
         )
         return self._tier
+
+    def build_momentum(self, specs: Sequence[SubGroupSpec], memory: HostArena) -> OptimizerStateTier:
+        """Builds the tier of Muon's momentum, in the NVMe space of :meth:`build`.
+
+        Args:
+            specs: from :meth:`plan_momentum`.
+            memory: of that in host memory, for fast copies to the compute device.
+
+        Raises:
+            MemoryLimitError, SpaceError: too little of it.
+        """
+        self._momentum = OptimizerStateTier(
+            specs,
+            store=self._store,
+            pool=self._staging.momentum_pool,
+            counters=self._counters,
+            chunk_nbytes=sys.maxsize,
+            timeout_s=self._options.io_timeout_s,
+            memory=memory,
+        )
+        self._count_host(self._momentum.resident_nbytes)
+        return self._momentum
+
+    def close(self) -> None:
+        """Gives buffers and memory back. Idempotent; the store is closed by its owner."""
+        for tier in (self._tier, self._momentum):
+            if tier is not None:
+                tier.close()
 
     def open_store(self) -> bool:
         """Makes NVMe ready for the state, where none went there at the start; False where none may.

@@ -34,7 +34,7 @@ from tencache_ds.tiers.sub_group import ChunkInUse, SubGroup, SubGroupSpec
 
 
 class OptimizerStateTier:
-    """Optimizer state of one rank. One thread (the training thread) calls it."""
+    """Optimizer state of one rank. One thread at a time calls it."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class OptimizerStateTier:
         timeout_s: float,
         device: DeviceMemory | None = None,
         masters: SplitMasters | None = None,
+        memory: HostArena | None = None,
     ) -> None:
         """
         Args:
@@ -58,6 +59,7 @@ class OptimizerStateTier:
             timeout_s: longest wait for one transfer or buffer.
             device: the compute device's memory; None where no chunk may live there.
             masters: splits master weights; None where they are always whole.
+            memory: of chunks in host memory; None for plain memory of the tier's own.
 
         Raises:
             SpaceError: the store has no room for the state.
@@ -72,7 +74,8 @@ class OptimizerStateTier:
         """Bytes of state, so far, whose device memory was taken back and that live in host memory since."""
         self._seen_taken_nbytes = 0
         # Not for children: a data loader's workers would have every chunk copied that is updated while they live.
-        self._memory = HostArena(None, Locking.NONE)
+        self._memory = memory or HostArena(None, Locking.NONE)
+        self._owns_memory = memory is None
         self._groups: list[SubGroup] = []
         self._resident = ResidentChunks(self._groups, self._memory, masters)
         self._stored = StoredChunks(self._groups, self._mover, pool, masters)
@@ -496,7 +499,8 @@ class OptimizerStateTier:
             for loan in group.device.values():
                 loan.end()  # before its image is freed
         self._groups.clear()
-        self._memory.disown()
+        if self._owns_memory:
+            self._memory.disown()
 
     # Mechanics
 

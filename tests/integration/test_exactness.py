@@ -103,7 +103,7 @@ TRAINING: dict[str, dict[str, Any]] = {
         "optimizer_params": {"min_8bit_size": 200_000},
         "steps": 4,
     },
-    "muon": MUON,
+    "muon": MUON | {"tencache": {"host_memory": "6MiB"}},  # some momentum in RAM, the rest and all else on NVMe
     "muon_in_ram": MUON
     | {
         "model": "gpt2",
@@ -289,12 +289,14 @@ def test_muon_trains_as_without_offload(run: str, request: pytest.FixtureRequest
         assert (ours["losses"], ours["weights"]) == (alone["losses"], alone["weights"])
 
 
-def test_muon_moves_master_weights_alone(one_rank: Any) -> None:
-    """Twelve bytes of each of Adam's parameters, which are fewer: embeddings, the head, and what is no matrix."""
+def test_muon_moves_what_is_on_nvme_once_there_and_back(one_rank: Any) -> None:
+    """Four to six bytes of a matrix's parameter, twelve of Adam's: embeddings, the head, and what is no matrix."""
     result = one_rank.result("muon", "tencache")
-    moved = result["stats"]["last_step"]["nbytes"]
-    assert moved["nvme_read"] == moved["nvme_write"] == result["stats"]["stored_nbytes"]
-    assert 4 < moved["nvme_read"] / result["numel"] < 12
+    stats, numel = result["stats"], result["numel"]
+    moved = stats["last_step"]["nbytes"]
+    assert moved["nvme_read"] == moved["nvme_write"] == stats["stored_nbytes"]
+    assert 4 < moved["nvme_read"] / numel < 12
+    assert 0 < stats["resident_state_nbytes"] < numel  # half of momentum
 
 
 @pytest.mark.gpu
