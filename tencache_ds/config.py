@@ -248,9 +248,9 @@ class TenCacheConfig(BaseModel):
     ([below](#optimizers)); state and gradients with fp32 states only.
 
     Automatic: the memory left free by the first optimizer step, minus the amount that its activations and gradients
-    took (1 GiB at least); none with [Muon](muon.md) and [8-bit Adam](eight_bit.md). A size, or a share of the GPU
-    memory this process may use (``"60%"``), is an upper limit; ``0`` uses none. Without an optimizer: the weights that
-    the first forward pass leaves room for ([inference](inference.md))."""
+    took (1 GiB at least); none with [8-bit Adam](eight_bit.md). A size, or a share of the GPU memory this process may
+    use (``"60%"``), is an upper limit; ``0`` uses none. Without an optimizer: the weights that the first forward pass
+    leaves room for ([inference](inference.md))."""
 
     staging_memory: Size | None = None
     """Pinned memory per rank that stages all transfers from and to NVMe. Allocated once, with exactly this size; it

@@ -228,12 +228,12 @@ class BuildingMixin(DeepSpeedClass):
         return list(self.sub_groups_using_muon) if getattr(self, "use_muon", False) else []
 
     def _uses_gpu_memory(self, arithmetic: CpuAdam | EightBitAdam | None) -> bool:
-        """Whether weights may be kept in GPU memory, and state whose update there is known. With Muon and 8-bit Adam,
-        which have been seen with a stand-in for it only, where the user asks for it."""
-        if type(arithmetic) is CpuAdam:
-            return True
-        split = isinstance(arithmetic, EightBitAdam) and self._tencache_options.split_master  # with weights in RAM
-        return arithmetic is not None and self._tencache_options.gpu_memory is not None and not split
+        """Whether weights may be kept in GPU memory, and state whose update there is known. With 8-bit Adam, whose
+        state stays in RAM, the update would end before ``step()`` returns, and cost more than the copies of weights:
+        where the user asks for it, and no master weights are split over those in RAM."""
+        if isinstance(arithmetic, EightBitAdam):
+            return self._tencache_options.gpu_memory is not None and not self._tencache_options.split_master
+        return arithmetic is not None
 
     def _split_masters(self) -> SplitMasters | None:
         """Splits master weights on NVMe, and in host memory where no state goes to GPU memory, whose kernels take whole
