@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tencache_ds.errors import ConfigError, ProcessLimitError, SpaceError, StorageError
+from tencache_ds.io import Submission
 from tencache_ds.io.backends import native
 from tencache_ds.io.backends.posix import PosixBackend
 from tencache_ds.io.backends.protocol import Operation
@@ -90,7 +91,7 @@ def test_a_file_that_cannot_be_opened_names_the_limit(tmp_path: Path) -> None:
     start = -buffer.data_ptr() % 4096
     try:
         with soft_limit(resource.RLIMIT_NOFILE, lowest_free_descriptor()):
-            ticket = backend.submit(Operation.READ, path, 0, buffer[start : start + 4096])
+            ticket = backend.submit(Submission(Operation.READ, path, 0, buffer[start : start + 4096]))
             with pytest.raises(StorageError, match="raise the limit with `ulimit -n`"):
                 ticket.wait(10)
             with pytest.raises(StorageError, match="create failed .*raise the limit with `ulimit -n`"):

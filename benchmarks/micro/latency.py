@@ -23,7 +23,7 @@ import numpy as np
 from tencache_ds.cli.storage_loops import TIMEOUT_S, keep_in_flight, open_buffer, operation_of
 from tencache_ds.cli.tune_measure import requests_on
 from tencache_ds.errors import StorageError
-from tencache_ds.io import BACKENDS, Operation, Priority
+from tencache_ds.io import BACKENDS, Operation, Priority, Submission
 from tencache_ds.profiling.probe import Kind
 
 from .area import MIB, Load, Work, open_files, open_works
@@ -59,7 +59,7 @@ def on_backend(name: str, work: Work) -> Iterator[Sample]:
             path, offset = urgent.place(next(numbers) % urgent.n_extents)
             t_start_s = time.perf_counter()
             buffer = urgent.buffers[0]
-            ticket = session.backend.submit(Operation.READ, path, offset, buffer, priority=Priority.URGENT)
+            ticket = session.backend.submit(Submission(Operation.READ, path, offset, buffer, priority=Priority.URGENT))
             ticket.wait(TIMEOUT_S)
             taken_s = time.perf_counter() - t_start_s
             time.sleep(_PAUSE_S)

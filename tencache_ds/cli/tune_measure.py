@@ -24,7 +24,7 @@ from tencache_ds.cli.tune_result import LEAST_ROUNDS, Choice, Measured, PathResu
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.integration.config_checks import read_aio_section
-from tencache_ds.io import BACKENDS, BackendSettings, Operation, Ticket, open_backend
+from tencache_ds.io import BACKENDS, BackendSettings, Operation, Submission, Ticket, open_backend
 from tencache_ds.planning.cores import LANES
 from tencache_ds.profiling.filesystem import FileSystem, block_device_of, file_system_of
 from tencache_ds.profiling.probe import Area, Kind, area_nbytes_for, fill_area, open_area
@@ -144,7 +144,7 @@ class TenCacheSession:
 
     def start(self, operation: Operation, slot: int, extent: int) -> Ticket:
         """See :data:`~.storage_loops.Issue`."""
-        return self.backend.submit(operation, *self.requests.place(extent), self.requests.buffers[slot])
+        return self.backend.submit(Submission(operation, *self.requests.place(extent), self.requests.buffers[slot]))
 
 
 REQUEST_NBYTES = 8 << 20

@@ -16,6 +16,7 @@ from tencache_ds.io.backends.protocol import (
     StorageBackend,
     StorageCancelledError,
     StorageTimeoutError,
+    Submission,
     Ticket,
 )
 from tencache_ds.io.backends.registry import BACKENDS, BackendSettings, open_backend
@@ -45,6 +46,7 @@ __all__ = [
     "StorageBackend",
     "StorageCancelledError",
     "StorageTimeoutError",
+    "Submission",
     "Ticket",
     "free_nbytes",
     "open_backend",

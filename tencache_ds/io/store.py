@@ -24,6 +24,7 @@ from tencache_ds.io.backends.protocol import (
     Operation,
     Priority,
     StorageBackend,
+    Submission,
     Ticket,
     cancelled,
     check_request,
@@ -369,13 +370,15 @@ class ExtentStore:
             if error is None:
                 try:
                     inner = self._backends[state.extent.file].submit(
-                        request.operation,
-                        state.extent.file,
-                        state.extent.offset,
-                        request.buffer,
-                        tag=state.extent.tag,
-                        priority=request.priority,
-                        finish=finish,
+                        Submission(
+                            request.operation,
+                            state.extent.file,
+                            state.extent.offset,
+                            request.buffer,
+                            state.extent.tag,
+                            request.priority,
+                            finish,
+                        )
                     )
                 except Exception as raised:  # a closed backend, a forked child: the ticket's waiter has to know
                     error = raised

@@ -21,7 +21,7 @@ from benchmarks.training.consumption import CpuEnergy
 from benchmarks.training.device_profile import busy_s, parse_trace
 from benchmarks.training.storage_meter import StorageMeter, on_training_thread
 from benchmarks.training.timeline import Timeline
-from tencache_ds.io import BACKENDS, GdsBackend, NativeBackend
+from tencache_ds.io import BACKENDS, GdsBackend, NativeBackend, Submission
 from tencache_ds.io.backends.posix import PosixFiles
 from tests.io.conftest import aligned
 from tests.io.device_files import new_kind
@@ -188,8 +188,8 @@ def test_counts_what_gds_moves(meter: StorageMeter, tmp_path: Path) -> None:
     buffer = aligned(NBYTES)
     with new_kind() as open_file:
         backend = GdsBackend(torch.device("cpu"), n_lanes=2, open_file=open_file)
-        backend.submit(Operation.WRITE, str(path), 0, buffer).wait(10)
-        backend.submit(Operation.READ, str(path), 0, buffer).wait(10)
+        backend.submit(Submission(Operation.WRITE, str(path), 0, buffer)).wait(10)
+        backend.submit(Submission(Operation.READ, str(path), 0, buffer)).wait(10)
         backend.close()
     counts = meter.counts()
     assert (counts.read_nbytes, counts.write_nbytes, counts.wait_ns) == (NBYTES, NBYTES, 0)

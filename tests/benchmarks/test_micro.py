@@ -147,9 +147,10 @@ class Log:
     def __init__(self, asked):
         self.asked = asked
 
-    def submit(self, operation, path, offset, buffer, *, priority=Priority.BACKGROUND):
-        self.asked.append((operation, path, priority, buffer.numel()))
-        return type("Ticket", (), {"nbytes": buffer.numel(), "wait": lambda self, timeout_s: time.sleep(0.001)})()
+    def submit(self, request):
+        nbytes = request.buffer.numel()
+        self.asked.append((request.operation, request.path, request.priority, nbytes))
+        return type("Ticket", (), {"nbytes": nbytes, "wait": lambda self, timeout_s: time.sleep(0.001)})()
 
     def close(self):
         self.asked.append("closed")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io import Operation, Priority, Ticket
+from tencache_ds.io import Operation, Submission, Ticket
 from tencache_ds.io.backends.lanes import LanePool
 from tencache_ds.layout import PAGE_NBYTES
 from tests.io.device_files import new_kind
@@ -51,18 +51,8 @@ class MemoryBackend:
         self._pool = LanePool(n_lanes, self._transfer, request_nbytes)
         self.counters = self._pool.counters
 
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
-        return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+    def submit(self, request: Submission) -> Ticket:
+        return self._pool.submit(request)
 
     def add(self, path: str, fd: int) -> None:
         self.added[path] = fd

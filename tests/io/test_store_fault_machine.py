@@ -43,11 +43,11 @@ from tencache_ds.io import (
     StorageBackend,
     StorageCancelledError,
     StorageTimeoutError,
+    Submission,
     Ticket,
 )
 from tencache_ds.io.integrity import sampled_fingerprint, whole_fingerprint
 from tencache_ds.io.wrappers.faults import Fault, FaultBackend, Kind
-from tencache_ds.io.wrappers.pass_through import Submission
 from tests.io.conftest import aligned
 
 PAGE = 4096
@@ -72,9 +72,9 @@ class WatchedFaults(FaultBackend):
         self._submitting = threading.local()
         super().__init__(inner, ())
 
-    def _submit(self, request: Submission) -> Ticket:
+    def submit(self, request: Submission) -> Ticket:
         self._submitting.address = request.buffer.data_ptr()
-        return super()._submit(request)
+        return super().submit(request)
 
     def _choose(self, operation: Operation, path: str, tag: str) -> tuple[Fault, int] | None:
         chosen = super()._choose(operation, path, tag)

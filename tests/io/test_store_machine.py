@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from tencache_ds.errors import CorruptionError, StorageError
-from tencache_ds.io import Extent, ExtentStore, NativeBackend, Operation, StorageCancelledError, Ticket
-from tencache_ds.io.wrappers.pass_through import PassThroughBackend, Submission
+from tencache_ds.io import Extent, ExtentStore, NativeBackend, Operation, StorageCancelledError, Submission, Ticket
+from tencache_ds.io.wrappers.pass_through import PassThroughBackend
 from tests.io.conftest import MemoryBackend, aligned
 
 pytestmark = pytest.mark.timeout(300)
@@ -64,7 +64,7 @@ class NativeOnDisk(PassThroughBackend):
         with open(os.path.join(folder, "elsewhere"), "wb"):
             pass
 
-    def _submit(self, request: Submission) -> Ticket:
+    def submit(self, request: Submission) -> Ticket:
         if self.fail(request.operation, request.offset, request.tag):
             request = replace(request, path=os.path.join(self._folder, "injected", "missing"))
         elif self.lose_writes and request.operation is Operation.WRITE:
@@ -72,7 +72,7 @@ class NativeOnDisk(PassThroughBackend):
         ticket = Ticket(request.operation, request.path, request.offset, request.buffer.numel(), request.tag)
 
         def go_on() -> None:
-            inner = request.to(self._inner)
+            inner = self._inner.submit(request)
             ticket.bind(promote=inner.promote, cancel=inner.cancel)
             inner.add_done_callback(lambda inner: ticket.complete(inner.error))
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -91,8 +92,8 @@ def test_a_backend_that_does_not_say_when_a_write_has_ended_is_found(store, memo
     """It keeps the second promise of ``submit`` for reads only: nothing is left to compare them with."""
     submit = memory_backend.submit
 
-    def forgets(operation, *args, finish, **options):
-        return submit(operation, *args, finish=None if operation is Operation.WRITE else finish, **options)
+    def forgets(request):
+        return submit(replace(request, finish=None) if request.operation is Operation.WRITE else request)
 
     monkeypatch.setattr(memory_backend, "submit", forgets)
     fingerprint.gate.set()

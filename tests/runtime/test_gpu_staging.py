@@ -10,7 +10,7 @@ import torch
 
 from tencache_ds.config import options_from
 from tencache_ds.errors import ConfigError, MemoryLimitError
-from tencache_ds.io import GdsBackend, Operation, PosixBackend, RoutedBackend
+from tencache_ds.io import GdsBackend, Operation, PosixBackend, RoutedBackend, Submission
 from tencache_ds.memory import Locking
 from tencache_ds.planning.gds import GdsTrial
 from tencache_ds.runtime import gpu_staging
@@ -78,7 +78,7 @@ def test_every_path_reads_into_the_pool(bench, tmp_path):
         path = tmp_path / str(index)
         data = aligned(3 * P, fill=None, seed=index)
         path.write_bytes(data.numpy().tobytes())
-        route.submit(Operation.READ, str(path), 0, lease.buffer).wait(10)
+        route.submit(Submission(Operation.READ, str(path), 0, lease.buffer)).wait(10)
         assert torch.equal(lease.buffer, data)
     lease.release()
 

@@ -39,7 +39,7 @@ import torch
 
 from tencache_ds.errors import StorageError
 from tencache_ds.io.backends.lanes import LaneBackend, OpenFile, OpenFiles
-from tencache_ds.io.backends.protocol import Operation, Priority, StorageBackend, Ticket, storage_error
+from tencache_ds.io.backends.protocol import Operation, Priority, StorageBackend, Submission, Ticket, storage_error
 from tencache_ds.io.scratch import close_unnamed, make_unnamed
 from tencache_ds.memory.arena import HostArena, Locking
 from tencache_ds.memory.device_arena import DeviceArena, wait_for_device
@@ -323,7 +323,7 @@ def try_gds(
             stack.callback(close_unnamed, fd)
             for backend in (host, gds):
                 backend.add(path, fd)
-            submitted.append(host.submit(Operation.WRITE, path, 0, wanted, tag="GDS trial"))
+            submitted.append(host.submit(Submission(Operation.WRITE, path, 0, wanted, "GDS trial")))
             submitted[0].wait(timeout_s)
 
             def read_by_gds() -> None:
@@ -356,7 +356,7 @@ def _read(
     """Reads the file into ``buffer``, in separate requests, and copies each to ``target`` if that is elsewhere."""
     spans = [slice(start, start + request_nbytes) for start in range(0, buffer.numel(), request_nbytes)]
     tickets = [
-        backend.submit(Operation.READ, path, span.start, buffer[span], tag="GDS trial", priority=Priority.URGENT)
+        backend.submit(Submission(Operation.READ, path, span.start, buffer[span], "GDS trial", Priority.URGENT))
         for span in spans
     ]
     submitted.extend(tickets)

@@ -30,6 +30,7 @@ from tencache_ds.io.backends.protocol import (
     Operation,
     Priority,
     StorageTimeoutError,
+    Submission,
     Ticket,
     admit,
     cancelled,
@@ -219,29 +220,16 @@ class LanePool:
         # A daemon thread that returns from native code while the interpreter is torn down can abort the process.
         self._at_exit = stop_at_exit(self)
 
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
+    def submit(self, request: Submission) -> Ticket:
         """Queues one request; see :meth:`tencache_ds.io.StorageBackend.submit`."""
-        ticket = admit(
-            operation, path, offset, buffer, tag,
-            pid=self._pid, alignment_nbytes=self._alignment_nbytes, device_type=self._device_type,
-        )  # fmt: skip
-        request = _Request(ticket, buffer, Priority(priority), finish)
-        ticket.bind(promote=lambda: self._promote(request), cancel=lambda: self._cancel(request))
+        ticket = admit(request, pid=self._pid, alignment_nbytes=self._alignment_nbytes, device_type=self._device_type)
+        queued = _Request(ticket, request.buffer, request.priority, request.finish)
+        ticket.bind(promote=lambda: self._promote(queued), cancel=lambda: self._cancel(queued))
         with self._changed:
             if self._closing:
                 raise refusal(ticket, "the backend is closed")
-            self._queues[request.priority].append(request)
-            self._changed.notify(-(-request.nbytes // self._request_nbytes))
+            self._queues[queued.priority].append(queued)
+            self._changed.notify(-(-queued.nbytes // self._request_nbytes))
         return ticket
 
     def close(self) -> None:
@@ -425,19 +413,9 @@ class LaneBackend(abc.ABC):
         )
         self.counters = self._pool.counters
 
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
+    def submit(self, request: Submission) -> Ticket:
         """See :meth:`tencache_ds.io.StorageBackend.submit`."""
-        return self._pool.submit(operation, path, offset, buffer, tag=tag, priority=priority, finish=finish)
+        return self._pool.submit(request)
 
     def add(self, path: str, fd: int) -> None:
         """See :meth:`tencache_ds.io.StorageBackend.add`."""

@@ -28,6 +28,7 @@ from tencache_ds.io.backends.protocol import (
     IoTotals,
     Operation,
     Priority,
+    Submission,
     Ticket,
     admit,
     cancelled,
@@ -144,20 +145,10 @@ class NativeBackend:
         # A daemon thread that returns from native code while the interpreter is torn down can abort the process.
         self._at_exit = stop_at_exit(self)
 
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
+    def submit(self, request: Submission) -> Ticket:
         """See :meth:`tencache_ds.io.StorageBackend.submit`."""
-        ticket = admit(operation, path, offset, buffer, tag, pid=self._pid, alignment_nbytes=PAGE_NBYTES)
-        self._submit(_Request(ticket, buffer, finish), Priority(priority))
+        ticket = admit(request, pid=self._pid, alignment_nbytes=PAGE_NBYTES)
+        self._submit(_Request(ticket, request.buffer, request.finish), request.priority)
         return ticket
 
     def add(self, path: str, fd: int) -> None:

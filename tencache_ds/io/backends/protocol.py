@@ -146,17 +146,7 @@ def check_request(offset: int, buffer: torch.Tensor, alignment_nbytes: int, devi
         raise ValueError(f"file offset must be a non-negative multiple of {alignment_nbytes}, not {offset}")
 
 
-def admit(
-    operation: Operation,
-    path: str,
-    offset: int,
-    buffer: torch.Tensor,
-    tag: str,
-    *,
-    pid: int,
-    alignment_nbytes: int,
-    device_type: str = "cpu",
-) -> Ticket:
+def admit(request: Submission, *, pid: int, alignment_nbytes: int, device_type: str = "cpu") -> Ticket:
     """The ticket of a request to a backend that process ``pid`` opened. Takes no lock: in a forked child a lock may be
     held indefinitely by a thread that does not exist there.
 
@@ -164,8 +154,8 @@ def admit(
         ValueError: see :func:`check_request`.
         StorageError: this is a forked child of that process.
     """
-    check_request(offset, buffer, alignment_nbytes, device_type)
-    ticket = Ticket(operation, path, offset, buffer.numel(), tag)
+    check_request(request.offset, request.buffer, alignment_nbytes, device_type)
+    ticket = Ticket(request.operation, request.path, request.offset, request.buffer.numel(), request.tag)
     if os.getpid() != pid:
         cause = f"opened by process {pid}, used in its forked child {os.getpid()}; open a new one there"
         raise refusal(ticket, cause)
@@ -233,6 +223,30 @@ class StorageGivenUpError(StorageTimeoutError):
 
 class StorageCancelledError(StorageError):
     """A request was cancelled before all of it had been handed to the device."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Submission:
+    """One transfer of a whole buffer, as :meth:`StorageBackend.submit` takes it.
+
+    Attributes:
+        operation: direction.
+        path: the file, which was added or exists: a write to one that does not fails with ENOENT, as a read does.
+        offset: first byte in the file, a multiple of the alignment.
+        buffer: 1-D contiguous uint8 tensor; the caller keeps its bytes untouched until the ticket is done.
+        tag: name of the data, for messages.
+        priority: URGENT goes first, but does not starve BACKGROUND.
+        finish: runs in a lane thread after the last byte has moved and before the ticket is done; its exception becomes
+            the ticket's error. Not called when the transfer failed.
+    """
+
+    operation: Operation
+    path: str
+    offset: int
+    buffer: torch.Tensor
+    tag: str = ""
+    priority: Priority = Priority.BACKGROUND
+    finish: Callable[[], None] | None = None
 
 
 class Ticket:
@@ -439,28 +453,8 @@ class StorageBackend(Protocol):
     alignment_nbytes: int
     counters: IoCounters
 
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
-        """Queues one transfer of the whole buffer and returns at once.
-
-        Args:
-            operation: direction.
-            path: the file, which was added or exists: a write to one that does not fails with ENOENT, as a read does.
-            offset: first byte in the file, a multiple of the alignment.
-            buffer: 1-D contiguous uint8 tensor; the caller keeps its bytes untouched until the ticket is done.
-            tag: name of the data, for messages.
-            priority: URGENT goes first, but does not starve BACKGROUND.
-            finish: runs in a lane thread after the last byte has moved and before the ticket is done; its exception
-                becomes the ticket's error. Not called when the transfer failed.
+    def submit(self, request: Submission) -> Ticket:
+        """Queues a transfer and returns at once.
 
         Raises:
             ValueError: buffer, offset or length not as described.

@@ -42,6 +42,7 @@ from tencache_ds.io.backends.protocol import (
     StorageBackend,
     StorageCancelledError,
     StorageGivenUpError,
+    Submission,
     Ticket,
     cancelled,
     check_request,
@@ -49,7 +50,7 @@ from tencache_ds.io.backends.protocol import (
     storage_error,
 )
 from tencache_ds.io.backends.shutdown import stop_at_exit
-from tencache_ds.io.wrappers.pass_through import PassThroughBackend, Submission
+from tencache_ds.io.wrappers.pass_through import PassThroughBackend
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import start_threads
 from tencache_ds.memory.device_arena import wait_for_device
@@ -274,19 +275,20 @@ class FaultBackend(PassThroughBackend):
 
     # Choosing
 
-    def _submit(self, request: Submission) -> Ticket:
+    def submit(self, request: Submission) -> Ticket:
+        """See :meth:`tencache_ds.io.StorageBackend.submit`."""
         check_request(request.offset, request.buffer, self.alignment_nbytes, device_type=None)
         if os.getpid() != self._pid:  # a forked child: the inner backend refuses, before any lock
-            return super()._submit(request)
+            return super().submit(request)
         chosen = self._choose(request.operation, request.path, request.tag)
         if chosen is None:
-            return super()._submit(request)
+            return super().submit(request)
         fault, n_fired = chosen
         if fault.kind is Kind.bitflip:
             flip = _Flip(request.buffer, fault.seed, self._rank, n_fired)
             if request.operation is Operation.READ:
-                return super()._submit(replace(request, finish=flip.then(request.finish)))
-            return super()._submit(replace(request, buffer=flip.changed_copy()))
+                return super().submit(replace(request, finish=flip.then(request.finish)))
+            return super().submit(replace(request, buffer=flip.changed_copy()))
         ticket = Ticket(request.operation, request.path, request.offset, request.buffer.numel(), request.tag)
         self._answer(_Held(fault, ticket, request))
         return ticket
@@ -354,7 +356,7 @@ class FaultBackend(PassThroughBackend):
         """Hands the first ``nbytes`` to the wrapped backend; the ticket ends when they have moved."""
         ticket, request = held.ticket, held.request
         finish = request.finish if held.fault.kind is not Kind.short else None
-        held.inner = super()._submit(replace(request, buffer=request.buffer[:nbytes], finish=finish))
+        held.inner = super().submit(replace(request, buffer=request.buffer[:nbytes], finish=finish))
         held.inner.add_done_callback(lambda inner: ticket.complete(self._outcome(held, inner.error)))
 
     def _outcome(self, held: _Held, error: BaseException | None) -> BaseException | None:

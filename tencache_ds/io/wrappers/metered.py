@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from tencache_ds.io.backends.protocol import StorageBackend, Ticket
-from tencache_ds.io.wrappers.pass_through import PassThroughBackend, Submission
+from tencache_ds.io.backends.protocol import StorageBackend, Submission, Ticket
+from tencache_ds.io.wrappers.pass_through import PassThroughBackend
 
 _MEMORY = 0.5
 """Weight of everything before the interval that has just ended. A change shows at once, an odd interval is forgotten
@@ -80,10 +80,11 @@ class MeteredBackend(PassThroughBackend):
     def close(self) -> None:
         """Does nothing."""
 
-    def _submit(self, request: Submission) -> Ticket:
+    def submit(self, request: Submission) -> Ticket:
+        """See :meth:`tencache_ds.io.StorageBackend.submit`."""
         self._meter.started()
         try:
-            ticket = super()._submit(request)
+            ticket = super().submit(request)
         except BaseException:
             self._meter.ended(0)
             raise

@@ -3,44 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
-
-from tencache_ds.io.backends.protocol import Operation, Priority, StorageBackend, Ticket
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Submission:
-    """The arguments of one :meth:`tencache_ds.io.StorageBackend.submit`."""
-
-    operation: Operation
-    path: str
-    offset: int
-    buffer: torch.Tensor
-    tag: str
-    priority: Priority
-    finish: Callable[[], None] | None
-
-    def to(self, backend: StorageBackend) -> Ticket:
-        """Submits it; raises what the backend raises."""
-        return backend.submit(
-            self.operation,
-            self.path,
-            self.offset,
-            self.buffer,
-            tag=self.tag,
-            priority=self.priority,
-            finish=self.finish,
-        )
+from tencache_ds.io.backends.protocol import StorageBackend, Submission, Ticket
 
 
 class PassThroughBackend:
     """Passes every call on to ``inner`` (satisfies :class:`tencache_ds.io.StorageBackend`).
 
-    A wrapper derives from it and overrides what it changes: :meth:`_submit` for requests, and of the protocol's other
-    methods those in which it has a part.
+    A wrapper derives from it and overrides the methods in which it has a part.
 
     Args:
         inner: moves the bytes; owned, closed by :meth:`close`.
@@ -52,19 +21,9 @@ class PassThroughBackend:
         self.counters = inner.counters
         self._inner = inner
 
-    def submit(
-        self,
-        operation: Operation,
-        path: str,
-        offset: int,
-        buffer: torch.Tensor,
-        *,
-        tag: str = "",
-        priority: Priority = Priority.BACKGROUND,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:
+    def submit(self, request: Submission) -> Ticket:
         """See :meth:`tencache_ds.io.StorageBackend.submit`."""
-        return self._submit(Submission(operation, path, offset, buffer, tag, Priority(priority), finish))
+        return self._inner.submit(request)
 
     def add(self, path: str, fd: int) -> None:
         """See :meth:`tencache_ds.io.StorageBackend.add`."""
@@ -77,6 +36,3 @@ class PassThroughBackend:
     def close(self) -> None:
         """See :meth:`tencache_ds.io.StorageBackend.close`."""
         self._inner.close()
-
-    def _submit(self, request: Submission) -> Ticket:
-        return request.to(self._inner)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from tencache_ds.io.backends.protocol import IoCounters, IoTotals, StorageBackend, Ticket
-from tencache_ds.io.wrappers.pass_through import PassThroughBackend, Submission
+from tencache_ds.io.backends.protocol import IoCounters, IoTotals, StorageBackend, Submission, Ticket
+from tencache_ds.io.wrappers.pass_through import PassThroughBackend
 
 
 class RoutedBackend(PassThroughBackend):
@@ -63,8 +63,9 @@ class RoutedBackend(PassThroughBackend):
             for device, _ in self._devices:
                 stack.callback(device.close)
 
-    def _submit(self, request: Submission) -> Ticket:
-        return request.to(next((device for device, owns in self._devices if owns(request.buffer)), self._inner))
+    def submit(self, request: Submission) -> Ticket:
+        """See :meth:`tencache_ds.io.StorageBackend.submit`."""
+        return next((device for device, owns in self._devices if owns(request.buffer)), self._inner).submit(request)
 
 
 class _Sum(IoCounters):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tencache_ds.errors import ConfigError, StorageError
-from tencache_ds.io import AioBackend, BackendSettings, Operation, PosixBackend, open_backend
+from tencache_ds.io import AioBackend, BackendSettings, Operation, PosixBackend, Submission, open_backend
 from tencache_ds.ops import tencache_aio
 from tencache_ds.ops.async_io import load_async_io, load_pin_memory
 from tests.io.conftest import aligned
@@ -50,8 +50,8 @@ def pinned(locked):
 def test_pinned_buffers(backend, path, pinned):
     data, back = pinned
     data.copy_(aligned(4 * MIB, fill=None))
-    backend.submit(Operation.WRITE, path, 4096, data).wait(30)
-    backend.submit(Operation.READ, path, 4096, back).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 4096, data)).wait(30)
+    backend.submit(Submission(Operation.READ, path, 4096, back)).wait(30)
     assert torch.equal(back, data)
     with open(path, "rb") as file:
         assert file.read()[4096:] == data.numpy().tobytes()
@@ -60,8 +60,8 @@ def test_pinned_buffers(backend, path, pinned):
 def test_a_length_that_is_no_multiple_of_the_block(backend, path, locked):
     data, back = locked(2 * MIB + 4096), locked(2 * MIB + 4096)
     data.copy_(aligned(data.numel(), fill=None))
-    backend.submit(Operation.WRITE, path, 0, data).wait(30)
-    backend.submit(Operation.READ, path, 0, back).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 0, data)).wait(30)
+    backend.submit(Submission(Operation.READ, path, 0, back)).wait(30)
     assert torch.equal(back, data)
 
 
@@ -74,8 +74,8 @@ def test_unpinned_buffers_never_reach_the_handle(path, monkeypatch):
     backend = AioBackend(n_lanes=1)
     backend._handles[0] = Handle()
     data, back = aligned(65536, fill=None), aligned(65536)
-    backend.submit(Operation.WRITE, path, 0, data).wait(30)
-    backend.submit(Operation.READ, path, 0, back).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 0, data)).wait(30)
+    backend.submit(Submission(Operation.READ, path, 0, back)).wait(30)
     backend.close()
     assert torch.equal(back, data)
 
@@ -84,26 +84,26 @@ def test_unpinned_buffers_never_reach_the_handle(path, monkeypatch):
 def test_options_of_the_handle(path, options):
     backend = AioBackend(n_lanes=1, block_nbytes=4096, queue_depth=2, **options)
     data, back = aligned(65536, fill=None), aligned(65536)
-    backend.submit(Operation.WRITE, path, 0, data).wait(30)
-    backend.submit(Operation.READ, path, 0, back).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 0, data)).wait(30)
+    backend.submit(Submission(Operation.READ, path, 0, back)).wait(30)
     backend.close()
     backend.close()
     assert torch.equal(back, data)
 
 
 def test_a_short_file_is_an_error_and_not_an_abort(backend, path):
-    backend.submit(Operation.WRITE, path, 0, aligned(8192)).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 0, aligned(8192))).wait(30)
     with pytest.raises(StorageError, match="read of w failed at .*offset 4096.* file ends after 8192 bytes"):
-        backend.submit(Operation.READ, path, 4096, aligned(8192), tag="w").wait(30)
+        backend.submit(Submission(Operation.READ, path, 4096, aligned(8192), tag="w")).wait(30)
 
 
 @pytest.mark.parametrize("operation", Operation)
 def test_a_removed_file_is_an_error_and_not_made_again(backend, path, pinned, operation):
-    backend.submit(Operation.WRITE, path, 0, pinned[0]).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 0, pinned[0])).wait(30)
     os.unlink(path)
     backend.forget(path)  # an open file outlives its name
     with pytest.raises(StorageError, match="No such file") as caught:
-        backend.submit(operation, path, 0, pinned[0]).wait(30)
+        backend.submit(Submission(operation, path, 0, pinned[0])).wait(30)
     assert caught.value.errno == errno.ENOENT
     assert not os.path.lexists(path)
     backend.forget(path)
@@ -120,7 +120,7 @@ def test_a_handle_that_returns_a_failure_is_an_error(path):
     backend = AioBackend(n_lanes=1)
     backend._handles[0] = Broken()
     with pytest.raises(StorageError, match="returned -1"):
-        backend.submit(Operation.WRITE, path, 0, aligned(4096)).wait(30)
+        backend.submit(Submission(Operation.WRITE, path, 0, aligned(4096))).wait(30)
     backend.close()
 
 
@@ -128,8 +128,8 @@ def test_without_o_direct_plain_descriptors_do_the_work(backend, path, monkeypat
     monkeypatch.setattr(backend._files, "_direct", False)
     monkeypatch.setattr(backend, "_handles", [None, None, None])
     data, back = aligned(65536, fill=None), aligned(65536)
-    backend.submit(Operation.WRITE, path, 0, data).wait(30)
-    backend.submit(Operation.READ, path, 0, back).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 0, data)).wait(30)
+    backend.submit(Submission(Operation.READ, path, 0, back)).wait(30)
     backend.forget(path)
     assert torch.equal(back, data)
 
@@ -147,12 +147,12 @@ def test_settings_that_cannot_work_are_refused(options, message):
 def test_the_interpreter_exits_while_lanes_are_in_the_op(path):
     script = f"""
 import torch
-from tencache_ds.io import AioBackend, Operation
+from tencache_ds.io import AioBackend, Operation, Submission
 backend = AioBackend(n_lanes=4)
 base = torch.empty((16 << 20) + 4096, dtype=torch.uint8)
 buffer = base[-base.data_ptr() % 4096:][:16 << 20]
 for i in range(8):
-    backend.submit(Operation.WRITE, {path!r}, i << 24, buffer)
+    backend.submit(Submission(Operation.WRITE, {path!r}, i << 24, buffer))
 """
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     result = subprocess.run(

@@ -16,7 +16,7 @@ import logging, mmap, sys, time
 import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder  # registers the builders
 from deepspeed.utils import logger
-from tencache_ds.io import Operation
+from tencache_ds.io import Operation, Submission
 from tencache_ds.io.backends.aio import AioBackend
 from tencache_ds.memory.arena import HostArena, Locking
 
@@ -30,7 +30,7 @@ backend = AioBackend(n_lanes=4, request_nbytes=2**16, block_nbytes=2**16)
 path = sys.argv[1]
 with open(path, "wb") as file:
     file.truncate(2**20)
-backend.submit(Operation.WRITE, path, 0, buffer).wait(60)
+backend.submit(Submission(Operation.WRITE, path, 0, buffer)).wait(60)
 backend.close()
 print("warned" if getattr(sys.modules["deepspeed.utils"], "_deepspeed_nvme_write_warning_emitted", False) else "silent")
 """

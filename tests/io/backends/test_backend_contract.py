@@ -21,6 +21,7 @@ from tencache_ds.io import (
     PosixBackend,
     Priority,
     StorageBackend,
+    Submission,
 )
 from tests.io.conftest import aligned
 
@@ -51,9 +52,9 @@ def backend(kind):
 
 def test_what_is_written_is_read_back(backend, path):
     data = aligned(3 * MIB + 4096, fill=None)
-    backend.submit(Operation.WRITE, path, 8192, data).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 8192, data)).wait(30)
     back = aligned(data.numel())
-    backend.submit(Operation.READ, path, 8192, back).wait(30)
+    backend.submit(Submission(Operation.READ, path, 8192, back)).wait(30)
     assert torch.equal(back, data)
     assert os.stat(path).st_size == 8192 + data.numel()
     assert backend.counters.bytes_read == backend.counters.bytes_written == data.numel()
@@ -66,7 +67,7 @@ def test_the_end_of_the_file_is_an_error(backend, path, size):
     with open(path, "wb") as file:
         file.write(b"x" * size)
     with pytest.raises(StorageError, match=f"file ends after {size} bytes"):
-        backend.submit(Operation.READ, path, 0, aligned(12288), tag="w").wait(30)
+        backend.submit(Submission(Operation.READ, path, 0, aligned(12288), tag="w")).wait(30)
 
 
 @pytest.mark.parametrize("operation", Operation)
@@ -74,7 +75,7 @@ def test_a_missing_file_is_named_and_not_made(backend, path, operation):
     os.unlink(path)
     named = f"{operation.value} of layer failed at .*data, offset 4096.*errno 2"
     with pytest.raises(StorageError, match=named) as caught:
-        backend.submit(operation, path, 4096, aligned(4096), tag="layer").wait(30)
+        backend.submit(Submission(operation, path, 4096, aligned(4096), tag="layer")).wait(30)
     assert caught.value.errno == errno.ENOENT
     assert caught.value.path == path
     assert not os.path.lexists(path)
@@ -86,8 +87,8 @@ def test_descriptors_persist_until_forgotten(backend, path):
         return sum(os.path.lexists(link) and os.readlink(link).startswith(path) for link in links)
 
     for _ in range(5):
-        backend.submit(Operation.WRITE, path, 0, aligned(4096)).wait(30)
-        backend.submit(Operation.READ, path, 0, aligned(4096)).wait(30)
+        backend.submit(Submission(Operation.WRITE, path, 0, aligned(4096))).wait(30)
+        backend.submit(Submission(Operation.READ, path, 0, aligned(4096))).wait(30)
     assert open_here() == 2
     os.unlink(path)
     backend.forget(path)
@@ -95,7 +96,7 @@ def test_descriptors_persist_until_forgotten(backend, path):
     backend.forget(path)
     for operation in Operation:
         with pytest.raises(StorageError, match="No such file"):
-            backend.submit(operation, path, 0, aligned(4096)).wait(30)
+            backend.submit(Submission(operation, path, 0, aligned(4096))).wait(30)
     assert not os.path.lexists(path)
 
 
@@ -103,12 +104,12 @@ def test_close_leaves_no_descriptor(kind, path):
     KINDS[kind]().close()  # what a first use opens for good
     n_before = len(os.listdir("/proc/self/fd"))
     backend = KINDS[kind]()
-    backend.submit(Operation.WRITE, path, 0, aligned(4096))
+    backend.submit(Submission(Operation.WRITE, path, 0, aligned(4096)))
     backend.close()
     backend.close()
     assert len(os.listdir("/proc/self/fd")) == n_before
     with pytest.raises(StorageError, match="closed"):
-        backend.submit(Operation.READ, path, 0, aligned(4096))
+        backend.submit(Submission(Operation.READ, path, 0, aligned(4096)))
 
 
 @pytest.mark.parametrize("priority", Priority)
@@ -118,7 +119,8 @@ def test_many_requests_of_every_size_and_priority(backend, path, priority):
     back = [aligned(n) for n in sizes]
     for operation, buffers in ((Operation.WRITE, data), (Operation.READ, back)):
         tickets = [
-            backend.submit(operation, path, i * MIB, buffer, priority=priority) for i, buffer in enumerate(buffers)
+            backend.submit(Submission(operation, path, i * MIB, buffer, priority=priority))
+            for i, buffer in enumerate(buffers)
         ]
         for ticket in tickets:
             ticket.promote()
@@ -138,7 +140,7 @@ def test_many_requests_of_every_size_and_priority(backend, path, priority):
 )
 def test_what_direct_io_cannot_take_is_refused(backend, path, offset, buffer, message):
     with pytest.raises(ValueError, match=message):
-        backend.submit(Operation.WRITE, path, offset, buffer)
+        backend.submit(Submission(Operation.WRITE, path, offset, buffer))
 
 
 def test_a_store(backend, tmp_path):

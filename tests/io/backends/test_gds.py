@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tencache_ds.errors import CorruptionError, SpaceError, StorageError
-from tencache_ds.io import ExtentStore, GdsBackend, Operation, PosixBackend, RoutedBackend
+from tencache_ds.io import ExtentStore, GdsBackend, Operation, PosixBackend, RoutedBackend, Submission
 from tencache_ds.io.backends.gds import compatibility_mode, errno_in, missing_kvikio, obstacle, plain_cause, try_gds
 from tencache_ds.io.integrity import gathered_words, sampled_fingerprint
 from tencache_ds.io.wrappers.faults import FaultBackend, parse_faults
@@ -48,8 +48,8 @@ def backend(files):
 def test_what_is_written_is_read(backend, path, n_pages):
     os.truncate(path, (n_pages + 2) * P)
     written, read = random_bytes(n_pages * P, 1), aligned(n_pages * P)
-    backend.submit(Operation.WRITE, path, 2 * P, written).wait(TIMEOUT_S)
-    backend.submit(Operation.READ, path, 2 * P, read).wait(TIMEOUT_S)
+    backend.submit(Submission(Operation.WRITE, path, 2 * P, written)).wait(TIMEOUT_S)
+    backend.submit(Submission(Operation.READ, path, 2 * P, read)).wait(TIMEOUT_S)
     assert torch.equal(read, written)
     assert backend.counters.bytes_read == backend.counters.bytes_written == n_pages * P
 
@@ -58,8 +58,8 @@ def test_short_transfers_are_continued(path):
     with new_kind(longest=1000, short_at_end=True) as files:
         backend = GdsBackend(CPU, n_lanes=2, request_nbytes=4 * P, open_file=files)
         written, read = random_bytes(9 * P, 2), aligned(9 * P)
-        backend.submit(Operation.WRITE, path, 0, written).wait(TIMEOUT_S)
-        backend.submit(Operation.READ, path, 0, read).wait(TIMEOUT_S)
+        backend.submit(Submission(Operation.WRITE, path, 0, written)).wait(TIMEOUT_S)
+        backend.submit(Submission(Operation.READ, path, 0, read)).wait(TIMEOUT_S)
         backend.close()
     assert torch.equal(read, written)
 
@@ -70,7 +70,7 @@ def test_a_file_that_ends_early(path, short_at_end):
     with new_kind(short_at_end=short_at_end) as files:
         backend = GdsBackend(CPU, open_file=files)
         with pytest.raises(StorageError) as caught:
-            backend.submit(Operation.READ, path, 0, aligned(4 * P), tag="weight 7").wait(TIMEOUT_S)
+            backend.submit(Submission(Operation.READ, path, 0, aligned(4 * P), tag="weight 7")).wait(TIMEOUT_S)
         backend.close()
     error = caught.value
     assert f"file ends after {P + 100} bytes, {P + 100} of {4 * P} bytes were read" in str(error)
@@ -81,7 +81,7 @@ def test_a_file_that_ends_early(path, short_at_end):
 def test_a_file_that_is_gone_is_not_made(backend, tmp_path, operation):
     gone = str(tmp_path / "gone")
     with pytest.raises(StorageError) as caught:
-        backend.submit(operation, gone, P, aligned(P), tag="weight 7").wait(TIMEOUT_S)
+        backend.submit(Submission(operation, gone, P, aligned(P), tag="weight 7")).wait(TIMEOUT_S)
     assert caught.value.errno == errno.ENOENT
     assert (caught.value.offset, caught.value.nbytes, caught.value.tag) == (P, P, "weight 7")
     assert not os.path.exists(gone)
@@ -100,7 +100,7 @@ def test_errors_of_kvikio_are_typed(path, text, number, kind):
     with new_kind(failing=text) as files:
         backend = GdsBackend(CPU, open_file=files)
         with pytest.raises(StorageError) as caught:
-            backend.submit(Operation.WRITE, path, 0, aligned(P), tag="w").wait(TIMEOUT_S)
+            backend.submit(Submission(Operation.WRITE, path, 0, aligned(P), tag="w")).wait(TIMEOUT_S)
         backend.close()
     assert type(caught.value) is kind
     assert caught.value.errno == number
@@ -117,14 +117,14 @@ def test_the_longest_text_gives_the_errno():
 def test_files_stay_open_until_they_are_forgotten(backend, files, path):
     os.truncate(path, 4 * P)
     for _ in range(3):
-        backend.submit(Operation.READ, path, 0, aligned(4 * P)).wait(TIMEOUT_S)
-    backend.submit(Operation.WRITE, path, 0, aligned(P)).wait(TIMEOUT_S)
+        backend.submit(Submission(Operation.READ, path, 0, aligned(4 * P))).wait(TIMEOUT_S)
+    backend.submit(Submission(Operation.WRITE, path, 0, aligned(P))).wait(TIMEOUT_S)
     assert files.n_opened == {"r": 1, "r+": 1}
     backend.forget(path)
     assert files.n_open == 0
     os.unlink(path)
     with pytest.raises(StorageError, match="No such file"):
-        backend.submit(Operation.READ, path, 0, aligned(P)).wait(TIMEOUT_S)
+        backend.submit(Submission(Operation.READ, path, 0, aligned(P))).wait(TIMEOUT_S)
 
 
 def test_a_file_in_use_is_closed_by_the_last_transfer(path):
@@ -140,7 +140,7 @@ def test_a_file_in_use_is_closed_by_the_last_transfer(path):
 
     os.truncate(path, P)
     backend = GdsBackend(CPU, n_lanes=1, open_file=Held)
-    ticket = backend.submit(Operation.READ, path, 0, aligned(P))
+    ticket = backend.submit(Submission(Operation.READ, path, 0, aligned(P)))
     assert inside.wait(TIMEOUT_S)
     backend.forget(path)
     assert Held.n_open == 1
@@ -153,7 +153,7 @@ def test_a_file_in_use_is_closed_by_the_last_transfer(path):
 def test_host_memory_is_refused_where_gpu_memory_is_due(files, path):
     backend = GdsBackend(torch.device("cuda", 0), open_file=files)
     with pytest.raises(ValueError, match="on the CUDA, not 1-D torch.uint8 on cpu"):
-        backend.submit(Operation.READ, path, 0, aligned(P))
+        backend.submit(Submission(Operation.READ, path, 0, aligned(P)))
     backend.close()
 
 
@@ -294,12 +294,12 @@ def test_gpu_round_trip_both_ways(cuda, gpu_arena, path, nbytes, n_lanes):
     backend = GdsBackend(cuda, n_lanes=n_lanes, request_nbytes=MIB)
     os.truncate(path, nbytes + P)
     written = random_bytes(nbytes, n_lanes)
-    backend.submit(Operation.WRITE, path, P, on_gpu(gpu_arena, written), tag="w").wait(TIMEOUT_S)
+    backend.submit(Submission(Operation.WRITE, path, P, on_gpu(gpu_arena, written), tag="w")).wait(TIMEOUT_S)
     with open(path, "rb") as file:
         file.seek(P)
         assert file.read() == written.numpy().tobytes()
     read = gpu_arena.allocate(nbytes, "test")
-    backend.submit(Operation.READ, path, P, read, tag="w").wait(TIMEOUT_S)
+    backend.submit(Submission(Operation.READ, path, P, read, tag="w")).wait(TIMEOUT_S)
     assert torch.equal(read.cpu(), written)
     assert backend.counters.bytes_read == backend.counters.bytes_written == nbytes
     backend.close()
@@ -315,7 +315,8 @@ def test_gpu_many_requests_at_the_same_time(gds, gpu_arena, path):
             file.write(piece.numpy().tobytes())
     buffers = [gpu_arena.allocate(piece.numel(), "test") for piece in pieces]
     tickets = [
-        gds.submit(Operation.READ, path, offset, buffer) for offset, buffer in zip(offsets[:-1], buffers, strict=True)
+        gds.submit(Submission(Operation.READ, path, offset, buffer))
+        for offset, buffer in zip(offsets[:-1], buffers, strict=True)
     ]
     for ticket in tickets:
         ticket.wait(TIMEOUT_S)
@@ -328,13 +329,13 @@ def test_gpu_truncated_and_removed_files(gds, gpu_arena, path):
     buffer = gpu_arena.allocate(4 * MIB, "test")
     os.truncate(path, MIB + 100)
     with pytest.raises(StorageError, match=f"file ends after {MIB + 100} bytes") as caught:
-        gds.submit(Operation.READ, path, 0, buffer, tag="weight 7").wait(TIMEOUT_S)
+        gds.submit(Submission(Operation.READ, path, 0, buffer, tag="weight 7")).wait(TIMEOUT_S)
     assert caught.value.tag == "weight 7"
     gds.forget(path)
     os.unlink(path)
     for operation in Operation:
         with pytest.raises(StorageError) as caught:
-            gds.submit(operation, path, 0, buffer).wait(TIMEOUT_S)
+            gds.submit(Submission(operation, path, 0, buffer)).wait(TIMEOUT_S)
         assert caught.value.errno == errno.ENOENT
     assert not os.path.exists(path)
     assert (torch.ones(4, device="cuda") + 1).tolist() == [2.0] * 4  # no error is left behind for the next kernel
@@ -396,7 +397,7 @@ def copies_through_slots(gds, pool: BufferPool, path: str, release_early: bool) 
     copies = []
     for index in range(n_files):
         lease = pool.lease(nbytes, f"weight {index}", "read", timeout_s=TIMEOUT_S)
-        gds.submit(Operation.READ, path, index * nbytes, lease.buffer).wait(TIMEOUT_S)
+        gds.submit(Submission(Operation.READ, path, index * nbytes, lease.buffer)).wait(TIMEOUT_S)
         with torch.cuda.stream(stream):
             torch.cuda._sleep(BUSY_CYCLES)
             copies.append(lease.buffer.clone())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io import IoTotals, Operation, Priority, StorageCancelledError, StorageTimeoutError, Ticket
+from tencache_ds.io import IoTotals, Operation, Priority, StorageCancelledError, StorageTimeoutError, Submission, Ticket
 from tencache_ds.io.backends.lanes import LanePool
 from tests.io.conftest import aligned
 
@@ -55,7 +55,7 @@ def one_lane(device):
 
 def test_a_large_request_is_cut_into_pieces_that_run_at_the_same_time(device):
     pool = LanePool(4, device, PIECE)
-    ticket = pool.submit(Operation.READ, "f", 8192, aligned(4 * PIECE))
+    ticket = pool.submit(Submission(Operation.READ, "f", 8192, aligned(4 * PIECE)))
     for _ in range(4):
         assert device.entered.acquire(timeout=10)
     assert not ticket.done
@@ -71,11 +71,12 @@ def test_a_large_request_is_cut_into_pieces_that_run_at_the_same_time(device):
 
 
 def test_urgent_goes_first_but_background_gets_every_fourth_pick(device, one_lane):
-    tickets = [one_lane.submit(Operation.READ, "f", 0, aligned(PIECE), tag="first")]
+    tickets = [one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE), tag="first"))]
     assert device.entered.acquire(timeout=10)
-    tickets += [one_lane.submit(Operation.READ, "f", 0, aligned(PIECE), tag=f"b{i}") for i in range(3)]
+    tickets += [one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE), tag=f"b{i}")) for i in range(3)]
     tickets += [
-        one_lane.submit(Operation.READ, "f", 0, aligned(PIECE), tag=f"u{i}", priority=Priority.URGENT) for i in range(7)
+        one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE), tag=f"u{i}", priority=Priority.URGENT))
+        for i in range(7)
     ]
     device.gate.set()
     for ticket in tickets:
@@ -84,9 +85,9 @@ def test_urgent_goes_first_but_background_gets_every_fourth_pick(device, one_lan
 
 
 def test_promote_moves_a_waiting_request_ahead(device, one_lane):
-    one_lane.submit(Operation.READ, "f", 0, aligned(PIECE), tag="first")
+    one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE), tag="first"))
     assert device.entered.acquire(timeout=10)
-    tickets = [one_lane.submit(Operation.READ, "f", 0, aligned(PIECE), tag=f"b{i}") for i in range(3)]
+    tickets = [one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE), tag=f"b{i}")) for i in range(3)]
     tickets[2].promote()
     device.gate.set()
     for ticket in tickets:
@@ -96,10 +97,10 @@ def test_promote_moves_a_waiting_request_ahead(device, one_lane):
 
 
 def test_cancel_drops_what_no_lane_has(device, one_lane):
-    running = one_lane.submit(Operation.READ, "f", 0, aligned(3 * PIECE), tag="running")
+    running = one_lane.submit(Submission(Operation.READ, "f", 0, aligned(3 * PIECE), tag="running"))
     assert device.entered.acquire(timeout=10)
-    waiting = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE), tag="waiting")
-    whole = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE), tag="whole")
+    waiting = one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE), tag="waiting"))
+    whole = one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE), tag="whole"))
     assert waiting.cancel()
     assert waiting.done
     with pytest.raises(StorageCancelledError, match="read of waiting failed at f, offset 0, 4096 bytes: cancelled"):
@@ -118,20 +119,20 @@ def test_cancel_drops_what_no_lane_has(device, one_lane):
 def test_the_first_error_wins_and_the_rest_is_dropped(device, one_lane):
     device.fail_at = {PIECE, 2 * PIECE}
     device.gate.set()
-    ticket = one_lane.submit(Operation.WRITE, "some/file", 0, aligned(8 * PIECE), tag="weight")
+    ticket = one_lane.submit(Submission(Operation.WRITE, "some/file", 0, aligned(8 * PIECE), tag="weight"))
     with pytest.raises(StorageError, match="write of weight failed at some/file, offset 4096") as caught:
         ticket.wait(10)
     assert caught.value.errno == 5
     assert str(ticket.error) == str(caught.value)
     assert device.calls == [("weight", 0), ("weight", PIECE)]
-    one_lane.submit(Operation.WRITE, "f", 0, aligned(PIECE)).wait(10)
+    one_lane.submit(Submission(Operation.WRITE, "f", 0, aligned(PIECE))).wait(10)
 
 
 def test_an_error_waits_for_the_pieces_that_are_running(device):
     pool = LanePool(2, device, PIECE)
     device.fail_at = {0}
     buffer = aligned(2 * PIECE)
-    ticket = pool.submit(Operation.READ, "f", 0, buffer)
+    ticket = pool.submit(Submission(Operation.READ, "f", 0, buffer))
     assert device.entered.acquire(timeout=10)
     assert device.entered.acquire(timeout=10)
     assert not ticket.done
@@ -149,7 +150,7 @@ def test_finish_runs_before_the_end_and_can_fail_the_request(device, one_lane):
         seen.append(threading.current_thread().name)
         raise ValueError("not what was written")
 
-    ticket = one_lane.submit(Operation.READ, "f", 0, aligned(2 * PIECE), finish=finish)
+    ticket = one_lane.submit(Submission(Operation.READ, "f", 0, aligned(2 * PIECE), finish=finish))
     with pytest.raises(ValueError, match="not what was written"):
         ticket.wait(10)
     assert seen == ["tencache-lane-0"]
@@ -158,7 +159,7 @@ def test_finish_runs_before_the_end_and_can_fail_the_request(device, one_lane):
 
 def test_callbacks_run_once_before_waiters_wake(device, one_lane):
     seen: list[tuple[str, bool]] = []
-    ticket = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE))
+    ticket = one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE)))
     ticket.add_done_callback(lambda t: time.sleep(0.05))
     ticket.add_done_callback(lambda t: seen.append((threading.current_thread().name, t.done)))
     device.gate.set()
@@ -170,7 +171,7 @@ def test_callbacks_run_once_before_waiters_wake(device, one_lane):
 
 def test_a_callback_may_wait_for_its_own_ticket_and_add_another(device, one_lane):
     seen: list[str] = []
-    ticket = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE))
+    ticket = one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE)))
 
     def callback(t: Ticket) -> None:
         t.wait()
@@ -183,7 +184,7 @@ def test_a_callback_may_wait_for_its_own_ticket_and_add_another(device, one_lane
 
 
 def test_every_waiter_of_a_ticket_goes_on(device, one_lane):
-    ticket = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE))
+    ticket = one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE)))
     with ThreadPoolExecutor(8) as threads:
         waits = [threads.submit(ticket.wait, 10) for _ in range(8)]
         with pytest.raises(StorageTimeoutError):
@@ -195,12 +196,12 @@ def test_every_waiter_of_a_ticket_goes_on(device, one_lane):
 
 
 def test_an_exception_in_a_callback_is_kept(device, one_lane):
-    ticket = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE))
+    ticket = one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE)))
     ticket.add_done_callback(lambda t: 1 // 0)
     device.gate.set()
     with pytest.raises(ZeroDivisionError):
         ticket.wait(10)
-    late = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE))
+    late = one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE)))
     late.wait(10)
     late.add_done_callback(lambda t: 1 // 0)
     assert isinstance(late.error, ZeroDivisionError)
@@ -208,7 +209,7 @@ def test_an_exception_in_a_callback_is_kept(device, one_lane):
 
 def test_an_exception_in_a_callback_does_not_hide_the_first_error(device, one_lane):
     device.fail_at = {0}
-    ticket = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE))
+    ticket = one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE)))
     ticket.add_done_callback(lambda t: 1 // 0)
     device.gate.set()
     with pytest.raises(StorageError, match="injected") as caught:
@@ -227,7 +228,7 @@ def test_the_error_that_a_ticket_keeps_does_not_hold_who_waited(device, one_lane
         return weakref.ref(held)
 
     device.fail_at = {0}
-    ticket = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE))
+    ticket = one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE)))
     device.gate.set()
     held = wait_and_fail()
     gc.collect()
@@ -236,7 +237,7 @@ def test_the_error_that_a_ticket_keeps_does_not_hold_who_waited(device, one_lane
 
 
 def test_a_wait_that_takes_too_long_names_the_request(device, one_lane):
-    ticket = one_lane.submit(Operation.READ, "slow/file", 4096, aligned(PIECE), tag="chunk 7")
+    ticket = one_lane.submit(Submission(Operation.READ, "slow/file", 4096, aligned(PIECE), tag="chunk 7"))
     with pytest.raises(StorageTimeoutError, match="read of chunk 7 failed at slow/file, offset 4096.*0.05 s") as caught:
         ticket.wait(0.05)
     assert isinstance(caught.value, TimeoutError)
@@ -263,7 +264,7 @@ def test_a_wait_that_takes_too_long_names_the_request(device, one_lane):
 )
 def test_wrong_requests_say_what_was_given(one_lane, buffer, offset, message):
     with pytest.raises(ValueError, match=message):
-        one_lane.submit(Operation.READ, "f", offset, buffer)
+        one_lane.submit(Submission(Operation.READ, "f", offset, buffer))
 
 
 @pytest.mark.parametrize(("n_lanes", "request_nbytes"), [(0, 4096), (1, 0), (1, 5000)])
@@ -274,21 +275,21 @@ def test_wrong_sizes_are_refused(device, n_lanes, request_nbytes):
 
 def test_close_waits_for_what_was_submitted_and_then_refuses(device):
     pool = LanePool(2, device, PIECE)
-    tickets = [pool.submit(Operation.WRITE, "f", 0, aligned(3 * PIECE)) for _ in range(5)]
+    tickets = [pool.submit(Submission(Operation.WRITE, "f", 0, aligned(3 * PIECE))) for _ in range(5)]
     threading.Timer(0.05, device.gate.set).start()
     pool.close()
     assert all(ticket.done for ticket in tickets)
     assert pool.counters.snapshot().n_writes == 5
     pool.close()
     with pytest.raises(StorageError, match="closed"):
-        pool.submit(Operation.READ, "f", 0, aligned(PIECE))
+        pool.submit(Submission(Operation.READ, "f", 0, aligned(PIECE)))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tencache-lane")]
 
 
 def test_close_gives_up_on_a_device_that_hangs(device):
     pool = LanePool(1, device, PIECE, close_timeout_s=0.1)
-    stuck = pool.submit(Operation.READ, "f", 0, aligned(3 * PIECE), tag="weight")
-    waiting = pool.submit(Operation.WRITE, "f", 0, aligned(PIECE))
+    stuck = pool.submit(Submission(Operation.READ, "f", 0, aligned(3 * PIECE), tag="weight"))
+    waiting = pool.submit(Submission(Operation.WRITE, "f", 0, aligned(PIECE)))
     ends: list[str] = []
     for ticket in (stuck, waiting):
         ticket.add_done_callback(lambda ticket: ends.append(type(ticket.error).__name__))
@@ -310,7 +311,7 @@ def test_close_gives_up_on_a_device_that_hangs(device):
 
 def test_close_in_a_callback_is_refused(device, one_lane):
     device.gate.set()
-    ticket = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE), finish=one_lane.close)
+    ticket = one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE), finish=one_lane.close))
     with pytest.raises(RuntimeError, match="callback"):
         ticket.wait(10)
 
@@ -322,16 +323,16 @@ def test_an_idle_pool_keeps_no_buffer_alive(device, one_lane):
 
     buffer = aligned(PIECE)
     reference = weakref.ref(buffer)
-    ticket = one_lane.submit(Operation.READ, "f", 0, buffer)
+    ticket = one_lane.submit(Submission(Operation.READ, "f", 0, buffer))
     ticket.wait(10)
-    one_lane.submit(Operation.READ, "f", 0, aligned(PIECE)).wait(10)
+    one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE))).wait(10)
     del buffer
     gc.collect()
     assert reference() is None
 
 
 def test_a_forked_child_gets_an_error_instead_of_hanging(device, one_lane):
-    ticket = one_lane.submit(Operation.READ, "f", 0, aligned(PIECE))
+    ticket = one_lane.submit(Submission(Operation.READ, "f", 0, aligned(PIECE)))
     assert device.entered.acquire(timeout=10)
     buffer = aligned(PIECE)
     pid = os.fork()
@@ -339,7 +340,7 @@ def test_a_forked_child_gets_an_error_instead_of_hanging(device, one_lane):
         status = 1
         try:
             try:
-                one_lane.submit(Operation.READ, "f", 0, buffer)
+                one_lane.submit(Submission(Operation.READ, "f", 0, buffer))
             except StorageError as error:
                 status += 2 * ("forked child" in str(error))
             try:
@@ -358,11 +359,11 @@ def test_the_interpreter_exits_with_requests_queued():
     script = """
 import time, torch
 from tencache_ds.io.backends.lanes import LanePool
-from tencache_ds.io import Operation
+from tencache_ds.io import Operation, Submission
 pool = LanePool(2, lambda *request: time.sleep(0.2), 4096)
 base = torch.empty(8192, dtype=torch.uint8)
 buffer = base[-base.data_ptr() % 4096:][:4096]
-ticket = [pool.submit(Operation.READ, "f", 0, buffer) for _ in range(1000)][-1]
+ticket = [pool.submit(Submission(Operation.READ, "f", 0, buffer)) for _ in range(1000)][-1]
 ticket.add_done_callback(lambda t: print(t.error))
 """
     t_start = time.monotonic()
@@ -374,7 +375,7 @@ ticket.add_done_callback(lambda t: print(t.error))
 
 def test_counters_measure_the_time_with_work_in_flight_once(device):
     pool = LanePool(4, device, PIECE)
-    ticket = pool.submit(Operation.WRITE, "f", 0, aligned(4 * PIECE))
+    ticket = pool.submit(Submission(Operation.WRITE, "f", 0, aligned(4 * PIECE)))
     for _ in range(4):
         assert device.entered.acquire(timeout=10)
     time.sleep(0.1)

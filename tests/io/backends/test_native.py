@@ -24,6 +24,7 @@ from tencache_ds.io import (
     Priority,
     StorageCancelledError,
     StorageTimeoutError,
+    Submission,
 )
 from tests.io.conftest import aligned, build_libaio_faults
 
@@ -51,14 +52,14 @@ def test_a_full_device_is_a_space_error(backend, small_device):
     path = small_device / "data"
     path.touch()
     with pytest.raises(SpaceError, match="write of chunk failed at .*No space left") as caught:
-        backend.submit(Operation.WRITE, str(path), 0, aligned(4 * MIB), tag="chunk").wait(30)
+        backend.submit(Submission(Operation.WRITE, str(path), 0, aligned(4 * MIB), tag="chunk")).wait(30)
     assert caught.value.errno == errno.ENOSPC
 
 
 def test_a_file_that_cannot_be_opened_fails_in_its_ticket(backend, path):
     threads: list[str] = []
     os.unlink(path)
-    ticket = backend.submit(Operation.WRITE, path, 0, aligned(4096), tag="w")
+    ticket = backend.submit(Submission(Operation.WRITE, path, 0, aligned(4096), tag="w"))
     ticket.add_done_callback(lambda _: threads.append(threading.current_thread().name))
     with pytest.raises(StorageError, match="write of w failed at .*No such file"):
         ticket.wait(30)
@@ -68,13 +69,13 @@ def test_a_file_that_cannot_be_opened_fails_in_its_ticket(backend, path):
 
 
 def test_a_file_system_that_refuses_direct_transfers(backend, path, monkeypatch, caplog):
-    backend.submit(Operation.WRITE, path, 0, aligned(65536, fill=None)).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 0, aligned(65536, fill=None))).wait(30)
     odd = torch.empty(65536 + 4096 + 8, dtype=torch.uint8)
     start = -odd.data_ptr() % 4096 + 8  # unaligned: O_DIRECT gives EINVAL, as such file systems do for all buffers
     back = odd[start : start + 65536]
     monkeypatch.setattr("tencache_ds.io.backends.protocol.check_request", lambda *arguments: None)
     with caplog.at_level(logging.WARNING, logger="DeepSpeed.tencache.io"):
-        backend.submit(Operation.READ, path, 0, back).wait(30)
+        backend.submit(Submission(Operation.READ, path, 0, back)).wait(30)
     assert torch.equal(back, aligned(65536, fill=None))
     assert ["refuses O_DIRECT" in record.getMessage() for record in caplog.records] == [True]
 
@@ -87,22 +88,22 @@ def test_finish_runs_before_the_end_and_can_fail_the_request(backend, path):
         raise ValueError("not what was written")
 
     with pytest.raises(ValueError, match="not what was written"):
-        backend.submit(Operation.WRITE, path, 0, aligned(4096), finish=finish).wait(30)
+        backend.submit(Submission(Operation.WRITE, path, 0, aligned(4096), finish=finish)).wait(30)
     assert seen[0].startswith("tencache-finisher")
     assert backend.counters.n_writes == 0
-    backend.submit(Operation.WRITE, path, 0, aligned(4096)).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 0, aligned(4096))).wait(30)
     totals = backend.counters.snapshot()
     assert (totals.n_writes, totals.bytes_written, totals.bytes_read) == (1, 8192, 0)
     assert totals.write_ns > 0
 
 
 def test_urgent_requests_overtake_the_queue(slow, path):
-    slow.submit(Operation.WRITE, path, 0, aligned(4 * MIB)).wait(30)
+    slow.submit(Submission(Operation.WRITE, path, 0, aligned(4 * MIB))).wait(30)
     order: list[str] = []
-    background = [slow.submit(Operation.READ, path, 0, aligned(4 * MIB)) for _ in range(4)]
-    promoted = slow.submit(Operation.READ, path, 0, aligned(65536))
+    background = [slow.submit(Submission(Operation.READ, path, 0, aligned(4 * MIB))) for _ in range(4)]
+    promoted = slow.submit(Submission(Operation.READ, path, 0, aligned(65536)))
     promoted.promote()
-    urgent = slow.submit(Operation.READ, path, 0, aligned(65536), priority=Priority.URGENT)
+    urgent = slow.submit(Submission(Operation.READ, path, 0, aligned(65536), priority=Priority.URGENT))
     for name, ticket in [("promoted", promoted), ("urgent", urgent), *(("background", t) for t in background)]:
         ticket.add_done_callback(lambda _, name=name: order.append(name))
     for ticket in [*background, promoted, urgent]:
@@ -111,9 +112,9 @@ def test_urgent_requests_overtake_the_queue(slow, path):
 
 
 def test_cancel(slow, path):
-    slow.submit(Operation.WRITE, path, 0, aligned(4 * MIB)).wait(30)
-    running = slow.submit(Operation.READ, path, 0, aligned(4 * MIB))
-    waiting = slow.submit(Operation.READ, path, 0, aligned(4096), tag="weight")
+    slow.submit(Submission(Operation.WRITE, path, 0, aligned(4 * MIB))).wait(30)
+    running = slow.submit(Submission(Operation.READ, path, 0, aligned(4 * MIB)))
+    waiting = slow.submit(Submission(Operation.READ, path, 0, aligned(4096), tag="weight"))
     assert waiting.cancel()
     with pytest.raises(StorageCancelledError, match="read of weight failed at .*cancelled .errno 125"):
         waiting.wait(30)
@@ -121,7 +122,7 @@ def test_cancel(slow, path):
     running.cancel()  # most of it has not started
     with pytest.raises(StorageCancelledError):
         running.wait(30)
-    done = slow.submit(Operation.READ, path, 0, aligned(4096))
+    done = slow.submit(Submission(Operation.READ, path, 0, aligned(4096)))
     done.wait(30)
     assert not done.cancel()
 
@@ -146,10 +147,10 @@ def test_a_cancelled_read_of_a_store(slow, tmp_path):
 
 
 def test_thousands_of_requests_at_once(backend, path):
-    backend.submit(Operation.WRITE, path, 0, aligned(4 * MIB, fill=None)).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 0, aligned(4 * MIB, fill=None))).wait(30)
     expected, back = aligned(4 * MIB, fill=None), aligned(4 * MIB)
     tickets = [
-        backend.submit(Operation.READ, path, at, back[at : at + 4096], priority=Priority(at // 4096 % 2))
+        backend.submit(Submission(Operation.READ, path, at, back[at : at + 4096], priority=Priority(at // 4096 % 2)))
         for _ in range(4)
         for at in range(0, 4 * MIB, 4096)
     ]
@@ -162,10 +163,10 @@ def test_thousands_of_requests_at_once(backend, path):
 def test_an_idle_backend_keeps_no_buffer_alive(backend, path):
     buffer = aligned(4096)
     reference = weakref.ref(buffer)
-    ticket = backend.submit(Operation.WRITE, path, 0, buffer)
+    ticket = backend.submit(Submission(Operation.WRITE, path, 0, buffer))
     ticket.wait(30)
     for _ in range(4):  # both finishers release their last
-        backend.submit(Operation.WRITE, path, 0, aligned(4096)).wait(30)
+        backend.submit(Submission(Operation.WRITE, path, 0, aligned(4096))).wait(30)
     del buffer
     deadline_s = time.monotonic() + 10
     while reference() is not None and time.monotonic() < deadline_s:
@@ -176,18 +177,18 @@ def test_an_idle_backend_keeps_no_buffer_alive(backend, path):
 
 def test_close_waits_and_then_refuses(path):
     backend = NativeBackend(n_lanes=2, block_nbytes=4096)
-    tickets = [backend.submit(Operation.WRITE, path, i * MIB, aligned(MIB)) for i in range(8)]
+    tickets = [backend.submit(Submission(Operation.WRITE, path, i * MIB, aligned(MIB))) for i in range(8)]
     backend.close()
     backend.close()
     assert all(ticket.done and ticket.error is None for ticket in tickets)
     with pytest.raises(StorageError, match="closed"):
-        backend.submit(Operation.READ, path, 0, aligned(4096))
+        backend.submit(Submission(Operation.READ, path, 0, aligned(4096)))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tencache-finisher")]
     assert backend.counters.bytes_written == 8 * MIB
 
 
 def test_close_in_a_callback_is_refused(backend, path):
-    ticket = backend.submit(Operation.WRITE, path, 0, aligned(4096), finish=backend.close)
+    ticket = backend.submit(Submission(Operation.WRITE, path, 0, aligned(4096), finish=backend.close))
     with pytest.raises(RuntimeError, match="callback"):
         ticket.wait(30)
 
@@ -198,10 +199,10 @@ def test_close_gives_up_on_a_device_that_hangs(tmp_path):
     os.mkfifo(path)
     keep_open = os.open(path, os.O_RDWR)
     backend = NativeBackend(n_lanes=1, block_nbytes=4096, direct=False, close_timeout_s=0.3)
-    ticket = backend.submit(Operation.READ, path, 0, aligned(4096), tag="weight")
+    ticket = backend.submit(Submission(Operation.READ, path, 0, aligned(4096), tag="weight"))
     with pytest.raises(StorageTimeoutError, match="not finished after 0.1 s"):
         ticket.wait(0.1)
-    other = backend.submit(Operation.READ, path, 0, aligned(4096))
+    other = backend.submit(Submission(Operation.READ, path, 0, aligned(4096)))
     t_start = time.monotonic()
     with pytest.raises(StorageTimeoutError, match="read of weight failed at .*pipe.* and 0 other requests"):
         backend.close()
@@ -215,15 +216,15 @@ def test_close_gives_up_on_a_device_that_hangs(tmp_path):
 
 
 def test_a_forked_child_gets_an_error_instead_of_hanging(backend, path):
-    backend.submit(Operation.WRITE, path, 0, aligned(MIB)).wait(30)
-    tickets = [backend.submit(Operation.READ, path, 0, aligned(MIB)) for _ in range(50)]
+    backend.submit(Submission(Operation.WRITE, path, 0, aligned(MIB))).wait(30)
+    tickets = [backend.submit(Submission(Operation.READ, path, 0, aligned(MIB))) for _ in range(50)]
     buffer = aligned(4096)
     pid = os.fork()
     if pid == 0:  # report through the exit status: nothing else of pytest may run in the child
         status = 1
         try:
             try:
-                backend.submit(Operation.READ, path, 0, buffer)
+                backend.submit(Submission(Operation.READ, path, 0, buffer))
             except StorageError as error:
                 status += 2 * ("forked child" in str(error))
             backend.close()
@@ -241,7 +242,7 @@ def test_nothing_leaks(path):
 
     def cycle() -> None:
         backend = NativeBackend(n_lanes=4, block_nbytes=4096)
-        backend.submit(Operation.WRITE, path, 0, aligned(MIB)).wait(30)
+        backend.submit(Submission(Operation.WRITE, path, 0, aligned(MIB))).wait(30)
         backend.close()
 
     cycle()
@@ -270,7 +271,7 @@ SCRIPT = """
 import json, os, sys
 import torch
 from tencache_ds.errors import StorageError
-from tencache_ds.io import NativeBackend, Operation, Priority
+from tencache_ds.io import NativeBackend, Operation, Priority, Submission
 from tests.io.conftest import aligned
 
 path, *faults = sys.argv[1:]
@@ -285,7 +286,7 @@ def outcome(ticket, timeout_s=60):
 
 def outcomes(backend, what):
     if what == "hang":
-        ticket = backend.submit(Operation.WRITE, path, 0, data)
+        ticket = backend.submit(Submission(Operation.WRITE, path, 0, data))
         yield outcome(ticket, 0.5)
         try:
             backend.close()
@@ -296,10 +297,10 @@ def outcomes(backend, what):
     small = 16 << 10
     n = 4 << 20 if what == "transient" else small
     for repetition in range(3 if what == "transient" else 1):
-        yield outcome(backend.submit(Operation.WRITE, path, 0, data[:n]))
-        yield outcome(backend.submit(Operation.READ, path, 0, back[:n], priority=Priority.URGENT))
+        yield outcome(backend.submit(Submission(Operation.WRITE, path, 0, data[:n])))
+        yield outcome(backend.submit(Submission(Operation.READ, path, 0, back[:n], priority=Priority.URGENT)))
     if what == "eio":
-        yield [outcome(backend.submit(Operation.READ, path, 0, back[:n])) for _ in range(20)].count("ok")
+        yield [outcome(backend.submit(Submission(Operation.READ, path, 0, back[:n]))) for _ in range(20)].count("ok")
     yield torch.equal(back[:n], data[:n])
     yield {k: v > 0 for k, v in backend._queue.stats().items() if k[:2] == "n_"}
     backend.close()
@@ -313,13 +314,13 @@ for what in faults:
 
 EXIT_SCRIPT = """
 import sys
-from tencache_ds.io import NativeBackend, Operation
+from tencache_ds.io import NativeBackend, Operation, Submission
 from tests.io.conftest import aligned
 
 backend = NativeBackend(n_lanes=2, block_nbytes=16 << 10, queue_depth=8)
 data = aligned(4 << 20, fill=None)
 for i in range(16):
-    ticket = backend.submit(Operation.WRITE, sys.argv[1], i << 22, data)
+    ticket = backend.submit(Submission(Operation.WRITE, sys.argv[1], i << 22, data))
 ticket.add_done_callback(lambda t: print(t.error))
 """
 

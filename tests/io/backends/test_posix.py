@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tencache_ds.errors import SpaceError, StorageError
-from tencache_ds.io import Operation, PosixBackend
+from tencache_ds.io import Operation, PosixBackend, Submission
 from tests.io.conftest import aligned
 
 pytestmark = pytest.mark.timeout(60)
@@ -31,7 +31,7 @@ def test_a_full_device_is_a_space_error(backend, path, monkeypatch):
 
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(SpaceError, match="No space left"):
-        backend.submit(Operation.WRITE, path, 0, aligned(4096)).wait(30)
+        backend.submit(Submission(Operation.WRITE, path, 0, aligned(4096))).wait(30)
 
 
 def test_short_transfers_are_continued(backend, path, monkeypatch):
@@ -48,9 +48,9 @@ def test_short_transfers_are_continued(backend, path, monkeypatch):
     for name in real:
         monkeypatch.setattr(os, name, short(name))
     data = aligned(MIB, fill=None)
-    backend.submit(Operation.WRITE, path, 0, data).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 0, data)).wait(30)
     back = aligned(MIB)
-    backend.submit(Operation.READ, path, 0, back).wait(30)
+    backend.submit(Submission(Operation.READ, path, 0, back)).wait(30)
     assert torch.equal(back, data)
     assert calls.count("preadv") > 8
 
@@ -74,9 +74,9 @@ def test_a_transfer_that_stops_inside_a_block_is_continued(backend, path, monkey
     for name in real:
         monkeypatch.setattr(os, name, torn(name))
     data = aligned(65536, fill=None)
-    backend.submit(Operation.WRITE, path, 0, data).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 0, data)).wait(30)
     back = aligned(65536)
-    backend.submit(Operation.READ, path, 0, back).wait(30)
+    backend.submit(Submission(Operation.READ, path, 0, back)).wait(30)
     assert torch.equal(back, data)
 
 
@@ -92,21 +92,21 @@ def test_eagain_is_retried_but_not_for_ever(backend, path, monkeypatch):
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", busy)
-    backend.submit(Operation.WRITE, path, 0, aligned(4096)).wait(30)
-    backend.submit(Operation.READ, path, 0, aligned(4096)).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 0, aligned(4096))).wait(30)
+    backend.submit(Submission(Operation.READ, path, 0, aligned(4096))).wait(30)
     n_refusals = 10**9
     with pytest.raises(StorageError, match="try again"):
-        backend.submit(Operation.READ, path, 0, aligned(4096)).wait(30)
+        backend.submit(Submission(Operation.READ, path, 0, aligned(4096))).wait(30)
 
 
 def test_an_io_error_keeps_its_errno(backend, path, monkeypatch):
     def broken(fd, buffers, offset):
         raise OSError(errno.EIO, "Input/output error")
 
-    backend.submit(Operation.WRITE, path, 0, aligned(4096)).wait(30)
+    backend.submit(Submission(Operation.WRITE, path, 0, aligned(4096))).wait(30)
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(StorageError, match="Input/output error .errno 5") as caught:
-        backend.submit(Operation.READ, path, 0, aligned(4096)).wait(30)
+        backend.submit(Submission(Operation.READ, path, 0, aligned(4096))).wait(30)
     assert caught.value.errno == errno.EIO
 
 
@@ -132,9 +132,9 @@ def test_without_o_direct_it_falls_back_and_says_so_once(path, monkeypatch, capl
     backend = PosixBackend(n_lanes=4, request_nbytes=4096)
     data = aligned(65536, fill=None)
     with caplog.at_level(logging.WARNING, logger="DeepSpeed.tencache.io"):
-        backend.submit(Operation.WRITE, path, 0, data).wait(30)
+        backend.submit(Submission(Operation.WRITE, path, 0, data)).wait(30)
         back = aligned(65536)
-        backend.submit(Operation.READ, path, 0, back).wait(30)
+        backend.submit(Submission(Operation.READ, path, 0, back)).wait(30)
     backend.close()
     assert torch.equal(back, data)
     assert [path in record.getMessage() for record in caplog.records] == [True]
@@ -144,7 +144,7 @@ def test_a_file_size_limit_is_reported(backend, path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
     try:
-        ticket = backend.submit(Operation.WRITE, path, 0, aligned(65536))
+        ticket = backend.submit(Submission(Operation.WRITE, path, 0, aligned(65536)))
         with pytest.raises(StorageError, match="File too large") as caught:
             ticket.wait(30)
     finally:

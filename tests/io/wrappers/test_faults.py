@@ -23,6 +23,7 @@ from tencache_ds.io import (
     Priority,
     StorageCancelledError,
     StorageTimeoutError,
+    Submission,
 )
 from tencache_ds.io.wrappers.faults import LATE_BYTE, Fault, FaultBackend, Kind, parse_faults
 from tests.io.conftest import MemoryBackend, aligned
@@ -54,7 +55,7 @@ def posix():
 
 
 def move(backend, operation, path, buffer, tag="layer"):
-    backend.submit(operation, path, 0, buffer, tag=tag).wait(30)
+    backend.submit(Submission(operation, path, 0, buffer, tag=tag)).wait(30)
     return buffer
 
 
@@ -166,11 +167,11 @@ def test_short(backend, path, pages):
     finished = []
     backend.inject(parse_faults("kind=short"))
     with pytest.raises(StorageError, match=f"accepted {half} of {pages * PAGE} bytes") as caught:
-        backend.submit(Operation.WRITE, path, 0, new, finish=lambda: finished.append(1)).wait(30)
+        backend.submit(Submission(Operation.WRITE, path, 0, new, finish=lambda: finished.append(1))).wait(30)
     assert caught.value.errno == errno.EIO
     back = aligned(pages * PAGE)
     with pytest.raises(StorageError, match=f"file ends after {half} bytes"):
-        backend.submit(Operation.READ, path, 0, back, finish=lambda: finished.append(1)).wait(30)
+        backend.submit(Submission(Operation.READ, path, 0, back, finish=lambda: finished.append(1))).wait(30)
     assert torch.equal(back[:half], new[:half])
     assert not back[half:].any()
     assert not finished
@@ -185,7 +186,7 @@ def test_torn(backend, path, pages):
     new = aligned(pages * PAGE, fill=None, seed=2)
     finished = []
     backend.inject(parse_faults("kind=torn,op=write"))
-    ticket = backend.submit(Operation.WRITE, path, 0, new, finish=lambda: finished.append(1))
+    ticket = backend.submit(Submission(Operation.WRITE, path, 0, new, finish=lambda: finished.append(1)))
     ticket.wait(30)
     assert (ticket.nbytes, finished) == (pages * PAGE, [1])
     back = move(backend, Operation.READ, path, aligned(pages * PAGE))
@@ -221,7 +222,7 @@ def test_delay(backend, path):
     backend.inject(parse_faults("kind=delay,seconds=0.3"))
     back = aligned(2 * PAGE)
     t_start = time.monotonic()
-    ticket = backend.submit(Operation.READ, path, 0, back)
+    ticket = backend.submit(Submission(Operation.READ, path, 0, back))
     ticket.promote()
     assert time.monotonic() - t_start < 0.2
     ticket.wait(30)
@@ -250,7 +251,7 @@ def test_lost_takes_the_folder_with_it(backend, tmp_path):
 
 def test_a_hang_ends_for_its_waiter_and_when_the_backend_is_closed(backend, path):
     backend.inject(parse_faults("kind=hang,op=write"))
-    ticket = backend.submit(Operation.WRITE, path, PAGE, aligned(PAGE), tag="layer")
+    ticket = backend.submit(Submission(Operation.WRITE, path, PAGE, aligned(PAGE), tag="layer"))
     assert ticket.cancel() is False  # the device has it
     with pytest.raises(StorageTimeoutError, match="write of layer failed at .*, offset 4096.*not finished after 0.1 s"):
         ticket.wait(0.1)
@@ -266,7 +267,7 @@ def test_a_hang_ends_for_its_waiter_and_when_the_backend_is_closed(backend, path
 def test_a_hang_that_ends_in_time_is_a_delay(backend, path):
     data = aligned(PAGE, fill=None)
     backend.inject(parse_faults("kind=hang,op=write,seconds=0.1"))
-    ticket = backend.submit(Operation.WRITE, path, 0, data)
+    ticket = backend.submit(Submission(Operation.WRITE, path, 0, data))
     assert ticket.cancel() is False
     ticket.wait(5)
     with open(path, "rb") as file:
@@ -276,7 +277,7 @@ def test_a_hang_that_ends_in_time_is_a_delay(backend, path):
 def test_a_hang_that_ends_too_late_still_writes_into_its_buffer(backend, path):
     buffer = aligned(PAGE)
     backend.inject(parse_faults("kind=hang,op=read,seconds=0.3"))
-    ticket = backend.submit(Operation.READ, path, 0, buffer)
+    ticket = backend.submit(Submission(Operation.READ, path, 0, buffer))
     with pytest.raises(StorageTimeoutError):
         backend.close()
     assert ticket.done
@@ -294,7 +295,7 @@ def test_a_hang_that_ends_too_late_still_writes_into_its_buffer(backend, path):
 def test_a_delayed_request_can_be_cancelled(backend, path):
     move(backend, Operation.WRITE, path, aligned(PAGE))
     backend.inject(parse_faults("kind=delay,seconds=60"))
-    ticket = backend.submit(Operation.READ, path, 0, aligned(PAGE), tag="layer")
+    ticket = backend.submit(Submission(Operation.READ, path, 0, aligned(PAGE), tag="layer"))
     assert ticket.cancel() is True
     assert ticket.cancel() is False
     with pytest.raises(StorageCancelledError, match="layer"):
@@ -304,7 +305,7 @@ def test_a_delayed_request_can_be_cancelled(backend, path):
 def test_close_waits_for_what_is_delayed(backend, path):
     data = aligned(PAGE, fill=None)
     backend.inject(parse_faults("kind=delay,seconds=60"))
-    ticket = backend.submit(Operation.WRITE, path, 0, data)
+    ticket = backend.submit(Submission(Operation.WRITE, path, 0, data))
     backend.close()
     assert ticket.done
     ticket.wait(0)
@@ -313,7 +314,7 @@ def test_close_waits_for_what_is_delayed(backend, path):
     for rule in ("none", "kind=eio", "kind=short", "kind=hang"):
         backend.inject(parse_faults(rule))
         with pytest.raises(StorageError, match="closed"):
-            backend.submit(Operation.READ, path, 0, aligned(PAGE))
+            backend.submit(Submission(Operation.READ, path, 0, aligned(PAGE)))
 
 
 def test_counters_name_and_descriptors_are_those_of_the_backend(backend, path):
@@ -331,7 +332,7 @@ def test_counters_name_and_descriptors_are_those_of_the_backend(backend, path):
     backend.forget(path)
     assert open_here() == 0
     with pytest.raises(ValueError, match="length"):
-        backend.submit(Operation.READ, path, 0, aligned(PAGE)[:5])
+        backend.submit(Submission(Operation.READ, path, 0, aligned(PAGE)[:5]))
 
 
 def test_what_the_wrapper_ends_itself_ends_in_its_own_thread(posix, path):
@@ -344,7 +345,7 @@ def test_what_the_wrapper_ends_itself_ends_in_its_own_thread(posix, path):
         posix.close()
 
     with pytest.raises(RuntimeError, match="cannot be closed from a callback of one of its requests"):
-        posix.submit(Operation.WRITE, path, 0, aligned(PAGE), finish=finish).wait(30)
+        posix.submit(Submission(Operation.WRITE, path, 0, aligned(PAGE), finish=finish)).wait(30)
     assert seen == ["tencache-faults"]
 
 
@@ -353,7 +354,7 @@ def test_priority_and_cancellation_reach_the_backend(path):
     backend = FaultBackend(inner, parse_faults("kind=short,op=write,match=halved"))
     inner.gate.clear()
     tickets = [
-        backend.submit(Operation.WRITE, path, index * 4 * PAGE, aligned(4 * PAGE), tag=tag)
+        backend.submit(Submission(Operation.WRITE, path, index * 4 * PAGE, aligned(4 * PAGE), tag=tag))
         for index, tag in enumerate(["first", "second", "halved urgent", "halved dropped"])
     ]
     tickets[2].promote()
@@ -374,7 +375,7 @@ def test_a_forked_child_is_refused(posix, path):
     if child == 0:
         code = 1
         try:
-            posix.submit(Operation.WRITE, path, 0, aligned(PAGE), priority=Priority.URGENT)
+            posix.submit(Submission(Operation.WRITE, path, 0, aligned(PAGE), priority=Priority.URGENT))
         except StorageError as error:
             code = 0 if "forked child" in str(error) else 2
         finally:
@@ -388,11 +389,11 @@ def test_the_interpreter_exits_with_a_hang_pending(tmp_path):
 import sys, torch
 sys.path.insert(0, {os.getcwd()!r})
 from tests.io.conftest import aligned
-from tencache_ds.io import Operation, PosixBackend
+from tencache_ds.io import Operation, PosixBackend, Submission
 from tencache_ds.io.wrappers.faults import parse_faults
 from tencache_ds.io.wrappers.faults import FaultBackend
 backend = FaultBackend(PosixBackend(), parse_faults("kind=hang;kind=delay,seconds=1000"))
-ticket = backend.submit(Operation.WRITE, {str(tmp_path / "data")!r}, 0, aligned(4096))
+ticket = backend.submit(Submission(Operation.WRITE, {str(tmp_path / "data")!r}, 0, aligned(4096)))
 ticket.add_done_callback(lambda t: print(t.error))
 """
     t_start = time.monotonic()

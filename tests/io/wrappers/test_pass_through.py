@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from tencache_ds.io import IoCounters, Operation, Priority, RoutedBackend, StorageBackend
+from tencache_ds.io import IoCounters, Operation, Priority, RoutedBackend, StorageBackend, Submission
 from tencache_ds.io.wrappers.faults import FaultBackend
 from tencache_ds.io.wrappers.metered import BandwidthMeter, MeteredBackend
 from tencache_ds.io.wrappers.pass_through import PassThroughBackend
@@ -65,25 +65,16 @@ def test_every_call_arrives_as_it_was_made(kind):
         pass
 
     buffer = aligned(4096)
-    options = {"tag": "layer", "priority": Priority.URGENT, "finish": finish}
-    wrapper.submit(Operation.WRITE, "/data", 8192, buffer, **options)
-    wrapper.submit(Operation.READ, "/data", 0, buffer)
+    request = Submission(Operation.WRITE, "/data", 8192, buffer, "layer", Priority.URGENT, finish)
+    wrapper.submit(request)
     wrapper.add("/data", 7)
     wrapper.forget("/data")
     wrapper.close()
-    written, read, *rest = inner.calls
-    assert written == ("submit", (Operation.WRITE, "/data", 8192, buffer), options)
-    assert read[2] == {"tag": "", "priority": Priority.BACKGROUND, "finish": None}
+    written, *rest = inner.calls
+    assert written == ("submit", (request,), {})
     closed = [] if kind == "metered" else [("close", (), {})]  # which owns nothing
     assert rest == [("add", ("/data", 7), {}), ("forget", ("/data",), {}), *closed]
     assert {name for name, *_ in inner.calls} | {"close"} == set(METHODS)
-
-
-def test_no_wrapper_restates_the_protocol():
-    """What only passes through is written once."""
-    for wrapper in (MeteredBackend, RoutedBackend, FaultBackend):
-        assert issubclass(wrapper, PassThroughBackend)
-        assert "submit" not in vars(wrapper)
 
 
 def test_a_path_is_not_busy_with_a_request_that_was_refused():
@@ -94,7 +85,7 @@ def test_a_path_is_not_busy_with_a_request_that_was_refused():
     now_ns = [0]
     meter = BandwidthMeter(lambda: now_ns[0])
     with pytest.raises(ValueError, match="no"):
-        MeteredBackend(Refusing(), meter).submit(Operation.READ, "/data", 0, torch.empty(0))
+        MeteredBackend(Refusing(), meter).submit(Submission(Operation.READ, "/data", 0, torch.empty(0)))
     now_ns[0] = 10**9
     meter.started()
     now_ns[0] = 2 * 10**9

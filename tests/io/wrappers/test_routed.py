@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tencache_ds.errors import StorageError
-from tencache_ds.io import ExtentStore, GdsBackend, Operation, PosixBackend, RoutedBackend
+from tencache_ds.io import ExtentStore, GdsBackend, Operation, PosixBackend, RoutedBackend, Submission
 from tencache_ds.io.wrappers.faults import FaultBackend, parse_faults
 from tencache_ds.memory import DeviceArena
 from tests.io.conftest import aligned
@@ -37,9 +37,9 @@ def test_the_memory_of_a_buffer_says_which_backend(routed, files, path):
     backend, arena = routed
     buffer = arena.allocate(3 * P, "test")
     written = aligned(3 * P, fill=None, seed=3)
-    backend.submit(Operation.WRITE, path, 0, written).wait(TIMEOUT_S)
+    backend.submit(Submission(Operation.WRITE, path, 0, written)).wait(TIMEOUT_S)
     assert files.n_opened == {}
-    backend.submit(Operation.READ, path, 0, buffer).wait(TIMEOUT_S)
+    backend.submit(Submission(Operation.READ, path, 0, buffer)).wait(TIMEOUT_S)
     assert files.n_opened == {"r": 1}
     assert torch.equal(buffer, written)
     assert (backend.counters.bytes_written, backend.counters.bytes_read) == (3 * P, 3 * P)
@@ -51,17 +51,17 @@ def test_the_memory_of_a_buffer_says_which_backend(routed, files, path):
 def test_each_device_memory_has_its_backend_until_it_is_taken_away(routed, files, path):
     """Two engines over the same weights, each with its own GPU memory."""
     backend, arena = routed
-    backend.submit(Operation.WRITE, path, 0, aligned(P, fill=None, seed=3)).wait(TIMEOUT_S)
+    backend.submit(Submission(Operation.WRITE, path, 0, aligned(P, fill=None, seed=3))).wait(TIMEOUT_S)
     with new_kind() as others:
         other_arena = DeviceArena(CPU)
         backend.add_device(GdsBackend(CPU, n_lanes=1, open_file=others), other_arena.owns)
         for memory in (arena, other_arena):
-            backend.submit(Operation.READ, path, 0, memory.allocate(P, "test")).wait(TIMEOUT_S)
+            backend.submit(Submission(Operation.READ, path, 0, memory.allocate(P, "test"))).wait(TIMEOUT_S)
         assert (files.n_opened, others.n_opened) == ({"r": 1}, {"r": 1})
         backend.remove_device(arena.owns)
         backend.remove_device(arena.owns)
         assert files.n_open == 0
-        backend.submit(Operation.READ, path, 0, other_arena.allocate(P, "test")).wait(TIMEOUT_S)
+        backend.submit(Submission(Operation.READ, path, 0, other_arena.allocate(P, "test"))).wait(TIMEOUT_S)
         assert others.n_open == 1
         backend.remove_device(other_arena.owns)
         assert others.n_open == 0
@@ -71,7 +71,7 @@ def test_each_device_memory_has_its_backend_until_it_is_taken_away(routed, files
 def test_device_memory_without_a_backend_for_it(path):
     backend = RoutedBackend(PosixBackend(1))
     with pytest.raises(ValueError, match="on the CPU"):
-        backend.submit(Operation.READ, path, 0, torch.empty(P, dtype=torch.uint8, device="meta"))
+        backend.submit(Submission(Operation.READ, path, 0, torch.empty(P, dtype=torch.uint8, device="meta")))
     backend.close()
 
 
@@ -96,7 +96,7 @@ def test_injected_faults_hit_reads_into_device_memory(files, path, tmp_path, kin
     routed.add_device(GdsBackend(CPU, n_lanes=2, open_file=files), arena.owns)
     buffer = arena.allocate(4 * P, "test")
     os.truncate(path, 4 * P)
-    ticket = backend.submit(Operation.READ, path, 0, buffer)
+    ticket = backend.submit(Submission(Operation.READ, path, 0, buffer))
     if kind == "bitflip":
         ticket.wait(TIMEOUT_S)
         assert int(buffer.count_nonzero()) == 1
