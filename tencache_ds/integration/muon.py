@@ -32,9 +32,11 @@ from tencache_ds.host_path import LaunchGraphs
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.adapters.versions import DeepSpeedClass
 from tencache_ds.integration.background_save import Visit
+from tencache_ds.observability.counters import Link
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.placement.places import Place
 from tencache_ds.planning.chunks import Chunk
+from tencache_ds.runtime.session import Session
 from tencache_ds.tensors import empty
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.kinds import MOMENTUM
@@ -167,6 +169,7 @@ class Momentum:
 class MuonMixin(DeepSpeedClass):
     """Overrides of DeepSpeed's methods for :class:`TenCacheZeroOptimizer_Stage3`."""
 
+    tencache: Session | None = None
     _gradients: GradientTier | None = None
     _momentum: Momentum | None = None
     _graphs: LaunchGraphs | None = None
@@ -212,7 +215,15 @@ class MuonMixin(DeepSpeedClass):
         gradients, momentum = built(self._gradients), built(self._momentum)
         copies.end_turns(MOST_TURNS)
         sources = [(gradients.contents(p.ds_id), momentum.take(p.ds_id)) for p in turn.params]
+        self._moved(Link.H2D, turn)
         return copies.to_device(sources, gradients.dtype)
+
+    def _moved(self, link: Link, turn: _Turn) -> None:
+        """Counts what a turn moves between host memory and the compute device, in one direction."""
+        gradients, momentum = built(self._gradients), built(self._momentum)
+        for key in (param.ds_id for param in turn.params):
+            gradient_nbytes = 0 if gradients.on_device(key) else gradients.nbytes_of(key)
+            built(self.tencache).counters.moved(link, gradient_nbytes + momentum.taken(key).nbytes)
 
     def _orthogonalize(
         self, turn: _Turn, shards: list[torch.Tensor], copies: _Copies, graphs: LaunchGraphs
@@ -241,6 +252,7 @@ class MuonMixin(DeepSpeedClass):
             for key, update, both in zip(keys, updates, results, strict=True):
                 gradients.overwrite(key, update)
                 momentum.taken(key).copy_(both[1], non_blocking=True)
+            self._moved(Link.D2H, turn)
         norms = (update.to(calls.norm_dtype()).norm(2) for update in updates)
         return dict(zip(map(self.get_param_id, turn.params), norms, strict=True))
 
