@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm as dist
@@ -49,6 +49,8 @@ MOST_TURNS = 2
 BUFFERED_TURNS = MOST_TURNS + 4
 """Turns whose momentum is in buffers where it is on NVMe: these, the one under way, the next, and two that are being
 read or written."""
+
+_Result = TypeVar("_Result")
 
 PIECE_NUMEL = 2**24
 """Elements of momentum that a checkpoint takes at a time."""
@@ -188,13 +190,21 @@ class MuonMixin(DeepSpeedClass):
             self._copies, self._graphs = _Copies(), LaunchGraphs(enabled=self.host_path.graphs)
         copies, graphs, momentum = self._copies, self._graphs, self._momentum
         order = [param.ds_id for turn in turns for param in turn.params]
-        with span(Category.UPDATE, "update::muon"), graphs.step(), momentum.updating(order):
-            staged = [self._staged(turn, copies) for turn in turns[:1]]
+        together = self.step_guard.together("the orthogonalization of matrices")
+        with span(Category.UPDATE, "update::muon"), graphs.step(), together, momentum.updating(order):
+            own = _OwnErrors(raises_at_once=dist.get_world_size() == 1)
+            staged = [own.attempt(partial(self._staged, turn, copies)) for turn in turns[:1]]
             for turn, following in zip(turns, [*turns[1:], None], strict=True):
-                shards = copies.arrived(*staged.pop())
+                ahead = staged.pop()
+                shards = self._nothing(turn) if ahead is None else copies.arrived(*ahead)
                 if following is not None:
-                    staged.append(self._staged(following, copies))
-                norms |= self._orthogonalize(turn, shards, copies, graphs)
+                    staged.append(own.attempt(partial(self._staged, following, copies)))
+                whole = _exchanged(shards, turn.ranks)
+                if whole is not None:
+                    own.attempt(partial(self._orthogonalize, turn, whole, graphs))
+                results = _returned(whole, shards, turn.ranks)
+                norms |= own.attempt(partial(self._finish, turn, results, copies)) or {}
+            own.raise_first()
             if norms:
                 values = torch.stack(list(norms.values())).cpu()
                 self.norm_for_param_grads.update(zip(norms, values.unbind(), strict=True))
@@ -225,27 +235,37 @@ class MuonMixin(DeepSpeedClass):
             gradient_nbytes = 0 if gradients.on_device(key) else gradients.nbytes_of(key)
             built(self.tencache).counters.moved(link, gradient_nbytes + momentum.taken(key).nbytes)
 
-    def _orthogonalize(
-        self, turn: _Turn, shards: list[torch.Tensor], copies: _Copies, graphs: LaunchGraphs
-    ) -> dict[Any, torch.Tensor]:
-        """Orthogonalizes the matrices of a turn; returns the norm of each one's update on this rank, on the compute
+    def _nothing(self, turn: _Turn) -> list[torch.Tensor]:
+        """Shards with any values, in place of those that :meth:`_staged` could not get."""
+        dtype, device = built(self._gradients).dtype, get_accelerator().current_device_name()
+        numels = (param.partition_numel() for param in turn.params)
+        return [empty(2 * numel, dtype, device).view(2, -1) for numel in numels]
+
+    def _orthogonalize(self, turn: _Turn, whole: torch.Tensor, graphs: LaunchGraphs) -> None:
+        """Orthogonalizes the matrix that is this rank's turn.
+
+        Args:
+            turn: whose.
+            whole: all ranks' shards of its gradient and momentum: ``(rank, 2, elements)``.
+            graphs: launch the kernels.
+        """
+        loss_scale = float(self.loss_scale)
+        matrix = _Matrix.of(turn.params[dist.get_rank(group=turn.ranks)], turn.hyper)
+        if loss_scale != 1.0:
+            whole[:, 0].div_(loss_scale)
+        graphs.run((matrix, whole.shape, whole.dtype), matrix.orthogonalize, whole)
+
+    def _finish(self, turn: _Turn, results: Sequence[torch.Tensor], copies: _Copies) -> dict[Any, torch.Tensor]:
+        """Takes this rank's shards of updates and momentum to the host; returns the norm of each update, on the compute
         device.
 
         Args:
             turn: whose.
-            shards: this rank's of gradient and momentum, ``(2, elements)`` of each matrix.
-            copies: take the results to the host.
-            graphs: launch the kernels.
+            results: of each matrix, ``(2, elements)``.
+            copies: take them there.
         """
         gradients, momentum = built(self._gradients), built(self._momentum)
         loss_scale = float(self.loss_scale)
-        whole = _exchanged(shards, turn.ranks)
-        if whole is not None:
-            matrix = _Matrix.of(turn.params[dist.get_rank(group=turn.ranks)], turn.hyper)
-            if loss_scale != 1.0:
-                whole[:, 0].div_(loss_scale)
-            graphs.run((matrix, whole.shape, whole.dtype), matrix.orthogonalize, whole)
-        results = _returned(whole, shards, turn.ranks)
         updates = [both[0] * loss_scale if loss_scale != 1.0 else both[0] for both in results]
         keys = [param.ds_id for param in turn.params]
         with copies.to_host([*results, *updates], partial(momentum.put, keys)):
@@ -255,6 +275,35 @@ class MuonMixin(DeepSpeedClass):
             self._moved(Link.D2H, turn)
         norms = (update.to(calls.norm_dtype()).norm(2) for update in updates)
         return dict(zip(map(self.get_param_id, turn.params), norms, strict=True))
+
+
+class _OwnErrors:
+    """Keeps the first error of this rank between collectives until all are over: no rank waits in one for another that
+    has failed.
+
+    Args:
+        raises_at_once: there are no other ranks.
+    """
+
+    def __init__(self, *, raises_at_once: bool) -> None:
+        self._raises_at_once = raises_at_once
+        self._first: Exception | None = None
+
+    def attempt(self, part: Callable[[], _Result]) -> _Result | None:
+        """What a part between collectives returns; None after an error, its own or an earlier one."""
+        if self._first is None:
+            try:
+                return part()
+            except Exception as error:
+                if self._raises_at_once:
+                    raise
+                self._first = error
+        return None
+
+    def raise_first(self) -> None:
+        """Raises the error, if there is one."""
+        if self._first is not None:
+            raise self._first
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,8 @@ VOID: dict[str, dict[str, Any]] = {
     "before_the_first_chunk": {"where": "scale"},
     "after_the_last_chunk": {"where": "post_step"},
     "after_the_last_chunk_interrupt": {"where": "post_step", "what": "interrupt"},
-    "muon": {"where": "matrix", "at": 2, **MUON},
+    "muon": {"where": "matrix", **MUON},
+    "momentum": {"where": "momentum", "what": "storage", "at": 2, **MUON},
     "scheduler": {"where": "scheduler", **SCHEDULED},
     "accumulated": chunk("error", tencache=ALONE, **ACCUMULATED),
     "accumulated_background": chunk("error", 12, behind=True, tencache=ON_CPU, **ACCUMULATED),
@@ -94,7 +95,7 @@ LONG = {
     "after_the_last_chunk_interrupt", "norm_interrupt", "backward_interrupt",
 }  # fmt: skip
 """Another kind of exception where others are raised too."""
-ON_ONE_RANK = ("first_chunk", "training_thread_storage", "ram", "load_half_way")
+ON_ONE_RANK = ("first_chunk", "training_thread_storage", "ram", "load_half_way", "muon", "momentum")
 UNDONE_ON_ONE_RANK = {"beginning": {"where": "begin"}}
 
 

@@ -23,6 +23,7 @@ import training
 
 from tencache_ds.errors import StorageError
 from tencache_ds.integration.model_weights import ModelWeights
+from tencache_ds.integration.muon import Momentum
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.stage3 import TenCacheZeroOptimizer_Stage3
 from tencache_ds.io.wrappers.faults import VARIABLE, parse_faults
@@ -105,6 +106,7 @@ def fault(case: dict[str, Any], engine: Any) -> Iterator[Countdown | None]:
         "begin": (TenCacheZeroOptimizer_Stage3, "_complete_norms"),  # before the ranks meet
         "norm": (TenCacheZeroOptimizer_Stage3, "_get_norm_groups"),  # before the update
         "matrix": (TenCacheZeroOptimizer_Stage3, "_orthogonalize"),
+        "momentum": (Momentum, "take"),
         "scale": (TenCacheZeroOptimizer_Stage3, "unscale_and_clip_grads"),
         "post_step": (engine.optimizer, "reset_cpu_buffers"),  # after it
         "scheduler": (engine.lr_scheduler, "step"),
