@@ -289,8 +289,7 @@ class HostArena:
 
 
 class HostTensors:
-    """Zeroed tensors in the memory of an arena, counted as they come and go: a
-    :class:`tencache_ds.tiers.gradients.GradientMemory`. Not thread-safe.
+    """Zeroed tensors in the memory of an arena, counted as they come and go. Not thread-safe.
 
     Args:
         arena: whose memory it is.

@@ -17,13 +17,12 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from tencache_ds.layout import PAGE_NBYTES, round_up
-from tencache_ds.memory.arena import POISON_BYTE
-from tencache_ds.memory.device_arena import wait_for_device
+from tencache_ds.memory.arena import POISON_BYTE, HostArena
+from tencache_ds.memory.device_arena import DeviceArena, wait_for_device
 from tencache_ds.memory.lease import DeviceEvent, Lease, LeaseError, LeaseState, Slot
 from tencache_ds.memory.report import ClassStats, Holder, PoolBusyError, PoolStats, PoolTimeout
 from tencache_ds.planning.size_classes import SizeClass
@@ -33,21 +32,8 @@ __all__ = ["BufferPool", "ClassStats", "Holder", "Lease", "PoolBusyError", "Pool
 _POLL_MIN_S, _POLL_MAX_S = 50e-6, 500e-6
 
 
-class Arena(Protocol):
-    """Where a pool's memory comes from: a :class:`~tencache_ds.memory.arena.HostArena` or
-    :class:`~tencache_ds.memory.device_arena.DeviceArena`."""
-
-    def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
-        """New page-aligned memory."""
-        ...
-
-    def free(self, tensor: torch.Tensor) -> None:
-        """Takes back what :meth:`allocate` returned."""
-        ...
-
-    def keep(self, tensor: torch.Tensor, owner: str) -> None:
-        """Never frees what :meth:`allocate` returned, unless :meth:`free` is called: a device may still touch it."""
-        ...
+Arena = HostArena | DeviceArena
+"""Where a pool's memory comes from."""
 
 
 class _Waiter:

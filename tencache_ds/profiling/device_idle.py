@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,25 +27,15 @@ _RELAXED_CAPTURE = 2
 """``CU_STREAM_CAPTURE_MODE_RELAXED``: a query is no mistake while another thread captures a CUDA graph."""
 
 
-class DeviceIdle(Protocol):
-    """Observes the device from its creation on."""
-
-    def seconds(self, start_s: float, end_s: float) -> float:
-        """Between two times of ``time.perf_counter()``. Ends the observation."""
-
-    def close(self) -> None:
-        """Ends the observation. Idempotent."""
-
-
 class SynchronousIdle:
     """For a device that works only while it is called: whatever else the host does, it waits for it."""
 
     def seconds(self, start_s: float, end_s: float) -> float:
-        """See :meth:`DeviceIdle.seconds`."""
+        """Between two times of ``time.perf_counter()``. Ends the observation."""
         return end_s - start_s
 
     def close(self) -> None:
-        """See :meth:`DeviceIdle.close`."""
+        """Ends the observation. Idempotent."""
 
 
 class CudaIdle:
@@ -89,7 +79,7 @@ class CudaIdle:
         return sampler
 
     def seconds(self, start_s: float, end_s: float) -> float:
-        """See :meth:`DeviceIdle.seconds`."""
+        """Between two times of ``time.perf_counter()``. Ends the observation."""
         if self._samples is None:
             self._samples = self._read()
         return self._samples.seconds(start_s, end_s)
@@ -102,7 +92,7 @@ class CudaIdle:
         return IdleSamples(self._sampler.times_ns, self._sampler.results)
 
     def close(self) -> None:
-        """See :meth:`DeviceIdle.close`."""
+        """Ends the observation. Idempotent."""
         if self._sampler is not None:
             self._sampler.close()
 

@@ -6,48 +6,43 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tencache_ds.placement.places import Place
-from tencache_ds.profiling.device_idle import DeviceIdle
-
-
-class StreamClock(Protocol):
-    """Tells when the device's stream of arithmetic gets to a place in it."""
-
-    def mark(self) -> Any:
-        """A place: behind everything issued so far."""
-
-    def seconds_between(self, first: Any, second: Any) -> float:
-        """From one place to a later one. Only after the device was waited for."""
+from tencache_ds.profiling.device_idle import CudaIdle, SynchronousIdle
 
 
 class CudaStreamClock:
-    """Events on the current CUDA stream. On virtual machines one takes up to 30 microseconds."""
+    """Tells when the current CUDA stream gets to a place in it, by events. On virtual machines one takes up to 30
+    microseconds."""
 
     def mark(self) -> torch.cuda.Event:
-        """See :meth:`StreamClock.mark`."""
+        """A place: behind everything issued so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds_between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
-        """See :meth:`StreamClock.seconds_between`."""
+        """From one place to a later one. Only after the device was waited for."""
         return first.elapsed_time(second) / 1e3
 
 
 class HostClock:
-    """For a synchronous device."""
+    """A :class:`CudaStreamClock` for a synchronous device."""
 
     def mark(self) -> float:
-        """See :meth:`StreamClock.mark`."""
+        """Now."""
         return time.perf_counter()
 
     def seconds_between(self, first: float, second: float) -> float:
-        """See :meth:`StreamClock.seconds_between`."""
+        """From one time to a later one."""
         return second - first
+
+
+StreamClock = CudaStreamClock | HostClock
+"""Tells when the device's stream of arithmetic gets to a place in it."""
 
 
 _NEIGHBOURS = 64
@@ -123,7 +118,7 @@ class FetchRecorder:
         host: the host's clock.
     """
 
-    def __init__(self, clock: StreamClock, idle: DeviceIdle, host: StreamClock | None = None) -> None:
+    def __init__(self, clock: StreamClock, idle: CudaIdle | SynchronousIdle, host: StreamClock | None = None) -> None:
         self._clock = clock
         self._idle = idle
         self._host: StreamClock = HostClock() if host is None else host

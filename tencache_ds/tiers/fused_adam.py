@@ -32,8 +32,8 @@ from tencache_ds.tiers.kinds import (
     SCALES_OF_8_BITS,
     SECOND,
     SECOND_SCALE,
+    Pieces,
 )
-from tencache_ds.tiers.split_master import Pieces
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """Dtypes of gradients and weights that the op knows."""
@@ -165,21 +165,23 @@ class FusedAdam:
             self._scalars = scalars, kind(**dataclasses.asdict(scalars))
         return self._scalars[1]
 
-    # Split master weights: SplitArithmetic
+    # Split master weights: integer arithmetic on their bits. ``whole`` and ``parts`` have a 1-D tensor per kind,
+    # contiguous and in host memory: those of a chunk, and those of its split layout. ``weight`` is a bfloat16 tensor of
+    # as many elements.
 
     def splits_exactly(
         self, whole: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor], weight: torch.Tensor
     ) -> bool:
-        """See :meth:`SplitArithmetic.splits_exactly`."""
+        """Whether the master weights can be rebuilt; changes nothing."""
         return bool(self._team.splits_exactly(*self._masters(whole, parts, weight, whole)))
 
     def split(self, whole: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor], weight: torch.Tensor) -> Job:
-        """See :meth:`SplitArithmetic.split`."""
+        """Begins to fill the remainders, and to mark elements in the moments of ``parts`` or beside them."""
         job: Job = self._team.split(*self._masters(whole, parts, weight, parts))
         return job
 
     def join(self, whole: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor], weight: torch.Tensor) -> Job:
-        """See :meth:`SplitArithmetic.join`."""
+        """Begins to fill the master weights, and to take the marks from the moments of ``whole``."""
         job: Job = self._team.join(*self._masters(whole, parts, weight, whole))
         return job
 
@@ -198,7 +200,7 @@ class FusedAdam:
         return [(*addresses, squares, weight.numel())], "", marks
 
     def digest(self, weights: Pieces) -> bytes:
-        """See :meth:`SplitArithmetic.digest`."""
+        """A hash of the weights' bits, in parts; waits for it."""
         return bytes(self._team.digest([(weight.data_ptr(), weight.numel()) for _, weight in weights]))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Job:

@@ -12,11 +12,11 @@ import bisect
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from tencache_ds.errors import TenCacheError
+from tencache_ds.memory.arena import HostTensors
 from tencache_ds.observability.counters import Counters, Link
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.tensors import empty, zeros
@@ -50,20 +50,6 @@ class GradientSegment:
     numel: int
 
 
-class GradientMemory(Protocol):
-    """Where the host memory of gradients comes from."""
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed 1-D tensor.
-
-        Raises:
-            MemoryLimitError: there is no such memory.
-        """
-
-    def give_back(self, tensor: torch.Tensor, /) -> None:
-        """Its memory is not needed any more; it goes with the last tensor that refers to it."""
-
-
 class _Buffer:
     """The host memory of some gradients that follow each other; None while all of them are in device memory and it is
     needed for something else."""
@@ -92,7 +78,7 @@ class GradientTier:
         self,
         buffers: Sequence[Sequence[GradientSegment]],
         dtype: torch.dtype,
-        memory: GradientMemory,
+        memory: HostTensors,
         counters: Counters,
     ) -> None:
         """

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -33,6 +33,10 @@ MARKS = "marks"
 """A bit for each split master weight, the lowest of a byte first, where the moments have no sign to spare."""
 
 SPLIT_DTYPES = {REMAINDER: torch.int16, MARKS: torch.uint8}
+
+
+Pieces = Sequence[tuple[int, torch.Tensor]]
+"""Weights that a chunk has elements of, ascending: ``(first element in the chunk, 1-D tensor)``."""
 
 
 def views_of(chunk: Chunk, buffer: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:

@@ -14,7 +14,6 @@ exactly its rounded master weights, and every bit can be rebuilt; otherwise it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
@@ -25,7 +24,8 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.planning.chunks import SCALE_NUMEL, Chunk, pieces_of
 from tencache_ds.tensors import empty
-from tencache_ds.tiers.kinds import MARKS, MASTER, REMAINDER, SCALES_OF_8_BITS, SPLIT_DTYPES, views_of
+from tencache_ds.tiers.fused_adam import FusedAdam, Job
+from tencache_ds.tiers.kinds import MARKS, MASTER, REMAINDER, SCALES_OF_8_BITS, SPLIT_DTYPES, Pieces, views_of
 from tencache_ds.tiers.sub_group import Kinds
 
 _NAN_WEIGHT = 0xFFFF
@@ -33,8 +33,6 @@ _NAN_WEIGHT = 0xFFFF
 
 SPLIT_TIMEOUT_S = 600.0
 """A chunk takes milliseconds; where it takes this long, nothing else gets on either."""
-
-Pieces = Sequence[tuple[int, torch.Tensor]]
 
 
 class RoundedWeights(Protocol):
@@ -46,43 +44,6 @@ class RoundedWeights(Protocol):
 
     def being_changed(self, chunk: Chunk) -> bool:
         """Whether these are former values, kept while the weights may be changing."""
-
-
-class SplitJob(Protocol):
-    """Splitting or joining, under way."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it ended within this number of seconds."""
-
-
-class SplitArithmetic(Protocol):
-    """Integer arithmetic on the bits of master weights (:class:`~tencache_ds.tiers.fused_adam.FusedAdam`).
-
-    ``whole`` and ``parts`` have a 1-D tensor per kind, contiguous and in host memory: those of a chunk, and those of
-    its :func:`split_layout`. ``weight`` is one bfloat16 tensor of as many elements.
-    """
-
-    @property
-    def state_dtypes(self) -> Mapping[str, torch.dtype]:
-        """Dtype of each kind of whole state."""
-
-    def splits_exactly(
-        self, whole: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor], weight: torch.Tensor
-    ) -> bool:
-        """Whether the master weights can be rebuilt; changes nothing."""
-
-    def split(
-        self, whole: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor], weight: torch.Tensor
-    ) -> SplitJob:
-        """Begins to fill the remainders, and to mark elements in the moments of ``parts`` or beside them."""
-
-    def join(
-        self, whole: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor], weight: torch.Tensor
-    ) -> SplitJob:
-        """Begins to fill the master weights, and to take the marks from the moments of ``whole``."""
-
-    def digest(self, weights: Pieces) -> bytes:
-        """A hash of the weights' bits, in parts; waits for it."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -112,7 +73,7 @@ class SplitMasters:
         in_memory: whether chunks in host memory are split as well as those on NVMe.
     """
 
-    def __init__(self, arithmetic: SplitArithmetic, weights: RoundedWeights, *, in_memory: bool = False) -> None:
+    def __init__(self, arithmetic: FusedAdam, weights: RoundedWeights, *, in_memory: bool = False) -> None:
         self.in_memory = in_memory
         self._arithmetic = arithmetic
         self._weights = weights
@@ -206,7 +167,7 @@ def _bits(weight: torch.Tensor) -> np.ndarray:
     return bits
 
 
-def _wait(job: SplitJob, chunk: Chunk) -> None:
+def _wait(job: Job, chunk: Chunk) -> None:
     if not job.wait(SPLIT_TIMEOUT_S):
         raise TenCacheError(
             f"master weights of chunk {chunk.sub_group}.{chunk.index} were not ready after {SPLIT_TIMEOUT_S:.0f} s: "

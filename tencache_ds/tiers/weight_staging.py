@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -29,7 +28,7 @@ from tencache_ds.memory.lease import DeviceEvent
 from tencache_ds.memory.pool import BufferPool, Lease, PoolTimeout
 from tencache_ds.observability.counters import Event, Stall
 from tencache_ds.planning.budget import WRITES_BEHIND_NBYTES
-from tencache_ds.planning.lookahead import farthest_first
+from tencache_ds.planning.lookahead import Walk, farthest_first
 from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.weight_homes import CopyState, StagingBuffer, Weight
 
@@ -150,16 +149,6 @@ class OrdinaryMemory:
             self._arena.keep(buffer.buffer, ticket.tag)
 
 
-class UseOrder(Protocol):
-    """The known order of future weight accesses. Called with the tier's lock held."""
-
-    def next_use(self, key: int, /) -> int | None:
-        """When a weight is used next, in any unit that grows; None when nothing is known."""
-
-    def gone(self, key: int, /) -> None:
-        """The staging buffer of an unused weight was given up."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PooledBuffer:
     """A :class:`~tencache_ds.tiers.weight_homes.StagingBuffer` of a pool.
@@ -242,7 +231,7 @@ class WeightStaging:
         self._ordinary = ordinary
         self._discard = discard
         self._mover = mover
-        self.orders: list[UseOrder] = []
+        self.orders: list[Walk[int]] = []
         self._host: StagingPool | None = None
         self._gpu: StagingPool | None = None
 

@@ -21,9 +21,10 @@ from tencache_ds.memory.lease import DeviceEvent
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.budget import WRITES_BEHIND_NBYTES
+from tencache_ds.planning.lookahead import Walk
 from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.weight_homes import CopyState, ResidentMemory, Weight, WeightHomes
-from tencache_ds.tiers.weight_staging import OrdinaryMemory, UseOrder, WeightStaging, WeightTransfers
+from tencache_ds.tiers.weight_staging import OrdinaryMemory, WeightStaging, WeightTransfers
 
 
 class WeightTier:
@@ -229,7 +230,7 @@ class WeightTier:
             weight.prefetched = True
             return True
 
-    def follow(self, order: UseOrder) -> None:
+    def follow(self, order: Walk[int]) -> None:
         """From now on ``order`` says whose staging buffer is given up first, and hears of weights that were."""
         with self._lock:
             self._staging.orders.append(order)

@@ -218,7 +218,7 @@ class LanePool:
             self._end_lanes()
             raise
         # A daemon thread that returns from native code while the interpreter is torn down can abort the process.
-        self._at_exit = stop_at_exit(self)
+        self._at_exit = stop_at_exit(self.abandon)
 
     def submit(self, request: Submission) -> Ticket:
         """Queues one request; see :meth:`tencache_ds.io.StorageBackend.submit`."""

@@ -143,7 +143,7 @@ class NativeBackend:
             self._stop(close_timeout_s, drop_waiting=True)
             raise
         # A daemon thread that returns from native code while the interpreter is torn down can abort the process.
-        self._at_exit = stop_at_exit(self)
+        self._at_exit = stop_at_exit(self.abandon)
 
     def submit(self, request: Submission) -> Ticket:
         """See :meth:`tencache_ds.io.StorageBackend.submit`."""

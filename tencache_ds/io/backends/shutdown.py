@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -23,22 +22,21 @@ def keep_for_the_device(buffer: torch.Tensor) -> None:
     _in_use_by_device.append(buffer)
 
 
-class Abandonable(Protocol):
-    """An owner of threads that must not outlive the interpreter."""
+def stop_at_exit(abandon: Callable[[float], None]) -> Callable[[], None]:
+    """Calls a method at the interpreter's exit, if its object is alive then, for threads that must not outlive it.
 
-    def abandon(self, grace_s: float) -> None:
-        """Fails requests that have not started, waits up to ``grace_s`` seconds for the others."""
-        ...
+    Args:
+        abandon: fails requests that have not started, and waits up to this number of seconds for the others.
 
-
-def stop_at_exit(owner: Abandonable) -> Callable[[], None]:
-    """Abandons ``owner`` at the interpreter's exit if it is alive then; returns what ``atexit.unregister`` takes."""
-    reference = weakref.ref(owner)
+    Returns:
+        What ``atexit.unregister`` takes.
+    """
+    reference = weakref.WeakMethod(abandon)
 
     def stop() -> None:
         alive = reference()
         if alive is not None:
-            alive.abandon(_EXIT_GRACE_S)
+            alive(_EXIT_GRACE_S)
 
     return atexit.register(stop)
 

@@ -226,7 +226,7 @@ class FaultBackend(PassThroughBackend):
         self.inject(faults)
         self._thread = threading.Thread(target=self._run, name="tencache-faults", daemon=True)
         start_threads([self._thread], "thread that injects faults")
-        self._at_exit = stop_at_exit(self)
+        self._at_exit = stop_at_exit(self.abandon)
 
     def inject(self, faults: Sequence[Fault]) -> None:
         """Replaces the rules from now on, with counts at zero and lost folders restored. Any thread."""
