@@ -69,12 +69,12 @@ class Momentum:
 
     def __init__(self, tier: OptimizerStateTier, groups: Mapping[int, Sequence[Any]]) -> None:
         self._tier = tier
-        self._places = {index: place for place, index in enumerate(groups)}
+        self._positions = {index: position for position, index in enumerate(groups)}
         self._indices = list(groups)
         self._chunks = {
             param.ds_id: chunk
-            for place, group in enumerate(groups.values())
-            for param, chunk in zip(group, tier.chunks(place), strict=True)
+            for position, group in enumerate(groups.values())
+            for param, chunk in zip(group, tier.chunks(position), strict=True)
         }
         self._begun: set[int] = set()
         self._in_use: dict[int, ChunkInUse] = {}
@@ -87,11 +87,11 @@ class Momentum:
 
     def numel(self, sub_group: int) -> int:
         """Elements of a sub-group's matrices on this rank."""
-        return self._tier.numel(self._places[sub_group])
+        return self._tier.numel(self._positions[sub_group])
 
     def dtype(self, sub_group: int) -> torch.dtype:
         """Its dtype."""
-        return self._tier.dtype(self._places[sub_group], MOMENTUM)
+        return self._tier.dtype(self._positions[sub_group], MOMENTUM)
 
     def residency(self) -> Iterator[tuple[int, Place, int]]:
         """Of each matrix its key, and where how many bytes of it live on this rank."""
@@ -100,7 +100,7 @@ class Momentum:
 
     def whole(self, sub_group: int) -> torch.Tensor:
         """A copy of a sub-group's: 1-D."""
-        return self._tier.read(self._places[sub_group], MOMENTUM)
+        return self._tier.read(self._positions[sub_group], MOMENTUM)
 
     def part(self, key: int) -> torch.Tensor:
         """A copy of a matrix's on this rank: 1-D, of its shard's length."""
@@ -123,11 +123,11 @@ class Momentum:
 
     def replace(self, sub_group: int, state: dict[str, Any]) -> None:
         """Takes what a load has put into ``optimizer.state`` for a sub-group; zero where that has nothing."""
-        if sub_group in self._places:
+        if sub_group in self._positions:
             self._overwrite(sub_group, state.pop(MOMENTUM, None))
 
     def _overwrite(self, sub_group: int, values: torch.Tensor | None) -> None:
-        for chunk in self._tier.chunks(self._places[sub_group]):
+        for chunk in self._tier.chunks(self._positions[sub_group]):
             used = self._tier.overwrite(chunk)
             if values is not None:
                 used.views[MOMENTUM].copy_(values.detach().view(-1)[chunk.start : chunk.start + chunk.numel])
@@ -151,7 +151,7 @@ class Momentum:
                 get_accelerator().synchronize()
             while self._in_use:
                 self._tier.drop(self._in_use.popitem()[1])
-        self._begun.update(self._places)
+        self._begun.update(self._positions)
 
     def take(self, key: int) -> torch.Tensor:
         """A matrix's momentum on this rank, in memory until :meth:`put`: 1-D; changes are changes of the state."""
@@ -191,7 +191,13 @@ class MuonMixin(DeepSpeedClass):
         copies, graphs, momentum = self._copies, self._graphs, self._momentum
         order = [param.ds_id for turn in turns for param in turn.params]
         together = self.step_guard.together("the orthogonalization of matrices")
-        with span(Category.UPDATE, "update::muon"), graphs.step(), together, momentum.updating(order):
+        with (
+            span(Category.UPDATE, "update::muon"),
+            graphs.step(),
+            together,
+            momentum.updating(order),
+            copies.turns(),
+        ):
             own = _OwnErrors(raises_at_once=dist.get_world_size() == 1)
             staged = [own.attempt(partial(self._staged, turn, copies)) for turn in turns[:1]]
             for turn, following in zip(turns, [*turns[1:], None], strict=True):
@@ -371,6 +377,14 @@ class _Copies:
         self._ending: deque[tuple[Any, Callable[[], None]]] = deque()  # of each turn an event, and what follows
         if self._beside:
             self._up, self._down = accelerator.Stream(), accelerator.Stream()
+
+    @contextlib.contextmanager
+    def turns(self) -> Iterator[None]:
+        """Around the turns of a step: after an error nothing follows those that have not ended."""
+        try:
+            yield
+        finally:
+            self._ending.clear()
 
     def to_device(
         self, sources: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tencache_ds.errors import ConfigError, SeamError, TenCacheError
+from tencache_ds.integration import muon
 from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.optimizer_states import OptimizerStates, known_kinds, step_is_watched
 from tencache_ds.integration.seams import Feature
@@ -190,3 +192,48 @@ def test_optimizers_that_cannot_work_are_refused(name: str, offloaded: bool, on_
     with pytest.raises(ConfigError, match=f'optimizer "{name}" .*Use another optimizer') as caught:
         refuse_optimizer(name, offloaded=offloaded, on_gpu=on_gpu)
     assert reason in str(caught.value)
+
+
+class Beside:
+    """An accelerator that works beside the host, and its streams and events."""
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def current_stream(self) -> Beside:
+        return self
+
+    def stream(self, stream: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    Stream = Event = lambda self: Beside()
+
+
+def test_what_follows_a_turn_of_muon_waits_for_its_end_and_not_for_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(muon, "get_accelerator", Beside)
+    copies, ended = muon._Copies(), []
+    with copies.turns():
+        for turn in range(4):
+            with copies.to_host([], functools.partial(ended.append, turn)):
+                assert turn not in ended
+            copies.end_turns(2)
+        assert ended == [0, 1]
+        copies.end_turns(0)
+    assert ended == [0, 1, 2, 3]
+    with contextlib.suppress(RuntimeError), copies.turns():
+        with copies.to_host([], functools.partial(ended.append, "of a step that failed")):
+            pass
+        raise RuntimeError
+    copies.end_turns(0)
+    assert ended == [0, 1, 2, 3]
