@@ -191,7 +191,7 @@ class TenCacheZeroOptimizer_Stage3(
                 self._complete_norms()
         with self.step_guard.together("the update of an optimizer step") as self._update_passed:
             try:
-                with self._updating_gathered_weights():
+                with self._updating_gathered_weights(), engine.updating():
                     super().step(closure)
             finally:
                 self._weights_changing = False

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import torch
 
@@ -92,6 +92,8 @@ class Session:
         """Called with the final figures."""
         self.after_close: Callable[[], None] = lambda: None
         """Called when everything is released, or as much of it as could be."""
+        self._no_update = threading.Event()
+        self._no_update.set()
         self.background: BackgroundUpdate | None = None
         """The optimizer step that overlaps training."""
         locking = Locking.CUDA if surroundings.on_cuda and surroundings.pin_memory else Locking.NONE
@@ -210,12 +212,28 @@ class Session:
         return self._copies
 
     def drive_in_use(self, devices: Set[int]) -> Callable[[float], bool]:
-        """Tells one who writes to some file systems, given seconds to wait at most, whether steps in the background use
-        one of them."""
+        """Tells one who writes to some file systems, given seconds to wait at most, whether an update uses one of
+        them."""
         paths = self.surroundings.optimizer_paths
-        if self.background is None or not self.state.stored_nbytes or devices.isdisjoint(map(device_of, paths)):
+        if not self.state.stored_nbytes or devices.isdisjoint(map(device_of, paths)):
             return lambda seconds: False
-        return self.background.busy
+        return self.update_under_way
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the part of an update on the training thread."""
+        self._no_update.clear()
+        try:
+            yield
+        finally:
+            self._no_update.set()
+
+    def update_under_way(self, seconds: float) -> bool:
+        """Waits at most so long until no update is under way, here or in the background, where state may be read for a
+        checkpoint, too; whether one still is. Any thread."""
+        if not self._no_update.wait(seconds):
+            return True
+        return self.background is not None and self.background.busy(seconds)
 
     def plan_peak(self, others: OutsideNeeds) -> None:
         """Computes an upper bound of this rank's peak memory from the initial placement.
