@@ -189,7 +189,7 @@ class MuonMixin(DeepSpeedClass):
         if self._copies is None or self._graphs is None:
             self._copies, self._graphs = _Copies(), LaunchGraphs(enabled=self.host_path.graphs)
         copies, graphs, momentum = self._copies, self._graphs, self._momentum
-        order = [param.ds_id for turn in turns for param in turn.params]
+        order = [key for turn in turns for key in turn.keys]
         together = self.step_guard.together("the orthogonalization of matrices")
         with (
             span(Category.UPDATE, "update::muon"),
@@ -199,12 +199,10 @@ class MuonMixin(DeepSpeedClass):
             copies.turns(),
         ):
             own = _OwnErrors(raises_at_once=dist.get_world_size() == 1)
-            staged = [own.attempt(partial(self._staged, turn, copies)) for turn in turns[:1]]
+            ahead = own.attempt(partial(self._staged, turns[0], copies)) if turns else None
             for turn, following in zip(turns, [*turns[1:], None], strict=True):
-                ahead = staged.pop()
                 shards = self._nothing(turn) if ahead is None else copies.arrived(*ahead)
-                if following is not None:
-                    staged.append(own.attempt(partial(self._staged, following, copies)))
+                ahead = None if following is None else own.attempt(partial(self._staged, following, copies))
                 whole = _exchanged(shards, turn.ranks)
                 if whole is not None:
                     own.attempt(partial(self._orthogonalize, turn, whole, graphs))
@@ -230,22 +228,21 @@ class MuonMixin(DeepSpeedClass):
         """This rank's shards of gradients and momentum on their way to the compute device."""
         gradients, momentum = built(self._gradients), built(self._momentum)
         copies.end_turns(MOST_TURNS)
-        sources = [(gradients.contents(p.ds_id), momentum.take(p.ds_id)) for p in turn.params]
+        sources = [(gradients.contents(key), momentum.take(key)) for key in turn.keys]
         self._moved(Link.H2D, turn)
         return copies.to_device(sources, gradients.dtype)
 
     def _moved(self, link: Link, turn: _Turn) -> None:
         """Counts what a turn moves between host memory and the compute device, in one direction."""
         gradients, momentum = built(self._gradients), built(self._momentum)
-        for key in (param.ds_id for param in turn.params):
+        for key in turn.keys:
             gradient_nbytes = 0 if gradients.on_device(key) else gradients.nbytes_of(key)
             built(self.tencache).counters.moved(link, gradient_nbytes + momentum.taken(key).nbytes)
 
     def _nothing(self, turn: _Turn) -> list[torch.Tensor]:
         """Shards with any values, in place of those that :meth:`_staged` could not get."""
-        dtype, device = built(self._gradients).dtype, get_accelerator().current_device_name()
-        numels = (param.partition_numel() for param in turn.params)
-        return [empty(2 * numel, dtype, device).view(2, -1) for numel in numels]
+        dtype = built(self._gradients).dtype
+        return [_shard(param.partition_numel(), dtype) for param in turn.params]
 
     def _orthogonalize(self, turn: _Turn, whole: torch.Tensor, graphs: LaunchGraphs) -> None:
         """Orthogonalizes the matrix that is this rank's turn.
@@ -273,9 +270,8 @@ class MuonMixin(DeepSpeedClass):
         gradients, momentum = built(self._gradients), built(self._momentum)
         loss_scale = float(self.loss_scale)
         updates = [both[0] * loss_scale if loss_scale != 1.0 else both[0] for both in results]
-        keys = [param.ds_id for param in turn.params]
-        with copies.to_host([*results, *updates], partial(momentum.put, keys)):
-            for key, update, both in zip(keys, updates, results, strict=True):
+        with copies.to_host([*results, *updates], partial(momentum.put, turn.keys)):
+            for key, update, both in zip(turn.keys, updates, results, strict=True):
                 gradients.overwrite(key, update)
                 momentum.taken(key).copy_(both[1], non_blocking=True)
             self._moved(Link.D2H, turn)
@@ -325,6 +321,11 @@ class _Turn:
     params: Sequence[Any]
     hyper: Mapping[str, Any]
     ranks: Any
+
+    @property
+    def keys(self) -> list[int]:
+        """Of the parameters."""
+        return [param.ds_id for param in self.params]
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,17 +388,16 @@ class _Copies:
             self._ending.clear()
 
     def to_device(
-        self, sources: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype
+        self, sources: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
     ) -> tuple[list[torch.Tensor], Any]:
-        """Begins to copy tensors of one length each, as the rows of one.
+        """Begins to copy pairs of tensors of one length, each as the rows of one.
 
         Returns:
             What :meth:`arrived` takes.
         """
         accelerator: Any = get_accelerator()
-        device = accelerator.current_device_name()
         with accelerator.stream(self._up) if self._beside else contextlib.nullcontext():
-            rows = [empty(len(each) * each[0].numel(), dtype, device).view(len(each), -1) for each in sources]
+            rows = [_shard(first.numel(), dtype) for first, _ in sources]
             for each, target in zip(sources, rows, strict=True):
                 for source, row in zip(each, target, strict=True):
                     row.copy_(source, non_blocking=True)
@@ -444,6 +444,11 @@ class _Copies:
             event, then = self._ending.popleft()
             event.synchronize()
             then()
+
+
+def _shard(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory on the compute device for gradient and momentum of a shard: ``(2, numel)``."""
+    return empty(2 * numel, dtype, get_accelerator().current_device_name()).view(2, -1)
 
 
 def _exchanged(shards: Sequence[torch.Tensor], ranks: Any) -> torch.Tensor | None:

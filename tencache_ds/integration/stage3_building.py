@@ -178,9 +178,10 @@ class BuildingMixin(DeepSpeedClass):
                 visible=self._model_weights.persistent() if self._tencache_options.overlap_step else None,
                 cuts=cuts,
             )
-            engine.state.check_space(sum(chunk_nbytes) + sum(stored_momentum))
+            stored_nbytes = sum(chunk_nbytes) + sum(stored_momentum)
+            engine.state.check_space(stored_nbytes)
         memory = None if self._device is None else self._device[0]
-        self._state = engine.state.build(specs, sum(chunk_nbytes) + sum(stored_momentum), memory, masters)
+        self._state = engine.state.build(specs, stored_nbytes, memory, masters)
         if self._shared_weights is not None:
             self._shared_weights.state = self._state
         engine.build_staging(chunk_nbytes, self._momentum_buffers(stored_momentum))

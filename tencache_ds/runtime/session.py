@@ -256,9 +256,7 @@ class Session:
         left_nbytes = max(self.host_left_nbytes, 0)
         copies = 0
         if self.options.checkpoint == Checkpoint.asynchronous:
-            copies = sum(by_place.values()) + others.later_state
-            if self.state.momentum is not None:
-                copies += self.state.momentum.resident_nbytes
+            copies = sum(by_place.values()) + self.state.momentum_nbytes + others.later_state
             if self.options.checkpoint_memory is not None:
                 copies = min(copies, max(self.options.checkpoint_memory, *chunk_nbytes, 0))
         self._peak = peak_memory(
@@ -350,7 +348,6 @@ class Session:
             stored_nbytes += self.activations.stored_nbytes
             arenas.append(self.activations.arena)
         pinned_weights_nbytes = sum(engine.pinned_nbytes for engine in self._engines)
-        momentum_nbytes = 0 if self.state.momentum is None else self.state.momentum.resident_nbytes
         return Stats(
             total=self.counters.total(),
             last_step=self.counters.last_step,
@@ -367,9 +364,9 @@ class Session:
             stored_nbytes=stored_nbytes,
             stored_weight_nbytes=stored_weight_nbytes,
             resident_weight_nbytes=sum(tier.homes.resident_nbytes for tier in weights),
-            resident_state_nbytes=momentum_nbytes
+            resident_state_nbytes=self.state.momentum_nbytes
             + (0 if self.optimizer_state is None else self.optimizer_state.resident_nbytes),
-            host_gradient_nbytes=self._gradient_arena.nbytes_in_use - momentum_nbytes,
+            host_gradient_nbytes=self._gradient_arena.nbytes_in_use - self.state.momentum_nbytes,
             gpu_weight_nbytes=self._gpu_weight_nbytes,
             gpu_gradient_nbytes=self._gpu_gradient_nbytes,
             gpu_state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.device_nbytes,

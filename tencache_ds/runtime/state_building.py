@@ -69,9 +69,9 @@ class StateBuilder:
         self._store: ExtentStore | None = None
 
     @property
-    def momentum(self) -> OptimizerStateTier | None:
-        """That of Muon's matrices; None where there is none."""
-        return self._momentum
+    def momentum_nbytes(self) -> int:
+        """Bytes of Muon's momentum that live in host memory."""
+        return 0 if self._momentum is None else self._momentum.resident_nbytes
 
     @property
     def tier(self) -> OptimizerStateTier | None:
@@ -248,7 +248,7 @@ class StateBuilder:
             timeout_s=self._options.io_timeout_s,
             memory=memory,
         )
-        self._count_host(self._momentum.resident_nbytes)
+        self._count_host(self.momentum_nbytes)
         return self._momentum
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from tencache_ds.errors import CorruptionError, StorageError
 from tencache_ds.io import Extent, ExtentStore, NativeBackend, Operation, StorageCancelledError, Submission, Ticket
-from tencache_ds.io.wrappers.pass_through import PassThroughBackend
+from tencache_ds.io.backends.protocol import PassThroughBackend
 from tests.io.conftest import MemoryBackend, aligned
 
 pytestmark = pytest.mark.timeout(300)

@@ -38,6 +38,7 @@ import torch
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.io.backends.protocol import (
     Operation,
+    PassThroughBackend,
     Priority,
     StorageBackend,
     StorageCancelledError,
@@ -50,7 +51,6 @@ from tencache_ds.io.backends.protocol import (
     storage_error,
 )
 from tencache_ds.io.backends.shutdown import stop_at_exit
-from tencache_ds.io.wrappers.pass_through import PassThroughBackend
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import start_threads
 from tencache_ds.memory.device_arena import wait_for_device

@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from tencache_ds.io.backends.protocol import StorageBackend, Submission, Ticket
-from tencache_ds.io.wrappers.pass_through import PassThroughBackend
+from tencache_ds.io.backends.protocol import PassThroughBackend, StorageBackend, Submission, Ticket
 
 _MEMORY = 0.5
 """Weight of everything before the interval that has just ended. A change shows at once, an odd interval is forgotten

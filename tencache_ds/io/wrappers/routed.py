@@ -8,8 +8,14 @@ from collections.abc import Callable
 
 import torch
 
-from tencache_ds.io.backends.protocol import IoCounters, IoTotals, StorageBackend, Submission, Ticket
-from tencache_ds.io.wrappers.pass_through import PassThroughBackend
+from tencache_ds.io.backends.protocol import (
+    IoCounters,
+    IoTotals,
+    PassThroughBackend,
+    StorageBackend,
+    Submission,
+    Ticket,
+)
 
 
 class RoutedBackend(PassThroughBackend):
