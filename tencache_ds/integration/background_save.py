@@ -23,6 +23,7 @@ nothing is left of the checkpoint. A process that dies leaves ``.partial`` files
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import weakref
@@ -167,6 +168,13 @@ _LEFT = "the end of a checkpoint on the other ranks"
 """Where the ranks meet."""
 
 
+@functools.cache
+def _stream_beside_passes() -> Any:
+    """For copies of state in device memory: on the stream of passes, these would wait for them. One for all saves,
+    since torch keeps memory for each."""
+    return get_accelerator().Stream()
+
+
 Visit = Callable[[int, Mapping[str, torch.Tensor]], None]
 """Gets elements of kinds of state of a sub-group, those of each kind in ascending order."""
 
@@ -235,9 +243,11 @@ class BackgroundSave:
         self._check = check
         self._error: BaseException | None = None
         self._changed: Any = None  # when the device has done what has changed the state
+        self._stream: Any = None
         if not get_accelerator().is_synchronized_device():
             self._changed = get_accelerator().Event()
             self._changed.record()
+            self._stream = _stream_beside_passes()
         self._has_store = dist.get_rank() == 0  # asked now: at the end of the process there may be no group
         try:
             self._writer = ArchiveWriter(archives, buffers, self._written, drive_in_use)
@@ -261,8 +271,9 @@ class BackgroundSave:
         try:
             self._check()
             if self._changed is not None:
-                self._changed.synchronize()  # this thread's stream need not be the one of the update
-            write_state(scan, self._archives, self._writer.write)
+                self._changed.synchronize()
+            with get_accelerator().stream(self._stream):
+                write_state(scan, self._archives, self._writer.write)
         except BaseException as error:
             self._writer.fail(error)
             if not isinstance(error, Exception):

@@ -21,6 +21,7 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor
 from tencache_ds.memory.arena import untouched_zeros
+from tencache_ds.memory.device_memory import HostCopy
 
 MOST_SECONDS_GIVEN = 60.0
 """For which an archive may be left unwritten because others use the drive: so much later it is complete in a run that
@@ -36,14 +37,16 @@ class CopyBuffers:
 
     Args:
         most_nbytes: at most, and one copy at least.
+        copy: makes them.
         kept: whether memory is kept from one writer to the next.
 
     Attributes:
         nbytes: of all buffers.
     """
 
-    def __init__(self, most_nbytes: int, *, kept: bool = False) -> None:
+    def __init__(self, most_nbytes: int, copy: HostCopy = torch.Tensor.copy_, *, kept: bool = False) -> None:
         self.nbytes = 0
+        self.copy = copy
         self._most_nbytes = most_nbytes
         self._kept = kept
         self._free: list[torch.Tensor] = []
@@ -115,7 +118,7 @@ class ArchiveWriter:
         nbytes = data.numel() * data.element_size()
         buffer = self._buffer(nbytes)
         copy = buffer[:nbytes].view(data.dtype)
-        copy.copy_(data)
+        self._buffers.copy(copy, data)
         with self._changed:
             self._copies.append((file, tensor, copy, buffer))
             self._changed.notify_all()

@@ -24,7 +24,7 @@ from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES
 from tencache_ds.placement.places import GpuUsage
 from tencache_ds.tensors import empty
 
-HostCopy = Callable[[torch.Tensor, torch.Tensor], None]
+HostCopy = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies the bytes of the second tensor to the first, both in host memory."""
 
 

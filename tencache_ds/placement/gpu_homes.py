@@ -49,9 +49,6 @@ from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
-COPY_TIMEOUT_S = 600.0
-"""A copy within host memory takes milliseconds; where it takes this long, nothing else gets on either."""
-
 QUANTUM_SHARE = 0.5
 """Share of the headroom that leaves in addition to what has to, because each move waits for the device."""
 
@@ -74,12 +71,7 @@ def open_device(on_cuda: bool, fused: FusedAdam) -> tuple[DeviceMemory, TritonAd
     if not on_cuda:
         return None
     device = torch.device("cuda", torch.cuda.current_device())
-
-    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        if not fused.copy(target, source).wait(COPY_TIMEOUT_S):
-            raise TenCacheError(f"a copy of {source.nbytes} bytes in host memory was not done after {COPY_TIMEOUT_S} s")
-
-    memory = CudaMemory(device, copy, _open_lent_memory(device))
+    memory = CudaMemory(device, fused.copy, _open_lent_memory(device))
     return memory, TritonAdam(device, tail_contracted=fused.tail_contracted)
 
 

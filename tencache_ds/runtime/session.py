@@ -204,11 +204,13 @@ class Session:
 
     def checkpoint_buffers(self) -> CopyBuffers:
         """Host memory for optimizer state that a checkpoint has yet to write, for one that begins now."""
-        most_nbytes = self.options.checkpoint_memory
+        most_nbytes, kept = self.options.checkpoint_memory, True
         if most_nbytes is None:
-            self._copies = CopyBuffers(available_nbytes() // (2 * self.surroundings.local_ranks))
-        elif self._copies is None:
-            self._copies = CopyBuffers(most_nbytes, kept=True)
+            most_nbytes, kept = available_nbytes() // (2 * self.surroundings.local_ranks), False
+        if self._copies is None or not kept:
+            # Not torch's threads: after each copy they spin, all of them, on the cores of the thread that trains.
+            copy = torch.Tensor.copy_ if self._fused_adam is None else self._fused_adam.copy
+            self._copies = CopyBuffers(most_nbytes, copy, kept=kept)
         return self._copies
 
     def drive_in_use(self, devices: Set[int]) -> Callable[[float], bool]:

@@ -35,6 +35,9 @@ from tencache_ds.tiers.kinds import (
     Pieces,
 )
 
+COPY_TIMEOUT_S = 600.0
+"""A copy within host memory takes milliseconds; where it takes this long, nothing else gets on either."""
+
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """Dtypes of gradients and weights that the op knows."""
 
@@ -203,10 +206,15 @@ class FusedAdam:
         """A hash of the weights' bits, in parts; waits for it."""
         return bytes(self._team.digest([(weight.data_ptr(), weight.numel()) for _, weight in weights]))
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Job:
-        """Begins to copy bytes within host memory; both tensors are contiguous and of as many bytes."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies bytes within host memory; both tensors are contiguous and of as many bytes.
+
+        Raises:
+            TenCacheError: it takes too long.
+        """
         job: Job = self._team.copy(target.data_ptr(), source.data_ptr(), source.nbytes)
-        return job
+        if not job.wait(COPY_TIMEOUT_S):
+            raise TenCacheError(f"a copy of {source.nbytes} bytes in host memory was not done after {COPY_TIMEOUT_S} s")
 
     def close(self) -> None:
         """Waits for running jobs and ends the threads. Idempotent."""
