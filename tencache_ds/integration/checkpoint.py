@@ -125,9 +125,10 @@ class CheckpointMixin(DeepSpeedClass):
         self._get_param_coordinator().hide_unused()
 
     def checkpoint_event_epilogue(self) -> None:
-        """DeepSpeed's, which gathers the weights that always are."""
+        """DeepSpeed's, which gathers the weights that always are, once every rank has saved or loaded its part."""
         if self._load_passed is not None:
             self._load_passed()
+        self._gather_persistent()
         super().checkpoint_event_epilogue()
 
     # Saving

@@ -103,12 +103,15 @@ class PassesMixin(DeepSpeedClass):
             self._suspended.step_done()
 
     def _post_step(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's, which gathers the weights that always are: here with one collective for all of them, once every
-        rank has updated its part."""
+        """DeepSpeed's, which gathers the weights that always are, once every rank has updated its part."""
         self._update_passed()
+        self._gather_persistent()
+        super()._post_step(*args, **kwargs)
+
+    def _gather_persistent(self) -> None:
+        """Gathers the weights that always are, with one collective where DeepSpeed has one for each."""
         if self.host_path.rank_gathers:
             gather_at_once(self.persistent_parameters)
-        super()._post_step(*args, **kwargs)
 
     # Checkpoints
 

@@ -36,6 +36,7 @@ STORAGE_ALIGNMENT_NBYTES = 64
 """Alignment of a storage in the file, that of ``torch.save``: what ``torch.load(mmap=True)`` returns is aligned too."""
 
 _WRITE_NBYTES = 64 * 2**20
+_LEAST_BESIDE_NBYTES = 2**20
 _ZIP64_LIMIT = 0xFFFFFFFF
 _FIRST_OF_JANUARY_1980 = 0x0021
 
@@ -104,17 +105,24 @@ class _Structure:
 
 
 class _Checksums:
-    """Computes CRC-32 on a thread of its own, beside the write of the same bytes, which takes about as long. Not an
-    executor, which takes no more work once the main thread has ended: a checkpoint may be written then.
+    """Computes CRC-32 on a thread of its own, beside the write of the same bytes, which takes about as long; at once
+    where they are few, so that a file is begun without waiting for a thread to start. Not an executor, which takes no
+    more work once the main thread has ended: a checkpoint may be written then.
     """
 
     def __init__(self) -> None:
         self._pieces: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[int] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="tencache-checksums", daemon=True).start()
+        self._thread: threading.Thread | None = None
 
     def begin(self, piece: memoryview, crc: int) -> None:
         """Begins with the bytes that follow those of a checksum; :meth:`result` has to follow."""
+        if len(piece) < _LEAST_BESIDE_NBYTES:
+            self._results.put(zlib.crc32(piece, crc))
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tencache-checksums", daemon=True)
+            self._thread.start()
         self._pieces.put((piece, crc))
 
     def result(self) -> int:

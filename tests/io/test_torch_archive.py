@@ -8,6 +8,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -43,15 +44,20 @@ def in_pieces(values, step):
 @given(
     st.lists(st.tuples(st.integers(0, 5000), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=5),
     st.integers(1, 5000),
+    st.sampled_from([0, 4000, 2**20]),
 )
 @settings(max_examples=30, deadline=None)
-def test_what_torch_loads_is_what_was_written(tmp_path_factory, tensors, step):
+def test_what_torch_loads_is_what_was_written(tmp_path_factory, tensors, step, beside_nbytes):
+    """With checksums that are computed beside the writes, or at once, or both."""
     path = tmp_path_factory.mktemp("archive") / "states.pt"
     values = {
         DeferredTensor(index, dtype, numel, grad and dtype.itemsize > 1): value(numel, dtype, index)
         for index, (numel, dtype, grad) in enumerate(tensors)
     }
-    write_archive({"flat": list(values)}, str(path), in_pieces(values, step))
+    with mock.patch.object(torch_archive, "_LEAST_BESIDE_NBYTES", beside_nbytes):
+        write_archive({"flat": list(values)}, str(path), in_pieces(values, step))
+    with zipfile.ZipFile(path) as file:
+        assert file.testzip() is None, "a checksum"
     for options in ({"weights_only": True}, {"weights_only": False, "mmap": True}):
         loaded = torch.load(path, **options)["flat"]
         for tensor, result in zip(values, loaded, strict=True):
