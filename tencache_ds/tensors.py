@@ -36,3 +36,16 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") ->
 def filled(numel: int, value: float, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """A 1-D tensor with the same ``value`` in all elements."""
     return _SOURCE.new_full((numel,), value, dtype=dtype, device=device)
+
+
+class Scratch:
+    """Ordinary host memory for one tensor at a time: new memory takes longer to touch than to write to again."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor, valid until the next call; its contents are undefined."""
+        if self._memory is None or self._memory.numel() < numel or self._memory.dtype != dtype:
+            self._memory = empty(numel, dtype)
+        return self._memory[:numel]

@@ -32,11 +32,11 @@ from tencache_ds.planning.adam_scalars import (
     single,
     steps_to_multiply,
 )
-from tencache_ds.tensors import empty
+from tencache_ds.tensors import Scratch, empty
 from tencache_ds.tiers.device_update import DeviceUpdate, TritonAdam
 from tencache_ds.tiers.fused_adam import AdamAndDescent, FusedAdam
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.host_update import ArithmeticCores, FusedUpdate, Scratch, UnfusedUpdate, WholeUpdate
+from tencache_ds.tiers.host_update import ArithmeticCores, FusedUpdate, UnfusedUpdate, WholeUpdate
 from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.sub_group import Kinds

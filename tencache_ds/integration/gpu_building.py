@@ -64,10 +64,7 @@ def open_memory(options: TenCacheConfig) -> DeviceMemory | None:
 
 
 def _open_cuda() -> CudaMemory:
-    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    return CudaMemory(torch.device("cuda", torch.cuda.current_device()), copy)
+    return CudaMemory(torch.device("cuda", torch.cuda.current_device()), torch.Tensor.copy_)
 
 
 def open_usage() -> Callable[[], GpuUsage] | None:

@@ -35,8 +35,8 @@ from tencache_ds.tiers.kinds import (
     Pieces,
 )
 
-COPY_TIMEOUT_S = 600.0
-"""A copy within host memory takes milliseconds; where it takes this long, nothing else gets on either."""
+CHUNK_TIMEOUT_S = 600.0
+"""A chunk is copied, split or joined in milliseconds; where it takes this long, nothing else gets on either."""
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """Dtypes of gradients and weights that the op knows."""
@@ -213,8 +213,10 @@ class FusedAdam:
             TenCacheError: it takes too long.
         """
         job: Job = self._team.copy(target.data_ptr(), source.data_ptr(), source.nbytes)
-        if not job.wait(COPY_TIMEOUT_S):
-            raise TenCacheError(f"a copy of {source.nbytes} bytes in host memory was not done after {COPY_TIMEOUT_S} s")
+        if not job.wait(CHUNK_TIMEOUT_S):
+            raise TenCacheError(
+                f"a copy of {source.nbytes} bytes in host memory was not done after {CHUNK_TIMEOUT_S} s"
+            )
 
     def close(self) -> None:
         """Waits for running jobs and ends the threads. Idempotent."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from threadpoolctl import ThreadpoolController
 
-from tencache_ds.tensors import empty
+from tencache_ds.tensors import Scratch, empty
 from tencache_ds.tiers.fused_adam import FusedAdam, Job
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.kinds import MASTER
@@ -203,19 +203,6 @@ class ChunkOp(Protocol):
 
     def __call__(self, step: SubGroupStep, state: Mapping[str, torch.Tensor], gradient: torch.Tensor) -> None:
         """Updates master weights and moments in place; all 1-D host tensors, the gradient unscaled."""
-
-
-class Scratch:
-    """Ordinary host memory for one gradient at a time."""
-
-    def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor, valid until the next call; its contents are undefined."""
-        if self._memory is None or self._memory.numel() < numel or self._memory.dtype != dtype:
-            self._memory = empty(numel, dtype)
-        return self._memory[:numel]
 
 
 class UnfusedUpdate:

@@ -23,7 +23,7 @@ from tencache_ds.memory.pool import BufferPool
 from tencache_ds.observability.counters import Counters
 from tencache_ds.placement.places import Place, place_state
 from tencache_ds.planning.chunks import Chunk, cut_sub_group
-from tencache_ds.tensors import empty
+from tencache_ds.tensors import Scratch, empty
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.relocation import StateRelocation
@@ -196,13 +196,13 @@ class OptimizerStateTier:
         """Starts a pass over chunks, and reads the first ones ahead."""
         self._stored.begin(chunks)
 
-    def take(self, chunk: Chunk, *, split: bool = False, into: torch.Tensor | None = None) -> ChunkInUse:
+    def take(self, chunk: Chunk, *, split: bool = False, scratch: Scratch | None = None) -> ChunkInUse:
         """A chunk's state in host memory, read ahead in the order of the pass or read now.
 
         Args:
             chunk: which one.
             split: its master weights may be split, for an update that compares the weights and writes to them.
-            into: memory for a copy of what lives on the device, uint8, of its bytes at least; None for new memory.
+            scratch: for a copy of what lives on the device; None for new memory.
 
         Raises:
             StorageError: the read failed.
@@ -211,7 +211,7 @@ class OptimizerStateTier:
         group = self._groups[chunk.sub_group]
         if chunk.index not in group.extents:
             self._stored.read_ahead()  # into buffers of writes that have ended since
-            copy = self._copy_from_device(group, chunk, into)
+            copy = self._copy_from_device(group, chunk, scratch)
             if copy is None:
                 return self._resident.take(chunk, split=split)
             write_back = partial(self._write_back, group, chunk, copy)
@@ -352,13 +352,11 @@ class OptimizerStateTier:
             StorageError: a read failed, or its bytes are not those last written.
         """
         self.begin_update()
-        copy: torch.Tensor | None = None  # in one place: to touch new memory for each takes longer than to copy
+        scratch = Scratch()
         try:
             for group in self._groups:
                 for chunk in group.chunks:
-                    if chunk.index in group.device and (copy is None or copy.numel() < chunk.nbytes):
-                        copy = empty(chunk.nbytes, torch.uint8)
-                    used = self.take(chunk, into=copy)
+                    used = self.take(chunk, scratch=scratch)
                     try:
                         visit(chunk, used.views)
                     finally:
@@ -508,11 +506,11 @@ class OptimizerStateTier:
 
     # Mechanics
 
-    def _copy_from_device(self, group: SubGroup, chunk: Chunk, into: torch.Tensor | None) -> torch.Tensor | None:
+    def _copy_from_device(self, group: SubGroup, chunk: Chunk, scratch: Scratch | None) -> torch.Tensor | None:
         """A copy of a chunk's bytes; None where it does not live in device memory (any more)."""
         if chunk.index not in group.device:
             return None
-        copy = empty(chunk.nbytes, torch.uint8) if into is None else into[: chunk.nbytes]
+        copy = (scratch or Scratch()).take(chunk.nbytes, torch.uint8)
         with self.holding_device(chunk):
             if chunk.index not in group.device:
                 return None

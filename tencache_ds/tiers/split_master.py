@@ -24,15 +24,12 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.planning.chunks import SCALE_NUMEL, Chunk, pieces_of
 from tencache_ds.tensors import empty
-from tencache_ds.tiers.fused_adam import FusedAdam, Job
+from tencache_ds.tiers.fused_adam import CHUNK_TIMEOUT_S, FusedAdam, Job
 from tencache_ds.tiers.kinds import MARKS, MASTER, REMAINDER, SCALES_OF_8_BITS, SPLIT_DTYPES, Pieces, views_of
 from tencache_ds.tiers.sub_group import Kinds
 
 _NAN_WEIGHT = 0xFFFF
 """Bits of a weight whose remainder holds the bits of a NaN."""
-
-SPLIT_TIMEOUT_S = 600.0
-"""A chunk takes milliseconds; where it takes this long, nothing else gets on either."""
 
 
 class RoundedWeights(Protocol):
@@ -168,8 +165,8 @@ def _bits(weight: torch.Tensor) -> np.ndarray:
 
 
 def _wait(job: Job, chunk: Chunk) -> None:
-    if not job.wait(SPLIT_TIMEOUT_S):
+    if not job.wait(CHUNK_TIMEOUT_S):
         raise TenCacheError(
-            f"master weights of chunk {chunk.sub_group}.{chunk.index} were not ready after {SPLIT_TIMEOUT_S:.0f} s: "
+            f"master weights of chunk {chunk.sub_group}.{chunk.index} were not ready after {CHUNK_TIMEOUT_S:.0f} s: "
             "the optimizer threads get no CPU time"
         )

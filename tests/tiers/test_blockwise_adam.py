@@ -20,8 +20,9 @@ from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.integration import eight_bit_adam
 from tencache_ds.integration.eight_bit_adam import EightBitAdam, class_named, nested
 from tencache_ds.planning.chunks import SCALE_NUMEL
+from tencache_ds.tensors import Scratch
 from tencache_ds.tiers.fused_adam import TYPES, BlockwiseAdam
-from tencache_ds.tiers.host_update import ArithmeticCores, Scratch, UnfusedUpdate
+from tencache_ds.tiers.host_update import ArithmeticCores, UnfusedUpdate
 from tencache_ds.tiers.kinds import FIRST, FIRST_SCALE, MARKS, MASTER, REMAINDER, SECOND, SECOND_SCALE
 from tencache_ds.tiers.update import SubGroupStep
 

@@ -15,9 +15,10 @@ from tencache_ds.errors import StorageError, TenCacheError
 from tencache_ds.io import Operation
 from tencache_ds.placement.places import Place
 from tencache_ds.planning.size_classes import SizeClass
+from tencache_ds.tensors import Scratch
 from tencache_ds.tiers import update
 from tencache_ds.tiers.gradients import GradientSegment
-from tencache_ds.tiers.host_update import ArithmeticCores, FusedUpdate, Scratch, UnfusedUpdate, WholeUpdate
+from tencache_ds.tiers.host_update import ArithmeticCores, FusedUpdate, UnfusedUpdate, WholeUpdate
 from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.sub_group import SubGroupSpec
