@@ -37,8 +37,8 @@ from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.errors import AgreementError, CheckpointError, add_note, named_ranks
 from tencache_ds.integration.agreement import Agreement, JobVotes, Post, difference
-from tencache_ds.io.archive_writer import ArchiveWriter, CopyBuffers
-from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, make_durable
+from tencache_ds.io.archive_writer import ArchiveWriter, CopyBuffers, Write
+from tencache_ds.io.torch_archive import ArchiveFile, make_durable
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -190,7 +190,7 @@ class StateKey:
 def write_state(
     scan: Callable[[Visit], None],
     files: Sequence[ArchiveFile],
-    write: Callable[[ArchiveFile, DeferredTensor, torch.Tensor], None],
+    write: Write,
 ) -> None:
     """Writes the optimizer state that files defer, reading each byte once.
 

@@ -47,7 +47,8 @@ from tencache_ds.integration.background_save import (
 )
 from tencache_ds.integration.checkpoint import CheckpointMixin
 from tencache_ds.integration.watched_tensors import WatchedStates, values_of
-from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, begin_archive, make_durable, write_archive
+from tencache_ds.io.archive_writer import Write, write_archive
+from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor, begin_archive, make_durable
 from tencache_ds.tensors import zeros
 
 _WRITERS = ("_save_checkpoint", "_save_moe_checkpoint", "_save_zero_checkpoint")
@@ -225,9 +226,10 @@ class CheckpointSave:
             if self._keeps and get_accelerator().is_synchronized_device():
                 state_dict = copy.deepcopy(state_dict)  # `.cpu()` was no copy
             self._archives.append(begin_archive(state_dict, path, name=name, keeps=self._keeps))
-            self._write_frozen_weights(self._archives[-1])
+            self._write_frozen_weights(self._archives[-1], ArchiveFile.write)
         else:
-            write_archive(state_dict, path, self._write_everything, name=name)
+            buffers = self._optimizer.tencache.checkpoint_buffers()
+            write_archive(state_dict, path, self._write_everything, buffers, name=name)
 
     def commit(self, info: Any) -> Any:
         """Gives the files their names once they are there on every rank. Collective."""
@@ -263,19 +265,19 @@ class CheckpointSave:
                 fragments[name] = param.nvme_swapper.read(param)
         return {**state_dict, FROZEN_PARAM_FRAGMENTS: fragments}
 
-    def _write_everything(self, file: ArchiveFile) -> None:
+    def _write_everything(self, file: ArchiveFile, write: Write) -> None:
         """Streams the contents of a file's deferred tensors, reading each byte once."""
-        self._write_frozen_weights(file)
-        write_state(self._optimizer.scan_state, [file], ArchiveFile.write)
+        self._write_frozen_weights(file, write)
+        write_state(self._optimizer.scan_state, [file], write)
 
-    def _write_frozen_weights(self, file: ArchiveFile) -> None:
+    def _write_frozen_weights(self, file: ArchiveFile, write: Write) -> None:
         """Streams the frozen weights that a file defers, reading each byte once."""
         deferred = {key: tensor for key, tensor in file.deferred.items() if isinstance(key, _WeightKey)}
         if not deferred:
             return
 
         def weight(param: Any, shard: torch.Tensor) -> None:
-            file.write(deferred[_WeightKey(param.ds_id)], shard)
+            write(file, deferred[_WeightKey(param.ds_id)], shard)
 
         by_swapper: dict[Any, list[Any]] = {}
         for param in self._optimizer.frozen_in_tier():

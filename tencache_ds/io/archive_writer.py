@@ -15,11 +15,13 @@ import collections
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from tencache_ds.errors import TenCacheError
-from tencache_ds.io.torch_archive import ArchiveFile, DeferredTensor
+from tencache_ds.io.torch_archive import LEAST_DIRECT_NBYTES, ArchiveFile, DeferredTensor, begin_archive
+from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.memory.arena import untouched_zeros
 from tencache_ds.memory.device_memory import HostCopy
 
@@ -29,6 +31,10 @@ always does."""
 
 _LOOK_SECONDS = 0.02
 """After which the writer looks whether somebody waits for it, while others use the drive."""
+
+
+AT_ONCE_NBYTES = 96 * 2**20
+"""Memory for copies where an archive is written at once: the parts of two chunks."""
 
 
 class CopyBuffers:
@@ -102,6 +108,7 @@ class ArchiveWriter:
         self._copies: collections.deque[tuple[ArchiveFile, DeferredTensor, torch.Tensor, torch.Tensor]] = (
             collections.deque()
         )  # and their buffers
+        self._copied_nbytes: collections.Counter[DeferredTensor] = collections.Counter()
         self._complete = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -116,9 +123,14 @@ class ArchiveWriter:
             TenCacheError: the writer has failed; :attr:`ended <ArchiveWriter>` gets the reason.
         """
         nbytes = data.numel() * data.element_size()
-        buffer = self._buffer(nbytes)
-        copy = buffer[:nbytes].view(data.dtype)
+        first = spare_nbytes = 0
+        if nbytes >= LEAST_DIRECT_NBYTES:  # they lie in their pages of memory as in those of the file, for its write()
+            first = (file.offset_of(tensor) + self._copied_nbytes[tensor]) % PAGE_NBYTES
+            spare_nbytes = PAGE_NBYTES
+        buffer = self._buffer(nbytes + spare_nbytes)
+        copy = buffer[first : first + nbytes].view(data.dtype)
         self._buffers.copy(copy, data)
+        self._copied_nbytes[tensor] += nbytes
         with self._changed:
             self._copies.append((file, tensor, copy, buffer))
             self._changed.notify_all()
@@ -192,3 +204,43 @@ class ArchiveWriter:
             if not self._drive_in_use(_LOOK_SECONDS):
                 break
         self._seconds_given += time.monotonic() - began
+
+
+Write = Callable[[ArchiveFile, DeferredTensor, torch.Tensor], None]
+"""Appends elements to a deferred tensor of a file."""
+
+
+def write_archive(
+    obj: Any,
+    path: str,
+    fill: Callable[[ArchiveFile, Write], None],
+    buffers: CopyBuffers,
+    *,
+    name: str | None = None,
+) -> None:
+    """Writes what ``torch.save(obj, path)`` would, with every :class:`DeferredTensor` in ``obj`` as a tensor, and ends
+    the file. The caller copies while a thread writes.
+
+    Args:
+        obj: the object; tensors in memory are written from where they are.
+        path: the file; replaced if it exists. After an error it is gone.
+        fill: gets the file, and the function by which it writes every element of every deferred tensor.
+        buffers: for the copies.
+        name: of the archive in the file, where it is not the file's.
+
+    Raises:
+        StorageError, TenCacheError: see :func:`begin_archive` and :meth:`ArchiveFile.finish`.
+    """
+    file = begin_archive(obj, path, name=name)
+    outcome: list[BaseException | None] = []
+    writer = ArchiveWriter([file], buffers, outcome.append)
+    try:
+        fill(file, writer.write)
+        writer.end()
+        writer.join()
+    except BaseException as error:
+        writer.fail(error)  # unless that was the writer's own
+        writer.join()
+        raise outcome[0] or error from None
+    if outcome[0] is not None:
+        raise outcome[0]

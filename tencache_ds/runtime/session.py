@@ -25,7 +25,7 @@ from tencache_ds.activations.saved_tensors import ActivationFigures
 from tencache_ds.config import Activations, Checkpoint, TenCacheConfig
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import ExtentStore
-from tencache_ds.io.archive_writer import CopyBuffers
+from tencache_ds.io.archive_writer import AT_ONCE_NBYTES, CopyBuffers
 from tencache_ds.io.paths import NvmePaths
 from tencache_ds.io.scratch import device_of
 from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES, gib
@@ -204,12 +204,14 @@ class Session:
 
     def checkpoint_buffers(self) -> CopyBuffers:
         """Host memory for optimizer state that a checkpoint has yet to write, for one that begins now."""
+        # Not torch's threads: after each copy they spin, all of them, on the cores of the thread that trains.
+        copy = torch.Tensor.copy_ if self._fused_adam is None else self._fused_adam.copy
+        if self.options.checkpoint == Checkpoint.synchronous:
+            return CopyBuffers(AT_ONCE_NBYTES, copy)
         most_nbytes, kept = self.options.checkpoint_memory, True
         if most_nbytes is None:
             most_nbytes, kept = available_nbytes() // (2 * self.surroundings.local_ranks), False
         if self._copies is None or not kept:
-            # Not torch's threads: after each copy they spin, all of them, on the cores of the thread that trains.
-            copy = torch.Tensor.copy_ if self._fused_adam is None else self._fused_adam.copy
             self._copies = CopyBuffers(most_nbytes, copy, kept=kept)
         return self._copies
 
@@ -256,11 +258,11 @@ class Session:
         staging = self._staging.nbytes
         locking = self._engines[0].staging_locking(staging)
         left_nbytes = max(self.host_left_nbytes, 0)
-        copies = 0
-        if self.options.checkpoint == Checkpoint.asynchronous:
-            copies = sum(by_place.values()) + self.state.momentum_nbytes + others.later_state
-            if self.options.checkpoint_memory is not None:
-                copies = min(copies, max(self.options.checkpoint_memory, *chunk_nbytes, 0))
+        copies = sum(by_place.values()) + self.state.momentum_nbytes + others.later_state
+        at_once = self.options.checkpoint == Checkpoint.synchronous
+        most_nbytes = AT_ONCE_NBYTES if at_once else self.options.checkpoint_memory
+        if most_nbytes is not None:
+            copies = min(copies, max(most_nbytes, *chunk_nbytes, 0))
         self._peak = peak_memory(
             MemoryNeeds(
                 weights_host=resident + weights.kept,

@@ -17,9 +17,19 @@ from hypothesis import strategies as st
 
 from tencache_ds.errors import SpaceError, StorageError, TenCacheError
 from tencache_ds.io import torch_archive
-from tencache_ds.io.torch_archive import DeferredTensor, write_archive
+from tencache_ds.io.torch_archive import DeferredTensor, begin_archive
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.uint8)
+
+
+def write_archive(obj, path, fill):
+    file = begin_archive(obj, path)
+    try:
+        fill(file)
+        file.finish()
+    except BaseException:
+        file.discard()
+        raise
 
 
 def nothing(file):
