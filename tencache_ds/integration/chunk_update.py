@@ -262,7 +262,7 @@ class MuonWithCpuAdam(CpuAdam):
         return None
 
     def kinds(self, sub_group: int, master_dtype: torch.dtype) -> Kinds:
-        """See :meth:`CpuAdam.kinds`; momentum is kept apart, by :class:`~tencache_ds.integration.muon.Momentum`."""
+        """See :meth:`CpuAdam.kinds`; momentum is kept apart, by :class:`~tencache_ds.tiers.momentum.Momentum`."""
         return () if self._uses_muon[sub_group] else super().kinds(sub_group, master_dtype)
 
     def needed(self, sub_group: int) -> frozenset[str]:

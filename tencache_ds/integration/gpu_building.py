@@ -25,6 +25,7 @@ from tencache_ds.runtime.session import Session
 from tencache_ds.tiers.device_update import TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientTier
+from tencache_ds.tiers.momentum import Momentum
 
 logger = logging.getLogger("DeepSpeed.tencache")
 
@@ -82,6 +83,7 @@ def build_gpu_homes(
     groups: Sequence[Sequence[Any]],
     *,
     moved_gradient: Callable[[int, torch.Tensor], None],
+    momentum: Momentum | None,
     hidden_share: Callable[[], float],
     record_fetches: Callable[[FetchRecorder | None], None],
 ) -> GpuHomes:
@@ -95,6 +97,7 @@ def build_gpu_homes(
         weights: of the model.
         groups: the parameters of each sub-group.
         moved_gradient: see :class:`GpuMoves`.
+        momentum: see :class:`GpuMoves`.
         hidden_share: see :class:`GpuHomes`.
         record_fetches: see :class:`GpuHomes`.
     """
@@ -106,6 +109,7 @@ def build_gpu_homes(
         weights,
         session,
         moved_gradient=moved_gradient,
+        momentum=momentum,
     )
 
     def say(placement: str, predicted_seconds: float | None) -> None:

@@ -169,7 +169,7 @@ def _build_homes(
         announce(f"TenCache: {placement}", session.options)
 
     def note() -> None:
-        session.note_gpu(weight_nbytes=moves.nbytes, gradient_nbytes=0)
+        session.note_gpu(weight_nbytes=moves.nbytes, gradient_nbytes=0, momentum_nbytes=0)
 
     return InferenceHomes(
         session.options,

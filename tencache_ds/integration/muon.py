@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -31,17 +31,12 @@ from tencache_ds.errors import built
 from tencache_ds.host_path import LaunchGraphs
 from tencache_ds.integration.adapters.installed import calls
 from tencache_ds.integration.adapters.versions import DeepSpeedClass
-from tencache_ds.integration.background_save import Visit
 from tencache_ds.observability.counters import Link
 from tencache_ds.observability.spans import Category, span
-from tencache_ds.placement.places import Place
-from tencache_ds.planning.chunks import Chunk
 from tencache_ds.runtime.session import Session
 from tencache_ds.tensors import empty
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.kinds import MOMENTUM
-from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.sub_group import ChunkInUse
+from tencache_ds.tiers.momentum import Momentum
 
 MOST_TURNS = 2
 """Turns whose matrices are on the compute device, beside the one that is being copied there."""
@@ -51,121 +46,6 @@ BUFFERED_TURNS = MOST_TURNS + 4
 read or written."""
 
 _Result = TypeVar("_Result")
-
-PIECE_NUMEL = 2**24
-"""Elements of momentum that a checkpoint takes at a time."""
-
-
-class Momentum:
-    """Momentum of Muon's matrices, in host memory or on NVMe. Used by the thread that has the optimizer's state.
-
-    Args:
-        tier: of their sub-groups, in order, with a chunk for each matrix.
-        groups: the parameters of each, by the sub-group's index among all.
-
-    Raises:
-        StorageError: zeros cannot be written.
-    """
-
-    def __init__(self, tier: OptimizerStateTier, groups: Mapping[int, Sequence[Any]]) -> None:
-        self._tier = tier
-        self._positions = {index: position for position, index in enumerate(groups)}
-        self._indices = list(groups)
-        self._chunks = {
-            param.ds_id: chunk
-            for position, group in enumerate(groups.values())
-            for param, chunk in zip(group, tier.chunks(position), strict=True)
-        }
-        self._begun: set[int] = set()
-        self._in_use: dict[int, ChunkInUse] = {}
-        for index in groups:
-            self._overwrite(index, None)
-
-    def begun(self, sub_group: int) -> bool:
-        """Whether a sub-group has any: after an update, or a load."""
-        return sub_group in self._begun
-
-    def numel(self, sub_group: int) -> int:
-        """Elements of a sub-group's matrices on this rank."""
-        return self._tier.numel(self._positions[sub_group])
-
-    def dtype(self, sub_group: int) -> torch.dtype:
-        """Its dtype."""
-        return self._tier.dtype(self._positions[sub_group], MOMENTUM)
-
-    def residency(self) -> Iterator[tuple[int, Place, int]]:
-        """Of each matrix its key, and where how many bytes of it live on this rank."""
-        for key, chunk in self._chunks.items():
-            yield key, self._tier.places(chunk.sub_group)[chunk.index], self._tier.nbytes_of(chunk)
-
-    def whole(self, sub_group: int) -> torch.Tensor:
-        """A copy of a sub-group's: 1-D."""
-        return self._tier.read(self._positions[sub_group], MOMENTUM)
-
-    def part(self, key: int) -> torch.Tensor:
-        """A copy of a matrix's on this rank: 1-D, of its shard's length."""
-        chunk = self._chunks[key]
-        return self._tier.read(chunk.sub_group, MOMENTUM, chunk.start, chunk.numel)
-
-    def set_part(self, key: int, values: torch.Tensor) -> None:
-        """Replaces a matrix's on this rank."""
-        chunk = self._chunks[key]
-        self._tier.write(chunk.sub_group, {MOMENTUM: values}, chunk.start)
-
-    def scan(self, visit: Visit) -> None:
-        """Shows all of it once."""
-
-        def show(chunk: Chunk, views: Mapping[str, torch.Tensor]) -> None:
-            for piece in views[MOMENTUM].split(PIECE_NUMEL):
-                visit(self._indices[chunk.sub_group], {MOMENTUM: piece})
-
-        self._tier.scan(show)
-
-    def replace(self, sub_group: int, state: dict[str, Any]) -> None:
-        """Takes what a load has put into ``optimizer.state`` for a sub-group; zero where that has nothing."""
-        if sub_group in self._positions:
-            self._overwrite(sub_group, state.pop(MOMENTUM, None))
-
-    def _overwrite(self, sub_group: int, values: torch.Tensor | None) -> None:
-        for chunk in self._tier.chunks(self._positions[sub_group]):
-            used = self._tier.overwrite(chunk)
-            if values is not None:
-                used.views[MOMENTUM].copy_(values.detach().view(-1)[chunk.start : chunk.start + chunk.numel])
-            self._tier.put(used)
-        if values is None:
-            self._begun.discard(sub_group)
-        else:
-            self._begun.add(sub_group)
-
-    # An update
-
-    @contextlib.contextmanager
-    def updating(self, keys: Sequence[int]) -> Iterator[None]:
-        """Around an update of matrices in this order, which takes and puts each once. After an error nothing on the
-        compute device accesses the memory of those that were not put."""
-        self._tier.begin_pass(self._chunks[key] for key in keys)
-        try:
-            yield
-        finally:
-            if self._in_use:
-                get_accelerator().synchronize()
-            while self._in_use:
-                self._tier.drop(self._in_use.popitem()[1])
-        self._begun.update(self._positions)
-
-    def take(self, key: int) -> torch.Tensor:
-        """A matrix's momentum on this rank, in memory until :meth:`put`: 1-D; changes are changes of the state."""
-        used = self._in_use[key] = self._tier.take(self._chunks[key])
-        return used.views[MOMENTUM]
-
-    def taken(self, key: int) -> torch.Tensor:
-        """What :meth:`take` gave."""
-        return self._in_use[key].views[MOMENTUM]
-
-    def put(self, keys: Iterable[int]) -> None:
-        """Those of some matrices are complete: on NVMe they are written without waiting."""
-        for key in keys:
-            self._tier.put(self._in_use.pop(key))
 
 
 class MuonMixin(DeepSpeedClass):
@@ -195,7 +75,7 @@ class MuonMixin(DeepSpeedClass):
             span(Category.UPDATE, "update::muon"),
             graphs.step(),
             together,
-            momentum.updating(order),
+            momentum.updating(order, get_accelerator().synchronize),
             copies.turns(),
         ):
             own = _OwnErrors(raises_at_once=dist.get_world_size() == 1)
@@ -237,7 +117,8 @@ class MuonMixin(DeepSpeedClass):
         gradients, momentum = built(self._gradients), built(self._momentum)
         for key in turn.keys:
             gradient_nbytes = 0 if gradients.on_device(key) else gradients.nbytes_of(key)
-            built(self.tencache).counters.moved(link, gradient_nbytes + momentum.taken(key).nbytes)
+            momentum_nbytes = 0 if momentum.on_device(key) else momentum.nbytes_of(key)
+            built(self.tencache).counters.moved(link, gradient_nbytes + momentum_nbytes)
 
     def _nothing(self, turn: _Turn) -> list[torch.Tensor]:
         """Shards with any values, in place of those that :meth:`_staged` could not get."""

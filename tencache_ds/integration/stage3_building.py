@@ -26,7 +26,7 @@ from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
 from tencache_ds.integration.known_engines import engines_for
 from tencache_ds.integration.model_weights import ModelWeights, SharedWeights, cast_shard
-from tencache_ds.integration.muon import BUFFERED_TURNS, Momentum
+from tencache_ds.integration.muon import BUFFERED_TURNS
 from tencache_ds.integration.optimizer_states import OptimizerStates, known_kinds
 from tencache_ds.integration.outside_needs import outside_needs, update_needs
 from tencache_ds.integration.param_swapper import ParamSwapper
@@ -45,6 +45,7 @@ from tencache_ds.tiers.device_update import TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
 from tencache_ds.tiers.kinds import MASTER
+from tencache_ds.tiers.momentum import Momentum
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import SplitMasters
 from tencache_ds.tiers.sub_group import Kinds
@@ -209,7 +210,8 @@ class BuildingMixin(DeepSpeedClass):
             shared={} if arithmetic is None else arithmetic.shared_states(),
         )
         if matrices:
-            self._momentum = Momentum(engine.build_momentum(momentum), matrices)
+            keys = {index: [param.ds_id for param in group] for index, group in matrices.items()}
+            self._momentum = Momentum(engine.build_momentum(momentum), keys)
 
     def _momentum_buffers(self, stored_nbytes: Sequence[int]) -> SizeClass | None:
         """The buffers for momentum on NVMe; None where there is none.
@@ -313,6 +315,7 @@ class BuildingMixin(DeepSpeedClass):
                 self._gathered,
                 self.fp16_groups,
                 moved_gradient=getattr(self, GRADIENT_PARTITIONS).__setitem__,
+                momentum=self._momentum,
                 hidden_share=self._chunked_step.hidden_share,
                 record_fetches=self._record_fetches,
             )

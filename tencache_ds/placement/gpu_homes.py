@@ -511,9 +511,10 @@ class GpuHomes:
     def _report(self, reason: str, predicted_seconds: float | None, moved_in_s: float | None) -> None:
         self._moves.note()
         moved = "" if moved_in_s is None else f"; moved in {moved_in_s:.1f} s"
+        state_nbytes = self._moves.state_nbytes + self._moves.momentum_nbytes
         self._say(
             f"per rank {gib(self._moves.weight_nbytes)} of weights, {gib(self._moves.gradient_nbytes)} of gradients "
-            f"and {gib(self._moves.state_nbytes)} of optimizer state are in GPU memory from now on ({reason}{moved})",
+            f"and {gib(state_nbytes)} of optimizer state are in GPU memory from now on ({reason}{moved})",
             predicted_seconds,
         )
 

@@ -21,6 +21,7 @@ from tencache_ds.placement.gpu_policy import chunks_to_release
 from tencache_ds.placement.places import Place, place_state
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.kinds import ADAM_IN_FP32, MASTERS_ALONE
+from tencache_ds.tiers.momentum import Momentum
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 
 logger = logging.getLogger("DeepSpeed.tencache")
@@ -36,8 +37,8 @@ class Accounts(Protocol):
     def count_host(self, nbytes: int) -> None:
         """Adds ``nbytes`` (may be negative) to the host memory in use by gradients and optimizer state."""
 
-    def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
-        """Bytes of weights and gradients in GPU memory now."""
+    def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int, momentum_nbytes: int) -> None:
+        """Bytes of weights, gradients and momentum in GPU memory now."""
 
 
 class StateMoves:
@@ -301,6 +302,7 @@ class GpuMoves:
         weights: the weights.
         accounts: of device memory.
         moved_gradient: called with a weight and the tensor in which its gradient is accumulated from now on.
+        momentum: of Muon's matrices, which goes wherever their gradients go; None without any.
     """
 
     def __init__(
@@ -313,8 +315,10 @@ class GpuMoves:
         accounts: Accounts,
         *,
         moved_gradient: Callable[[int, torch.Tensor], None],
+        momentum: Momentum | None = None,
     ) -> None:
         self._memory = memory
+        self._momentum = momentum
         self._state = state
         self._tier = state.tier
         self._gradients = gradients
@@ -340,9 +344,14 @@ class GpuMoves:
         return self._gradients.device_nbytes
 
     @property
+    def momentum_nbytes(self) -> int:
+        """Bytes of momentum in GPU memory."""
+        return 0 if self._momentum is None else self._momentum.device_nbytes
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of state, weights and gradients in GPU memory."""
-        return self.weight_nbytes + self.gradient_nbytes + self.state_nbytes
+        """Bytes of state, weights, gradients and momentum in GPU memory."""
+        return self.weight_nbytes + self.gradient_nbytes + self.momentum_nbytes + self.state_nbytes
 
     @property
     def weights_there(self) -> Collection[int]:
@@ -360,7 +369,11 @@ class GpuMoves:
 
     def note(self) -> None:
         """Reports the contents to the accounts."""
-        self._accounts.note_gpu(weight_nbytes=self.weight_nbytes, gradient_nbytes=self.gradient_nbytes)
+        self._accounts.note_gpu(
+            weight_nbytes=self.weight_nbytes,
+            gradient_nbytes=self.gradient_nbytes,
+            momentum_nbytes=self.momentum_nbytes,
+        )
 
     def may_move(self, sub_group: int) -> bool:
         """Whether the state of a sub-group may be there: Adam's, in single precision."""
@@ -379,9 +392,9 @@ class GpuMoves:
         return runs
 
     def gradient_of(self, key: int) -> tuple[int, int]:
-        """Elements of a weight's gradient, and its bytes; 0 where none is accumulated."""
+        """Elements of a weight's gradient, and its bytes with those of its momentum; 0 where none is accumulated."""
         nbytes = self._gradients.nbytes_of(key) if self._gradients.accumulates(key) else 0
-        return nbytes // self._gradients.dtype.itemsize, nbytes
+        return nbytes // self._gradients.dtype.itemsize, nbytes + self._momentum_nbytes(key)
 
     # Into GPU memory, between two steps
 
@@ -427,8 +440,9 @@ class GpuMoves:
             chunks, weights = self._tier.chunks(index), self.weights_of(index)
             while counts[index] < len(chunks):
                 chunk = chunks[counts[index]]
-                with_gradients = not there.isdisjoint(weights[counts[index]])
-                nbytes -= chunk.nbytes + with_gradients * chunk.numel * self._gradients.dtype.itemsize
+                beside = there.intersection(weights[counts[index]])
+                nbytes -= chunk.nbytes + bool(beside) * chunk.numel * self._gradients.dtype.itemsize
+                nbytes -= sum(map(self._momentum_nbytes, beside))
                 if nbytes < 0:
                     break
                 counts[index] += 1
@@ -444,6 +458,9 @@ class GpuMoves:
         for key, numel, belongs in self._within(sub_group, count):
             if belongs and key in there and not self._gradients.on_device(key):
                 memory = self._memory.allocate(numel * self._gradients.dtype.itemsize)
+                momentum_nbytes = self._momentum_nbytes(key)
+                if self._momentum is not None and momentum_nbytes:
+                    self._momentum.move(key, self._memory.allocate(momentum_nbytes))
                 self._moved_gradient(key, self._gradients.move(key, memory.view(self._gradients.dtype)))
 
     # Out of GPU memory
@@ -498,6 +515,8 @@ class GpuMoves:
             for key, _, belongs in self._within(index, count):
                 if self._gradients.on_device(key) and not (belongs and key in there):
                     self._moved_gradient(key, self._gradients.move(key, None))
+                    if self._momentum is not None:
+                        self._momentum.move(key, None)
         self._memory.synchronize()
         self.note()
 
@@ -558,6 +577,9 @@ class GpuMoves:
         for key, numel in self._sub_groups[sub_group]:
             position += numel
             yield key, numel, position <= end
+
+    def _momentum_nbytes(self, key: int) -> int:
+        return 0 if self._momentum is None else self._momentum.nbytes_of(key)
 
     def _with_device_chunks(self, sub_group: int, count: int) -> list[Place]:
         """The first chunks on the device, the others where they are."""

@@ -81,7 +81,7 @@ class Session:
         self._engines = list(engines)
         self._owns = owns
         self._reserved_nbytes = 0
-        self._gpu_weight_nbytes = self._gpu_gradient_nbytes = 0
+        self._gpu_weight_nbytes = self._gpu_gradient_nbytes = self._gpu_momentum_nbytes = 0
         self._peak = PeakMemory(0, 0, 0)
         self._copies: CopyBuffers | None = None
         self._placement = self._activation_placement = ""
@@ -190,9 +190,10 @@ class Session:
         self._reserved_nbytes += nbytes
         self._engines[0].reserve_host_memory(nbytes)
 
-    def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
-        """GPU memory taken by weights and gradients now, for :meth:`stats`."""
+    def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int, momentum_nbytes: int) -> None:
+        """GPU memory taken by weights, gradients and momentum now, for :meth:`stats`."""
         self._gpu_weight_nbytes, self._gpu_gradient_nbytes = weight_nbytes, gradient_nbytes
+        self._gpu_momentum_nbytes = momentum_nbytes
 
     def await_placement(self) -> None:
         """The first decision about GPU memory is made after some steps, for :meth:`stats`."""
@@ -373,7 +374,8 @@ class Session:
             host_gradient_nbytes=self._gradient_arena.nbytes_in_use - self.state.momentum_nbytes,
             gpu_weight_nbytes=self._gpu_weight_nbytes,
             gpu_gradient_nbytes=self._gpu_gradient_nbytes,
-            gpu_state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.device_nbytes,
+            gpu_state_nbytes=self._gpu_momentum_nbytes
+            + (0 if self.optimizer_state is None else self.optimizer_state.device_nbytes),
             state_nbytes=0 if self.optimizer_state is None else self.optimizer_state.in_memory_nbytes,
             gpu_activation_nbytes=moved.kept_nbytes,
             host_activation_nbytes=moved.host_nbytes,

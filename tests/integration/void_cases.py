@@ -23,10 +23,10 @@ import training
 
 from tencache_ds.errors import StorageError
 from tencache_ds.integration.model_weights import ModelWeights
-from tencache_ds.integration.muon import Momentum
 from tencache_ds.integration.optimizer_states import OptimizerStates
 from tencache_ds.integration.stage3 import TenCacheZeroOptimizer_Stage3
 from tencache_ds.io.wrappers.faults import VARIABLE, parse_faults
+from tencache_ds.tiers.momentum import Momentum
 
 N_STEPS, STEPS_BEFORE = 5, 2
 GOOD = "good"

@@ -106,7 +106,7 @@ class Accounts:
     def count_host(self, nbytes: int) -> None:
         self.host_nbytes += nbytes
 
-    def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int) -> None:
+    def note_gpu(self, *, weight_nbytes: int, gradient_nbytes: int, momentum_nbytes: int) -> None:
         self.weight_nbytes, self.gradient_nbytes = weight_nbytes, gradient_nbytes
 
 
