@@ -2,9 +2,10 @@
 """``training.py`` on a GPU whose streams are far apart: what one does not wait for has not happened yet.
 
 Before each gather (``"late": "gathers"``), each module's arithmetic (``"late": "arithmetic"``), each copy of gradients
-into their bucket (``"late": "reductions"``) or each copy of new weights to the device (``"late": "updates"``) the
-device sleeps. With ``"unordered"`` the stream of arithmetic does not wait for the one of gathers, or that one not for
-new weights, to show that this is noticed. All batches are on the device beforehand: the host waits for no copy.
+into their bucket (``"late": "reductions"``), each copy of new weights to the device (``"late": "updates"``) or of
+Muon's gradients and momentum to and from where they live (``"late": "turns"``) the device sleeps. With
+``"unordered"`` the stream of arithmetic does not wait for the one of gathers, or that one not for new weights, to show
+that this is noticed. All batches are on the device beforehand: the host waits for no copy.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import training
 from deepspeed.runtime.zero import partition_parameters
 
 from tencache_ds.host_path.rank_gathers import RankGather
+from tencache_ds.integration.muon import _Copies
 from tencache_ds.tiers.host_update import _FusedJob
 
 CYCLES = 4_000_000
@@ -68,6 +70,24 @@ def late_updates() -> Iterator[None]:
         publish(self)
 
     with mock.patch.object(_FusedJob, "publish", late):
+        yield
+
+
+@contextmanager
+def late_turns() -> Iterator[None]:
+    to_device, to_host = _Copies.to_device, _Copies.to_host
+
+    def late_there(self: Any, *args: Any) -> Any:
+        with torch.cuda.stream(self._up):
+            torch.cuda._sleep(CYCLES)
+        return to_device(self, *args)
+
+    def late_back(self: Any, *args: Any) -> Any:
+        with torch.cuda.stream(self._down):
+            torch.cuda._sleep(CYCLES)
+        return to_host(self, *args)
+
+    with mock.patch.object(_Copies, "to_device", late_there), mock.patch.object(_Copies, "to_host", late_back):
         yield
 
 
@@ -136,6 +156,8 @@ def pull_apart(engine: Any, case: dict[str, Any], stack: ExitStack) -> None:
         stack.enter_context(late_reductions())
     elif case["late"] == "updates":
         stack.enter_context(late_updates())
+    elif case["late"] == "turns":
+        stack.enter_context(late_turns())
     else:
         late_arithmetic(engine)
     if case.get("unordered"):

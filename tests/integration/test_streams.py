@@ -21,6 +21,11 @@ ON_GPU = {"offload_param": "none", "persistence": 0, "sub_group_size": 10**9, "t
           "config": {"timers": {"throughput": {"enabled": False}}}}  # fmt: skip
 CASES["updates_nvme"] = {"model": "mlp", "steps": 5, "late": "updates"} | ON_GPU
 CASES["updates_gpu"] = CASES["updates_nvme"] | {"offload_optimizer": "cpu"}
+CASES |= {
+    f"muon_{late}_{where}": {"model": "llama", "muon": True, "steps": 6, "late": late} | IN_RAM | {"tencache": options}
+    for late in ("arithmetic", "reductions", "turns")
+    for where, options in (("ram", {"gpu_memory": 0}), ("gpu", {"gpu_memory": None}))
+}
 UNORDERED = {"unordered_gathers": "gathers_ram", "unordered_updates": "updates_gpu"}
 CASES |= {name: CASES[ordered] | {"unordered": True} for name, ordered in UNORDERED.items()}
 
