@@ -438,11 +438,12 @@ class GpuMoves:
         counts, there = self.counts(), set(self._weight_moves.there)
         for index in filter(self.may_move, range(len(counts))):
             chunks, weights = self._tier.chunks(index), self.weights_of(index)
+            numels = dict(self._sub_groups[index])
             while counts[index] < len(chunks):
                 chunk = chunks[counts[index]]
                 beside = there.intersection(weights[counts[index]])
-                nbytes -= chunk.nbytes + bool(beside) * chunk.numel * self._gradients.dtype.itemsize
-                nbytes -= sum(map(self._momentum_nbytes, beside))
+                per_element = [self._gradients.dtype.itemsize + self._momentum_nbytes(k) // numels[k] for k in beside]
+                nbytes -= chunk.nbytes + chunk.numel * max(per_element, default=0)
                 if nbytes < 0:
                     break
                 counts[index] += 1
