@@ -53,6 +53,7 @@ class CheckpointFiles:
 
     def __init__(self) -> None:
         self._paths: list[str] = []
+        self._late: list[Callable[[], None]] = []
         self._latest = ""
         self._folders: set[str] = set()  # with new names in them
 
@@ -60,6 +61,10 @@ class CheckpointFiles:
         """A file of the checkpoint; the name under which it is to be written."""
         self._paths.append(path)
         return path + PARTIAL
+
+    def add_late(self, write: Callable[[], None]) -> None:
+        """Something beside the files: :meth:`name` writes it."""
+        self._late.append(write)
 
     def note_folder(self, path: str) -> None:
         """A folder with new names in it."""
@@ -77,6 +82,8 @@ class CheckpointFiles:
         Raises:
             OSError: that is not possible.
         """
+        while self._late:
+            self._late.pop()()
         if self._latest:  # not when it is written: a drive that is busy with state takes 0.2 s
             make_durable(self._latest + PARTIAL)
         while self._paths:

@@ -195,12 +195,13 @@ class TenCacheCoordinator(QuickCoordinator):
     def release_and_reset_all(self, module: Any) -> None:
         """DeepSpeed's release of all weights, before an update or a checkpoint."""
         in_flight = self._PartitionedParameterCoordinator__inflight_param_registry
-        params = list(iter_params(module, recurse=True))
-        for param in params:
-            if in_flight and param in in_flight:
-                in_flight.pop(param).wait()
+        if in_flight:
+            for param in iter_params(module, recurse=True):
+                if param in in_flight:
+                    in_flight.pop(param).wait()
         if dist.get_world_size() == 1:
-            for param in params:  # an interrupt came between a gather, which waits for no other rank, and its handle
+            # An interrupt came between a gather, which waits for no other rank, and its handle.
+            for param in iter_params(module, recurse=True):
                 if param.ds_status is ZeroParamStatus.INFLIGHT:
                     partition(param)
         super().release_and_reset_all(module)

@@ -178,6 +178,7 @@ SEAMS: tuple[Seam, ...] = (
         ("_save_checkpoint(self, ...)", "keeps its errors"),
         ("_save_moe_checkpoint(self, ...)", "keeps its errors"),
         ("_save_zero_checkpoint(self, ...)", "keeps its errors"),
+        ("_copy_recovery_script(self, save_path)", "writes the scripts in the background"),
         ("_get_param_fragment_func(self, param)", "gives it placeholders of frozen weights"),
         (
             "load_module_state_dict(self, checkpoint, strict, custom_load_fn, fetch_z3_params, ...)",

@@ -33,8 +33,11 @@ _LOOK_SECONDS = 0.02
 """After which the writer looks whether somebody waits for it, while others use the drive."""
 
 
-AT_ONCE_NBYTES = 96 * 2**20
-"""Memory for copies where an archive is written at once: the parts of two chunks."""
+COPY_NBYTES = 16 * 2**20
+"""The largest copy: as fast to write as larger ones."""
+
+AT_ONCE_NBYTES = 2 * (COPY_NBYTES + PAGE_NBYTES)
+"""Memory for copies where an archive is written at once: one is written while the next is made."""
 
 
 class CopyBuffers:
@@ -122,7 +125,11 @@ class ArchiveWriter:
         Raises:
             TenCacheError: the writer has failed; :attr:`ended <ArchiveWriter>` gets the reason.
         """
-        nbytes = data.numel() * data.element_size()
+        for part in data.split(COPY_NBYTES // data.element_size()):
+            self._write(file, tensor, part)
+
+    def _write(self, file: ArchiveFile, tensor: DeferredTensor, data: torch.Tensor) -> None:
+        nbytes = data.nbytes
         first = spare_nbytes = 0
         if nbytes >= LEAST_DIRECT_NBYTES:  # they lie in their pages of memory as in those of the file, for its write()
             first = (file.offset_of(tensor) + self._copied_nbytes[tensor]) % PAGE_NBYTES

@@ -25,7 +25,7 @@ from tencache_ds.activations.saved_tensors import ActivationFigures
 from tencache_ds.config import Activations, Checkpoint, TenCacheConfig
 from tencache_ds.errors import TenCacheError
 from tencache_ds.io import ExtentStore
-from tencache_ds.io.archive_writer import AT_ONCE_NBYTES, CopyBuffers
+from tencache_ds.io.archive_writer import AT_ONCE_NBYTES, COPY_NBYTES, CopyBuffers
 from tencache_ds.io.paths import NvmePaths
 from tencache_ds.io.scratch import device_of
 from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES, gib
@@ -263,7 +263,7 @@ class Session:
         at_once = self.options.checkpoint == Checkpoint.synchronous
         most_nbytes = AT_ONCE_NBYTES if at_once else self.options.checkpoint_memory
         if most_nbytes is not None:
-            copies = min(copies, max(most_nbytes, *chunk_nbytes, 0))
+            copies = min(copies, max(most_nbytes, COPY_NBYTES))
         self._peak = peak_memory(
             MemoryNeeds(
                 weights_host=resident + weights.kept,

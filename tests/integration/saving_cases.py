@@ -207,6 +207,12 @@ class Saver:
         states = sorted(path for path in folder.iterdir() if path.suffix != ".py") if folder.is_dir() else []
         return {path.name: digest(path) for path in states}
 
+    def scripts(self) -> dict[str, str]:
+        """Those of DeepSpeed beside the checkpoints."""
+        found = {path.name: digest(path) for path in self.folder.glob("*.py")}
+        deepspeed.comm.barrier()
+        return found
+
     def contents(self, tag: str) -> dict[str, str]:
         """Hashes of all tensors of a checkpoint."""
         found = contents_of(self.folder / tag)
@@ -318,12 +324,17 @@ def in_background(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any
     s.result["under_way"] = bool(under_way) and all(under_way)
     s.save("at_once")
     s.result["expected"] = s.contents("at_once")
+    scripts = s.result["expected_scripts"] = s.scripts()
+    if rank == 0:
+        for name in scripts:
+            (s.folder / name).unlink()
     s.begin_async("async")
     s.train(1)
     s.begin_async("next")
     s.result["latest_at_the_next"] = (s.folder / "latest").read_text()
     tencache_ds.wait_for_checkpoint(s.engine)
     deepspeed.comm.barrier()
+    s.result["scripts"] = s.scripts()
     s.result["hidden_share"] = s.engine.optimizer._chunked_step.hidden_share()
     in_use = session.drive_in_use({os.stat(s.folder).st_dev})
     s.result["gives_way"] = in_use == session.update_under_way
@@ -431,7 +442,7 @@ def measured(case: dict[str, Any], folder: str, rank: int) -> dict[str, Any]:
     before = tencache_ds.stats(s.engine)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     rss = memory("VmRSS")
-    with mock.patch.object(session, "AT_ONCE_NBYTES", 2**23):  # of 96 MB, it would have nearly all of the state
+    with mock.patch.object(session, "AT_ONCE_NBYTES", 2**23):  # of a third of the state
         s.save("measured")
     after = tencache_ds.stats(s.engine)
     s.result |= {

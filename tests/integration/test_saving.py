@@ -107,6 +107,7 @@ def test_a_save_in_the_background_has_the_same_contents(request: pytest.FixtureR
         kinds = ("momentum_buffer",) if name == "async_muon" else ("exp_avg_sq", "absmax2")
         assert any(kind in key for kind in kinds for key in result["async"])
         assert result["async"] == result["expected"]
+        assert result["scripts"] == result["expected_scripts"] != {}
         assert result["next"] == result["expected_next"] != result["async"]
         assert (result["copies_left_nbytes"] > 0) == ("checkpoint_memory" in ASYNC[name].get("tencache", {}))
         if name in ("async_ram", "async_behind_an_update"):
