@@ -171,10 +171,12 @@ class CheckpointSave:
         for name in _WRITERS:
             setattr(engine, name, self.kept(getattr(engine, name)))
         engine._get_param_fragment_func = self._fragment
+        replaced = [*_WRITERS, "_get_param_fragment_func"]
         if self._in_background:
             # Two files that are truncated and written anew, whose data the kernel then writes at once.
             write_scripts = engine._copy_recovery_script
             engine._copy_recovery_script = lambda *args: self._names.add_late(functools.partial(write_scripts, *args))
+            replaced.append("_copy_recovery_script")
         self._optimizer.defers_state, self._optimizer.defers_whole_state = self._streams, self._in_background
         optimizer, states = self._optimizer.optimizer, self._optimizer.optimizer.state
         if self._in_background and isinstance(states, WatchedStates):
@@ -185,8 +187,8 @@ class CheckpointSave:
             optimizer.state = states
             self._optimizer.defers_state = self._optimizer.defers_whole_state = False
             engine.checkpoint_engine = self._checkpoint_engine
-            for name in (*_WRITERS, "_get_param_fragment_func", "_copy_recovery_script"):
-                engine.__dict__.pop(name, None)
+            for name in replaced:
+                delattr(engine, name)
 
     def kept(self, write: Callable[..., Any]) -> Callable[..., Any]:
         """``write`` with its error kept for the agreement; after an error nothing more is written."""

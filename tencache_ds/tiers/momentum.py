@@ -14,9 +14,6 @@ from tencache_ds.tiers.kinds import MOMENTUM
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.sub_group import ChunkInUse
 
-PIECE_NUMEL = 2**24
-"""Elements that a checkpoint takes at a time."""
-
 
 class Momentum:
     """Momentum of each matrix. Used by the thread that has the optimizer's state.
@@ -117,8 +114,9 @@ class Momentum:
 
     def part(self, key: int) -> torch.Tensor:
         """A copy of a matrix's on this rank: 1-D, of its shard's length."""
+        if key in self._on_device:
+            return self._on_device[key].to("cpu", copy=True)
         chunk = self._chunks[key]
-        self._write_back([key])
         return self._tier.read(chunk.sub_group, MOMENTUM, chunk.start, chunk.numel)
 
     def set_part(self, key: int, values: torch.Tensor) -> None:
@@ -133,8 +131,7 @@ class Momentum:
         self._write_back(self._on_device)
 
         def show(chunk: Chunk, views: Mapping[str, torch.Tensor]) -> None:
-            for piece in views[MOMENTUM].split(PIECE_NUMEL):
-                visit(self._indices[chunk.sub_group], {MOMENTUM: piece})
+            visit(self._indices[chunk.sub_group], views)
 
         self._tier.scan(show)
 
