@@ -267,7 +267,7 @@ class TenCacheConfig(BaseModel):
 
     overlap_step: bool = True
     """Continues the optimizer step during the next forward pass, which waits for each weight individually; for Adam and
-    AdamW, with weights in RAM. Same results. ``false``: the step ends before ``step()`` returns
+    AdamW, with weights in RAM or GPU memory. Same results. ``false``: the step ends before ``step()`` returns
     ([how it works](how_it_works.md#a-step))."""
 
     split_master: bool = False

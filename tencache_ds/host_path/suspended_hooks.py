@@ -19,23 +19,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.host_path.module_hooks import Hooks, unchanged
-from tencache_ds.integration.hooked_modules import is_free, params_of, uncompiled
+from tencache_ds.integration.hooked_modules import KEEPER, is_compiled, is_free, params_of, uncompiled
 from tencache_ds.placement.memory_watch import Patience
 
 if TYPE_CHECKING:
     from tencache_ds.integration.device_weights import GatheredWeights
+    from tencache_ds.tiers.background_update import UpdateGate
 
 FIRST_PATIENCE, LONGEST_PATIENCE = 1, 32
 """Steps in which no user has gathered weights before hooks are taken off, the first time and at most."""
 
 MOST_INCOMPLETE = 4
 """Steps in which DeepSpeed has not completed its order of modules."""
-
-_OWNER = "tencache_kept_by"
-"""Attribute of a parameter that stays gathered: the :class:`SuspendedHooks` that keep it."""
 
 
 class SuspendedHooks:
@@ -49,20 +48,35 @@ class SuspendedHooks:
     computed without hooks is not prepared for a backward pass that gathers: :meth:`begin_backward` gathers what was
     released since.
 
+    [Note: updates of weights that stay gathered] No gather waits for their update behind the forward pass. In the place
+    of DeepSpeed's first hook, a module has one that does (:meth:`UpdateGate.wait_for`); with DeepSpeed's hooks, its
+    fetch does. DeepSpeed also gathers where something looks a weight up that is not gathered; here that waits, too. In
+    a compiled model, where this would break graphs, these weights are updated before the step returns
+    (:meth:`modules_wait_for`). So are the small ones that DeepSpeed keeps gathered anyway.
+
     Args:
         offload: a ``DeepSpeedZeRoOffload``, whose hooks.
         weights: which can stay.
         relieve: called at the start of each block (child of a ``ModuleList``) within a pass, to which DeepSpeed's hooks
             no longer lead; None where nothing is to be called.
         trains: whether there are backward passes, in which blocks may be recomputed.
+        gate: of the weights that are updated behind a forward pass; None where none are.
     """
 
     def __init__(
-        self, offload: Any, weights: GatheredWeights, relieve: Callable[[], None] | None = None, *, trains: bool = True
+        self,
+        offload: Any,
+        weights: GatheredWeights,
+        relieve: Callable[[], None] | None = None,
+        *,
+        trains: bool = True,
+        gate: UpdateGate | None = None,
     ) -> None:
         self._offload = offload
         self._weights = weights
         self._trains = trains
+        self._gate = gate
+        self._modules_wait = False
         self._params: list[Any] = []  # of the model, at the time of suspend()
         self._requires_grad: list[bool] = []  # of each, then
         self._suspended: dict[torch.nn.Module, list[_Taken]] = {}
@@ -100,6 +114,17 @@ class SuspendedHooks:
         """Those without hooks."""
         return self._suspended.keys()
 
+    def modules_wait_for(self, param: Any) -> bool:
+        """Whether all modules that use a weight, which stays gathered, wait for its update: see [Note: updates of
+        weights that stay gathered]."""
+        kept = self._kept.get(param.ds_id)
+        return self._modules_wait and kept is not None and not kept.persisted
+
+    def wait_for(self, param: Any) -> None:
+        """Returns when a weight has its new value, see :meth:`UpdateGate.wait_for`."""
+        if self._gate is not None:
+            self._gate.wait_for((param.ds_id,))
+
     def step_done(self) -> None:
         """An optimizer step is over: suspends, unless users gather weights all the time."""
         if self._undone:
@@ -124,6 +149,8 @@ class SuspendedHooks:
         self._registered = list(offload.forward_hooks)
         self._params = list(offload.module.parameters()) if self._trains else []
         self._requires_grad = self._requires_grad_now()
+        gate = None if is_compiled(offload.module) else self._gate
+        self._modules_wait = gate is not None
         modules = self._suspendable()
         self._keep(param for module in modules for param in params_of(module).values())
         if not self._kept:
@@ -140,9 +167,13 @@ class SuspendedHooks:
                 self._suspended.setdefault(module, []).append(taken)
                 if adds_nodes:
                     taken.replace(_same_inputs if hooks is module._forward_pre_hooks else _same_output)
+                elif gate is not None and hooks is module._forward_pre_hooks and params_of(module):
+                    taken.replace(_waiting(gate, tuple(params_of(module))))
         for module in self._suspended:
             for param in params_of(module).values():
                 self._kept[param.ds_id].modules.append(module)
+            if gate is not None and type(module._parameters) is ZeROOrderedDict:
+                module._parameters.__class__ = _AwaitedParameters
         self._forget_order()
         self.n_changes += 1
 
@@ -211,7 +242,7 @@ class SuspendedHooks:
         for param in new:
             self._kept[param.ds_id] = _Kept(param, param.ds_persist)
             param.ds_persist = True
-            setattr(param, _OWNER, self)
+            setattr(param, KEEPER, self)
         if new:
             self._offload.get_param_coordinator().forget_releases()
 
@@ -229,7 +260,7 @@ class SuspendedHooks:
     def _let_go(self, kept: _Kept) -> None:
         self._released[kept.param.ds_id] = kept.param
         self._resumed = True
-        delattr(kept.param, _OWNER)
+        delattr(kept.param, KEEPER)
         kept.param.ds_persist = kept.persisted
 
     def _suspendable(self) -> list[torch.nn.Module]:
@@ -276,6 +307,8 @@ class SuspendedHooks:
         current = {handle.id for handle in (*self._offload.forward_hooks, *self._offload.backward_hooks)}
         any_put_back = False
         for module in modules:
+            if type(module._parameters) is _AwaitedParameters:
+                module._parameters.__class__ = ZeROOrderedDict
             for taken in self._suspended.pop(module, ()):
                 if taken.number in current:  # else it was removed meanwhile
                     taken.put_back()
@@ -312,7 +345,7 @@ class _Kept:
 
 def before_release(param: Any) -> None:
     """DeepSpeed is about to release the gathered value of a parameter."""
-    owner: SuspendedHooks | None = getattr(param, _OWNER, None)
+    owner: SuspendedHooks | None = getattr(param, KEEPER, None)
     if owner is not None:
         owner._release(param)
 
@@ -321,7 +354,7 @@ def before_user_gathers(params: Iterable[Any]) -> None:
     """A user is about to gather parameters. Between passes, what stays gathered is released first: what then happens to
     their values is what happens with DeepSpeed."""
     for param in params:
-        owner: SuspendedHooks | None = getattr(param, _OWNER, None)
+        owner: SuspendedHooks | None = getattr(param, KEEPER, None)
         if owner is not None and not owner._in_pass:
             owner.resume()
             owner._undone = True
@@ -331,13 +364,13 @@ def before_user_gathers(params: Iterable[Any]) -> None:
 def user_releases(params: Iterable[Any]) -> Iterator[None]:
     """Within the block DeepSpeed releases parameters that a user has gathered. Those that stay gathered, because this
     is within a pass, are gathered again: their modules have no hooks, and one of them may be being executed."""
-    owners = {param: owner for param in params if (owner := param.__dict__.pop(_OWNER, None)) is not None}
+    owners = {param: owner for param in params if (owner := param.__dict__.pop(KEEPER, None)) is not None}
     try:
         yield
     finally:
         _gather(owners)
         for param, owner in owners.items():
-            setattr(param, _OWNER, owner)
+            setattr(param, KEEPER, owner)
 
 
 def _gather(params: Iterable[Any]) -> None:
@@ -380,6 +413,23 @@ class _Taken:
         ordered += [number for number in present if number not in set(self.order)]
         self.hooks.clear()
         self.hooks.update((number, present[number]) for number in ordered)
+
+
+class _AwaitedParameters(ZeROOrderedDict):
+    """Parameters of a module without hooks, awaited where they are looked up: other modules and functions may use them.
+    Without a state of its own, which ``copy.deepcopy(model)`` would copy."""
+
+    def __getitem__(self, key: str) -> Any:
+        param = super().__getitem__(key)
+        keeper: SuspendedHooks | None = getattr(param, KEEPER, None)
+        if keeper is not None:
+            keeper.wait_for(param)
+        return param
+
+
+def _waiting(gate: UpdateGate, keys: Sequence[int]) -> Callable[..., None]:
+    """A hook in which a module waits for its weights."""
+    return uncompiled(lambda *_: gate.wait_for(keys))
 
 
 def _same_inputs(module: torch.nn.Module, inputs: Any) -> Any:

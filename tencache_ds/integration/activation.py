@@ -46,7 +46,7 @@ def activate() -> None:
     from tencache_ds.integration.checkpoint import hook_loading
     from tencache_ds.integration.checkpoint_saving import hook_saving
     from tencache_ds.integration.chunk_update import loaded_when_needed
-    from tencache_ds.integration.chunked_step import hook_stepping, refuse_void_weights, wait_for_updates
+    from tencache_ds.integration.chunked_step import hook_stepping, wait_for_updates
     from tencache_ds.integration.coordinator import end_gathers_ahead, undone_after_error
     from tencache_ds.integration.hooked_modules import begin_user_gather, end_user_gather
     from tencache_ds.integration.model_weights import gathered, overwriting, released
@@ -89,7 +89,7 @@ def activate() -> None:
     def __enter__(self: Any) -> Any:
         if not self.enabled:
             return enter(self)
-        refuse_void_weights(self.params)
+        wait_for_updates(self.params)  # also for those that are gathered
         end_gathers_ahead(self.params)
         host_path.before_user_gathers(self.params)
         with undone_after_error(self.params) as own:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer step by chunks: first those whose weights are visible when it returns, then the others, during the next
-forward pass.
+"""An optimizer step by chunks: first those whose weights may be used without a wait when it returns, then the others,
+during the next forward pass.
 
-A partitioned weight is not visible before DeepSpeed gathers it, and every gather passes
-:func:`wait_for_updates`; its gradient is not overwritten before :meth:`ChunkedStep.wait_for_gradients`. Everything else
-that reads or changes weights, gradients or state calls :meth:`ChunkedStep.finish` first.
+A partitioned weight is not used before DeepSpeed gathers it, and every gather passes :func:`wait_for_updates`; for a
+weight that stays gathered in GPU memory its modules wait. Its gradient is not overwritten before
+:meth:`ChunkedStep.wait_for_gradients`. Everything else that reads or changes weights, gradients or state calls
+:meth:`ChunkedStep.finish` first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.hooked_modules import uncompiled
@@ -39,7 +42,8 @@ _GUARD_ATTRIBUTE = "tencache_step_guard"
 
 @uncompiled
 def wait_for_updates(params: Sequence[Any]) -> None:
-    """Returns when parameters that are about to be gathered have their new values.
+    """Returns when parameters that are about to be gathered, or shown, have their new values; on a device, when its
+    current stream comes to this point.
 
     Raises:
         TenCacheError: their update failed.
@@ -95,9 +99,12 @@ def unguard_weights(params: Sequence[Any], guard: StepGuard) -> None:
             delattr(param, _GUARD_ATTRIBUTE)
 
 
-def refuse_void_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-    """A hook of ``state_dict()``. A function, which ``copy.deepcopy(model)`` does not copy."""
-    refuse_void_weights(itertools.islice(module.parameters(), 1))  # all weights of a model have one guard
+def wait_for_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    """A hook of ``state_dict()``, which shows weights that are gathered. A function, which ``copy.deepcopy(model)``
+    does not copy."""
+    params: list[Any] = list(module.parameters())
+    refuse_void_weights(params[:1])  # all weights of a model have one guard
+    wait_for_updates([param for param in params if getattr(param, "ds_status", None) is ZeroParamStatus.AVAILABLE])
 
 
 def hook_stepping(engine_class: Any) -> None:
@@ -162,28 +169,26 @@ class ChunkedStep:
         self._order: dict[Chunk, tuple[int, int]] = {}
         """Of chunks that may wait: ascends as the model defines their weights, which is how the next forward pass needs
         them in general. Groups of parameters have another order: Muon's are sorted by size, with embeddings last."""
-        self._gate: UpdateGate | None = None
+        self.gate: UpdateGate | None = None
+        """Of the weights; None where no step continues."""
         self._overlaps = overlaps
         if overlaps:
-            self._gate = UpdateGate(session.counters, guard)
-            self._background = BackgroundUpdate(update, self._gate, guard, weights.keys_of, session.counters)
+            self.gate = UpdateGate(session.counters, guard)
+            stream = get_accelerator().Stream() if session.surroundings.on_cuda else None
+            self._background = BackgroundUpdate(update, self.gate, guard, weights.keys_of, session.counters, stream)
             session.background = self._background
             for param in itertools.chain.from_iterable(groups):
-                setattr(param, _GATE_ATTRIBUTE, self._gate)
+                setattr(param, _GATE_ATTRIBUTE, self.gate)
 
     # A step
 
-    def begin(self, *, alone: bool) -> None:
-        """A step begins: starts the pass over the state.
-
-        Args:
-            alone: nothing of it may be under way when it returns.
-        """
+    def begin(self) -> None:
+        """A step begins: starts the pass over the state."""
         self._work = []
         self._state.collect()
         chunks = self._all_chunks()
         # A gradient that was replaced is not in the buffer any more when the next backward pass begins.
-        overlaps = self._background is not None and not alone and not self._gradients.any_replaced
+        overlaps = self._background is not None and not self._gradients.any_replaced
         self._later = self._chunks_that_may_wait(chunks) if overlaps else [() for _ in chunks]
         if not any(self._later):
             self._state.begin_pass(itertools.chain.from_iterable(chunks))
@@ -240,8 +245,8 @@ class ChunkedStep:
         Raises:
             TenCacheError: the update failed.
         """
-        if self._gate is not None:
-            self._gate.wait_for(param.ds_id for param in params)
+        if self.gate is not None:
+            self.gate.wait_for(param.ds_id for param in params)
 
     def close(self) -> None:
         """Finishes the current step; after that, nothing waits for this engine's steps. Idempotent."""
@@ -288,8 +293,7 @@ class ChunkedStep:
         return [self._state.chunks(index) for index in range(len(self._groups))]
 
     def _chunks_that_may_wait(self, chunks: Sequence[Sequence[Chunk]]) -> Sequence[Sequence[Chunk]]:
-        """Chunks, by sub-group, that threads of their own update, and whose weights are in host memory, and gathered
-        before anybody sees them."""
+        """Chunks, by sub-group, that threads of their own update, and whose weights nobody uses without a wait."""
         in_use = self._weights.in_use()
         key = (in_use, self._state.version)
         if self._may_wait is None or self._may_wait[0] != key:

@@ -41,6 +41,7 @@ from tencache_ds.observability.spans import Category, span
 from tencache_ds.planning.lookahead import CommitWindow, Walk
 from tencache_ds.profiling.access_trace import AccessTrace
 from tencache_ds.profiling.waits import FetchRecorder
+from tencache_ds.tiers.background_update import UpdateGate
 
 _coordinators: weakref.WeakSet[TenCacheCoordinator] = weakref.WeakSet()
 
@@ -76,6 +77,8 @@ class TenCacheCoordinator(QuickCoordinator):
         """Called after each fetch, on the thread that computes."""
         self.update_may_continue = False
         """Whether an optimizer step may continue behind the next forward pass; the same on every rank."""
+        self.update_gate: UpdateGate | None = None
+        """Of the trained weights: one that stays gathered is awaited where a module with DeepSpeed's hooks uses it."""
         self.fetch_recorder: FetchRecorder | None = None
         """Called for each fetch in a recorded step."""
 
@@ -118,6 +121,8 @@ class TenCacheCoordinator(QuickCoordinator):
                     self._access(param)
                 self._commit(stored)
         self.gather_module(current_submodule, params, forward)
+        if self.update_gate is not None:
+            self.update_gate.wait_for(params)
         if forward and self.fetched_for_forward is not None:
             self.fetched_for_forward(current_submodule)
         if self._tencache_swappers:

@@ -16,6 +16,7 @@ from tencache_ds.integration.device_weights import GatheredWeights
 from tencache_ds.integration.engine_building import on_cuda
 from tencache_ds.integration.reporting import announce
 from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
+from tencache_ds.observability.counters import Stall
 from tencache_ds.placement.gpu_homes import GpuHomes, open_device
 from tencache_ds.placement.moves import GpuMoves, StateMoves
 from tencache_ds.placement.places import GpuUsage
@@ -128,6 +129,7 @@ def build_gpu_homes(
         host_room_nbytes=lambda: available_nbytes() // session.surroundings.local_ranks - LEFT_TO_OTHERS_NBYTES,
         hidden_share=hidden_share,
         without_fetches=weights.stay_gathered,
+        update_waits=lambda: session.counters.stalled_seconds(Stall.UPDATE),
         agree=agreed,
         record_fetches=record_fetches,
         say=say,

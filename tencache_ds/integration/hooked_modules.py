@@ -19,6 +19,9 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 
 _N_CONTEXTS = "tencache_n_user_gathers"
 
+KEEPER = "tencache_kept_by"
+"""Attribute of a parameter that stays gathered: the ``SuspendedHooks`` that keep it."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -72,6 +75,18 @@ def is_free(param: Any) -> bool:
     """Whether no module, gather or user has a parameter now."""
     held = n_user_gathers(param) or param.ds_active_sub_modules
     return not held and param.ds_status is not ZeroParamStatus.INFLIGHT
+
+
+def modules_wait_for(param: Any) -> bool:
+    """Whether a parameter that stays gathered may get its new value behind the next forward pass: all modules that use
+    it wait for that."""
+    keeper = getattr(param, KEEPER, None)
+    return keeper is not None and keeper.modules_wait_for(param)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a model, or one of its modules, is called through torch's compiler."""
+    return any(each._compiled_call_impl is not None or "_orig_mod" in each._modules for each in module.modules())
 
 
 def awaited_of(params: dict[int, Any]) -> list[int]:

@@ -21,6 +21,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from tencache_ds.integration.hooked_modules import modules_wait_for
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.integration.watched_tensors import values_of
 from tencache_ds.observability.counters import Counters, Link
@@ -190,15 +191,12 @@ class ModelWeights:
         return [(params[overlap.segment].ds_id, overlap.numel) for overlap in self._overlaps(chunk)]
 
     def in_use(self) -> frozenset[int]:
-        """The weights whose new values are visible without a gather, or that are not in host memory: persistent ones,
-        and those that are gathered now."""
+        """The weights whose new values somebody could use without waiting for them, persistent ones and those that are
+        gathered now, and those on NVMe, whose staging buffers the next pass needs."""
         return frozenset(
             param.ds_id
             for param in itertools.chain.from_iterable(self._groups)
-            if param.ds_persist
-            or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE
-            or _is_stored(param)
-            or get_accelerator().on_accelerator(param.ds_tensor) != get_accelerator().is_synchronized_device()
+            if _is_stored(param) or (_is_gathered(param) and not modules_wait_for(param))
         )
 
     def write(self, sub_group: int, master: torch.Tensor) -> None:
@@ -255,6 +253,10 @@ class ModelWeights:
             numels = [partition.ds_numel for partition in self._partitions[sub_group]]
             self._found_segments[sub_group] = (list(itertools.accumulate(numels, initial=0))[:-1], numels)
         return self._found_segments[sub_group]
+
+
+def _is_gathered(param: Any) -> bool:
+    return bool(param.ds_persist) or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE
 
 
 def _is_stored(param: Any) -> bool:

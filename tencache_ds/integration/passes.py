@@ -19,6 +19,7 @@ from tencache_ds.integration.device_weights import GatheredWeights
 from tencache_ds.observability import spans
 from tencache_ds.placement.gpu_homes import GpuHomes
 from tencache_ds.placement.host_homes import HostHomes
+from tencache_ds.tiers.background_update import UpdateGate
 
 
 class PassesMixin(DeepSpeedClass):
@@ -31,13 +32,13 @@ class PassesMixin(DeepSpeedClass):
     _updating = False
     _host_homes: HostHomes | None
 
-    def _follow_passes(self, homes: GpuHomes, weights: GatheredWeights) -> None:
+    def _follow_passes(self, homes: GpuHomes, weights: GatheredWeights, gate: UpdateGate | None) -> None:
         """Once DeepSpeed's hooks are there."""
         coordinator = self._get_param_coordinator()
         coordinator.before_pass = self._begin_pass
         coordinator.before_backward = self._begin_backward
         if weights.stay_gathered:
-            self._suspended = SuspendedHooks(self.parameter_offload, weights)
+            self._suspended = SuspendedHooks(self.parameter_offload, weights, gate=gate)
 
     def _begin_pass(self) -> None:
         if self._suspended is not None and self._suspended.n_changes != self._n_hook_changes:

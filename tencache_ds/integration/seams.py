@@ -285,6 +285,7 @@ SEAMS: tuple[Seam, ...] = (
             "DeepSpeedZeRoOffload._register_deepspeed_module(self, module, count)",
             "puts lighter hooks on modules, or none where they have nothing to do",
         ),
+        ("ZeROOrderedDict.__getitem__(self, key)", "waits where a weight is looked up that stays gathered"),
     ),
     *_seams("runtime.zero.linear", Feature.HOOKS, ("LinearFunctionForZeroStage3.forward", "is called quickly")),
     *_seams("runtime.zero.utils", Feature.HOOKS, ("apply_to_tensors_only(function, value, ...)", "looks into outputs")),

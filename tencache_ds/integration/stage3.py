@@ -25,7 +25,7 @@ from tencache_ds.integration.adapters.installed import ZeroOptimizer
 from tencache_ds.integration.adapters.installed import calls as deepspeed_calls
 from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.integration.checkpoint import CheckpointMixin
-from tencache_ds.integration.chunked_step import guarding_weights, refuse_void_state_dict, unguard_weights
+from tencache_ds.integration.chunked_step import guarding_weights, unguard_weights, wait_for_state_dict
 from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.model_weights import in_tier
 from tencache_ds.integration.muon import MuonMixin
@@ -101,12 +101,14 @@ class TenCacheZeroOptimizer_Stage3(
         coordinator = self._get_param_coordinator()
         coordinator.trained = list(self.parameter_offload.module.parameters())
         coordinator.weights_stay = self._weights_stay
-        self._refusing = self.parameter_offload.module.register_state_dict_pre_hook(refuse_void_state_dict)
+        gate = None if self._chunked_step is None else self._chunked_step.gate
+        coordinator.update_gate = gate
+        self._showing = self.parameter_offload.module.register_state_dict_pre_hook(wait_for_state_dict)
         self._finishing = finish_after_forward(self.parameter_offload.module, coordinator.finish_gathers)
         if self.activation_hooks is not None:
             coordinator.fetched_for_forward = self.activation_hooks.note_weights
         if self._gpu_homes is not None and self._gathered is not None:
-            self._follow_passes(self._gpu_homes, self._gathered)
+            self._follow_passes(self._gpu_homes, self._gathered, gate)
         self._plan_peak()
 
     # Gradients
@@ -177,6 +179,7 @@ class TenCacheZeroOptimizer_Stage3(
     def _step(self, closure: Any) -> None:
         with self.step_guard.together("the beginning of an optimizer step"):
             engine = self._require_engine()
+            before = engine.counters.last_step  # with its update, which is over now
             self._write_figures()
             engine.check()
             if self._gradients_mixed:
@@ -201,7 +204,7 @@ class TenCacheZeroOptimizer_Stage3(
         spans.phase("optimizer step")  # of a trace that has begun with this step's end
         coordinator = self._get_param_coordinator()
         if self._gpu_homes is not None:
-            self._gpu_homes.step_done(record, self._update_seconds)
+            self._gpu_homes.step_done(record, before, self._update_seconds)
         if self._host_homes is not None:
             self._host_homes.step_done()
         if engine.activations is not None and self._state_moves is not None:
@@ -254,7 +257,7 @@ class TenCacheZeroOptimizer_Stage3(
         if self._begin_weight_change():
             self._by_chunks = self._may_update_by_chunks()
             if self._by_chunks:
-                built(self._chunked_step).begin(alone=self._gpu_homes is not None and self._gpu_homes.measures_update)
+                built(self._chunked_step).begin()
         start, updater = self._sub_group_starts[sub_group_id], built(self._updater)
         t_start_s = time.perf_counter()
         stock_step = super()._optimizer_step
@@ -360,7 +363,7 @@ class TenCacheZeroOptimizer_Stage3(
             stack.callback(self._stop_following)
             stack.callback(end_passes, module)
             stack.callback(self._finishing.remove)
-            stack.callback(self._refusing.remove)
+            stack.callback(self._showing.remove)
             stack.callback(unguard_weights, list(module.parameters()), self.step_guard)
             stack.callback(self._write_figures)
             if self._shared_weights is not None:

@@ -232,8 +232,8 @@ class BuildingMixin(DeepSpeedClass):
 
     def _uses_gpu_memory(self, arithmetic: CpuAdam | EightBitAdam | None) -> bool:
         """Whether weights may be kept in GPU memory, and state whose update there is known. With 8-bit Adam, whose
-        state stays in RAM, the update would end before ``step()`` returns, and cost more than the copies of weights:
-        where the user asks for it, and no master weights are split over those in RAM."""
+        state stays in RAM, only weights could go there: where the user asks for it, and no master weights are split
+        over those in RAM."""
         if isinstance(arithmetic, EightBitAdam):
             return self._tencache_options.gpu_memory is not None and not self._tencache_options.split_master
         return arithmetic is not None

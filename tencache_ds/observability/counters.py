@@ -43,7 +43,7 @@ class Stall(StrEnum):
     """Writes in flight had to end (checkpoint, shutdown)."""
 
     UPDATE = "update"
-    """A weight was needed before an update in the background had come to it."""
+    """A weight was needed before an update in the background had come to it, or the next step before it was over."""
 
     ACTIVATION_READ = "activation_read"
     """Backward needed an activation before it was read from NVMe."""
@@ -270,6 +270,10 @@ class Counters:
         """Counts a wait of the calling thread that was timed elsewhere."""
         with self._lock:
             self._current().stall_ns[cause.value] += ns
+
+    def stalled_seconds(self, cause: Stall) -> float:
+        """What training threads have waited for a cause so far. Any thread; costs next to nothing."""
+        return self._tally.stall_ns[cause.value] / 1e9
 
     @contextmanager
     def in_background(self, n_steps: int) -> Iterator[None]:

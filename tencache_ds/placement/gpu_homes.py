@@ -114,6 +114,7 @@ class GpuHomes:
         host_room_nbytes: host memory that state may take at once where an allocation needs its GPU memory.
         hidden_share: the share of the update outside GPU memory that overlaps the next forward pass.
         without_fetches: whether modules whose weights are there run without a fetch.
+        update_waits: seconds that this process has waited for updates so far.
         agree: among all ranks.
         record_fetches: sets the recorder of weight fetches, or none.
         activations: those that compete for the memory; None if they stay, or move in any case.
@@ -133,6 +134,7 @@ class GpuHomes:
         host_room_nbytes: Callable[[], int],
         hidden_share: Callable[[], float],
         without_fetches: bool,
+        update_waits: Callable[[], float],
         agree: Agree,
         record_fetches: Callable[[FetchRecorder | None], None],
         say: Callable[[str, float | None], None],
@@ -153,10 +155,11 @@ class GpuHomes:
         # A limit of the user's is for weights, gradients and state: what activations leave of it is not theirs.
         self._activations = activations if options.gpu_memory is None else None
         self._watch = MemoryWatch()
-        self._observer = StepObserver(memory.device.type == "cuda", record_fetches)
+        self._update_waits = update_waits
+        self._observer = StepObserver(memory.device.type == "cuda", record_fetches, update_waits)
         self._n_steps = 0
         self._planning_seconds = 0.0  # which the next step begins with
-        self._t_forward_s = 0.0
+        self._t_forward_s = self._waited_before_s = 0.0
         self._forward_seconds: float | None = None  # of the first pass of this step
         self._planned = False
         self._stuck = False
@@ -175,21 +178,18 @@ class GpuHomes:
         return self._planned
 
     @property
-    def measures_update(self) -> bool:
-        """Whether the update of this step is measured: then it is to be over when the step returns."""
-        return self._observer.observes
-
-    @property
     def releasable_nbytes(self) -> int:
         """Optimizer state that leaves GPU memory within a pass that needs it."""
         return self._moves.state_nbytes if self._memory.lends and not self._stuck else 0
 
-    def step_done(self, record: StepRecord, update_seconds: float) -> None:
-        """An optimizer step is over.
+    def step_done(self, record: StepRecord, before: StepRecord | None, update_seconds: float) -> None:
+        """An optimizer step is over, but for what continues behind the next forward pass.
 
         Args:
             record: its figures.
-            update_seconds: what the optimizer took of it, all sub-groups together; 0 if the step was skipped.
+            before: those of the step before, with all of its update; None of the first.
+            update_seconds: what the optimizer took of it before it returned, all sub-groups together; 0 if the step was
+                skipped.
         """
         self._note_taken()
         if self._left_nbytes:
@@ -200,7 +200,7 @@ class GpuHomes:
         elif not self._planned:
             self._report_left()
             t_start_s = time.perf_counter()
-            self._plan(record, update_seconds)
+            self._plan(record, before, update_seconds)
             self._planning_seconds = time.perf_counter() - t_start_s
         else:
             self._adapt()
@@ -256,7 +256,7 @@ class GpuHomes:
 
     # The plan
 
-    def _plan(self, record: StepRecord, update_seconds: float) -> None:
+    def _plan(self, record: StepRecord, before: StepRecord | None, update_seconds: float) -> None:
         """After the first step, where everything fits; else after one that is like those that follow, by its costs."""
         self._memory.synchronize()
         self._n_steps += 1
@@ -276,9 +276,9 @@ class GpuHomes:
             if self._n_steps < WARM_UP_STEPS:
                 return
             seconds = record.seconds - self._planning_seconds
-            self._observer.step_done(record, seconds, update_seconds, self._forward_seconds or 0.0)
+            if before is not None:
+                self._observer.step_done(record, before, seconds, update_seconds, self._forward_seconds or 0.0)
             if self._agree("whether more steps are to be observed", not self._observer.has_enough, any):
-                self._moves.collect()  # so that no update goes on beside it
                 clock = self._observer.begin_step(seconds)
                 if self._activations is not None:
                     self._activations.measure(clock)
@@ -360,8 +360,9 @@ class GpuHomes:
         return groups
 
     def _weight(self, shard: Shard, seconds: float) -> Weight:
-        numel, nbytes = self._moves.gradient_of(shard.key)
-        return Weight(shard.nbytes, seconds, shard.nbytes if shard.frees_host else 0, nbytes, numel)
+        return Weight(
+            shard.nbytes, seconds, shard.nbytes if shard.frees_host else 0, self._moves.gradient_nbytes_of(shard.key)
+        )
 
     def _costs(
         self,
@@ -399,7 +400,7 @@ class GpuHomes:
         )
         rates = UpdateRates(
             max(numel, 1) / max(typical.arithmetic, 1e-6),
-            nvme_bytes_per_s(stored, typical.update, typical.passes, self._staging_nbytes()),
+            nvme_bytes_per_s(stored, typical.update, typical.without_update, self._staging_nbytes()),
             self._tier.resident_nbytes + max(self._host_left_nbytes(), 0),
             rate,
             self._hidden_share(),
@@ -428,7 +429,7 @@ class GpuHomes:
         if not self._moves.bring_weights(moving, self._agree):
             return plan
         if chosen != set(wanted):  # as many chunks as fit beside these weights, with their gradients
-            taken = self._moves.weight_nbytes + sum(self._moves.gradient_of(key)[1] for key in chosen)
+            taken = self._moves.weight_nbytes + sum(self._moves.gradient_nbytes_of(key) for key in chosen)
             free = [[dataclasses.replace(chunk, weights=()) for chunk in group] for group in chunks]
             left_nbytes, lasting_nbytes = max(budget.nbytes - taken, 0), max(budget.lasting_nbytes - taken, 0)
             plan = dataclasses.replace(costs, weights=[]).plan(free, left_nbytes, lasting_nbytes)
@@ -444,12 +445,13 @@ class GpuHomes:
 
     def begin_pass(self) -> None:
         """A forward pass begins."""
-        self._t_forward_s = time.perf_counter()
+        self._t_forward_s, self._waited_before_s = time.perf_counter(), self._update_waits()
 
     def begin_backward(self) -> None:
         """A backward pass begins."""
         if self._forward_seconds is None:
-            self._forward_seconds = time.perf_counter() - self._t_forward_s
+            waited_s = self._update_waits() - self._waited_before_s
+            self._forward_seconds = time.perf_counter() - self._t_forward_s - waited_s
 
     # Giving back
 

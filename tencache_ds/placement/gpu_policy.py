@@ -13,8 +13,7 @@ counted as nothing: a GPU's memory is an order of magnitude faster than the host
 
 State needs no weights beside it: 12 bytes per parameter save its update, 16 its copies too. Where a weight and all of
 its state are there, its gradient is as well, and nothing crosses PCIe. Where the next forward pass is longer than the
-update beside it, state saves next to nothing; but a weight that is there without its state is visible, and its update
-is over before the pass begins.
+update beside it, state saves next to nothing, and weights come first.
 
 An activation that stays saves what a step waits for its copies out and back, in every micro-step, and the host memory
 that it would be in. It takes its bytes at the peak of a pass, when most of them are there at the same time.
@@ -171,14 +170,12 @@ class Weight:
         seconds: what a step takes longer because it is not in GPU memory.
         host_nbytes: host memory that optimizer state can take when it is.
         gradient_nbytes: of its gradient, which is there when the weight and all of its state are.
-        numel: parameters that an update changes.
     """
 
     nbytes: int
     seconds: float
     host_nbytes: int = 0
     gradient_nbytes: int = 0
-    numel: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +217,7 @@ class UpdateRates:
         nvme_bytes_per_s: of this rank's share of NVMe, reads and writes together; None where no state is there.
         host_nbytes: host memory for optimizer state; the rest is on NVMe.
         link_bytes_per_s: of copies between host and GPU memory, in either direction.
-        hidden_share: of an update of weights outside GPU memory, what may go on beside the next forward pass.
+        hidden_share: of an update outside GPU memory, what may go on beside the next forward pass.
         forward_seconds: of that pass.
     """
 
@@ -231,15 +228,9 @@ class UpdateRates:
     hidden_share: float = 0.0
     forward_seconds: float = 0.0
 
-    def exposed_seconds(self, update_seconds: Any, visible_numel: int | Array) -> Any:
-        """What an update adds to a step.
-
-        Args:
-            update_seconds: see :meth:`seconds`.
-            visible_numel: parameters updated outside GPU memory whose weights are there.
-        """
-        may_hide = np.maximum(update_seconds - visible_numel / self.params_per_s, 0.0) * self.hidden_share
-        return update_seconds - HIDDEN_GAIN * np.minimum(may_hide, self.forward_seconds)
+    def exposed_seconds(self, update_seconds: Any) -> Any:
+        """What an update adds to a step; see :meth:`seconds`."""
+        return update_seconds - HIDDEN_GAIN * np.minimum(update_seconds * self.hidden_share, self.forward_seconds)
 
     def seconds(self, numel: int, nbytes: int, freed_nbytes: int | Array = 0, crossing_nbytes: int | Array = 0) -> Any:
         """Duration of an update; per element, if an argument is an array.
@@ -308,28 +299,26 @@ def plan_gpu(
     used = _running([_rounded(chunk.nbytes) for chunk in chunks])
     numel, nbytes = _running([chunk.numel for chunk in chunks]), _running([chunk.nbytes for chunk in chunks])
     per_byte = 0.0 if rates.nvme_bytes_per_s is None else 2 / rates.nvme_bytes_per_s
-    per_visible = {0.0, 1 / rates.params_per_s if rates.hidden_share else 0.0}
 
     def update_seconds(n: int, freed_nbytes: int | Array, crossing_nbytes: int | Array) -> Any:
         left = int(numel[-1] - numel[n]), int(nbytes[-1] - nbytes[n])
         return rates.seconds(*left, freed_nbytes, crossing_nbytes)
 
-    def exposed(n: int, freed_nbytes: Array, crossing_nbytes: Array, visible_numel: Array) -> Any:
-        return rates.exposed_seconds(update_seconds(n, freed_nbytes, crossing_nbytes), visible_numel)
+    def exposed(n: int, freed_nbytes: Array, crossing_nbytes: Array) -> Any:
+        return rates.exposed_seconds(update_seconds(n, freed_nbytes, crossing_nbytes))
 
     def left(n: int) -> int:
         nbytes = max(budget_nbytes - int(used[n]), 0)
         return nbytes if lasting_nbytes is None else min(nbytes, lasting_nbytes)
 
     def seconds_of(n: int, knapsack: _Knapsack, there: Array) -> tuple[float, float]:
-        freed, crossing, visible = knapsack.effects(there)
-        update = float(update_seconds(n, freed, crossing))
-        return float(rates.exposed_seconds(update, visible)) + float(items.seconds[~there].sum()), update
+        update = float(update_seconds(n, *knapsack.effects(there)))
+        return float(rates.exposed_seconds(update)) + float(items.seconds[~there].sum()), update
 
     def roughly(n: int) -> tuple[float, int]:
         # Of equally good ones, that with the most state there: less traffic, whatever it is hidden behind.
-        knapsacks = [_Knapsack(items, n, per_byte, each) for each in per_visible]
-        return min(seconds_of(n, each, each.greedily(left(n)))[0] for each in knapsacks), -n
+        knapsack = _Knapsack(items, n, per_byte)
+        return seconds_of(n, knapsack, knapsack.greedily(left(n)))[0], -n
 
     most = max(least, int(np.searchsorted(used, budget_nbytes, side="right")) - 1)
     stride = max((most - least) // _GRID, 1)
@@ -339,8 +328,8 @@ def plan_gpu(
         compared[n] = roughly(n)
     plans = []
     for n in sorted(compared, key=compared.__getitem__)[:_TRIED]:
-        for worth in sorted(itertools.product({0.0, per_byte}, per_visible)):
-            knapsack = _Knapsack(items, n, *worth)
+        for worth in sorted({0.0, per_byte}):
+            knapsack = _Knapsack(items, n, worth)
             there = knapsack.choose(left(n), functools.partial(exposed, n))
             plans.append(
                 GpuPlan(
@@ -422,7 +411,6 @@ class _Items:
         self.sizes = np.array([_rounded(item.nbytes) for item in items], np.int64)
         self.seconds = np.array([item.seconds for item in items], np.float64)
         self.host = np.array([item.host_nbytes for item in items], np.int64)
-        self.numel = np.array([weight.numel for weight in weights] + none, np.int64)
         self.gradients = np.array([weight.gradient_nbytes for weight in weights] + none, np.int64)
         self.gradient_sizes = np.array([_rounded(weight.gradient_nbytes) for weight in weights] + none, np.int64)
         self.crossing = np.maximum(self.gradients, [item.nbytes for item in items])
@@ -438,23 +426,20 @@ class _Knapsack:
         items: all of them.
         n: chunks of state that are there.
         per_byte: seconds that host memory which they free is taken to be worth.
-        per_visible: seconds that the update of a parameter is taken to cost once its weight is visible.
     """
 
-    def __init__(self, items: _Items, n: int, per_byte: float, per_visible: float) -> None:
+    def __init__(self, items: _Items, n: int, per_byte: float) -> None:
         complete = items.complete_with <= n
         self.sizes = items.sizes + complete * items.gradient_sizes
         self._host = items.host + complete * items.gradients
         self._crossing = complete * items.crossing
-        self._visible = ~complete * items.numel
         self._seconds = items.seconds
-        worth = self._seconds + self._host * per_byte - self._visible * per_visible
-        order = np.argsort(-worth / np.maximum(self.sizes, 1), kind="stable")
-        self._order = order[worth[order] >= 0]
+        worth = self._seconds + self._host * per_byte
+        self._order = np.argsort(-worth / np.maximum(self.sizes, 1), kind="stable")
 
-    def effects(self, there: Array) -> tuple[int, int, int]:
-        """Of what is there: host memory that is free, bytes that cross PCIe, and parameters that are visible."""
-        return int(self._host[there].sum()), int(self._crossing[~there].sum()), int(self._visible[there].sum())
+    def effects(self, there: Array) -> tuple[int, int]:
+        """Of what is there: host memory that is free, and bytes that cross PCIe."""
+        return int(self._host[there].sum()), int(self._crossing[~there].sum())
 
     def greedily(self, budget: int) -> Array:
         """Whether each item is chosen, greedily."""
@@ -462,7 +447,7 @@ class _Knapsack:
         there[self._order[: int(np.searchsorted(np.cumsum(self.sizes[self._order]), budget, side="right"))]] = True
         return there
 
-    def choose(self, budget: int, seconds_of_update: Callable[[Array, Array, Array], Any]) -> Array:
+    def choose(self, budget: int, seconds_of_update: Callable[[Array, Array], Any]) -> Array:
         """Whether each item is chosen: greedily, but for those around the point where that ends.
 
         Args:
@@ -478,11 +463,10 @@ class _Knapsack:
         there[order[:start]] = True
         left = budget - int(running[start])
         combinations = (np.arange(2 ** len(core))[:, None] >> np.arange(len(core))) & 1
-        freed, crossing, visible = self.effects(there)
+        freed, crossing = self.effects(there)
         costs = seconds_of_update(
             freed + combinations @ self._host[core],
             crossing - combinations @ self._crossing[core],
-            visible + combinations @ self._visible[core],
         )
         costs = costs - combinations @ self._seconds[core]
         costs = np.where(combinations @ self.sizes[core] <= left, costs, np.inf)

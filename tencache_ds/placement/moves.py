@@ -391,10 +391,9 @@ class GpuMoves:
             runs.append(tuple(keys[first : last + 1]))
         return runs
 
-    def gradient_of(self, key: int) -> tuple[int, int]:
-        """Elements of a weight's gradient, and its bytes with those of its momentum; 0 where none is accumulated."""
-        nbytes = self._gradients.nbytes_of(key) if self._gradients.accumulates(key) else 0
-        return nbytes // self._gradients.dtype.itemsize, nbytes + self._momentum_nbytes(key)
+    def gradient_nbytes_of(self, key: int) -> int:
+        """Bytes of a weight's gradient, with those of its momentum; 0 where none is accumulated."""
+        return self._gradients.nbytes_of(key) + self._momentum_nbytes(key) if self._gradients.accumulates(key) else 0
 
     # Into GPU memory, between two steps
 

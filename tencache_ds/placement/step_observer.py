@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observes the steps that a plan is made from: their times, and of the last one what it waits for.
+"""Observes the steps that a plan is made from: their times, and of the last one what it waits for. They are steps like
+all others: the update of the one before goes on beside the forward pass, and its figures are known when that is over.
 
 The length of later steps is predicted from some of the first ones. The first two build what later steps find, and take
 up to twice as long. Those after them still vary, on a virtual machine by a third in both directions. So the typical one
@@ -44,26 +45,33 @@ class StepTimes:
     """Times of one step, in seconds.
 
     Attributes:
-        forward: of its first forward pass.
-        other_passes: of what follows that until the update.
-        update: of its update.
+        forward: of its first forward pass, without waits for an update.
+        other_passes: of what follows that until the update, the same.
+        update: of an update, also of what goes on beside the next forward pass.
         arithmetic: of these, without waits for NVMe.
+        exposed: what the step took longer for updates: its own before it returned, and waits for the one before.
     """
 
     forward: float
     other_passes: float
     update: float
     arithmetic: float
+    exposed: float
 
     @property
     def passes(self) -> float:
-        """Seconds of the step without its update."""
+        """Seconds of the step without what it took longer for updates."""
         return self.forward + self.other_passes
 
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return self.passes + self.update
+        return self.passes + self.exposed
+
+    @property
+    def without_update(self) -> float:
+        """Seconds of the step in which no update goes on."""
+        return max(self.total - self.update, 0.0)
 
 
 class ObservedSteps:
@@ -126,13 +134,20 @@ class StepObserver:
     Args:
         on_cuda: whether the compute device works beside the host.
         record_fetches: sets the recorder of weight fetches, or none.
+        update_waits: seconds that this process has waited for updates so far.
     """
 
-    def __init__(self, on_cuda: bool, record_fetches: Callable[[FetchRecorder | None], None]) -> None:
+    def __init__(
+        self,
+        on_cuda: bool,
+        record_fetches: Callable[[FetchRecorder | None], None],
+        update_waits: Callable[[], float],
+    ) -> None:
         self._on_cuda = on_cuda
         self._record_fetches = record_fetches
+        self._update_waits = update_waits
         self._steps = ObservedSteps()
-        self._observes = False
+        self._observes = self._updated = False
         self._recorder: FetchRecorder | None = None
 
     def begin_step(self, seconds: float) -> StreamClock:
@@ -147,32 +162,37 @@ class StepObserver:
         clock = CudaStreamClock() if self._on_cuda else HostClock()
         if self._steps.next_may_be_last:
             lifetime_s = max(_LIFETIME_FACTOR * seconds, _LEAST_LIFETIME_S)
-            self._recorder = FetchRecorder(clock, CudaIdle(lifetime_s) if self._on_cuda else SynchronousIdle())
+            idle = CudaIdle(lifetime_s) if self._on_cuda else SynchronousIdle()
+            self._recorder = FetchRecorder(clock, idle, update_waits=self._update_waits)
             self._record_fetches(self._recorder)
         return clock
 
-    def step_done(self, record: StepRecord, seconds: float, update_seconds: float, forward_seconds: float) -> None:
-        """It is over, and the device was waited for. A step that was not observed does not count, nor does one that
-        was skipped, as with fp16 and an overflow: it says nothing about the update.
+    def step_done(
+        self, record: StepRecord, before: StepRecord, seconds: float, update_seconds: float, forward_seconds: float
+    ) -> None:
+        """It is over but for its update, and the device was waited for. A step that was not observed does not count,
+        nor does one that was skipped, as with fp16 and an overflow, or that follows such a step: it says nothing about
+        the update.
 
         Args:
             record: its figures.
+            before: those of the step before, with its update.
             seconds: of it, without planning at its start.
-            update_seconds: what the optimizer took of it; 0 if the step was skipped.
-            forward_seconds: of its first forward pass.
+            update_seconds: what the optimizer took of it before it returned; 0 if the step was skipped.
+            forward_seconds: of its first forward pass, without waits for an update.
         """
-        if not self._observes or not update_seconds:
+        updated_before, self._updated = self._updated, bool(update_seconds)
+        if not (self._observes and self._updated and updated_before):
             return
-        passes_seconds = max(seconds - update_seconds, 0.0)
+        exposed = update_seconds + record.stall_seconds[Stall.UPDATE]
+        passes_seconds = max(seconds - exposed, 0.0)
         forward_seconds = min(forward_seconds, passes_seconds)
-        waiting = record.stall_seconds[Stall.OPTIMIZER_READ] + record.stall_seconds[Stall.BUFFER]
-        arithmetic = max(update_seconds - waiting, 0.0)
-        self._steps.add(StepTimes(forward_seconds, passes_seconds - forward_seconds, update_seconds, arithmetic))
-
-    @property
-    def observes(self) -> bool:
-        """Whether the step that goes on, or is next, is observed."""
-        return self._observes
+        update = update_seconds + before.background_seconds
+        stalls = (record.stall_seconds, before.background_stall_seconds)
+        waiting = sum(each.get(cause, 0.0) for each in stalls for cause in (Stall.OPTIMIZER_READ, Stall.BUFFER))
+        arithmetic = max(update - waiting, 0.0)
+        other_seconds = passes_seconds - forward_seconds
+        self._steps.add(StepTimes(forward_seconds, other_seconds, update, arithmetic, exposed))
 
     @property
     def has_enough(self) -> bool:

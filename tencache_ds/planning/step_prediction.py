@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FixedPart:
-    """What no plan changes of a step whose update was over when it returned.
+    """What no plan changes of a step.
 
     Attributes:
-        passes_seconds: of the step without its update, and without what weights and activations cost that can move.
+        passes_seconds: of the step without what it takes longer for updates, and without what weights and activations
+            cost that can move.
         forward_seconds: of its first forward pass.
         hidden_share: of an update outside GPU memory, what goes on beside the next forward pass from now on.
         staging_nbytes: buffers for optimizer state on its way from and to NVMe.
@@ -36,7 +37,7 @@ def nvme_bytes_per_s(
     Args:
         stored_nbytes: of state on NVMe, read and written once each.
         update_seconds: of its update.
-        passes_seconds: of the rest of it.
+        passes_seconds: of the rest of it, in which no update goes on.
         staging_nbytes: buffers for this state.
 
     Returns:

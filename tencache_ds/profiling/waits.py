@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compute device waits for in a step, and how long: fetches of weights, and copies of saved tensors."""
+"""What the compute device waits for in a step, and how long: fetches of weights, and copies of saved tensors. Waits for
+the update that goes on behind the forward pass are left out: they are no reason to move anything."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,12 +72,13 @@ class FetchWait:
 
 @dataclass(slots=True)
 class _Fetch:
-    """Fetch of one module's weights. Times are those of the host, in seconds.
+    """Fetch of one module's weights. Times are those of the host, in seconds, without waits for an update.
 
     Attributes:
         t_start: when it began.
         weights: of each of the module's weights, its bytes.
         seconds: all of it.
+        update_seconds: what it has waited for an update.
         awaited: of each weight that the device waits for, its bytes.
         before, after: by the device's clock, where it waits.
         gathers: of each gather, its time, and the weights.
@@ -86,6 +88,7 @@ class _Fetch:
     t_start: Any
     weights: Mapping[int, int] = field(default_factory=dict)
     seconds: float = 0.0
+    update_seconds: float = 0.0
     awaited: dict[int, int] = field(default_factory=dict)
     before: Any = None
     after: Any = None
@@ -116,16 +119,26 @@ class FetchRecorder:
         clock: of the device.
         idle: of the device, from now on.
         host: the host's clock.
+        update_waits: seconds that this process has waited for updates so far.
     """
 
-    def __init__(self, clock: StreamClock, idle: CudaIdle | SynchronousIdle, host: StreamClock | None = None) -> None:
+    def __init__(
+        self,
+        clock: StreamClock,
+        idle: CudaIdle | SynchronousIdle,
+        host: StreamClock | None = None,
+        *,
+        update_waits: Callable[[], float] = float,
+    ) -> None:
         self._clock = clock
         self._idle = idle
         self._host: StreamClock = HostClock() if host is None else host
         self._fetches: list[_Fetch] = []
         self._fetch: _Fetch | None = None  # under way
+        self._update_waits = update_waits
         self._t_hook: Any = None  # start of the hook under way, by the host's clock
         self._t_gather: Any = None  # of the gather, the same
+        self._waited_fetch_s = self._waited_gather_s = 0.0  # for updates, before the fetch and the gather under way
         self._t_end: Any = None  # of the last fetch or release
         self._bucket_of: dict[int, Mapping[int, int]] = {}  # gathered, not waited for
 
@@ -142,11 +155,12 @@ class FetchRecorder:
         start, self._t_hook = self._t_hook, None
         if start is None:
             start = self._host.mark()
+        self._waited_fetch_s = self._update_waits()
         self._fetch = _Fetch(start, before=self._clock.mark() if waits else None)
 
     def before_gather(self) -> None:
         """Within a fetch, weights are gathered next: the module's own or later ones."""
-        self._t_gather = self._host.mark()
+        self._t_gather, self._waited_gather_s = self._host.mark(), self._update_waits()
 
     def after_gather(self, weights: Mapping[int, int]) -> None:
         """That was issued.
@@ -156,7 +170,8 @@ class FetchRecorder:
         """
         if self._fetch is not None and weights:
             bucket = dict(weights)
-            self._fetch.gathers.append((self._seconds_since(self._t_gather), bucket))
+            seconds = self._seconds_since(self._t_gather) - (self._update_waits() - self._waited_gather_s)
+            self._fetch.gathers.append((seconds, bucket))
             self._bucket_of |= dict.fromkeys(bucket, bucket)
 
     def after_fetch(self, weights: Mapping[int, int], awaited: Iterable[int]) -> None:
@@ -174,7 +189,8 @@ class FetchRecorder:
         for key in awaited:
             fetch.awaited |= self._bucket_of.pop(key, {key: weights[key]})
         fetch.weights = dict(weights)
-        fetch.seconds = self._seconds_since(fetch.t_start)
+        fetch.update_seconds = self._update_waits() - self._waited_fetch_s
+        fetch.seconds = self._seconds_since(fetch.t_start) - fetch.update_seconds
         self._fetches.append(fetch)
 
     def after_release(self, weights: Mapping[int, int]) -> None:
@@ -247,11 +263,13 @@ class FetchRecorder:
         idle_seconds = self._idle.seconds(fetches[0].t_start, end)
         # In those that wait, the device is idle while the host prepares what it waits for.
         idle_seconds -= sum(min(self._waited_seconds(fetch), fetch.seconds) for fetch in fetches if fetch.awaited)
+        idle_seconds -= sum(fetch.update_seconds for fetch in fetches)
         return min(max(idle_seconds, 0.0) / max(seconds, 1e-9), 1.0)
 
     def _waited_seconds(self, fetch: _Fetch) -> float:
-        """Seconds that the device waits for a fetch that makes it wait."""
-        return max(self._clock.seconds_between(fetch.before, fetch.after), 0.0)
+        """Seconds that the device waits for a fetch that makes it wait; at least, where that waits for an update with
+        work left on the device."""
+        return max(self._clock.seconds_between(fetch.before, fetch.after) - fetch.update_seconds, 0.0)
 
 
 def _shares(weights: Mapping[int, int]) -> list[tuple[int, float]]:

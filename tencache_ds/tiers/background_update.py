@@ -8,13 +8,20 @@ users at an :class:`~tencache_ds.tiers.background_update.UpdateGate`. The number
 [Note: gate] Blocks readers of a weight until its update is published, and no longer.
 
 A weight's gradient is read by the same chunks, so the same gate keeps the next backward pass from overwriting it.
+
+[Note: weights in GPU memory] Their new values are copied there on a stream of the update's own. It first waits for the
+stream of the training as it is when the update begins: kernels of the last backward pass may still read the old values.
+Whoever passes the gate has the current stream wait for the copies that have been issued by then. The thread that
+updates waits for all of them before it ends, so nothing is left on the stream when :meth:`BackgroundUpdate.finish`
+returns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
@@ -44,6 +51,7 @@ class UpdateGate:
         self._guard = guard
         self._changed = threading.Condition()
         self._chunks_left: Counter[int] = Counter()  # of each weight that is not up to date
+        self._copied: torch.cuda.Event | None = None  # behind the copies to the device that were issued last
         self._failed = False
 
     def close(self, chunks: Iterable[Iterable[int]]) -> None:
@@ -56,9 +64,15 @@ class UpdateGate:
             self._failed = False
             self._chunks_left = Counter(key for keys in chunks for key in keys)
 
-    def updated(self, keys: Iterable[int]) -> None:
-        """A chunk with elements of these weights has its new values, and its gradient is not needed any more."""
+    def updated(self, keys: Iterable[int], copied: torch.cuda.Event | None = None) -> None:
+        """A chunk with elements of these weights has its new values, and its gradient is not needed any more.
+
+        Args:
+            keys: the weights.
+            copied: an event behind the copies to the device so far, for those of them that are there.
+        """
         with self._changed:
+            self._copied = copied
             opened = False
             for key in keys:
                 self._chunks_left[key] -= 1
@@ -68,6 +82,10 @@ class UpdateGate:
             if opened:
                 self._changed.notify_all()
 
+    def copies_ended(self) -> None:
+        """The device has all new values that were sent to it: streams need not wait any more."""
+        self._copied = None
+
     def failed(self) -> None:
         """The update ended early, and the step is void: who waits for a weight that is left gets an error."""
         with self._changed:
@@ -75,14 +93,20 @@ class UpdateGate:
             self._changed.notify_all()
 
     def wait_for(self, keys: Iterable[int]) -> None:
-        """Returns when weights have their new values; at once if no update is under way.
+        """Returns when weights have their new values; at once if no update is under way. In the memory of a device
+        they have them when its current stream comes to this point.
 
         Raises:
             VoidStepError: the update failed.
             TenCacheError: it takes too long.
         """
-        if not self._chunks_left:
-            return
+        if self._chunks_left:
+            self._wait_for(keys)
+        copied = self._copied
+        if copied is not None:
+            torch.cuda.current_stream(copied.device).wait_event(copied)
+
+    def _wait_for(self, keys: Iterable[int]) -> None:
         with self._changed:
             wanted = [key for key in keys if key in self._chunks_left]
             if not wanted:
@@ -112,6 +136,7 @@ class BackgroundUpdate:
         guard: knows that the step is void if this update fails.
         keys_of: the weights (keys) that a chunk has elements of.
         counters: waits of the update are not those of the training.
+        stream: for copies to weights in device memory, see [Note: weights in GPU memory]; None without such a device.
     """
 
     def __init__(
@@ -121,12 +146,14 @@ class BackgroundUpdate:
         guard: StepGuard,
         keys_of: Callable[[Chunk], Sequence[int]],
         counters: Counters,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._update = update
         self._gate = gate
         self._guard = guard
         self._keys_of = keys_of
         self._counters = counters
+        self._stream = stream
         self._lock = threading.Lock()
         self._running: Future[None] | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tencache-update")
@@ -143,10 +170,13 @@ class BackgroundUpdate:
         return running is not None and bool(wait([running], seconds).not_done)
 
     def begin(self, work: Work) -> None:
-        """Starts an update; the one before must be finished."""
+        """Starts an update; the one before must be finished. Weights keep their old values for what the current stream
+        has been given so far."""
         self.finish()
         self._gate.close(self._keys_of(chunk) for _, chunks in work for chunk in chunks)
         self._guard.update_begins()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self._running = self._executor.submit(self._run, work, self._counters.n_steps)
 
     def run_in_background(self, job: Callable[[], None]) -> None:
@@ -162,7 +192,9 @@ class BackgroundUpdate:
         """
         running = self._running
         if running is not None:
-            wait([running])
+            if not running.done():
+                with self._counters.stall(Stall.UPDATE, "the end of the optimizer step"):
+                    wait([running])
             with self._lock:
                 if self._running is running:
                     self._running = None
@@ -183,7 +215,7 @@ class BackgroundUpdate:
 
     def _run(self, work: Work, n_steps: int) -> None:
         try:
-            with torch.no_grad(), self._counters.in_background(n_steps):
+            with torch.no_grad(), self._counters.in_background(n_steps), self._copying():
                 self._update.run(work, self._finished)
         except BaseException as error:
             self._guard.update_failed(error)
@@ -191,5 +223,25 @@ class BackgroundUpdate:
             raise
         self._guard.update_ended()
 
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Within the block work for the device is issued to the update's stream, and is over when it ends, with an
+        error too: what a load then writes must not be overwritten."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                self._issued().synchronize()
+                self._gate.copies_ended()
+
+    def _issued(self) -> torch.cuda.Event:
+        """An event behind everything issued to the update's stream; to wait for it takes no processor."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event
+
     def _finished(self, chunk: Chunk) -> None:
-        self._gate.updated(self._keys_of(chunk))
+        self._gate.updated(self._keys_of(chunk), None if self._stream is None else self._issued())

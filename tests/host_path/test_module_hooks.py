@@ -15,13 +15,13 @@ import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.partition_parameters import _init_external_params
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, _init_external_params
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import set_z3_leaf_modules
 
 from tencache_ds.host_path.module_hooks import lighten_hooks
-from tencache_ds.host_path.suspended_hooks import _Taken
-from tencache_ds.integration.hooked_modules import has_weights, params_of
+from tencache_ds.host_path.suspended_hooks import SuspendedHooks, _Taken
+from tencache_ds.integration.hooked_modules import has_weights, modules_wait_for, params_of
 
 
 def test_hooks_come_back_in_their_order() -> None:
@@ -50,6 +50,96 @@ def test_hooks_come_back_in_their_order() -> None:
     calls.clear()
     module(torch.zeros(1))
     assert calls == ["first", "before", "backward", "after", "later"]
+
+
+class Gate:
+    """Takes down who waits for what."""
+
+    def __init__(self) -> None:
+        self.keys: list[int] = []
+
+    def wait_for(self, keys: Any) -> None:
+        self.keys += keys
+
+
+class Tied(torch.nn.Module):
+    """Its last module has the weight of the first one, and the one between uses it as well: an external parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.last = (torch.nn.Linear(2, 2, bias=False) for _ in range(3))
+        self.last.weight = self.first.weight
+        self.plain = torch.nn.ReLU()
+        for key, param in enumerate(self.parameters()):
+            param.ds_id, param.ds_persist, param.ds_status = key, False, ZeroParamStatus.AVAILABLE
+            param.ds_tensor, param.ds_active_sub_modules, param.partition = param.data, set(), mock.Mock()
+        for module in self.modules():
+            _init_external_params(module)
+            parameter_offload._inject_parameters(module, parameter_offload.ZeROOrderedDict)
+        self.between._external_params[0] = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.plain(self.between(self.first(x))))
+
+
+def suspended(model: torch.nn.Module, gate: Gate | None) -> tuple[SuspendedHooks, list[Any]]:
+    """A model's hooks that were taken off, and what the only one of DeepSpeed's on each module was called with."""
+    called: list[Any] = []
+    handles = [module.register_forward_pre_hook(lambda *args: called.append(args)) for module in model.children()]
+    coordinator = mock.Mock(is_complete_trace=lambda: False, is_invalid_trace=lambda: True)
+    offload: Any = SimpleNamespace(
+        module=model, forward_hooks=handles, backward_hooks=[], get_param_coordinator=lambda: coordinator
+    )
+    weights: Any = SimpleNamespace(version=0, stays=lambda param: True)
+    hooks = SuspendedHooks(offload, weights, gate=gate)  # type: ignore[arg-type]
+    hooks.suspend()
+    return hooks, called
+
+
+def test_modules_without_hooks_wait_for_all_weights_that_they_use() -> None:
+    model, gate = Tied(), Gate()
+    hooks, called = suspended(model, gate)
+    assert set(hooks.modules) == set(model.children())
+    for module, keys in ((model.first, [0]), (model.between, [1, 0]), (model.last, [0]), (model.plain, [])):
+        gate.keys.clear()
+        for hook in module._forward_pre_hooks.values():
+            hook(module, ())
+        assert gate.keys == keys
+    gate.keys.clear()
+    torch.nn.functional.linear(torch.zeros(1, 2), model.between.weight)  # by another module or a function
+    assert gate.keys == [1]
+    copied = copy.deepcopy(model)
+    gate.keys.clear()
+    copied(torch.zeros(1, 2))
+    assert gate.keys == [0, 1, 0, 0]
+    assert not called
+    hooks.close()
+    assert {type(module._parameters) for module in model.children()} == {parameter_offload.ZeROOrderedDict}
+    gate.keys.clear()
+    model(torch.zeros(1, 2))
+    assert len(called) == 4
+    assert not gate.keys
+
+
+def test_a_weight_waits_for_an_update_behind_a_pass_where_all_its_modules_do() -> None:
+    model = Tied()
+    model.between.weight.ds_persist = True  # of DeepSpeed's own
+    hooks, _ = suspended(model, Gate())
+    assert [modules_wait_for(param) for param in model.parameters()] == [True, False]
+
+
+@pytest.mark.parametrize("case", ["resumed", "no overlap", "compiled"])
+def test_otherwise_its_update_comes_first(case: str) -> None:
+    model, gate = Tied(), Gate()
+    if case == "compiled":
+        model.first.compile(backend="eager")
+    hooks, _ = suspended(model, None if case == "no overlap" else gate)
+    assert hooks.modules
+    if case == "resumed":
+        hooks.resume()
+    assert not any(modules_wait_for(param) for param in model.parameters())
+    model.between(torch.zeros(1, 2))
+    assert not gate.keys
 
 
 class Coordinator:

@@ -4,7 +4,8 @@
 On a GPU this is the real thing. On the CPU accelerator ordinary memory stands in for the device's, and the update team
 for the GPU kernel; all else is what runs on a GPU: the plan, the moves, what leaves when memory gets short, saving. A
 case may say by ``"device_memory"`` how much there is, by ``"copy_rate"`` how slow copies are taken to be, by
-``"moves"`` that places change at random after steps, and by ``"peak"`` that memory is measured.
+``"delay_s"`` how much longer each chunk takes that is updated behind a pass, by ``"moves"`` that places change at
+random after steps, and by ``"peak"`` that memory is measured.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import json
 import random
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -39,6 +41,7 @@ from tencache_ds.profiling.waits import FetchRecorder, FetchWait
 from tencache_ds.runtime import session, state_building
 from tencache_ds.tiers.device_update import Launch, Run
 from tencache_ds.tiers.fused_adam import TYPES, FusedAdam
+from tencache_ds.tiers.update import ChunkedUpdate
 from tests.tiers.ordinary_device import OrdinaryDevice
 
 plain_config = training.config_for
@@ -48,7 +51,12 @@ CAPACITY: dict[str, float] = {"nbytes": AMPLE_NBYTES, "copy_rate": 1e10}
 
 NOT_FOR_STOCK = {"tencache", "capacity", "copy_rate", "device_memory", "moves", "places", "shrinks_at",
                  "host_available", "nvme_free", "host_runs_out_at", "beside_zero_init", "takes_back",
-                 "hands_back"}  # fmt: skip
+                 "hands_back", "delay_s"}  # fmt: skip
+plain_finish = ChunkedUpdate._finish
+delay_s = 0.0
+n_behind = 0
+"""Chunks that were updated behind a pass, in the case at hand."""
+
 stock_results: dict[str, dict[str, Any]] = {}
 """Many cases differ in these keys only."""
 
@@ -108,6 +116,15 @@ class OrdinaryMemory(OrdinaryDevice):
         memory = torch.full((nbytes,), 0xCB, dtype=torch.uint8)
         self._given.append(weakref.ref(memory.untyped_storage()))
         return memory
+
+
+def slow_finish(self: ChunkedUpdate, *args: Any) -> None:
+    """A reader that does not wait for a weight that is updated behind a pass gets a wrong one."""
+    global n_behind
+    if threading.current_thread().name.startswith("tencache-update"):
+        n_behind += 1
+        time.sleep(delay_s)
+    plain_finish(self, *args)
 
 
 class TeamAdam:
@@ -178,12 +195,15 @@ def little_room(case: dict[str, Any]) -> Iterator[None]:
 
 
 def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:
+    global delay_s, n_behind
+    delay_s, n_behind = case.get("delay_s", 0.0), 0
     if engine == "stock" and not {"scenario", "action", "gathered"} & case.keys():
         stocks_own = {key: value for key, value in case.items() if key not in NOT_FOR_STOCK}
         key = json.dumps(stocks_own, sort_keys=True)
         if key not in stock_results:
             stock_results[key] = training.run_case(stocks_own, engine, folder, rank)
         return stock_results[key]
+    CAPACITY.update(nbytes=case.get("capacity", AMPLE_NBYTES), copy_rate=case.get("copy_rate", 1e10))
     if "scenario" in case:
         return user_api_cases.run(case, engine, folder, rank)
     if "action" in case:
@@ -201,9 +221,8 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
         hook = Shrinking(case.get("shrinks_at"))
     if engine == "tencache" and "host_runs_out_at" in case:
         hook = FullHost(case["host_runs_out_at"])
-    followed = Followed(hook, beside_zero_init="beside_zero_init" in case)
+    followed = Followed(hook, beside_zero_init="beside_zero_init" in case, behind="delay_s" in case)
     RememberedRecorder.waits_of_last = []
-    CAPACITY.update(nbytes=case.get("capacity", AMPLE_NBYTES), copy_rate=case.get("copy_rate", 1e10))
     peak = HostPeak(given_nbytes)
     with little_room(case), peak if "peak" in case else contextlib.nullcontext():
         result = training.run_case(case, engine, folder, rank, hook=followed if engine == "tencache" else hook)
@@ -211,6 +230,8 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
         result["modules_without_hooks"] = followed.modules_without_hooks
         result["measured"] = followed.measured
         result["residency"] = followed.residency
+        result["shown"] = followed.shown
+        result["n_behind"] = [*followed.n_behind, n_behind]
         result["waits"] = [dataclasses.asdict(wait) for wait in RememberedRecorder.waits_of_last]
     if "peak" in case:
         result["host_peak_nbytes"], result["device_peak_nbytes"] = peak.nbytes, peak.device_peak_nbytes
@@ -240,6 +261,14 @@ def finish_beside_zero_init(engine: Any) -> None:
         engine.optimizer.tencache.background.finish()
 
 
+def n_shown(engine: Any) -> int:
+    """How many weights ``state_dict()`` shows during an update; -1 if one has not its new value."""
+    shown = {name: value.clone() for name, value in engine.module.state_dict().items() if value.numel()}
+    engine.optimizer.tencache.background.finish()
+    weights = dict(engine.module.named_parameters(remove_duplicate=False))
+    return len(shown) if all(torch.equal(weights[name].data, value) for name, value in shown.items()) else -1
+
+
 class RememberedRecorder(FetchRecorder):
     """Recorder of which the last one made tells what it has recorded."""
 
@@ -257,11 +286,17 @@ class Followed:
     Args:
         hook: of the case.
         beside_zero_init: whether each step ends while another model is being built.
+        behind: whether weights are looked at while they are being updated.
     """
 
-    def __init__(self, hook: Any, *, beside_zero_init: bool) -> None:
+    def __init__(self, hook: Any, *, beside_zero_init: bool, behind: bool) -> None:
         self._hook = hook
         self._beside_zero_init = beside_zero_init
+        self._behind = behind
+        self.shown: list[int] = []
+        """After every second step: how many weights ``state_dict()`` has shown with their new values; -1: not all."""
+        self.n_behind: list[int] = []
+        """After each step: how many chunks were updated behind a pass so far."""
         self.measured = False
         """Whether activations were moved in order to measure what that costs."""
         self.residency: dict[str, list[int]] = {}
@@ -270,6 +305,9 @@ class Followed:
         """After each step: how many run without DeepSpeed's hooks."""
 
     def __call__(self, engine: Any, step: int) -> None:
+        self.n_behind.append(n_behind)
+        if self._behind and step % 2:
+            self.shown.append(n_shown(engine))
         if self._beside_zero_init:
             finish_beside_zero_init(engine)
         if self._hook is not None:
@@ -427,6 +465,7 @@ if __name__ == "__main__":
     # At the same step in every run, however fast the machine's steps are.
     step_observer.MOST_STEPS = 1
     step_observer.FetchRecorder = RememberedRecorder
+    ChunkedUpdate._finish = slow_finish
     if get_accelerator().is_synchronized_device():
         use_ordinary_memory()
     training.main(run)

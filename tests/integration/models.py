@@ -93,6 +93,17 @@ class External(nn.Module):
         return nn.functional.mse_loss(x.float(), y.float().to(x.device))
 
 
+class ExternalInEvaluation(External):
+    """In evaluation only it uses a weight before the module that has it."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.to(next(self.parameters()).dtype)  # which looks no weight up
+        if not self.training:
+            x = x + nn.functional.linear(x, self.second.weight)
+        x = self.second(torch.tanh(self.first(x)))
+        return nn.functional.mse_loss(x.float(), y.float().to(x.device))
+
+
 class Experts(nn.Module):
     """A mixture of experts of which some get no token."""
 
@@ -234,6 +245,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "unused": Unused,
     "tied": Tied,
     "external": External,
+    "external_in_evaluation": ExternalInEvaluation,
     "moe_leaf": MoeLeaf,
     "residual": Residual,
     "residual_reentrant": lambda: Residual("reentrant"),

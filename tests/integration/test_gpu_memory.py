@@ -112,6 +112,26 @@ PARTS: dict[str, dict[str, Any]] = {
     "odd_chunks": {"model": "gpt2", "device_memory": "12MiB", "steps": 6, "tencache": {"chunk_size": 100_003}},
 }
 
+# Copies are so slow that weights come before state.
+SLOW_COPIES = {"copy_rate": 1e5, "device_memory": "5MiB", "delay_s": 0.002} | CHUNKS | RAM
+IN_FRONT_OF_STATE = {"weights": True, "steps": 8} | SLOW_COPIES
+BEHIND_UPDATE: dict[str, dict[str, Any]] = {
+    "weights_behind_update": IN_FRONT_OF_STATE | {"model": "llama", "clipping": 0.1, "accumulation": 2},
+    "tied_behind_update": IN_FRONT_OF_STATE | {"model": "tied", "device_memory": "3MiB"},
+    "external_behind_update": IN_FRONT_OF_STATE | {"model": "external", "device_memory": "3MiB"},
+    "no_offload_param_behind_update": IN_FRONT_OF_STATE
+    | {"model": "llama", "device_memory": 0, "offload_param": "none"},
+}
+"""Weights in GPU memory, their state in RAM, and an update that goes on behind the next forward pass."""
+
+COMPILED: dict[str, dict[str, Any]] = {
+    "compiled_before_update": IN_FRONT_OF_STATE | {"model": "post_norm", "device_memory": "3MiB", "compiled": True},
+}
+SCENARIOS_BEHIND_UPDATE: dict[str, dict[str, Any]] = {
+    f"{name}_behind_update": {"scenario": name} | SLOW_COPIES
+    for name in ("evaluate_behind_steps", "gather_within_passes", "modules_called_alone", "read_state")
+}
+
 FP16: dict[str, dict[str, Any]] = {
     "fp16": {"model": "mlp", "precision": "fp16", "weights": True},
     "fp16_overflow": {"model": "mlp", "precision": "fp16", "scale_power": 32},
@@ -218,7 +238,7 @@ FULL_HOST: dict[str, dict[str, Any]] = {
 }
 """Everything is in host memory at first, with no store and no staging buffers for state."""
 
-ALONE = TRAINING | PARTS | MOVES | TAKES_BACK | HANDS_BACK | SHRINKS | SPILLS | FULL_HOST
+ALONE = TRAINING | PARTS | BEHIND_UPDATE | COMPILED | MOVES | TAKES_BACK | HANDS_BACK | SHRINKS | SPILLS | FULL_HOST
 
 COMPUTE_NBYTES = 16 * 2**20
 """What the CPU accelerator has in RAM of a pass: a gathered weight of a million elements, its gradient, what is reduced
@@ -283,6 +303,8 @@ ON_TWO_RANKS = (
     "accumulation_random_skip",
     "muon",
     "three_places",
+    "tied_behind_update",
+    "no_offload_param_behind_update",
     "moves_0",
     "hands_back",
 )
@@ -339,7 +361,7 @@ FEWEST_WITHOUT_HOOKS = {"external": 0, "tied": 3, "moe_leaf": 1}
 
 @pytest.fixture(scope="module")
 def one_rank(harness: Any, pytestconfig: pytest.Config) -> Any:
-    known = ALONE | {name: {"scenario": name} for name in SCENARIOS}
+    known = ALONE | {name: {"scenario": name} for name in SCENARIOS} | SCENARIOS_BEHIND_UPDATE
     cases = both({name: known[name] for name in wanted(pytestconfig, known, LONG)})
     chosen = wanted(pytestconfig, CHECKPOINTS, LONG_CHECKPOINTS)
     return harness.run([*cases, *checkpoints(chosen)], program=PROGRAM, timeout_s=800)
@@ -407,6 +429,30 @@ def test_everything_is_in_gpu_memory(one_rank: Any, name: str) -> None:
 def test_modules_with_weights_elsewhere_keep_their_hooks(one_rank: Any, name: str) -> None:
     result = one_rank.result(name, "tencache")
     assert bool(result["modules_without_hooks"][-1]) == bool(result["stats"]["gpu_weight_nbytes"])
+
+
+@pytest.mark.parametrize("name", BEHIND_UPDATE)
+def test_weights_in_gpu_memory_are_updated_behind_the_next_pass(one_rank: Any, name: str) -> None:
+    result = one_rank.result(name, "tencache")
+    assert bool(result["stats"]["gpu_weight_nbytes"]) == (name != "no_offload_param_behind_update")
+    assert result["hidden_share"] > 0.9
+    assert result["n_behind"][-1] > 100
+    assert min(result["shown"]) > 0
+
+
+def test_the_update_of_an_observed_step_goes_on_behind_it(one_rank: Any) -> None:
+    _, first, observed, *_ = one_rank.result("weights_behind_update", "tencache")["n_behind"]
+    assert observed > 2.2 * first, "those of three steps: it is over when weights move"
+
+
+def test_in_a_compiled_model_weights_in_gpu_memory_are_updated_first(one_rank: Any) -> None:
+    result = one_rank.result("compiled_before_update", "tencache")
+    assert result["modules_without_hooks"][-1] > 0
+    assert 0 < result["hidden_share"] < 0.5, "of the weights that are elsewhere"
+    assert result["traced"] == [
+        "_same_inputs", "_same_output", "gather_for_backward", "gather_for_forward", "release_after_backward",
+        "release_after_forward",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["some_state", "some_state_ram"])
@@ -534,7 +580,7 @@ def test_memory_that_training_needs_is_given_back(one_rank: Any, name: str) -> N
     assert actual[-1] == [0 if name == "shrinks_ram" else actual[-1][0], 0]
 
 
-@pytest.mark.parametrize("name", marked(SCENARIOS, LONG))
+@pytest.mark.parametrize("name", [*marked(SCENARIOS, LONG), *SCENARIOS_BEHIND_UPDATE])
 def test_what_scripts_do_besides_training(one_rank: Any, name: str) -> None:
     assert one_rank.result(name, "tencache") == one_rank.result(name, "stock")
 

@@ -156,7 +156,7 @@ def test_two_ranks(two_ranks: Any, name: str) -> None:
     assert_same(two_ranks, name)
 
 
-@pytest.mark.parametrize("name", marked([name for name in TRAINING if name != "weights_on_device"], LONG))
+@pytest.mark.parametrize("name", marked(TRAINING, LONG))
 def test_steps_went_on_in_the_background_and_were_waited_for(one_rank: Any, name: str) -> None:
     result = one_rank.result(name, "tencache")
     assert result["in_background"] >= 8

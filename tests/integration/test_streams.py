@@ -26,6 +26,11 @@ CASES |= {
     for late in ("arithmetic", "reductions", "turns")
     for where, options in (("ram", {"gpu_memory": 0}), ("gpu", {"gpu_memory": None}))
 }
+# Weights take 4.4 MiB: they are in GPU memory after some steps, and nearly all of their state is not.
+CASES |= {
+    f"weights_{late}": {"model": "llama", "steps": 10, "late": late} | IN_RAM | {"tencache": {"gpu_memory": "5MiB"}}
+    for late in ("updates", "arithmetic", "gathers")
+}
 UNORDERED = {"unordered_gathers": "gathers_ram", "unordered_updates": "updates_gpu"}
 CASES |= {name: CASES[ordered] | {"unordered": True} for name, ordered in UNORDERED.items()}
 

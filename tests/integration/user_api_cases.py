@@ -526,6 +526,20 @@ def evaluate_between(engine_name: str, folder: str, rank: int) -> dict[str, Any]
     return s.end()
 
 
+def evaluate_behind_steps(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """At once after a step, with a weight of another module, which nothing has used so before."""
+    s = Scenario(engine_name, folder, rank, model="external_in_evaluation")
+    s.seen["evaluations"] = []
+    s.train(6)
+    for _ in range(3):
+        s.train(1)
+        s.engine.eval()
+        with torch.no_grad():
+            s.seen["evaluations"].append(float(s.engine(*s.batch())).hex())
+        s.engine.train()
+    return s.end()
+
+
 def check_evaluation_reads_ahead(engine: Any, tokens: torch.Tensor) -> None:
     """Consecutive evaluations have their own order: none begins with a read on demand."""
     import tencache_ds
@@ -1335,6 +1349,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         shards_on_nvme,
         gathered_and_not_changed,
         evaluate_between,
+        evaluate_behind_steps,
         data_loader_workers,
         two_engines,
         destroy_one_of_two,

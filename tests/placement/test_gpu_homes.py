@@ -141,6 +141,8 @@ class Life:
     update_seconds = 1e-9
     hidden_share = 0.0
     forward_seconds = 0.0
+    background_seconds = 0.0
+    waited_seconds = 0.0
     without_fetches = False
     fetch_seconds = 0.0
     release_seconds = 0.0
@@ -183,6 +185,7 @@ class Life:
             host_room_nbytes=lambda: self.host_room_nbytes,
             hidden_share=lambda: self.hidden_share,
             without_fetches=self.without_fetches,
+            update_waits=lambda: self.waited_seconds,
             agree=lambda topic, value, decide: decide([value]),
             record_fetches=self.record_fetches,
             say=self.say,
@@ -198,7 +201,8 @@ class Life:
 
     @property
     def record(self) -> StepRecord:
-        return dataclasses.replace(Counters().step_done(0), seconds=self.seconds)
+        record = Counters().step_done(0)
+        return dataclasses.replace(record, seconds=self.seconds, background_seconds=self.background_seconds)
 
     def step(self, tokens: float) -> int:
         """One step whose layers take a unit each for ``tokens`` of 1, and the loss two. Returns how many chunks are
@@ -216,7 +220,7 @@ class Life:
         for layer in reversed(range(5)):
             self.memory.use(self.taken(layer) * tokens)
         self.memory.use(0)
-        self.homes.step_done(self.record, self.update_seconds)
+        self.homes.step_done(self.record, self.record, self.update_seconds)
         return self.chunks()
 
     def compute(self, layer: int) -> None:
@@ -335,7 +339,7 @@ def test_what_an_allocation_took_back_is_in_host_memory_and_comes_back_later(lif
     assert training.memory.host_room_nbytes == 5 * UNIT
     training.homes.begin_pass()
     training.memory.take_back(2)
-    training.homes.step_done(training.record, 1e-9)
+    training.homes.step_done(training.record, training.record, 1e-9)
     assert training.chunks() == 4
     assert training.accounts.host_nbytes >= training.bench.tier.resident_nbytes > 0
     assert "training needed GPU memory in this step" in caplog.text
@@ -343,7 +347,7 @@ def test_what_an_allocation_took_back_is_in_host_memory_and_comes_back_later(lif
     training.accounts.host_left_nbytes = -UNIT
     training.homes.begin_pass()
     training.memory.take_back(1)
-    training.homes.step_done(training.record, 1e-9)
+    training.homes.step_done(training.record, training.record, 1e-9)
     places = [place for index in (0, 1) for place in training.bench.tier.places(index)]
     assert Place.NVME in places, "what host memory has no room for"
     training.bench.check()
@@ -373,6 +377,7 @@ def test_a_skipped_step_is_not_what_a_plan_is_made_from(life):
     for _ in range(4):
         assert training.step(1) == 0
     training.seconds, training.update_seconds = 3.0, 1.0
+    assert training.step(1) == 0, "no update goes on beside it"
     assert training.step(1) == 5
     assert training.predicted == [pytest.approx(3.0 - 1.0 * 5 / 6, abs=0.1)]
 
@@ -657,3 +662,20 @@ def test_nothing_is_planned_while_memory_is_handed_back(life):
     assert training.step(1) == training.step(1) == 0
     training.homes.take_again()
     assert training.step(1) == 6
+
+
+def test_a_forward_pass_is_as_long_as_without_waits_for_an_update(life):
+    training = life(17)
+    training.homes.begin_pass()
+    training.waited_seconds = 0.5
+    training.homes._t_forward_s -= 0.75
+    training.homes.begin_backward()
+    assert training.homes._forward_seconds == pytest.approx(0.25, abs=0.05)
+
+
+def test_an_update_that_is_hidden_is_part_of_no_step_and_known_all_the_same(life):
+    training = life(17)
+    training.update_seconds, training.background_seconds = 0.1, 1.1
+    training.hidden_share, training.forward_seconds = 0.5, 10.0
+    assert begin(training) == 5
+    assert training.predicted == [pytest.approx(2.0 - 0.1 + 0.2 - 0.5 * 0.2, abs=0.05)]

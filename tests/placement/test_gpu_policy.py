@@ -31,7 +31,7 @@ FAST = UpdateRates(params_per_s=1e12)
 WEIGHTS = st.lists(
     st.builds(
         lambda nbytes, seconds, in_host, trained: Weight(
-            nbytes, seconds, nbytes if in_host else 0, 2 * nbytes if trained else 0, nbytes // 9 if trained else 0
+            nbytes, seconds, nbytes if in_host else 0, 2 * nbytes if trained else 0
         ),
         st.integers(1, 9 * UNIT),
         st.floats(0, 0.1),
@@ -78,16 +78,15 @@ def with_gradients(items, groups, count):
 def seconds_of(items, groups, rates, there, count):
     outside = [chunk for group in groups for chunk in group][count:]
     gradients, complete = with_gradients(items, groups, count)
-    freed = crossing = visible = 0
+    freed = crossing = 0
     for item, gradient, known, on_gpu in zip(items, gradients, complete, there, strict=True):
         if on_gpu:
             freed += item.host_nbytes + gradient
-            visible += 0 if known or not isinstance(item, Weight) else item.numel
         elif known:
             crossing += max(item.nbytes, gradient)
     numel, nbytes = sum(chunk.numel for chunk in outside), sum(chunk.nbytes for chunk in outside)
     update = rates.seconds(numel, nbytes, freed, crossing)
-    hidden = min(max(update - visible / rates.params_per_s, 0) * rates.hidden_share, rates.forward_seconds)
+    hidden = min(update * rates.hidden_share, rates.forward_seconds)
     return (
         update
         - HIDDEN_GAIN * hidden
@@ -227,15 +226,15 @@ def test_state_without_its_weights_takes_as_long_as_their_copies():
     assert (plan.chunks, plan.seconds) == ((1,), pytest.approx(5e-4))
 
 
-def test_where_a_forward_pass_hides_the_update_weights_come_first_with_their_state():
-    weights = [Weight(2 * UNIT, 1e-4, gradient_nbytes=2 * UNIT, numel=1000) for _ in range(4)]
+def test_where_a_forward_pass_hides_the_update_weights_come_first():
+    weights = [Weight(2 * UNIT, 1e-4, gradient_nbytes=2 * UNIT) for _ in range(4)]
     groups = [[StateChunk(12 * UNIT, 1000, weights=(index,)) for index in range(4)]]
     exposed = plan_gpu(weights, groups, 36 * UNIT, UpdateRates(1e6))
     assert (exposed.chunks, exposed.weights) == ((3,), (False,) * 4), "an update costs ten times as much as a copy"
     hidden = plan_gpu(weights, groups, 36 * UNIT, UpdateRates(1e6, hidden_share=1.0, forward_seconds=1.0))
-    assert (hidden.chunks, hidden.weights) == ((2,), (True, True, False, False)), "which no longer is visible"
+    assert (hidden.chunks, hidden.weights) == ((2,), (True,) * 4), "and state takes what they leave"
     assert hidden.update_seconds == pytest.approx(2e-3)
-    assert hidden.seconds == pytest.approx(2 * 1e-4 + (1 - HIDDEN_GAIN) * 2e-3)
+    assert hidden.seconds == pytest.approx((1 - HIDDEN_GAIN) * 2e-3)
 
 
 def test_what_is_there_stays_and_the_rest_of_the_budget_is_for_weights():

@@ -45,7 +45,14 @@ class Rig:
 
     def __init__(self) -> None:
         self.device, self.host, self.idle = Clock(), Clock(), Idle()
-        self.recorder = FetchRecorder(self.device, self.idle, self.host)
+        self.waited_seconds = 0.0
+        self.recorder = FetchRecorder(self.device, self.idle, self.host, update_waits=lambda: self.waited_seconds)
+
+    def wait_for_update(self, seconds: float) -> None:
+        """In which the device has nothing to do."""
+        self.idle.intervals.append((self.host.now, self.host.now + seconds))
+        self.passes(seconds, seconds)
+        self.waited_seconds += seconds
 
     def passes(self, seconds: float, host_seconds: float) -> None:
         self.device.now += seconds
@@ -88,6 +95,27 @@ def test_the_module_that_waits_for_a_bucket_waits_for_all_its_weights():
     rig.passes(0.5, 0.1)  # 0.1 s are the host's own, and 0.36 s of waiting remain
     rig.recorder.after_fetch({1: 100}, [1])
     rig.fetch(0.0, 0.0, {2: 300})  # gathered with the first one
+    assert rig.recorder.waits() == {
+        1: same(FetchWait(1, 0.46 / 4, 0.1 / 4, 0.02)),
+        2: same(FetchWait(1, 3 * 0.46 / 4, 3 * 0.1 / 4, 0.02)),
+    }
+
+
+def test_waits_for_an_update_are_left_out():
+    rig = Rig()
+    rig.wait_for_update(5.0)  # of somebody else
+    rig.recorder.before_fetch(waits=True)
+    rig.wait_for_update(7.0)
+    rig.recorder.before_gather()
+    rig.wait_for_update(0.5)
+    rig.host.now += 0.04
+    rig.recorder.after_gather({1: 100, 2: 300})
+    rig.passes(0.5, 0.1)
+    rig.recorder.after_fetch({1: 100}, [1])
+    rig.recorder.before_fetch(waits=False)
+    rig.wait_for_update(3.0)
+    rig.host.now += 0.02  # while the device has work
+    rig.recorder.after_fetch({2: 300}, [])
     assert rig.recorder.waits() == {
         1: same(FetchWait(1, 0.46 / 4, 0.1 / 4, 0.02)),
         2: same(FetchWait(1, 3 * 0.46 / 4, 3 * 0.1 / 4, 0.02)),

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from tencache_ds.errors import StorageError, TenCacheError, VoidStepError
 from tencache_ds.io import Operation
@@ -198,3 +203,160 @@ def test_a_job_that_hangs_is_an_error_for_those_who_wait(tmp_path, monkeypatch):
     with pytest.raises(TenCacheError, match="no CPU time"):
         background.update.finish()
     background.close()
+
+
+# Weights in GPU memory
+
+SLEEP_CYCLES = 100_000_000
+"""Of a GPU: some 50 ms."""
+
+ONE_CHUNK = [(None, [SimpleNamespace(index=0)])]
+
+
+class CopyingUpdate:
+    """Stands in for a ``ChunkedUpdate`` whose one chunk ends with a copy to the device.
+
+    Args:
+        copy: issues it to the current stream.
+    """
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self._copy = copy
+
+    def run(self, work: Any, finished: Callable[[Any], None]) -> None:
+        self._copy()
+        finished(work[0][1][0])
+
+
+@contextlib.contextmanager
+def updating_on(stream: Any, copy: Callable[[], None]) -> Iterator[tuple[Any, BackgroundUpdate, UpdateGate]]:
+    """Gives what begins an update of weight 0, the update, and its gate."""
+    guard, counters = StepGuard(Alone()), Counters()
+    gate = UpdateGate(counters, guard)
+    update = BackgroundUpdate(CopyingUpdate(copy), gate, guard, keys_of, counters, stream)  # type: ignore[arg-type]
+
+    def begin() -> None:
+        with guard.step():
+            guard.begin_change()
+            update.begin(ONE_CHUNK)  # type: ignore[arg-type]
+
+    try:
+        yield begin, update, gate
+    finally:
+        update.close()
+
+
+class Event:
+    """Stands in for an event of the device."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.device, self.log = 0, log
+
+    def record(self, stream: Stream) -> None:
+        self.log.append(f"event on {stream.name}")
+
+    def synchronize(self) -> None:
+        self.log.append("the host waits")
+
+
+class Stream:
+    """Stands in for a stream of the device."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.device, self.name, self.log = 0, name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name} waits for the event")
+
+
+def test_copies_to_a_device_are_ordered_by_streams(monkeypatch):
+    log: list[str] = []
+    training, updating, here = Stream("training", log), Stream("updating", log), threading.local()
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        here.stream = stream
+        yield
+        here.stream = training
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: Event(log))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: getattr(here, "stream", training))
+    copied, looked = threading.Event(), threading.Event()
+
+    def copy() -> None:
+        log.append(f"copy on {here.stream.name}")
+
+    with updating_on(updating, copy) as (begin, update, gate):
+        finished = update._finished
+
+        def held(chunk: Any) -> None:
+            finished(chunk)
+            copied.set()
+            assert looked.wait(30)
+
+        update._finished = held  # type: ignore[method-assign]
+        gate.wait_for([0])
+        assert not log
+        begin()
+        assert copied.wait(30)
+        for _ in range(2):  # another reader may be on another stream
+            gate.wait_for([0])
+        looked.set()
+        update.finish()
+        gate.wait_for([0])
+    assert log == [
+        "updating waits for training",
+        "copy on updating",
+        "event on updating",
+        *["training waits for the event"] * 2,
+        "event on updating",
+        "the host waits",
+    ]
+
+
+def test_copies_are_over_before_a_load_writes_weights(monkeypatch):
+    log: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: Event(log))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("training", log))
+
+    def fail() -> None:
+        raise RuntimeError("made up")
+
+    with updating_on(Stream("updating", log), fail) as (begin, update, gate):
+        begin()
+        with pytest.raises(VoidStepError, match="made up"):
+            gate.wait_for([0])
+        update.abandon()
+        assert log[-1] == "the host waits"
+        gate.wait_for([0])
+
+
+@pytest.mark.gpu
+def test_kernels_of_the_last_pass_see_old_weights_and_those_of_the_next_one_new_weights():
+    weight, values = torch.zeros(2**20, device="cuda"), [torch.full((2**20,), float(n)).pin_memory() for n in (1, 2)]
+    steps = iter(values)
+
+    def copy_late() -> None:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        weight.copy_(next(steps), non_blocking=True)
+
+    with updating_on(torch.cuda.Stream(), copy_late) as (begin, update, gate):
+        torch.cuda._sleep(1)  # kernels are loaded when they are first used, which waits for the device
+        assert bool((weight.clone() == 0).all())
+        torch.cuda._sleep(4 * SLEEP_CYCLES)  # longer than the update alone
+        old = weight.clone()
+        begin()
+        gate.wait_for([0])
+        new = weight.clone()
+        assert not torch.cuda.current_stream().query(), "the host waits for the update, not for the device"
+        assert bool((old == 0).all())
+        assert bool((new == 1).all())
+        begin()
+        update.finish()
+        with torch.cuda.stream(torch.cuda.Stream()):  # of a reader that has waited for the end of the step
+            assert bool((weight.clone() == 2).all())
