@@ -21,6 +21,7 @@ from deepspeed.runtime.zero import partition_parameters
 
 from tencache_ds.host_path.rank_gathers import RankGather
 from tencache_ds.integration.muon import _Copies
+from tencache_ds.tiers.background_update import UpdateGate
 from tencache_ds.tiers.host_update import _FusedJob
 
 CYCLES = 4_000_000
@@ -108,7 +109,15 @@ def late_arithmetic(engine: Any) -> None:
 @contextmanager
 def unordered(engine: Any, late: str) -> Iterator[None]:
     if late == "updates":
-        with mock.patch.object(engine.optimizer._model_weights, "order_gathers"):
+        updated = UpdateGate.updated
+
+        def without_event(self: Any, keys: Any, copied: Any = None) -> None:
+            updated(self, keys)
+
+        with (
+            mock.patch.object(engine.optimizer._model_weights, "order_gathers"),
+            mock.patch.object(UpdateGate, "updated", without_event),
+        ):
             yield
         return
     gathers = engine.optimizer._get_param_coordinator()._PartitionedParameterCoordinator__allgather_stream
