@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from deepspeed.checkpoint.constants import (
     LOSS_SCALER,
     OPTIMIZER_STATE_DICT,
 )
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.errors import CheckpointError, TenCacheError
 from tencache_ds.integration import eight_bit_adam
@@ -85,6 +86,8 @@ class CheckpointMixin(DeepSpeedClass):
     """Overrides of DeepSpeed's checkpoint methods for :class:`TenCacheZeroOptimizer_Stage3`."""
 
     _load_passed: Callable[[], None] | None = None
+    _kept_gathered: Sequence[tuple[Any, torch.Tensor]] = ()
+    """Persistent weights and their values, while a checkpoint is saved."""
     saved_files: SavedFiles | None = None
     """The files of the checkpoint that was loaded last, or is being loaded."""
     defers_state = False
@@ -121,6 +124,11 @@ class CheckpointMixin(DeepSpeedClass):
         if self._load_passed is None:
             with self.step_guard.together("the beginning of a save"):
                 self._finish_step()
+            self._kept_gathered = [
+                (param, param.data)
+                for param in self.persistent_parameters
+                if param.ds_status is ZeroParamStatus.AVAILABLE
+            ]
         super().checkpoint_event_prologue()
         self._get_param_coordinator().hide_unused()
 
@@ -128,6 +136,9 @@ class CheckpointMixin(DeepSpeedClass):
         """DeepSpeed's, which gathers the weights that always are, once every rank has saved or loaded its part."""
         if self._load_passed is not None:
             self._load_passed()
+        kept, self._kept_gathered = self._kept_gathered, ()
+        for param, values in kept:  # a save changes none
+            param.data, param.ds_status = values, ZeroParamStatus.AVAILABLE
         self._gather_persistent()
         super().checkpoint_event_epilogue()
 

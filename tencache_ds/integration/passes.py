@@ -96,7 +96,8 @@ class PassesMixin(DeepSpeedClass):
         with contextlib.ExitStack() as stack:
             if self._updating and self._suspended is not None:
                 stack.enter_context(self._suspended.update())
-            super()._partition_all_parameters()
+            # DeepSpeed then walks through all weights once more, to check what this has checked.
+            self._get_param_coordinator().release_and_reset_all(self.parameter_offload.module)
 
     def _follow_step(self) -> None:
         """After each step: once it is decided which weights live in GPU memory, their modules need no hooks."""

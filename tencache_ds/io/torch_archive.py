@@ -13,6 +13,7 @@ import collections
 import contextlib
 import errno
 import fcntl
+import functools
 import io
 import os
 import pickle
@@ -88,7 +89,14 @@ class _DeferredStorage:
         )
 
 
-_STORAGES = (_DeferredStorage, torch.storage.TypedStorage, torch.UntypedStorage)
+@dataclass(frozen=True, slots=True)
+class _EmptyStorage:
+    """Of tensors without elements, such as DeepSpeed saves for each partitioned weight: one for all that are alike."""
+
+    reference: tuple[Any, ...]
+
+
+_STORAGES = (_DeferredStorage, _EmptyStorage, torch.storage.TypedStorage, torch.UntypedStorage)
 
 
 @dataclass(slots=True)
@@ -395,6 +403,7 @@ def _pickle(obj: Any) -> _Structure:
     structure = _Structure()
     numbers: dict[int, str] = {}
     kinds: dict[str, Any] = {}
+    empties: dict[tuple[torch.dtype, torch.device], _EmptyStorage] = {}
 
     def numbered(storage: torch.UntypedStorage | DeferredTensor, identity: int, kind: Any) -> str:
         number = numbers.setdefault(identity, str(len(numbers)))
@@ -411,6 +420,8 @@ def _pickle(obj: Any) -> _Structure:
             if not isinstance(item, _STORAGES):  # asked of every object there is, so one test for most
                 return None
             storage: Any
+            if isinstance(item, _EmptyStorage):
+                return item.reference
             if isinstance(item, _DeferredStorage):
                 tensor, kind = item.tensor, _storage_type(item.tensor.dtype)
                 numel = tensor.nbytes if kind is torch.UntypedStorage else tensor.numel
@@ -422,12 +433,37 @@ def _pickle(obj: Any) -> _Structure:
             place = torch.serialization.location_tag(storage)
             return ("storage", kind, numbered(storage, storage._cdata, kind), place, numel)
 
+        def reducer_override(self, item: Any) -> Any:
+            # torch's own way takes 15 us for each, 3 ms of a call that training waits for.
+            if type(item) is not torch.Tensor or item.numel() or not _is_plain(item):
+                return NotImplemented
+            like = item.dtype, item.device
+            if like not in empties:
+                storage, kind = item.untyped_storage(), _storage_type(item.dtype)
+                place = torch.serialization.location_tag(storage)
+                empties[like] = _EmptyStorage(("storage", kind, numbered(storage, storage._cdata, kind), place, 0))
+            hooks: collections.OrderedDict[str, Any] = collections.OrderedDict()
+            return torch._utils._rebuild_tensor_v2, (empties[like], 0, tuple(item.shape), item.stride(), False, hooks)
+
     target = io.BytesIO()
     Pickler(target, protocol=PICKLE_PROTOCOL).dump(obj)
     structure.pickled = target.getvalue()
     return structure
 
 
+def _is_plain(empty_tensor: torch.Tensor) -> bool:
+    """Whether the structure, dtype and place of a tensor without elements are all there is to it."""
+    return (
+        empty_tensor.device.type in ("cpu", "cuda")
+        and empty_tensor.layout is torch.strided
+        and not (empty_tensor.requires_grad or empty_tensor.is_quantized or empty_tensor.is_nested)
+        and not empty_tensor.__dict__
+        and empty_tensor.untyped_storage().nbytes() == 0
+        and _storage_type(empty_tensor.dtype) is not torch.UntypedStorage
+    )
+
+
+@functools.cache
 def _storage_type(dtype: torch.dtype) -> Any:
     """The class by which a file names storages of a dtype; those of newer dtypes, as of 8-bit floats, are untyped."""
     try:

@@ -108,6 +108,36 @@ def test_an_object_without_deferred_tensors_is_saved_as_torch_saves_it(tmp_path)
         assert torch.equal(result["complex"], obj["complex"])
 
 
+def test_tensors_without_elements_share_one_storage_and_nothing_else(tmp_path):
+    marked, row = torch.empty(0), torch.ones(4)
+    marked.owner = "someone"
+    dtypes = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.complex64, torch.bool)
+    values = [
+        *(torch.empty(shape, dtype=dtype) for dtype in dtypes for shape in ((0,), (0,), (3, 0), (0, 2))),
+        torch.empty(0, requires_grad=True),
+        torch.nn.Parameter(torch.empty(0)),
+        torch.empty(0, 3).to_sparse(),
+        torch.empty(0, device="meta"),
+        marked,
+        row,
+        row[:0],
+    ]
+    ours, stock = tmp_path / "ours.pt", tmp_path / "stock.pt"
+    write_archive(values, str(ours), nothing)
+    torch.save(values, stock)
+    loaded, expected = (torch.load(path, weights_only=False) for path in (ours, stock))
+    for mine, theirs in zip(loaded, expected, strict=True):
+        for name in ("shape", "dtype", "device", "layout", "requires_grad", "__class__", "__dict__"):
+            assert getattr(mine, name) == getattr(theirs, name)
+        assert mine.is_sparse or mine.stride() == theirs.stride()
+    assert loaded[-1].untyped_storage()._cdata == loaded[-2].untyped_storage()._cdata
+    assert len({id(tensor) for tensor in loaded}) == len(values)
+    with zipfile.ZipFile(ours) as archive:
+        n_ours = len(archive.namelist())
+    with zipfile.ZipFile(stock) as archive:
+        assert n_ours < len(archive.namelist())
+
+
 def test_storages_are_aligned_as_by_torch(tmp_path):
     path = tmp_path / "states.pt"
     write_archive([torch.ones(3), torch.ones(1001, dtype=torch.uint8), torch.ones(5)], str(path), nothing)
