@@ -57,7 +57,7 @@ def trace(engine: Any, path: str | os.PathLike[str], steps: int = 2) -> None:
         ValueError: this DeepSpeed engine does not run with TenCache, there is no such folder, or no step is asked for.
     """
     from tencache_ds.integration.activation import engine_of
-    from tencache_ds.integration.observing import trace_to_file
+    from tencache_ds.integration.reporting import trace_to_file
 
     trace_to_file(engine_of(engine), path, steps)
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from tencache_ds.cli.storage_loops import Requests, open_buffer
-from tencache_ds.cli.tune_measure import requests_on
+from tencache_ds.cli.tune_measure import Requests, open_buffer, requests_on
 from tencache_ds.errors import ConfigError, SpaceError
 from tencache_ds.profiling import probe
 from tencache_ds.profiling.filesystem import file_system_of

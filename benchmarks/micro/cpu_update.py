@@ -22,7 +22,7 @@ from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
 from tencache_ds.planning.chunks import automatic_chunk_nbytes, cut_sub_group
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.host_update import CpuShare, FusedUpdate
-from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
+from tencache_ds.tiers.sub_group import EXP_AVG, EXP_AVG_SQ, MASTER
 from tencache_ds.tiers.update import JOB_TIMEOUT_S, SubGroupStep
 
 from .result import REPEATS, Case, MicroResult, alternate

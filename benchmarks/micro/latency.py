@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tencache_ds.cli.storage_loops import TIMEOUT_S, keep_in_flight, open_buffer, operation_of
-from tencache_ds.cli.tune_measure import requests_on
+from tencache_ds.cli.tune_measure import TIMEOUT_S, keep_in_flight, open_buffer, operation_of, requests_on
 from tencache_ds.errors import StorageError
 from tencache_ds.io import BACKENDS, Operation, Priority, Submission
 from tencache_ds.profiling.probe import Kind

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tencache_ds.cli.storage_loops import Session, StockSession, keep_in_flight, operation_of
-from tencache_ds.cli.tune_measure import TenCacheSession
+from tencache_ds.cli.tune_measure import Session, StockSession, TenCacheSession, keep_in_flight, operation_of
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.integration.config_checks import read_aio_section

@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tencache_ds.cli.plan_job import observed
-from tencache_ds.planning.outlook import outlook
+from tencache_ds.cli.plan import observed
+from tencache_ds.planning.step_prediction import outlook
 
 from .figures import Figures
 

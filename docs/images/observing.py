@@ -19,13 +19,12 @@ from pathlib import Path
 import torch
 from rich.console import Console, RenderableType
 
+from tencache_ds.cli.plots import write_trace_plot
 from tencache_ds.cli.trace import record, title_of
 from tencache_ds.cli.trace import render as render_trace
-from tencache_ds.cli.trace_plot import write_plot
 from tencache_ds.cli.watch import render as render_watch
 from tencache_ds.observability.channel_client import Job, Process, jobs
-from tencache_ds.observability.timeline import timelines
-from tencache_ds.observability.trace_file import summarize, write_trace
+from tencache_ds.observability.trace_file import summarize, timelines, write_trace
 
 HERE = Path(__file__).parent
 TRAINING = """
@@ -85,7 +84,7 @@ def main() -> None:
                 os.kill(process.pid, signal.SIGTERM)
             training.wait()
     save_svg(render_trace(summarize(contents)), "trace_summary", "tencache trace")
-    write_plot(HERE / "observing_trace_timeline.png", title_of(contents), timelines(contents))
+    write_trace_plot(HERE / "observing_trace_timeline.png", title_of(contents), timelines(contents))
 
 
 def wait_for_job(program: str, steps: int) -> Job:

@@ -18,14 +18,27 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tencache_ds.cli.console import at_least_one, format_nbytes, open_console
-from tencache_ds.cli.jobs import add_job_argument, find_job, latest_engine, ranks_here
-from tencache_ds.cli.trace_plot import write_plot
+from tencache_ds.cli.console import (
+    add_job_argument,
+    at_least_one,
+    find_job,
+    format_nbytes,
+    latest_engine,
+    open_console,
+    ranks_here,
+)
+from tencache_ds.cli.plots import write_trace_plot
 from tencache_ds.errors import ConfigError, TenCacheError
 from tencache_ds.observability.channel_client import Answer, Job, Process, snapshot_of
-from tencache_ds.observability.recording import RankRecording
-from tencache_ds.observability.timeline import timelines
-from tencache_ds.observability.trace_file import NOTHING, RankSummary, read_trace, summarize, write_trace
+from tencache_ds.observability.trace_file import (
+    NOTHING,
+    RankRecording,
+    RankSummary,
+    read_trace,
+    summarize,
+    timelines,
+    write_trace,
+)
 from tencache_ds.plotting import check_plot_file
 
 SHOWN_WAITS = 8
@@ -173,7 +186,7 @@ def _say_where(output: Path, console: Console) -> None:
 
 def _plot(path: Path | None, contents: dict[str, Any], console: Console) -> None:
     if path is not None:
-        write_plot(path, title_of(contents), timelines(contents))
+        write_trace_plot(path, title_of(contents), timelines(contents))
         console.print(f"timeline drawn in {path}", soft_wrap=True)
 
 

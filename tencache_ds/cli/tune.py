@@ -99,11 +99,11 @@ def _tune(arguments: argparse.Namespace, console: Console) -> None:
 
 def _result_for(folder: Path, arguments: argparse.Namespace) -> tuple[PathResult, str]:
     """The saved or a new result, and a message about saving."""
-    from tencache_ds.cli import tune_cache
+    from tencache_ds.cli import tune_result
     from tencache_ds.cli.tune_measure import measure_path
 
     if not arguments.fresh:
-        known = tune_cache.load(folder, arguments.seconds)
+        known = tune_result.load(folder, arguments.seconds)
         if known is not None:
             date = known.measured_at.strftime("%Y-%m-%d %H:%M UTC")
             return known, f"Measured on {date} in {known.path}, on the same device; --fresh measures again."
@@ -111,7 +111,7 @@ def _result_for(folder: Path, arguments: argparse.Namespace) -> tuple[PathResult
         result = measure_path(folder, arguments.seconds, advance)
     if not arguments.save:
         return result, ""
-    return result, f"Saved in {tune_cache.save(folder, result)}"
+    return result, f"Saved in {tune_result.save(folder, result)}"
 
 
 @contextlib.contextmanager

@@ -17,8 +17,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tencache_ds.cli.console import format_nbytes, open_console, positive
-from tencache_ds.cli.jobs import add_job_argument, as_it_is_now, find_job, latest_engine, ranks_here, stored_nbytes
+from tencache_ds.cli.console import (
+    add_job_argument,
+    as_it_is_now,
+    find_job,
+    format_nbytes,
+    latest_engine,
+    open_console,
+    positive,
+    ranks_here,
+    stored_nbytes,
+)
 from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.binding import binding, shares
 from tencache_ds.observability.channel_client import Job, Process

@@ -5,7 +5,7 @@ Training without it is the same, bit for bit, and slower: ``"host_path": false``
 DeepSpeed. :class:`HostPath` has the decision for one engine; the rest of TenCache asks this module only. Each module
 states what it was measured to gain. All together, on a busy CPU, one rank, 24 layers of hidden size 64, everything in
 RAM, engines in turns: forward and backward take 434 ms of the thread that computes, 728 ms with ``"host_path": false``
-and 684 ms with stock; of :mod:`.current_stream` only its share of a profile is known.
+and 684 ms with stock; of :mod:`.launches` only its share of a profile is known.
 
 [Note: the whole process] Some functions are replaced for the process, not for an engine: those of the accelerator that
 ask for streams, once an engine with the host path was built, and ``torch.nn.functional.linear``, as long as there is
@@ -21,16 +21,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from tencache_ds.config import TenCacheConfig
-from tencache_ds.host_path.current_stream import ask_for_streams_quickly
 from tencache_ds.host_path.fetches import QuickCoordinator, partition
-from tencache_ds.host_path.gradient_buckets import GradientBucketsMixin
-from tencache_ds.host_path.gradient_norms import GradientNorms
-from tencache_ds.host_path.launch_graphs import LaunchGraphs
-from tencache_ds.host_path.linear_layers import skip_autograd_without_gradients
+from tencache_ds.host_path.gathers import finish_after_forward, gather_at_once
+from tencache_ds.host_path.gradients import GradientBucketsMixin, GradientNorms
+from tencache_ds.host_path.launches import LaunchGraphs, ask_for_streams_quickly, skip_autograd_without_gradients
 from tencache_ds.host_path.module_hooks import lighten_hooks
-from tencache_ds.host_path.ordered_gathers import finish_after_forward
 from tencache_ds.host_path.parts import HostPath
-from tencache_ds.host_path.rank_gathers import gather_at_once
 from tencache_ds.host_path.startup import compile_when_called, vendor_at_once
 from tencache_ds.host_path.suspended_hooks import SuspendedHooks, before_release, before_user_gathers, user_releases
 from tencache_ds.integration.seams import Feature, works

@@ -9,7 +9,7 @@ the device waits for once more), several hundred times a step, and twice as long
 memory beside it.
 
 Measured: the fetches of a backward pass of 24 layers take 1.2 ms on a CPU, DeepSpeed's 3.1 ms. Releasing all weights
-before an update, and gathering those that stay gathered at once (:mod:`.rank_gathers`): ``step()`` of 24 layers takes
+before an update, and gathering those that stay gathered at once (:mod:`.gathers`): ``step()`` of 24 layers takes
 7 ms on two CPU ranks, 34 ms with DeepSpeed's functions.
 """
 
@@ -28,8 +28,8 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 
-from tencache_ds.host_path import rank_gathers
-from tencache_ds.host_path.ordered_gathers import OrderedGathers
+from tencache_ds.host_path import gathers
+from tencache_ds.host_path.gathers import OrderedGathers
 from tencache_ds.host_path.parts import HostPath
 from tencache_ds.host_path.suspended_hooks import before_release
 from tencache_ds.integration.adapters.installed import Coordinator
@@ -218,13 +218,13 @@ class QuickCoordinator(PrefetchingCoordinator):
             self._PartitionedParameterCoordinator__max_ongoing_fetch_events = limit
 
     def _gather_from_ranks(self, params: Iterable[Any]) -> bool:
-        """Starts to gather shards of several ranks, if that is possible here: see :mod:`.rank_gathers`."""
+        """Starts to gather shards of several ranks, if that is possible here: see :mod:`.gathers`."""
         partitioned = [param for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
-        if not partitioned or not rank_gathers.gathered_here(partitioned):
+        if not partitioned or not gathers.gathered_here(partitioned):
             return False
         in_flight, ordered = self._PartitionedParameterCoordinator__inflight_param_registry, self._tencache_gathers
         with get_accelerator().stream(self._PartitionedParameterCoordinator__allgather_stream):
-            for gather in rank_gathers.gather(partitioned):
+            for gather in gathers.gather(partitioned):
                 handle = gather if ordered is None else ordered.follow(gather)
                 for param in gather.params:
                     in_flight[param] = handle

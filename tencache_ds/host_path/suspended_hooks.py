@@ -27,8 +27,8 @@ from tencache_ds.integration.hooked_modules import KEEPER, is_compiled, is_free,
 from tencache_ds.placement.memory_watch import Patience
 
 if TYPE_CHECKING:
-    from tencache_ds.integration.device_weights import GatheredWeights
-    from tencache_ds.tiers.background_update import UpdateGate
+    from tencache_ds.integration.model_weights import GatheredWeights
+    from tencache_ds.tiers.update import UpdateGate
 
 FIRST_PATIENCE, LONGEST_PATIENCE = 1, 32
 """Steps in which no user has gathered weights before hooks are taken off, the first time and at most."""

@@ -39,7 +39,7 @@ def activate() -> None:
     if hasattr(engine_module.DeepSpeedEngine._configure_zero_optimizer, _HOOKED):
         return
     from tencache_ds import host_path
-    from tencache_ds.integration import eight_bit_adam, inference, known_engines
+    from tencache_ds.integration import inference, known_engines, optimizer_states
     from tencache_ds.integration.activation_hooks import hook_passes
     from tencache_ds.integration.adapters.installed import calls
     from tencache_ds.integration.agreement import agree_on_options, agree_on_switches
@@ -50,9 +50,9 @@ def activate() -> None:
     from tencache_ds.integration.coordinator import end_gathers_ahead, undone_after_error
     from tencache_ds.integration.hooked_modules import begin_user_gather, end_user_gather
     from tencache_ds.integration.model_weights import gathered, overwriting, released
-    from tencache_ds.integration.observing import observatory
     from tencache_ds.integration.param_swapper import ParamSwapper, begin_changes, end_changes, swapper_factory
     from tencache_ds.integration.release import hook_states
+    from tencache_ds.integration.reporting import observatory
     from tencache_ds.integration.seams import warn_of_version
 
     warn_of_version(deepspeed.__version__, dist.get_rank() if dist.is_initialized() else 0)
@@ -137,7 +137,7 @@ def activate() -> None:
 
     @functools.wraps(is_supported)
     def _is_supported_optimizer(self: Any, optimizer_name: str) -> Any:
-        known = options_of(self._config) is not None and eight_bit_adam.class_named(optimizer_name) is not None
+        known = options_of(self._config) is not None and optimizer_states.class_named(optimizer_name) is not None
         return known or is_supported(self, optimizer_name)
 
     engine_module.DeepSpeedEngine._is_supported_optimizer = _is_supported_optimizer
@@ -149,9 +149,9 @@ def activate() -> None:
         options = options_of(self._config)
         if options is None:
             return configure_basic(self, model_parameters)
-        name = eight_bit_adam.class_named(self.optimizer_name())
+        name = optimizer_states.class_named(self.optimizer_name())
         if name is not None:
-            return eight_bit_adam.build(name, model_parameters, self.optimizer_params() or {})
+            return optimizer_states.build(name, model_parameters, self.optimizer_params() or {})
         with loaded_when_needed(), host_path.building_optimizer(options):
             return configure_basic(self, model_parameters)
 

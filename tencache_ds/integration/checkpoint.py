@@ -26,7 +26,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.errors import CheckpointError, TenCacheError
-from tencache_ds.integration import eight_bit_adam
+from tencache_ds.integration import optimizer_states
 from tencache_ds.integration.adapters.versions import DeepSpeedClass
 from tencache_ds.integration.agreement import JobVotes
 from tencache_ds.integration.background_save import BackgroundSave, StateKey, Visit, agree_on_checkpoint
@@ -35,7 +35,7 @@ from tencache_ds.integration.resharding import SavedFiles, hook_resharding
 from tencache_ds.integration.seams import Feature, require
 from tencache_ds.io.torch_archive import DeferredTensor
 from tencache_ds.runtime.step_guard import Part
-from tencache_ds.tiers.kinds import MASTER, MOMENTUM
+from tencache_ds.tiers.sub_group import MASTER, MOMENTUM
 from tencache_ds.tiers.update import publish
 
 BETA_POWERS = "adam_beta_powers"
@@ -158,7 +158,7 @@ class CheckpointMixin(DeepSpeedClass):
             values = self._saved_state(index)
             masters[index] = values.pop(MASTER)
             if values:
-                states[number] = eight_bit_adam.nested(self.optimizer, states.get(number, {}) | values)
+                states[number] = optimizer_states.nested(self.optimizer, states.get(number, {}) | values)
         saved[OPTIMIZER_STATE_DICT] = packed | {"state": states}
         saved[FP32_FLAT_GROUPS] = [masters[index] for index in range(len(masters))]
         if self._updater.beta_powers is not None:

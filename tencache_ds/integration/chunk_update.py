@@ -21,8 +21,13 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from tencache_ds.errors import TenCacheError
 from tencache_ds.integration.adapters.installed import calls
-from tencache_ds.integration.eight_bit_adam import PROOF_TIMEOUT_S, EightBitAdam, compared
-from tencache_ds.integration.optimizer_states import OptimizerStates, known_kinds
+from tencache_ds.integration.optimizer_states import (
+    PROOF_TIMEOUT_S,
+    EightBitAdam,
+    OptimizerStates,
+    compared,
+    known_kinds,
+)
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.planning.adam_scalars import (
     AdamScalars,
@@ -37,9 +42,8 @@ from tencache_ds.tiers.device_update import DeviceUpdate, TritonAdam
 from tencache_ds.tiers.fused_adam import AdamAndDescent, FusedAdam
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.host_update import ArithmeticCores, FusedUpdate, UnfusedUpdate, WholeUpdate
-from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.sub_group import Kinds
+from tencache_ds.tiers.sub_group import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, Kinds
 from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep, UpdateKernel, WeightWriter
 
 logger = logging.getLogger("DeepSpeed.tencache")

@@ -28,11 +28,10 @@ from tencache_ds.integration.watched_tensors import WatchedStates, updated, watc
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.runtime.session import Session
 from tencache_ds.runtime.step_guard import StepGuard
-from tencache_ds.tiers.background_update import BackgroundUpdate, UpdateGate
 from tencache_ds.tiers.fused_adam import TYPES
 from tencache_ds.tiers.gradients import GradientTier
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep, Work
+from tencache_ds.tiers.update import BackgroundUpdate, ChunkedUpdate, SubGroupStep, UpdateGate, Work
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

@@ -41,7 +41,7 @@ from tencache_ds.observability.spans import Category, span
 from tencache_ds.planning.lookahead import CommitWindow, Walk
 from tencache_ds.profiling.access_trace import AccessTrace
 from tencache_ds.profiling.waits import FetchRecorder
-from tencache_ds.tiers.background_update import UpdateGate
+from tencache_ds.tiers.update import UpdateGate
 
 _coordinators: weakref.WeakSet[TenCacheCoordinator] = weakref.WeakSet()
 

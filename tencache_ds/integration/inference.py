@@ -3,7 +3,7 @@
 weights in GPU memory as forward passes leave room for.
 
 DeepSpeed makes a bare ``DeepSpeedZeRoOffload`` for them. See [Note: weights that stay gathered] in
-:mod:`tencache_ds.integration.device_weights`.
+:mod:`tencache_ds.integration.model_weights`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tencache_ds.config import TenCacheConfig
 from tencache_ds.host_path import SuspendedHooks, finish_after_forward, install
-from tencache_ds.integration import gpu_building, known_engines
+from tencache_ds.integration import known_engines, stage3_building
 from tencache_ds.integration.agreement import agree_on_weights, agreed
 from tencache_ds.integration.coordinator import TenCacheCoordinator
-from tencache_ds.integration.device_weights import GatheredWeights
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.hooked_modules import is_free, uncompiled
 from tencache_ds.integration.known_engines import engines_for
-from tencache_ds.integration.outside_needs import outside_needs
+from tencache_ds.integration.model_weights import GatheredWeights
 from tencache_ds.integration.release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.reporting import announce
+from tencache_ds.integration.stage3_building import outside_needs
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.placement.inference_homes import InferenceHomes
 from tencache_ds.placement.moves import WeightMoves
@@ -101,7 +101,7 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
     """
     module, coordinator = offload.module, offload.get_param_coordinator()
     engines = engines_for(module)
-    memory = gpu_building.open_memory(options)
+    memory = stage3_building.open_memory(options)
     weights = InferenceWeights(module, coordinator)
     used = agreed("whether GPU memory is used", memory is not None and bool(weights.shards()), all)
     if not engines and not used:

@@ -52,7 +52,7 @@ from tencache_ds.integration.config_checks import options_of
 from tencache_ds.integration.engine_building import build_engine
 from tencache_ds.integration.hooked_modules import n_user_gathers, uncompiled
 from tencache_ds.integration.watched_tensors import show, show_absent, values_of
-from tencache_ds.io.backends.shutdown import run_before_exit
+from tencache_ds.io.backends.lanes import run_before_exit
 from tencache_ds.observability.counters import Access, Link
 from tencache_ds.runtime.engine import TenCacheEngine
 from tencache_ds.tensors import filled

@@ -15,11 +15,11 @@ from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.host_path import GradientNorms, SuspendedHooks, gather_at_once
 from tencache_ds.integration.adapters.versions import DeepSpeedClass
-from tencache_ds.integration.device_weights import GatheredWeights
+from tencache_ds.integration.model_weights import GatheredWeights
 from tencache_ds.observability import spans
 from tencache_ds.placement.gpu_homes import GpuHomes
 from tencache_ds.placement.host_homes import HostHomes
-from tencache_ds.tiers.background_update import UpdateGate
+from tencache_ds.tiers.update import UpdateGate
 
 
 class PassesMixin(DeepSpeedClass):

@@ -34,12 +34,12 @@ from tencache_ds.integration.passes import GradientNormsMixin, PassesMixin
 from tencache_ds.integration.release import end_passes, finish_gathers, release_model
 from tencache_ds.integration.reporting import StepMonitor
 from tencache_ds.integration.stage3_building import BuildingMixin
-from tencache_ds.integration.state_access import StateAccessMixin
+from tencache_ds.integration.watched_tensors import StateAccessMixin
 from tencache_ds.observability import spans
 from tencache_ds.observability.spans import Category, span
 from tencache_ds.runtime.session import Session
 from tencache_ds.runtime.step_guard import StepGuard
-from tencache_ds.tiers.kinds import MASTER
+from tencache_ds.tiers.sub_group import MASTER
 
 logger = logging.getLogger("DeepSpeed.tencache")
 OVERFLOW_CHECK_NUMEL = 16 * 2**20

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the parts of one DeepSpeed engine, as DeepSpeed's constructor asks for them: tiers, staging memory, the
-update."""
+update, and what is kept in GPU memory.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,43 +15,234 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from tencache_ds.config import TenCacheConfig
 from tencache_ds.errors import ConfigError, MemoryLimitError, built
 from tencache_ds.integration.activation_hooks import ActivationHooks
 from tencache_ds.integration.adapters.versions import DeepSpeedClass
-from tencache_ds.integration.agreement import agree_on_weights, failing_together
+from tencache_ds.integration.agreement import Agreement, Post, agree_on_weights, agreed, difference, failing_together
 from tencache_ds.integration.chunk_update import CpuAdam, SubGroupUpdater, chunk_arithmetic
 from tencache_ds.integration.chunked_step import ChunkedStep
-from tencache_ds.integration.device_weights import GatheredWeights
-from tencache_ds.integration.eight_bit_adam import EightBitAdam
-from tencache_ds.integration.engine_building import session_for
-from tencache_ds.integration.gpu_building import build_gpu_homes, open_gpu, open_usage
+from tencache_ds.integration.engine_building import on_cuda, session_for
+from tencache_ds.integration.hooked_modules import shard_nbytes
 from tencache_ds.integration.known_engines import engines_for
-from tencache_ds.integration.model_weights import ModelWeights, SharedWeights, cast_shard
+from tencache_ds.integration.model_weights import GatheredWeights, ModelWeights, SharedWeights, cast_shard, in_tier
 from tencache_ds.integration.muon import BUFFERED_TURNS
-from tencache_ds.integration.optimizer_states import OptimizerStates, known_kinds
-from tencache_ds.integration.outside_needs import outside_needs, update_needs
+from tencache_ds.integration.optimizer_states import EightBitAdam, OptimizerStates, known_kinds
 from tencache_ds.integration.param_swapper import ParamSwapper
 from tencache_ds.integration.reporting import announce
 from tencache_ds.memory.arena import empty_pinned_cache
-from tencache_ds.memory.device_memory import DeviceMemory
-from tencache_ds.placement.gpu_homes import GpuHomes, initial_gpu_nbytes
+from tencache_ds.memory.device_memory import CudaMemory, DeviceMemory
+from tencache_ds.observability.counters import Stall
+from tencache_ds.placement.gpu_homes import GpuHomes, initial_gpu_nbytes, open_device
+from tencache_ds.placement.gpu_policy import limit_nbytes
 from tencache_ds.placement.host_homes import HostHomes
-from tencache_ds.placement.moves import StateMoves
+from tencache_ds.placement.moves import GpuMoves, Shard, StateMoves
+from tencache_ds.placement.places import GpuUsage
+from tencache_ds.planning.budget import OutsideNeeds, OwnShard
 from tencache_ds.planning.chunks import GRADIENT_BUFFER_NUMEL, gradient_cuts
 from tencache_ds.planning.size_classes import SizeClass
+from tencache_ds.profiling.host import available_nbytes
 from tencache_ds.profiling.waits import FetchRecorder
 from tencache_ds.runtime.session import Session
 from tencache_ds.tensors import empty
 from tencache_ds.tiers.device_update import TritonAdam
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.gradients import GradientSegment, GradientTier
-from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.momentum import Momentum
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import SplitMasters
-from tencache_ds.tiers.sub_group import Kinds
+from tencache_ds.tiers.sub_group import MASTER, Kinds
+
+# What DeepSpeed and its optimizer add to a rank's memory
+
+
+TEMPORARIES = 3
+"""Tensors as long as the master weights that torch's own optimizers make in a step, beside the gradient."""
+
+
+def outside_needs(
+    module: torch.nn.Module,
+    options: TenCacheConfig,
+    *,
+    pinned: bool,
+    movable: Sequence[Shard] = (),
+    memory: DeviceMemory | None = None,
+    groups: Sequence[Sequence[Any]] = (),
+    later_state: int = 0,
+    update: int = 0,
+) -> OutsideNeeds:
+    """What is needed beside TenCache's tiers.
+
+    Args:
+        module: the model.
+        options: of the user.
+        pinned: DeepSpeed's ``pin_memory`` option, on a GPU.
+        movable: the shards that may go to GPU memory.
+        memory: of the compute device; None where nothing of TenCache's lives there.
+        groups: the parameters of each sub-group.
+        later_state: see :class:`OutsideNeeds`.
+        update: see :class:`OutsideNeeds`.
+    """
+    updated = {param.ds_id for param in itertools.chain.from_iterable(groups)}
+    params: Iterable[Any] = module.parameters()
+    shards = [
+        OwnShard(shard_nbytes(param), param.ds_id in updated)
+        for param in params
+        if not in_tier(param) and param.ds_tensor.device.type == "cpu"
+    ]
+    gpu_limit = None
+    if memory is not None:
+        usage = memory.usage()
+        wanted = limit_nbytes(usage, options.gpu_memory)
+        gpu_limit = usage.available_nbytes + usage.allocated_nbytes if wanted is None else wanted
+    return OutsideNeeds(
+        own_shards=shards,
+        own_shards_pinned=pinned,
+        later_state=later_state,
+        update=update,
+        gpu_weights=sum(shard.nbytes for shard in movable),
+        gpu_limit=gpu_limit,
+    )
+
+
+def update_needs(
+    optimizer: Any, state: OptimizerStateTier, numels: Sequence[int], *, in_chunks: int | None
+) -> tuple[int, int]:
+    """Host memory for states that an optimizer makes in its first step, and for an update, in bytes. States of an
+    optimizer that is not known here are not foreseen.
+
+    Args:
+        optimizer: the torch optimizer.
+        state: of it.
+        numels: elements of each sub-group.
+        in_chunks: what an update of one chunk needs, in chunks; None where it is updated a sub-group at a time.
+    """
+    if in_chunks is not None:
+        return 0, in_chunks * max(state.chunk_nbytes, default=0)
+    later, update = 0, 0
+    for index, numel in enumerate(numels):
+        dtype = state.dtype(index, state.kinds(index)[0])
+        new = [dtype.itemsize for kind, dtype in known_kinds(optimizer, dtype) if kind not in state.kinds(index)]
+        later += numel * sum(new)
+        borrowed = 0 if state.whole(index) else sum(state.dtype(index, kind).itemsize for kind in state.kinds(index))
+        update = max(update, numel * (borrowed + (1 + TEMPORARIES) * dtype.itemsize))
+    return later, update
+
+
+# What is kept in GPU memory
+
 
 logger = logging.getLogger("DeepSpeed.tencache")
+
+LEFT_TO_OTHERS_NBYTES = 2**30
+"""Host memory, per rank, that state leaves to all others when it has to leave GPU memory within an allocation."""
+
+
+def open_gpu(session: Session, fused: FusedAdam | None) -> tuple[DeviceMemory, TritonAdam] | None:
+    """GPU memory for weights, gradients and state, where the updates of all ranks know how to use it. Every rank of the
+    job calls it, also one that has no use for it.
+
+    Args:
+        session: of the engine.
+        fused: Adam in one pass on the host; None where there is none, or another optimizer.
+    """
+    opened = None
+    if fused is not None and session.options.gpu_memory != 0:
+        try:
+            opened = open_device(session.surroundings.on_cuda, fused)
+        except ConfigError as error:
+            logger.warning("GPU memory is not used: %s", error)
+    # Later they decide together what goes there: one that cannot, or may not, would be waited for.
+    used = Agreement.of_job().reach("whether GPU memory is used", opened is not None, _all_use_it)
+    return opened if used else None
+
+
+def _all_use_it(ranks: Sequence[Post]) -> bool:
+    values = [bool(rank.value) for rank in ranks]
+    if any(values) and not all(values):
+        logger.warning("GPU memory is not used: %s", difference("whether they can and may use it", values, ranks))
+    return all(values)
+
+
+def open_memory(options: TenCacheConfig) -> DeviceMemory | None:
+    """GPU memory for the weights of an engine without optimizer; None without a GPU, or if it is not to be used."""
+    return None if options.gpu_memory == 0 or not on_cuda() else _open_cuda()
+
+
+def _open_cuda() -> CudaMemory:
+    return CudaMemory(torch.device("cuda", torch.cuda.current_device()), torch.Tensor.copy_)
+
+
+def open_usage() -> Callable[[], GpuUsage] | None:
+    """Tells the usage of GPU memory; None without a GPU."""
+    memory = _open_cuda() if on_cuda() else None
+    return None if memory is None else memory.usage
+
+
+def build_gpu_homes(
+    session: Session,
+    memory: DeviceMemory,
+    state: StateMoves,
+    gradients: GradientTier,
+    weights: GatheredWeights,
+    groups: Sequence[Sequence[Any]],
+    *,
+    moved_gradient: Callable[[int, torch.Tensor], None],
+    momentum: Momentum | None,
+    hidden_share: Callable[[], float],
+    record_fetches: Callable[[FetchRecorder | None], None],
+) -> GpuHomes:
+    """Decides what of an engine lives in GPU memory, and moves it.
+
+    Args:
+        session: of the engine.
+        memory: of the compute device.
+        state: moves the optimizer's state.
+        gradients: the accumulated gradients.
+        weights: of the model.
+        groups: the parameters of each sub-group.
+        moved_gradient: see :class:`GpuMoves`.
+        momentum: see :class:`GpuMoves`.
+        hidden_share: see :class:`GpuHomes`.
+        record_fetches: see :class:`GpuHomes`.
+    """
+    moves = GpuMoves(
+        memory,
+        state,
+        gradients,
+        [[(param.ds_id, param.partition_numel()) for param in group] for group in groups],
+        weights,
+        session,
+        moved_gradient=moved_gradient,
+        momentum=momentum,
+    )
+
+    def say(placement: str, predicted_seconds: float | None) -> None:
+        session.note_placement(placement, predicted_seconds)
+        announce(f"TenCache: {placement}", session.options)
+
+    session.await_placement()
+    return GpuHomes(
+        session.options,
+        memory,
+        state.tier,
+        len(groups),
+        weights.shards,
+        moves,
+        host_left_nbytes=lambda: session.host_left_nbytes,
+        host_room_nbytes=lambda: available_nbytes() // session.surroundings.local_ranks - LEFT_TO_OTHERS_NBYTES,
+        hidden_share=hidden_share,
+        without_fetches=weights.stay_gathered,
+        update_waits=lambda: session.counters.stalled_seconds(Stall.UPDATE),
+        agree=agreed,
+        record_fetches=record_fetches,
+        say=say,
+        activations=session.competing_activations,
+    )
+
+
+# The engine
+
 
 GRADIENT_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 """DeepSpeed's attribute: the accumulated gradient of each parameter."""

@@ -23,7 +23,7 @@ from tencache_ds.io.backends.posix import PosixFiles
 from tencache_ds.io.backends.protocol import Operation
 from tencache_ds.io.extents import Extent
 from tencache_ds.layout import PAGE_NBYTES
-from tencache_ds.memory.device_arena import wait_for_device
+from tencache_ds.memory.arena import wait_for_device
 
 _WORDS_PER_PAGE = PAGE_NBYTES // 8
 _STEP = 197

@@ -17,9 +17,9 @@ from tencache_ds.io.backends.protocol import StorageBackend, StorageCancelledErr
 from tencache_ds.io.integrity import Fingerprint
 from tencache_ds.io.scratch import ScratchFolder
 from tencache_ds.io.store import ExtentStore
-from tencache_ds.io.wrappers.metered import BandwidthMeter, MeteredBackend
+from tencache_ds.io.stripes import Striping
+from tencache_ds.io.wrappers.routed import BandwidthMeter, MeteredBackend
 from tencache_ds.observability.paths import Contents, PathStats, what_was_on
-from tencache_ds.planning.striping import Striping
 
 FILE_SUFFIX = ".bin"
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging memory of one rank, on the host or a GPU: arenas under a limit, and the pool of leased slots cut from one."""
 
-from tencache_ds.memory.arena import HostArena
-from tencache_ds.memory.device_arena import DeviceArena
+from tencache_ds.memory.arena import DeviceArena, HostArena
 from tencache_ds.memory.lease import Lease, LeaseError, LeaseState
 from tencache_ds.memory.pages import Locking, PageLocker, locked_memory_headroom_nbytes
-from tencache_ds.memory.pool import BufferPool
-from tencache_ds.memory.report import ClassStats, Holder, PoolBusyError, PoolStats, PoolTimeout
+from tencache_ds.memory.pool import BufferPool, ClassStats, Holder, PoolBusyError, PoolStats, PoolTimeout
 
 __all__ = [
     "BufferPool",

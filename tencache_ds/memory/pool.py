@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool of page-aligned slots in a few size classes, lent out as leases.
+"""A pool of page-aligned slots in a few size classes, lent out as leases; its statistics, and errors that name the
+holders.
 
 [Note: pool locks] Leases are taken by training and autograd threads and released by those and by I/O threads. There is
 one lock per pool. Lock order: a caller's locks, then a ticket's lock, then the pool's lock, then nothing. Under the
@@ -17,15 +18,94 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from tencache_ds.errors import TenCacheError
 from tencache_ds.layout import PAGE_NBYTES, round_up
-from tencache_ds.memory.arena import POISON_BYTE, HostArena
-from tencache_ds.memory.device_arena import DeviceArena, wait_for_device
+from tencache_ds.memory.arena import POISON_BYTE, DeviceArena, HostArena, wait_for_device
 from tencache_ds.memory.lease import DeviceEvent, Lease, LeaseError, LeaseState, Slot
-from tencache_ds.memory.report import ClassStats, Holder, PoolBusyError, PoolStats, PoolTimeout
 from tencache_ds.planning.size_classes import SizeClass
+
+# Statistics, and errors that name the holders
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The holder of a slot, for messages and reports."""
+
+    owner: str
+    purpose: str
+    nbytes: int
+    slot_nbytes: int
+    age_s: float
+    state: LeaseState
+
+    def __str__(self) -> str:
+        return (
+            f"{self.owner} ({self.purpose}): {self.nbytes} bytes in a slot of {self.slot_nbytes}, {self.state.value}, "
+            f"for {self.age_s:.3f} s"
+        )
+
+
+class HeldSlotsError(TenCacheError):
+    """Names the slots that are not free.
+
+    Attributes:
+        holders: who has them, oldest first.
+    """
+
+    def __init__(self, message: str, holders: Sequence[Holder]) -> None:
+        lines = "".join(f"\n  {holder}" for holder in holders)
+        super().__init__(f"{message}; slots in use ({len(holders)}):{lines or ' none'}")
+        self.holders = tuple(holders)
+
+
+class PoolTimeout(HeldSlotsError, TimeoutError):
+    """No slot came back in time. Usual cause: everything is held by those who wait, so the pool is too small."""
+
+
+class PoolBusyError(HeldSlotsError, RuntimeError):
+    """Slots are still leased where none should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassStats:
+    """One size class: ``free`` of ``count`` slots of ``slot_nbytes`` bytes can be leased at once."""
+
+    slot_nbytes: int
+    count: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """A consistent snapshot of a pool.
+
+    Attributes:
+        nbytes_total: bytes of all slots.
+        nbytes_leased: bytes of the slots that are not free (held, or coming back).
+        nbytes_leased_peak: largest ``nbytes_leased`` so far.
+        n_leases: leases handed out so far.
+        n_waits: leases that had to be waited for so far (those that timed out too).
+        wait_ns: time spent waiting so far, summed over threads.
+        n_waiting: threads that wait now.
+        classes: every size class, by ascending slot size.
+    """
+
+    nbytes_total: int
+    nbytes_leased: int
+    nbytes_leased_peak: int
+    n_leases: int
+    n_waits: int
+    wait_ns: int
+    n_waiting: int
+    classes: tuple[ClassStats, ...]
+
+
+# The pool
+
 
 __all__ = ["BufferPool", "ClassStats", "Holder", "Lease", "PoolBusyError", "PoolStats", "PoolTimeout"]
 

@@ -216,7 +216,7 @@ class Process:
 
     Attributes:
         endpoint: its socket.
-        snapshot: its figures; see :func:`tencache_ds.integration.observing.snapshot`.
+        snapshot: its figures; see :func:`tencache_ds.integration.reporting.snapshot`.
     """
 
     endpoint: Endpoint

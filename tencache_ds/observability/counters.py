@@ -121,7 +121,7 @@ class Stats:
         pinned_nbytes: pinned (locked or registered) host memory held now.
         pinned_peak_nbytes: most pinned host memory held at any time.
         planned_host_peak_nbytes: upper limit of resident host memory from the first weight of the model to the end of
-            training, beyond what the process had before; see :mod:`tencache_ds.planning.peak_memory`.
+            training, beyond what the process had before; see :mod:`tencache_ds.planning.budget`.
         planned_pinned_peak_nbytes: the same of pinned host memory.
         planned_gpu_peak_nbytes: the same of GPU memory of weights, gradients and optimizer state that live there.
         staging_nbytes: size of the staging pool, and the most of it leased at one time.

@@ -2,8 +2,8 @@
 """Traces as files in Chrome's trace-event format, which Perfetto and chrome://tracing open: a process per rank, a track
 per thread, and as many tracks per resource as it had spans at a time. Imports neither torch nor DeepSpeed.
 
-The summary of a trace: the training thread's time by cause, its longest waits, and the use of each link. Pure
-arithmetic on the contents of a trace file; imports neither torch nor DeepSpeed.
+The summary of a trace: the training thread's time by cause, its longest waits, and the use of each link. And the
+recorded steps of a rank as a timeline: phases, and the busy time of each kind of work, exposed and overlapped.
 """
 
 from __future__ import annotations
@@ -13,13 +13,87 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tencache_ds.errors import ConfigError
-from tencache_ds.observability.recording import RankRecording, asdict_without_spans
+
+# A rank's recorded steps
+
+
+SPANS_PER_LINE = 256
+"""Encoding this many takes about a millisecond, for which the training threads may have to wait."""
+
+
+@dataclass(slots=True)
+class RankRecording:
+    """What one rank recorded.
+
+    Attributes:
+        rank, world_size, pid, host, run_id: of the process.
+        training_thread: identifier of the thread that takes steps.
+        steps: ``step``, ``t_start_ns``, ``t_end_ns`` and ``record`` of each recorded step.
+        threads: names of threads by identifier; "" for those that Python did not start.
+        weights: names of parameters by their id in weights' names.
+        modules: names of modules by their id.
+        n_dropped: spans that did not fit into the recorder's memory.
+        spans: ``category, name, track, t_start_ns, t_end_ns, what, nbytes, arguments`` of each.
+    """
+
+    rank: int
+    world_size: int
+    pid: int
+    host: str
+    run_id: str
+    training_thread: int
+    steps: list[dict[str, Any]]
+    threads: dict[str, str]
+    weights: dict[str, str]
+    modules: dict[str, str]
+    n_dropped: int
+    spans: list[Sequence[Any]] = field(default_factory=list)
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Its parts, each small enough to be encoded without a noticeable pause."""
+        spans = self.spans
+        yield {"recording": asdict_without_spans(self)}
+        for start in range(0, len(spans), SPANS_PER_LINE):
+            yield {"spans": spans[start : start + SPANS_PER_LINE]}
+        yield {"end": len(spans)}
+
+    @classmethod
+    def from_lines(cls, lines: Iterable[dict[str, Any]]) -> RankRecording:
+        """The recording whose :meth:`lines` these are.
+
+        Raises:
+            ValueError: they are incomplete.
+        """
+        recording: RankRecording | None = None
+        for line in lines:
+            if "recording" in line:
+                recording = cls(**line["recording"])
+            elif recording is not None and "spans" in line:
+                recording.spans.extend(line["spans"])
+            elif recording is not None and line.get("end") == len(recording.spans):
+                return recording
+        raise ValueError("the recording is incomplete")
+
+
+def asdict_without_spans(recording: RankRecording) -> dict[str, Any]:
+    """The fields but for the spans."""
+    spans, recording.spans = recording.spans, []
+    try:
+        fields = asdict(recording)
+    finally:
+        recording.spans = spans
+    del fields["spans"]
+    return fields
+
+
+# Files
+
 
 FORMAT = 1
 """Version of the contents of ``otherData.tencache``."""
@@ -381,3 +455,145 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
             total += b - max(a, reached)
             reached = b
     return total
+
+
+# Timelines
+
+
+Span = tuple[float, float]
+"""Start and end in seconds since the start of the trace."""
+
+LANES = {
+    "wait": "wait",
+    "gather": "gather weights",
+    "copy": "copy",
+    "update": "update",
+    "read": "NVMe read",
+    "write": "NVMe write",
+}
+"""Kinds of work and their titles, in the order of the plot."""
+
+_LANE_OF_CATEGORY = {"stall": "wait", "fetch": "gather", "copy": "copy", "update": "update"}
+_LANE_OF_NAME = {"tencache::nvme::read": "read", "tencache::nvme::write": "write"}
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The busy time of one kind of work. The two tuples are disjoint; their spans are sorted and do not overlap.
+
+    Attributes:
+        kind: a key of :data:`LANES`.
+        exposed: while the training threads do this work themselves, or wait for anything.
+        overlapped: in parallel with other work of the training threads.
+    """
+
+    kind: str
+    exposed: tuple[Span, ...]
+    overlapped: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The recorded steps of one rank.
+
+    Attributes:
+        rank: global rank.
+        steps: number and span of each step.
+        phases: name and span of each forward pass, backward pass and optimizer step, within the steps.
+        lanes: one per kind of work that occurred, in the order of :data:`LANES`.
+    """
+
+    rank: int
+    steps: tuple[tuple[int, Span], ...]
+    phases: tuple[tuple[str, Span], ...]
+    lanes: tuple[Lane, ...]
+
+
+def timelines(contents: dict[str, Any]) -> list[Timeline]:
+    """The timeline of each rank in a trace file.
+
+    Args:
+        contents: see :func:`tencache_ds.observability.trace_file.trace_events`.
+    """
+    t_zero_ns = contents["otherData"]["tencache"]["t_zero_ns"]
+    return [_timeline(rank, spans, t_zero_ns) for rank, spans in spans_by_rank(contents)]
+
+
+def _timeline(rank: dict[str, Any], events: Sequence[dict[str, Any]], t_zero_ns: int) -> Timeline:
+    steps = tuple(
+        (int(step["step"]), ((step["t_start_ns"] - t_zero_ns) / 1e9, (step["t_end_ns"] - t_zero_ns) / 1e9))
+        for step in rank["steps"]
+    )
+    whole = [(steps[0][1][0], steps[-1][1][1])]
+    training = set(rank["training_tracks"])
+    phases = []
+    busy: dict[str, list[Span]] = defaultdict(list)
+    own: dict[str, list[Span]] = defaultdict(list)  # on the training threads
+    for event in events:
+        span = (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        if event["cat"] == "phase":
+            phases += [(str(event["name"]), part) for part in intersection([span], whole)]
+        kind = _LANE_OF_NAME.get(event["name"]) or _LANE_OF_CATEGORY.get(event["cat"])
+        if kind is None:
+            continue
+        busy[kind].append(span)
+        if event["tid"] in training:
+            own[kind].append(span)
+    lanes = []
+    for kind in LANES:
+        if busy[kind]:
+            spans = intersection(union(busy[kind]), whole)
+            exposed = intersection(spans, union(own["wait"] + own[kind]))
+            lanes.append(Lane(kind, tuple(exposed), tuple(difference(spans, exposed))))
+    return Timeline(rank["rank"], steps, tuple(sorted(phases, key=lambda phase: phase[1])), tuple(lanes))
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same moments as sorted spans that neither overlap nor touch."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if end <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
+    """The moments in both; the spans of each argument are sorted and do not overlap."""
+    common = []
+    i = j = 0
+    while i < len(one) and j < len(other):
+        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if start < end:
+            common.append((start, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def difference(spans: Sequence[Span], removed: Sequence[Span]) -> list[Span]:
+    """The moments of ``spans`` without those of ``removed``; each is sorted and without overlaps."""
+    rest = []
+    j = 0
+    for start, end in spans:
+        while j < len(removed) and removed[j][1] <= start:
+            j += 1
+        position, k = start, j
+        while k < len(removed) and removed[k][0] < end:
+            if position < removed[k][0]:
+                rest.append((position, removed[k][0]))
+            position = max(position, removed[k][1])
+            k += 1
+        if position < end:
+            rest.append((position, end))
+    return rest
+
+
+def length(spans: Iterable[Span]) -> float:
+    """The sum of the lengths."""
+    return sum(end - start for start, end in spans)

@@ -20,9 +20,9 @@ from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.placement.gpu_policy import chunks_to_release
 from tencache_ds.placement.places import Place, place_state
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.kinds import ADAM_IN_FP32, MASTERS_ALONE
 from tencache_ds.tiers.momentum import Momentum
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.sub_group import ADAM_IN_FP32, MASTERS_ALONE
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

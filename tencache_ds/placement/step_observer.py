@@ -14,8 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 from tencache_ds.observability.counters import Stall, StepRecord
-from tencache_ds.profiling.device_idle import CudaIdle, SynchronousIdle
-from tencache_ds.profiling.waits import CudaStreamClock, FetchRecorder, FetchWait, HostClock, StreamClock
+from tencache_ds.profiling.waits import (
+    CudaIdle,
+    CudaStreamClock,
+    FetchRecorder,
+    FetchWait,
+    HostClock,
+    StreamClock,
+    SynchronousIdle,
+)
 
 WARM_UP_STEPS = 2
 """Steps before the first that is observed."""

@@ -22,8 +22,13 @@ from dataclasses import dataclass, fields
 from tencache_ds.errors import ConfigError
 from tencache_ds.layout import BOUNCE_NBYTES, N_BOUNCES
 from tencache_ds.names import StrEnum
-from tencache_ds.planning.budget import AUTO_CHUNK_SLOTS, AUTO_WEIGHT_STAGING_NBYTES
-from tencache_ds.planning.peak_memory import MemoryNeeds, PeakMemory, peak_memory
+from tencache_ds.planning.budget import (
+    AUTO_CHUNK_SLOTS,
+    AUTO_WEIGHT_STAGING_NBYTES,
+    MemoryNeeds,
+    PeakMemory,
+    peak_memory,
+)
 from tencache_ds.profiling.hardware import Hardware, StorageRates
 
 FLOPS_PER_PARAM_AND_TOKEN = 6

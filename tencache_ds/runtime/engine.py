@@ -30,13 +30,13 @@ from tencache_ds.io import (
 )
 from tencache_ds.io.backends.registry import may_need_pinned_buffers
 from tencache_ds.io.integrity import Fingerprint, sampled_fingerprint, whole_fingerprint
+from tencache_ds.io.stripes import Striping
 from tencache_ds.layout import gib
 from tencache_ds.memory.arena import HostArena, Locking, locked_memory_headroom_nbytes
 from tencache_ds.names import FAULTS_VARIABLE
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.budget import AUTO_WEIGHT_STAGING_NBYTES
 from tencache_ds.planning.cores import block_nbytes, lane_count
-from tencache_ds.planning.striping import Striping
 from tencache_ds.profiling.filesystem import file_system_of
 from tencache_ds.runtime.gpu_staging import gpu_staging_possible
 from tencache_ds.runtime.surroundings import Surroundings

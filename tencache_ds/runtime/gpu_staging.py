@@ -13,8 +13,7 @@ from tencache_ds.errors import MemoryLimitError
 from tencache_ds.io import GdsBackend, RoutedBackend, StorageBackend
 from tencache_ds.io.backends.gds import obstacle, try_gds
 from tencache_ds.layout import gib, round_up
-from tencache_ds.memory.arena import Locking
-from tencache_ds.memory.device_arena import DeviceArena
+from tencache_ds.memory.arena import DeviceArena, Locking
 from tencache_ds.memory.pool import BufferPool
 from tencache_ds.planning.budget import plan_gpu_staging
 from tencache_ds.planning.cores import LANES

@@ -38,18 +38,24 @@ from tencache_ds.placement.host_homes import HostHomes
 from tencache_ds.placement.memory_watch import HostWatch
 from tencache_ds.placement.moves import StateMoves
 from tencache_ds.placement.places import GpuUsage, Place
-from tencache_ds.planning.budget import StagingPlan
-from tencache_ds.planning.peak_memory import MemoryNeeds, OutsideNeeds, PeakMemory, memory_of_own_weights, peak_memory
+from tencache_ds.planning.budget import (
+    MemoryNeeds,
+    OutsideNeeds,
+    PeakMemory,
+    StagingPlan,
+    memory_of_own_weights,
+    peak_memory,
+)
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.profiling.host import available_nbytes, memory_nbytes
 from tencache_ds.runtime.engine import TenCacheEngine
 from tencache_ds.runtime.staging import Staging
 from tencache_ds.runtime.state_building import StateBuilder
 from tencache_ds.runtime.surroundings import Surroundings
-from tencache_ds.tiers.background_update import BackgroundUpdate
 from tencache_ds.tiers.fused_adam import FusedAdam
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.sub_group import SubGroupSpec
+from tencache_ds.tiers.update import BackgroundUpdate
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

@@ -25,10 +25,9 @@ from tencache_ds.profiling.host import available_nbytes
 from tencache_ds.runtime.engine import TenCacheEngine
 from tencache_ds.runtime.staging import Staging
 from tencache_ds.runtime.surroundings import Surroundings
-from tencache_ds.tiers.kinds import MOMENTUM
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import SplitMasters
-from tencache_ds.tiers.sub_group import Kinds, SubGroupSpec
+from tencache_ds.tiers.sub_group import MOMENTUM, Kinds, SubGroupSpec
 
 logger = logging.getLogger("DeepSpeed.tencache")
 

@@ -32,8 +32,8 @@ from tencache_ds.planning.adam_scalars import AdamScalars, DescentScalars
 from tencache_ds.planning.chunks import Chunk
 from tencache_ds.tiers.fused_adam import TYPES
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.sub_group import EXP_AVG, EXP_AVG_SQ, MASTER
 from tencache_ds.tiers.update import Pieces, SubGroupStep, WeightWriter
 
 Launch = Callable[[AdamScalars | DescentScalars], None]

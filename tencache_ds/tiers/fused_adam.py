@@ -18,7 +18,7 @@ import torch
 from tencache_ds.errors import TenCacheError
 from tencache_ds.planning.adam_scalars import AdamScalars
 from tencache_ds.planning.chunks import SCALE_NUMEL
-from tencache_ds.tiers.kinds import (
+from tencache_ds.tiers.sub_group import (
     ADAM_IN_8_BITS,
     ADAM_IN_FP32,
     EXP_AVG,

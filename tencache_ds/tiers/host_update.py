@@ -24,8 +24,8 @@ from threadpoolctl import ThreadpoolController
 from tencache_ds.tensors import Scratch, empty
 from tencache_ds.tiers.fused_adam import FusedAdam, Job
 from tencache_ds.tiers.gradients import GradientTier
-from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
+from tencache_ds.tiers.sub_group import MASTER
 from tencache_ds.tiers.update import Pieces, SubGroupStep, WeightWriter, publish, round_into
 
 

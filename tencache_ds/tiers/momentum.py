@@ -10,9 +10,8 @@ import torch
 
 from tencache_ds.placement.places import Place
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.tiers.kinds import MOMENTUM
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.sub_group import ChunkInUse
+from tencache_ds.tiers.sub_group import MOMENTUM, ChunkInUse
 
 
 class Momentum:

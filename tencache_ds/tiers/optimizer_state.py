@@ -24,13 +24,11 @@ from tencache_ds.observability.counters import Counters
 from tencache_ds.placement.places import Place, place_state
 from tencache_ds.planning.chunks import Chunk, cut_sub_group
 from tencache_ds.tensors import Scratch, empty
-from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.mover import Mover
 from tencache_ds.tiers.relocation import StateRelocation
-from tencache_ds.tiers.resident_chunks import ResidentChunks
 from tencache_ds.tiers.split_master import SplitMasters, split_layout
-from tencache_ds.tiers.stored_chunks import StoredChunks
-from tencache_ds.tiers.sub_group import ChunkInUse, SubGroup, SubGroupSpec
+from tencache_ds.tiers.state_chunks import ResidentChunks, StoredChunks
+from tencache_ds.tiers.sub_group import MASTER, ChunkInUse, SubGroup, SubGroupSpec
 
 
 class OptimizerStateTier:

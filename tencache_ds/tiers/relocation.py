@@ -18,8 +18,7 @@ from tencache_ds.memory.device_memory import DeviceMemory, Loan
 from tencache_ds.memory.pages import discard
 from tencache_ds.placement.places import Place
 from tencache_ds.planning.chunks import Chunk
-from tencache_ds.tiers.resident_chunks import PURPOSE, ResidentChunks
-from tencache_ds.tiers.stored_chunks import StoredChunks
+from tencache_ds.tiers.state_chunks import PURPOSE, ResidentChunks, StoredChunks
 from tencache_ds.tiers.sub_group import SubGroup, SubGroupSpec
 
 IMAGES = "images of optimizer state in device memory"

@@ -25,8 +25,16 @@ from tencache_ds.errors import TenCacheError
 from tencache_ds.planning.chunks import SCALE_NUMEL, Chunk, pieces_of
 from tencache_ds.tensors import empty
 from tencache_ds.tiers.fused_adam import CHUNK_TIMEOUT_S, FusedAdam, Job
-from tencache_ds.tiers.kinds import MARKS, MASTER, REMAINDER, SCALES_OF_8_BITS, SPLIT_DTYPES, Pieces, views_of
-from tencache_ds.tiers.sub_group import Kinds
+from tencache_ds.tiers.sub_group import (
+    MARKS,
+    MASTER,
+    REMAINDER,
+    SCALES_OF_8_BITS,
+    SPLIT_DTYPES,
+    Kinds,
+    Pieces,
+    views_of,
+)
 
 _NAN_WEIGHT = 0xFFFF
 """Bits of a weight whose remainder holds the bits of a NaN."""

@@ -17,7 +17,7 @@ from benchmarks.micro.area import Load, Work
 from benchmarks.micro.result import MicroReport, MicroResult, Row, alternate
 from benchmarks.micro.variants import RAW, VARIANTS
 from tencache_ds.cli import tune_measure
-from tencache_ds.cli.storage_loops import Requests
+from tencache_ds.cli.tune_measure import Requests
 from tencache_ds.errors import ConfigError, LockedMemoryError, SpaceError, StorageError
 from tencache_ds.io import BACKENDS, Operation, Priority
 from tencache_ds.memory.pages import Locking, PlainPages

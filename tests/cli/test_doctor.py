@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tencache_ds import __version__
-from tencache_ds.cli import checks, doctor, main
+from tencache_ds.cli import doctor, main
 from tencache_ds.cli.console import Finding, Level, format_nbytes
 
 REQUIREMENTS = ["deepspeed<0.20,>=0.19.8", "torch>=2.5", 'pytest; extra == "test"']
@@ -39,27 +39,27 @@ def by_subject(findings: list[Finding]) -> dict[str, Finding]:
 class TestVersions:
     def test_supported_versions_are_ok(self) -> None:
         findings = by_subject(
-            checks.check_versions(versions(torch="2.13.0+cpu", deepspeed="0.19.9"), lambda _: REQUIREMENTS)
+            doctor.check_versions(versions(torch="2.13.0+cpu", deepspeed="0.19.9"), lambda _: REQUIREMENTS)
         )
         assert {finding.level for finding in findings.values()} == {Level.OK}
         assert findings["torch"].text == "2.13.0+cpu (supported: >=2.5)"
 
     @pytest.mark.parametrize("version", ["0.19.7", "0.20.0"])
     def test_deepspeed_outside_the_range_is_a_problem(self, version: str) -> None:
-        findings = by_subject(checks.check_versions(versions(torch="2.6", deepspeed=version), lambda _: REQUIREMENTS))
+        findings = by_subject(doctor.check_versions(versions(torch="2.6", deepspeed=version), lambda _: REQUIREMENTS))
         assert findings["deepspeed"].level is Level.PROBLEM
         assert version in findings["deepspeed"].text
         assert "pip install 'deepspeed" in findings["deepspeed"].remedy
 
     def test_absent_torch_is_a_problem(self) -> None:
-        findings = by_subject(checks.check_versions(versions(deepspeed="0.19.8"), lambda _: REQUIREMENTS))
+        findings = by_subject(doctor.check_versions(versions(deepspeed="0.19.8"), lambda _: REQUIREMENTS))
         assert (findings["torch"].level, findings["torch"].text) == (Level.PROBLEM, "not installed")
 
     def test_use_without_installation_is_a_warning(self) -> None:
         def not_installed(name: str) -> list[str]:
             raise metadata.PackageNotFoundError(name)
 
-        findings = by_subject(checks.check_versions(versions(torch="2.6", deepspeed="0.1"), not_installed))
+        findings = by_subject(doctor.check_versions(versions(torch="2.6", deepspeed="0.1"), not_installed))
         assert findings["tencache"].level is Level.WARNING
         assert findings["deepspeed"].level is Level.OK
 
@@ -70,13 +70,13 @@ class TestVersions:
 
 class TestEightBit:
     def test_without_bitsandbytes_nothing_is_said(self) -> None:
-        assert checks.check_eight_bit(versions()) == []
+        assert doctor.check_eight_bit(versions()) == []
 
     @pytest.mark.parametrize(
         ("version", "level"), [("0.49.2", Level.WARNING), ("0.50.0", Level.OK), ("0.51.0.dev0", Level.OK)]
     )
     def test_a_version_without_kernels_for_cpus_is_a_warning(self, version: str, level: Level) -> None:
-        (finding,) = checks.check_eight_bit(versions(bitsandbytes=version))
+        (finding,) = doctor.check_eight_bit(versions(bitsandbytes=version))
         assert finding.level is level
         assert version in finding.text
         assert ("pip install 'bitsandbytes>=0.50'" in (finding.remedy or "")) == (level is Level.WARNING)
@@ -84,14 +84,14 @@ class TestEightBit:
 
 class TestActivation:
     def test_entry_point_is_installed(self) -> None:
-        assert checks.check_autoload({}, WITH_AUTOLOAD).level is Level.OK
+        assert doctor.check_autoload({}, WITH_AUTOLOAD).level is Level.OK
 
     @pytest.mark.parametrize(
         ("torch", "level"),
         [("2.4.1+cu121", Level.WARNING), ("2.5.0a0+872d972e41.nv24.8", Level.OK), ("2.5.0", Level.OK)],
     )
     def test_a_torch_without_entry_points_names_the_other_ways(self, torch: str, level: Level) -> None:
-        finding = checks.check_autoload({}, versions(torch=torch))
+        finding = doctor.check_autoload({}, versions(torch=torch))
         assert finding.level is level
         assert ("import tencache_ds" in (finding.remedy or "")) == (level is Level.WARNING)
 
@@ -105,17 +105,17 @@ class TestActivation:
         ],
     )
     def test_variables_that_switch_it_off(self, environment: dict[str, str], level: Level) -> None:
-        assert checks.check_autoload(environment, WITH_AUTOLOAD).level is level
+        assert doctor.check_autoload(environment, WITH_AUTOLOAD).level is level
 
     @pytest.mark.parametrize(("value", "said"), [("1", True), ("0", False)])
     def test_the_variable_that_switches_it_on_is_named(self, value: str, said: bool) -> None:
-        finding = checks.check_autoload({"TENCACHE_ENABLE": value}, WITH_AUTOLOAD)
+        finding = doctor.check_autoload({"TENCACHE_ENABLE": value}, WITH_AUTOLOAD)
         assert finding.level is Level.OK
         assert ("TENCACHE_ENABLE" in finding.text) == said
 
     def test_absent_entry_point_names_the_other_ways(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
-        finding = checks.check_autoload({}, WITH_AUTOLOAD)
+        finding = doctor.check_autoload({}, WITH_AUTOLOAD)
         assert finding.level is Level.WARNING
         assert "tencache_ds.run" in finding.remedy
 
@@ -123,8 +123,8 @@ class TestActivation:
 class TestBuildTools:
     def test_nothing_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-        monkeypatch.setattr(checks.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-        findings = by_subject(checks.check_build_tools(lambda _: None, (tmp_path,)))
+        monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+        findings = by_subject(doctor.check_build_tools(lambda _: None, (tmp_path,)))
         assert {name: finding.level for name, finding in findings.items()} == {
             "compiler": Level.PROBLEM,
             "ninja": Level.PROBLEM,
@@ -136,14 +136,14 @@ class TestBuildTools:
     def test_everything_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for header in ("Python.h", "libaio.h"):
             (tmp_path / header).touch()
-        monkeypatch.setattr(checks.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-        findings = checks.check_build_tools(lambda name: f"/usr/bin/{name}", (tmp_path,))
+        monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+        findings = doctor.check_build_tools(lambda name: f"/usr/bin/{name}", (tmp_path,))
         assert {finding.level for finding in findings} == {Level.OK}
 
     def test_ninja_beside_the_interpreter_counts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "ninja").touch()
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-        assert by_subject(checks.check_build_tools(lambda _: None))["ninja"].level is Level.OK
+        assert by_subject(doctor.check_build_tools(lambda _: None))["ninja"].level is Level.OK
 
 
 class TestHardware:
@@ -157,7 +157,7 @@ class TestHardware:
         ],
     )
     def test_locked_memory(self, limit: int, capabilities: int, level: Level) -> None:
-        finding = checks.check_locked_memory(limit, f"Name:\tx\nCapEff:\t{capabilities:016x}\n")
+        finding = doctor.check_locked_memory(limit, f"Name:\tx\nCapEff:\t{capabilities:016x}\n")
         assert finding.level is level
         assert bool(finding.remedy) is (level is not Level.OK)
 
@@ -178,7 +178,7 @@ class TestHardware:
         }.items():
             monkeypatch.setattr(pynvml, name, answer)
         monkeypatch.setattr(metadata, "version", versions(torch="2.13.0+cpu"))
-        gpu, mismatch = checks.check_gpus()
+        gpu, mismatch = doctor.check_gpus()
         assert gpu.text == "NVIDIA H200, 141.0 GiB, driver 580.1"
         assert mismatch.level is Level.WARNING
 
@@ -189,7 +189,7 @@ class TestHardware:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
         monkeypatch.setattr(pynvml, "nvmlInit", refuse)
-        assert [finding.level for finding in checks.check_gpus()] == [Level.OK]
+        assert [finding.level for finding in doctor.check_gpus()] == [Level.OK]
 
 
 class TestGpuDirectStorage:
@@ -198,14 +198,14 @@ class TestGpuDirectStorage:
             (folder / "version").write_text("version: 2.24.2\n")
         if udev:
             (folder / "udev").mkdir()
-        finding = checks.check_gds(
+        finding = doctor.check_gds(
             versions(**{"kvikio-cu13": "26.10.0"}), folder / "version", folder / "udev", environment
         )
         assert finding.level is Level.OK
         return finding.text
 
     def test_kvikio_is_missing(self, tmp_path: Path) -> None:
-        finding = checks.check_gds(versions(), tmp_path, tmp_path, {})
+        finding = doctor.check_gds(versions(), tmp_path, tmp_path, {})
         assert finding.level is Level.OK, "it is optional"
         assert "not installed" in finding.text
         assert "pip install 'tencache-ds[gds-cu13]'" in finding.text
@@ -237,18 +237,18 @@ class TestStorage:
             return real_open(path, flags, mode)
 
         monkeypatch.setattr(os, "open", without_direct)
-        findings = by_subject(checks.check_nvme_path(tmp_path))
+        findings = by_subject(doctor.check_nvme_path(tmp_path))
         assert findings["direct I/O"].level is Level.WARNING
         assert list(tmp_path.iterdir()) == []
 
     def test_a_file_is_a_problem(self, tmp_path: Path) -> None:
         file = tmp_path / "file"
         file.touch()
-        assert [finding.level for finding in checks.check_nvme_path(file)] == [Level.PROBLEM]
+        assert [finding.level for finding in doctor.check_nvme_path(file)] == [Level.PROBLEM]
 
     def test_unwritable_folder_is_a_problem(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere, so permissions cannot show it
-        (finding,) = checks.check_nvme_path(tmp_path)
+        (finding,) = doctor.check_nvme_path(tmp_path)
         assert finding.level is Level.PROBLEM
         assert str(tmp_path) in finding.remedy
 
@@ -256,8 +256,8 @@ class TestStorage:
         class Usage:
             free = 14 * 10**9
 
-        monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: Usage)
-        finding = by_subject(checks.check_nvme_path(tmp_path))["free space"]
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage)
+        finding = by_subject(doctor.check_nvme_path(tmp_path))["free space"]
         assert finding.level is Level.WARNING
         assert "1.0 billion parameters" in finding.text
 

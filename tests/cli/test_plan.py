@@ -13,8 +13,8 @@ from transformers import GPT2Config
 
 from tencache_ds import io
 from tencache_ds.cli import main, plan
+from tencache_ds.planning.budget import OVERHEAD_NBYTES
 from tencache_ds.planning.chunks import RESIDENT_CHUNK_NBYTES
-from tencache_ds.planning.peak_memory import OVERHEAD_NBYTES
 from tencache_ds.profiling import probe as probe_module
 from tencache_ds.profiling.hardware import Hardware, StorageRates
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from tencache_ds.cli import main, plan_job, residency_plot
+from tencache_ds.cli import main, plan, plots
 from tencache_ds.errors import TenCacheError
 from tencache_ds.observability.channel import Channel
 from tencache_ds.observability.counters import Stats, StepRecord
 from tencache_ds.observability.paths import Contents, PathStats
-from tencache_ds.planning.outlook import ObservedStep
+from tencache_ds.planning.step_prediction import ObservedStep
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("channel_folder")]
 
@@ -27,7 +27,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_job, "available_nbytes", lambda: 100 * GIB)
+    monkeypatch.setattr(plan, "available_nbytes", lambda: 100 * GIB)
 
 
 def record(step: int, seconds: float, state_nbytes: int) -> StepRecord:
@@ -159,7 +159,7 @@ def test_what_each_layer_keeps_where_is_drawn(tmp_path: Path, capsys: pytest.Cap
     drawn = file.read_text()
     for expected in ("model.layers.11", "lm_head", "GPU memory", "RAM", "NVMe", "26.00 GiB", "156.00 GiB"):
         assert f"<!-- {expected}" in drawn or f", {expected} -->" in drawn, expected
-    layers = residency_plot.by_layer([weights, weights])
+    layers = plots.by_layer([weights, weights])
     assert list(layers) == ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(12)), "lm_head", "scale"]
     assert layers["model.layers.3"]["weights"] == [0, 4 * GIB, 0]
 
@@ -219,4 +219,4 @@ def test_a_job_is_not_described_by_options(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(("gib", "amounts"), [(0, [0]), (4, [0, 2, 4]), (12, [0, 8, 12]), (40, [0, 8, 16, 40])])
 def test_amounts_of_memory(gib: int, amounts: list[int]) -> None:
     step = ObservedStep(seconds=1.0, stored_state_nbytes=gib * GIB, state_in_memory_nbytes=gib * GIB)
-    assert plan_job.amounts([step]) == [each * GIB for each in amounts]
+    assert plan.amounts([step]) == [each * GIB for each in amounts]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tencache_ds.cli import storage_loops
-from tencache_ds.cli.storage_loops import Requests, StockSession, keep_in_flight, operation_of
+from tencache_ds.cli import tune_measure
+from tencache_ds.cli.tune_measure import Requests, StockSession, keep_in_flight, operation_of
 from tencache_ds.errors import StorageError
 from tencache_ds.integration.config_checks import read_aio_section
 from tencache_ds.io import Operation
@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(storage_loops, "time", clock)
+    monkeypatch.setattr(tune_measure, "time", clock)
     return clock
 
 

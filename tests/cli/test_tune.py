@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from tencache_ds.cli import main, tune, tune_cache, tune_measure
-from tencache_ds.cli.tune_cache import cache_folder
+from tencache_ds.cli import main, tune, tune_measure, tune_result
 from tencache_ds.cli.tune_measure import stock_grid, tencache_grid
-from tencache_ds.cli.tune_result import LEAST_ROUNDS, Choice, Measured, PathResult, endurance
+from tencache_ds.cli.tune_result import LEAST_ROUNDS, Choice, Measured, PathResult, cache_folder, endurance
 from tencache_ds.config import options_from
 from tencache_ds.errors import ConfigError, StorageError
 from tencache_ds.integration.config_checks import read_aio_section
@@ -35,7 +34,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     """A cache folder of the test's own."""
     folder = tmp_path_factory.mktemp("cache")
     # Not by XDG_CACHE_HOME: torch keeps compiled operators there, too.
-    monkeypatch.setattr(tune_cache, "cache_folder", lambda: folder / "tencache")
+    monkeypatch.setattr(tune_result, "cache_folder", lambda: folder / "tencache")
     return folder
 
 
@@ -267,23 +266,23 @@ class TestCache:
     def test_a_result_belongs_to_a_device_and_to_versions(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        file = tune_cache.save(tmp_path, result(tmp_path))
-        assert tune_cache.load(tmp_path, 10.0) == result(tmp_path)
+        file = tune_result.save(tmp_path, result(tmp_path))
+        assert tune_result.load(tmp_path, 10.0) == result(tmp_path)
         assert oct(file.parent.stat().st_mode & 0o022) == "0o0"
         (tmp_path / "below").mkdir()
-        assert tune_cache.cache_file(tmp_path / "below", 10.0) == file
+        assert tune_result.cache_file(tmp_path / "below", 10.0) == file
         for target, name, value in (
-            (tune_cache, "__version__", "99"),
-            (tune_cache, "file_system_of", lambda folder: filesystem.FileSystem("xfs", "/", "/dev/other")),
+            (tune_result, "__version__", "99"),
+            (tune_result, "file_system_of", lambda folder: filesystem.FileSystem("xfs", "/", "/dev/other")),
             (
-                tune_cache,
+                tune_result,
                 "block_device_of",
                 lambda folder: filesystem.BlockDevice(("Fast 1",), ("other serial",), 0, 512, 512),
             ),
         ):
             with monkeypatch.context() as patched:
                 patched.setattr(target, name, value)
-                assert tune_cache.load(tmp_path, 10.0) is None
+                assert tune_result.load(tmp_path, 10.0) is None
 
     def test_where_it_is(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))

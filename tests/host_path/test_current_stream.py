@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from tencache_ds.host_path import current_stream as quick
+from tencache_ds.host_path import launches as quick
 
 OF_TORCH = object()
 

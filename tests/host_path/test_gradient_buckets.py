@@ -13,8 +13,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3, IPGBuck
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tencache_ds.host_path import HostPath, gradient_buckets
-from tencache_ds.host_path.gradient_buckets import GradientBucketsMixin
+from tencache_ds.host_path import HostPath
+from tencache_ds.host_path import gradients as module
+from tencache_ds.host_path.gradients import GradientBucketsMixin
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.timeout(200)
 def whole_bucket() -> Iterator[None]:
     """As much may be collected as there is room for in the small bucket of these tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_buckets, "COLLECTED_SHARE", 1.0)
+        patch.setattr(module, "COLLECTED_SHARE", 1.0)
         yield
 
 
@@ -109,7 +110,7 @@ def test_the_same_gradients_are_reduced(
     outcomes = []
     for kind in (Reduction, Collecting):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gradient_buckets, "COLLECTED_NUMEL", collected)
+            patch.setattr(module, "COLLECTED_NUMEL", collected)
             optimizer = kind(torch.bfloat16)
             params = make_params(shapes, torch.float32 if other_dtype else torch.bfloat16, optimizer.device)
             order = torch.Generator().manual_seed(1)
@@ -140,8 +141,8 @@ def test_gradients_are_copied_together() -> None:
 
 @pytest.mark.parametrize(("most", "share"), [(12, 1.0), (10**6, 12 / BUCKET_NUMEL)])
 def test_no_more_than_a_bound_is_collected(monkeypatch: pytest.MonkeyPatch, most: int, share: float) -> None:
-    monkeypatch.setattr(gradient_buckets, "COLLECTED_NUMEL", most)
-    monkeypatch.setattr(gradient_buckets, "COLLECTED_SHARE", share)
+    monkeypatch.setattr(module, "COLLECTED_NUMEL", most)
+    monkeypatch.setattr(module, "COLLECTED_SHARE", share)
     optimizer = Collecting(torch.bfloat16)
     params = make_params([(2, 3)] * 4, torch.bfloat16, optimizer.device)
     optimizer.backward(params[:3], [torch.ones_like(param) for param in params[:3]])

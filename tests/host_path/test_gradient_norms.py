@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from tencache_ds.host_path import gradient_norms
+from tencache_ds.host_path import gradients
 from tencache_ds.integration import stage3
 
 DEVICE = get_accelerator().current_device_name()
@@ -29,7 +29,7 @@ def optimizer(n_params: int, live: list[int], *, quick: bool = True) -> Any:
     made._gradients = SimpleNamespace(live=lambda: live, segment=lambda key: gradient(key).cpu())
     made.fp16_groups = [[SimpleNamespace(ds_id=key) for key in range(n_params)]]
     made.norm_for_param_grads = {}
-    made._quick_norms = gradient_norms.GradientNorms() if quick else None
+    made._quick_norms = gradients.GradientNorms() if quick else None
     return made
 
 
@@ -38,11 +38,11 @@ def expected(made: Any, key: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quick", [True, False])
-@pytest.mark.parametrize("part_numel", [gradient_norms.NORM_PART_NUMEL, 1000])
+@pytest.mark.parametrize("part_numel", [gradients.NORM_PART_NUMEL, 1000])
 def test_the_norms_are_deepspeeds_and_in_host_memory(part_numel: int, quick: bool) -> None:
     n_params = 30
     made = optimizer(n_params, live=list(range(n_params)), quick=quick)
-    with mock.patch.object(gradient_norms, "NORM_PART_NUMEL", part_numel):
+    with mock.patch.object(gradients, "NORM_PART_NUMEL", part_numel):
         for key in range(2, n_params):  # the first two came in an earlier micro-step only
             made._offload_grad_partition_at_boundary(made.fp16_groups[0][key], gradient(key), {}, {})
     made._complete_norms()

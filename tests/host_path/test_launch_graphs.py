@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tencache_ds.host_path import launch_graphs
-from tencache_ds.host_path.launch_graphs import WORTH_CALLS, LaunchGraphs
+from tencache_ds.host_path import launches
+from tencache_ds.host_path.launches import WORTH_CALLS, LaunchGraphs
 from tencache_ds.tensors import filled
 
 
@@ -44,7 +44,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> tuple[LaunchGraphs, list[Stand]]:
 
     monkeypatch.setattr(LaunchGraphs, "_record", record)
     monkeypatch.setattr(LaunchGraphs, "_on_stream", lambda self: contextlib.nullcontext())
-    monkeypatch.setattr(launch_graphs, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(launches, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
     return LaunchGraphs(enabled=True), made
 
 

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.partition_parameters import zero3_linear_wrap
 
-from tencache_ds.host_path import linear_layers
+from tencache_ds.host_path import launches
 
 DEVICE = get_accelerator().current_device_name()
 
@@ -39,7 +39,7 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @contextlib.contextmanager
 def skipping() -> Iterator[None]:
-    end = linear_layers.skip_autograd_without_gradients()
+    end = launches.skip_autograd_without_gradients()
     try:
         yield
     finally:
@@ -98,10 +98,10 @@ def test_function_transforms_see_the_autograd_function(applied: list[Any]) -> No
 
 
 def test_deepspeeds_function_is_back_after_the_last_engine() -> None:
-    first, second = (linear_layers.skip_autograd_without_gradients() for _ in range(2))
+    first, second = (launches.skip_autograd_without_gradients() for _ in range(2))
     first()
     first()
-    assert torch.nn.functional.linear is linear_layers.linear
+    assert torch.nn.functional.linear is launches.linear
     second()
     assert torch.nn.functional.linear is zero3_linear_wrap
 

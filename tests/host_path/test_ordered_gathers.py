@@ -15,8 +15,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle, NoGatherHandle, ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 
-from tencache_ds.host_path import ordered_gathers
-from tencache_ds.host_path.ordered_gathers import FETCHES_AHEAD, OrderedGathers, finish_after_forward
+from tencache_ds.host_path import gathers as gathers_module
+from tencache_ds.host_path.gathers import FETCHES_AHEAD, OrderedGathers, finish_after_forward
 from tencache_ds.integration.model_weights import ModelWeights
 from tencache_ds.observability.counters import Counters
 from tencache_ds.planning.chunks import Chunk
@@ -53,7 +53,7 @@ def arithmetic(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """The current stream."""
     stream = Stream()
     device = SimpleNamespace(current_stream=lambda: stream, Event=Event)
-    monkeypatch.setattr(ordered_gathers, "get_accelerator", lambda: device)
+    monkeypatch.setattr(gathers_module, "get_accelerator", lambda: device)
     return stream
 
 
@@ -149,7 +149,7 @@ def test_a_collective_is_taken_apart_on_a_stream_of_its_own(
         within.pop()
 
     device = SimpleNamespace(current_stream=lambda: arithmetic, Event=Event, Stream=Stream, stream=on)
-    monkeypatch.setattr(ordered_gathers, "get_accelerator", lambda: device)
+    monkeypatch.setattr(gathers_module, "get_accelerator", lambda: device)
     gathers, param, used_by, taken_apart_on = OrderedGathers(Stream()), make_param(1), [], []
     collective: Any = SimpleNamespace(
         params=(param,),
@@ -191,7 +191,7 @@ def test_a_stream_follows_each_gather_once(arithmetic: Stream, monkeypatch: pyte
     assert arithmetic.waited_for == copied
     another = Stream()
     device = SimpleNamespace(current_stream=lambda: another, Event=Event)
-    monkeypatch.setattr(ordered_gathers, "get_accelerator", lambda: device)
+    monkeypatch.setattr(gathers_module, "get_accelerator", lambda: device)
     assert gathers.follow_gathers([one])
     assert another.waited_for == copied[:1]
     one.ds_status = ZeroParamStatus.INFLIGHT  # released, and gathered again

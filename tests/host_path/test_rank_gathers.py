@@ -12,8 +12,8 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from tencache_ds.host_path import rank_gathers
-from tencache_ds.host_path.rank_gathers import gather, gather_at_once, gathered_here
+from tencache_ds.host_path import gathers
+from tencache_ds.host_path.gathers import gather, gather_at_once, gathered_here
 
 pytestmark = pytest.mark.timeout(120)
 N_RANKS = 3
@@ -55,7 +55,7 @@ class Group:
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     group = Group(rank=1)
     monkeypatch.setattr(
-        rank_gathers,
+        gathers,
         "dist",
         SimpleNamespace(
             get_world_size=lambda group: group.n_ranks,

@@ -32,8 +32,8 @@ from peak_sampling import HostPeak
 
 import tencache_ds
 from tencache_ds.errors import MemoryLimitError
-from tencache_ds.integration import gpu_building, stage3_building
-from tencache_ds.integration.observing import residency
+from tencache_ds.integration import stage3_building
+from tencache_ds.integration.reporting import residency
 from tencache_ds.placement import step_observer
 from tencache_ds.placement.places import GpuUsage, Place
 from tencache_ds.planning.adam_scalars import AdamScalars, DescentScalars
@@ -158,7 +158,7 @@ class TeamAdam:
 
 
 def use_ordinary_memory() -> None:
-    gpu_building.open_device = lambda on_cuda, fused: (OrdinaryMemory(), TeamAdam(fused))
+    stage3_building.open_device = lambda on_cuda, fused: (OrdinaryMemory(), TeamAdam(fused))
     stage3_building.open_usage = lambda: OrdinaryMemory().usage
 
 

@@ -15,7 +15,7 @@ import training
 from deepspeed.accelerator import get_accelerator
 
 import tencache_ds
-from tencache_ds.integration import gpu_building
+from tencache_ds.integration import stage3_building
 from tencache_ds.placement import step_observer
 
 
@@ -39,5 +39,5 @@ if __name__ == "__main__":
     step_observer.MOST_STEPS = 1
     if get_accelerator().is_synchronized_device():
         gpu_memory_cases.use_ordinary_memory()
-        gpu_building.open_memory = inference_cases.open_memory
+        stage3_building.open_memory = inference_cases.open_memory
     training.main(hugging_face_program.run, hugging_face_program.keeps)

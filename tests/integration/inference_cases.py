@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 from models import MODELS
 
-from tencache_ds.integration import gpu_building
+from tencache_ds.integration import stage3_building
 from tencache_ds.memory.device_memory import DeviceMemory
 from tencache_ds.placement import inference_policy
 
@@ -201,7 +201,7 @@ class Inference:
 
 LEFT_NBYTES = gpu_memory_cases.LEFT_BY_TRAINING_NBYTES
 opened: list[DeviceMemory] = []
-open_device_memory = gpu_building.open_memory
+open_device_memory = stage3_building.open_memory
 
 
 def open_memory(options: Any) -> DeviceMemory | None:
@@ -229,5 +229,5 @@ def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, 
 
 if __name__ == "__main__":
     inference_policy.FIRST_PATIENCE = 2
-    gpu_building.open_memory = open_memory
+    stage3_building.open_memory = open_memory
     training.main(run)

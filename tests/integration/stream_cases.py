@@ -19,10 +19,10 @@ import torch
 import training
 from deepspeed.runtime.zero import partition_parameters
 
-from tencache_ds.host_path.rank_gathers import RankGather
+from tencache_ds.host_path.gathers import RankGather
 from tencache_ds.integration.muon import _Copies
-from tencache_ds.tiers.background_update import UpdateGate
 from tencache_ds.tiers.host_update import _FusedJob
+from tencache_ds.tiers.update import UpdateGate
 
 CYCLES = 4_000_000
 """About two milliseconds."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tencache_ds.planning.peak_memory import OVERHEAD_NBYTES
+from tencache_ds.planning.budget import OVERHEAD_NBYTES
 from tests.long_cases import marked, wanted
 
 pytestmark = pytest.mark.timeout(840)

@@ -18,9 +18,8 @@ from tencache_ds.integration.config_checks import refuse_optimizer
 from tencache_ds.integration.optimizer_states import OptimizerStates, known_kinds, step_is_watched
 from tencache_ds.integration.seams import Feature
 from tencache_ds.observability.counters import Counters
-from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.sub_group import SubGroupSpec
+from tencache_ds.tiers.sub_group import MASTER, SubGroupSpec
 
 NUMEL = 40
 TORCH: dict[str, dict[str, Any]] = {

@@ -55,7 +55,7 @@ def device_memory(*, usable: bool = True) -> Iterator[None]:
     import gpu_memory_cases
 
     from tencache_ds.errors import ConfigError
-    from tencache_ds.integration import gpu_building
+    from tencache_ds.integration import stage3_building
 
     def opened(on_cuda: bool, fused: Any) -> Any:
         if not usable:
@@ -65,7 +65,7 @@ def device_memory(*, usable: bool = True) -> Iterator[None]:
     if torch.cuda.is_available() and usable:
         yield
         return
-    with mock.patch.object(gpu_building, "open_device", opened):
+    with mock.patch.object(stage3_building, "open_device", opened):
         yield
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from tencache_ds.errors import ConfigError, SpaceError, StorageError
 from tencache_ds.io import NvmePaths, PosixBackend, StorageTimeoutError
+from tencache_ds.io.stripes import Striping
 from tencache_ds.io.wrappers.faults import FaultBackend, parse_faults
-from tencache_ds.planning.striping import Striping
 from tests.io.conftest import aligned
 
 pytestmark = pytest.mark.timeout(60)

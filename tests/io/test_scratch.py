@@ -20,7 +20,7 @@ import torch
 from tencache_ds.errors import ConfigError
 from tencache_ds.io import NvmePaths, PosixBackend, ScratchFolder, free_nbytes
 from tencache_ds.io.scratch import close_unnamed, make_unnamed, openable
-from tencache_ds.planning.striping import Striping
+from tencache_ds.io.stripes import Striping
 from tests.integration.stop_cases import holders
 from tests.io.conftest import aligned
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import consumes, rule
 
 from tencache_ds.errors import CorruptionError, StorageError
 from tencache_ds.io import ExtentStore, Operation, Priority
-from tencache_ds.planning.striping import Striping
+from tencache_ds.io.stripes import Striping
 from tests.io.conftest import MemoryBackend, aligned
 from tests.io.test_store_machine import POISONED, StoreMachine
 

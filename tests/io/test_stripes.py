@@ -8,8 +8,7 @@ import pytest
 
 from tencache_ds.errors import SpaceError, StorageError
 from tencache_ds.io.scratch import SpaceFiles
-from tencache_ds.io.stripes import StripedSpace
-from tencache_ds.planning.striping import Striping
+from tencache_ds.io.stripes import StripedSpace, Striping
 
 PAGE = 4096
 MIB = 1 << 20

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tencache_ds.errors import MemoryLimitError
-from tencache_ds.memory import BufferPool, DeviceArena, device_arena
+from tencache_ds.memory import BufferPool, DeviceArena
+from tencache_ds.memory import arena as arena_module
 from tencache_ds.memory.arena import POISON_BYTE
 from tencache_ds.planning.size_classes import SizeClass
 
@@ -46,7 +47,7 @@ def test_a_full_device(arena, monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(device_arena, "empty", full)
+    monkeypatch.setattr(arena_module, "empty", full)
     with pytest.raises(MemoryLimitError, match=r'pool needs 8192 bytes of GPU memory.*"tencache.gds_memory"'):
         arena.allocate(2 * P, "pool")
 

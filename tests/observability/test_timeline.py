@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tencache_ds.cli import main
-from tencache_ds.observability.timeline import difference, intersection, length, timelines, union
-from tencache_ds.observability.trace_file import trace_events, write_trace
+from tencache_ds.observability.trace_file import (
+    difference,
+    intersection,
+    length,
+    timelines,
+    trace_events,
+    union,
+    write_trace,
+)
 from tests.observability.test_trace_file import BACKGROUND, MS, TRAINING, recording, span
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=12)

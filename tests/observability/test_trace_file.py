@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tencache_ds.cli import main
 from tencache_ds.errors import ConfigError
-from tencache_ds.observability.recording import RankRecording
-from tencache_ds.observability.trace_file import read_trace, trace_events, write_trace
+from tencache_ds.observability.trace_file import RankRecording, read_trace, trace_events, write_trace
 
 TRAINING, BACKGROUND, AUTOGRAD = 11, 12, 13
 MS = 1_000_000

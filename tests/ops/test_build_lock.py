@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tencache_ds.cli.checks import check_build_locks
 from tencache_ds.cli.console import Level
+from tencache_ds.cli.doctor import check_build_locks
 from tencache_ds.ops import build_lock
 
 pytestmark = pytest.mark.timeout(60)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tencache_ds.planning.outlook import ObservedStep, outlook
+from tencache_ds.planning.step_prediction import ObservedStep, outlook
 
 pytestmark = pytest.mark.timeout(60)
 

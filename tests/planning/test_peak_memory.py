@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tencache_ds.placement.places import Place
-from tencache_ds.planning.budget import WRITES_BEHIND_NBYTES
-from tencache_ds.planning.forecast import Training, forecast, peak_of_forecast
-from tencache_ds.planning.peak_memory import (
+from tencache_ds.planning.budget import (
     OVERHEAD_NBYTES,
+    WRITES_BEHIND_NBYTES,
     MemoryNeeds,
     OwnShard,
     PeakMemory,
     memory_of_own_weights,
     peak_memory,
 )
+from tencache_ds.planning.forecast import Training, forecast, peak_of_forecast
 from tencache_ds.profiling.hardware import Hardware, StorageRates
 
 pytestmark = pytest.mark.timeout(60)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tencache_ds.planning.striping import START_GAIN, STOP_GAIN, Striping, fill, weights_of
+from tencache_ds.io.stripes import START_GAIN, STOP_GAIN, Striping, fill, weights_of
 
 MIB = 2**20
 GIB = 2**30

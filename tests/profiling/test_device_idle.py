@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tencache_ds.profiling.device_idle import CudaIdle, IdleSamples, SynchronousIdle
+from tencache_ds.profiling.waits import CudaIdle, IdleSamples, SynchronousIdle
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -76,7 +76,7 @@ __attribute__((destructor)) static void unload(void) { unloaded = 1; usleep(2000
 SCRIPT = """
 import ctypes, sys, time, types
 import torch
-from tencache_ds.profiling import device_idle
+from tencache_ds.profiling import waits
 driver = ctypes.CDLL(sys.argv[1])
 ctypes.CDLL = lambda name: driver
 torch.cuda.current_stream = lambda: types.SimpleNamespace(cuda_stream=0)
@@ -89,11 +89,11 @@ sys.exit(0 if driver.n_calls() > 10 else 1)
 """
 ENDINGS = {
     # The references that native code keeps, hooks of autograd for one, outlive the interpreter.
-    "in_an_observed_step": "idle = device_idle.CudaIdle(60.0); time.sleep(0.1); "
+    "in_an_observed_step": "idle = waits.CudaIdle(60.0); time.sleep(0.1); "
     "ctypes.pythonapi.Py_IncRef(ctypes.py_object(idle))",
-    "after_its_time": "idle = device_idle.CudaIdle(0.1); time.sleep(0.3); asked_no_more()",
-    "closed": "idle = device_idle.CudaIdle(60.0); time.sleep(0.1); idle.close(); asked_no_more()",
-    "dropped": "idle = device_idle.CudaIdle(60.0); time.sleep(0.1); del idle; asked_no_more()",
+    "after_its_time": "idle = waits.CudaIdle(0.1); time.sleep(0.3); asked_no_more()",
+    "closed": "idle = waits.CudaIdle(60.0); time.sleep(0.1); idle.close(); asked_no_more()",
+    "dropped": "idle = waits.CudaIdle(60.0); time.sleep(0.1); del idle; asked_no_more()",
 }
 
 

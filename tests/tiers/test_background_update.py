@@ -18,8 +18,7 @@ from tencache_ds.io import Operation
 from tencache_ds.observability.counters import Counters, Stall
 from tencache_ds.runtime.step_guard import Part, StepGuard
 from tencache_ds.tiers import update
-from tencache_ds.tiers.background_update import BackgroundUpdate, UpdateGate
-from tencache_ds.tiers.update import ChunkedUpdate
+from tencache_ds.tiers.update import BackgroundUpdate, ChunkedUpdate, UpdateGate
 from tests.runtime.test_step_guard import Alone
 from tests.tiers.test_update import N_CHUNKS, RESIDENT, STORED, Bench, Job, Kernel, check, step
 

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tencache_ds.errors import ConfigError, TenCacheError
-from tencache_ds.integration import eight_bit_adam
-from tencache_ds.integration.eight_bit_adam import EightBitAdam, class_named, nested
+from tencache_ds.integration import optimizer_states
+from tencache_ds.integration.optimizer_states import EightBitAdam, class_named, nested
 from tencache_ds.planning.chunks import SCALE_NUMEL
 from tencache_ds.tensors import Scratch
 from tencache_ds.tiers.fused_adam import TYPES, BlockwiseAdam
 from tencache_ds.tiers.host_update import ArithmeticCores, UnfusedUpdate
-from tencache_ds.tiers.kinds import FIRST, FIRST_SCALE, MARKS, MASTER, REMAINDER, SECOND, SECOND_SCALE
+from tencache_ds.tiers.sub_group import FIRST, FIRST_SCALE, MARKS, MASTER, REMAINDER, SECOND, SECOND_SCALE
 from tencache_ds.tiers.update import SubGroupStep
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,7 +38,7 @@ VARIANTS = ("avx512", "avx2", "neon")
 
 TIME_SQUARE_ROOTS = """
 import time, torch
-from tencache_ds.integration.eight_bit_adam import _codes_of, _square_root
+from tencache_ds.integration.optimizer_states import _codes_of, _square_root
 from tencache_ds.tiers.fused_adam import BlockwiseAdam
 from tests.tiers.test_blockwise_adam import arithmetic, state_of
 
@@ -312,7 +312,7 @@ def test_their_kernel_by_chunks(scale: Any) -> None:
 
 
 def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bit_adam, "_codes_of", lambda values: bytes(65536))
+    monkeypatch.setattr(optimizer_states, "_codes_of", lambda values: bytes(65536))
     with pytest.raises(TenCacheError, match=r"differs from that of bitsandbytes .* which is used instead"):
         arithmetic().one_pass(1)
 
@@ -328,14 +328,14 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -
 def test_what_has_to_be_updated_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], numels: list[int], dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(eight_bit_adam.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(optimizer_states.dist, "get_rank", lambda: 0)
     kind = bitsandbytes.optim.AdamW if "optim_bits" in arguments else bitsandbytes.optim.AdamW8bit
     optimizer = kind([torch.zeros(4096, requires_grad=True)], **arguments)
     assert EightBitAdam.of(optimizer, numels, dtype) is None
 
 
 def test_an_overridden_parameter_is_updated_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bit_adam.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(optimizer_states.dist, "get_rank", lambda: 0)
     optimizer = bitsandbytes.optim.AdamW8bit([torch.zeros(4096, requires_grad=True)])
     # The Trainer's for embeddings, which bitsandbytes does not find among the parameters of ZeRO-3.
     triple = (torch.nn.Embedding(64, 64), "weight", {"optim_bits": 32})
@@ -366,12 +366,12 @@ def test_names_in_a_config(name: str | None, expected: str | None) -> None:
 def test_without_bitsandbytes_the_name_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(ConfigError, match='"AdamW8bit" needs bitsandbytes: pip install'):
-        eight_bit_adam.build("AdamW8bit", [torch.zeros(1, requires_grad=True)], {})
+        optimizer_states.build("AdamW8bit", [torch.zeros(1, requires_grad=True)], {})
 
 
 def test_an_argument_that_the_class_does_not_know_is_named() -> None:
     with pytest.raises(ConfigError, match='"optimizer.params" of "AdamW8bit": .*learning_rate'):
-        eight_bit_adam.build("AdamW8bit", [torch.zeros(1, requires_grad=True)], {"learning_rate": 1.0})
+        optimizer_states.build("AdamW8bit", [torch.zeros(1, requires_grad=True)], {"learning_rate": 1.0})
 
 
 def test_states_are_nested_as_bitsandbytes_nests_them() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tencache_ds.planning.adam_scalars import DescentScalars
 from tencache_ds.tiers.fused_adam import AdamAndDescent
-from tencache_ds.tiers.kinds import EXP_AVG, EXP_AVG_SQ, MASTER
+from tencache_ds.tiers.sub_group import EXP_AVG, EXP_AVG_SQ, MASTER
 
 pytestmark = pytest.mark.timeout(300)  # the first run builds the op
 

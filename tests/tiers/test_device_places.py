@@ -23,9 +23,8 @@ from tencache_ds.placement.places import GpuUsage, Place
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.device_update import DeviceUpdate
 from tencache_ds.tiers.gradients import GradientSegment
-from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.sub_group import SubGroupSpec
+from tencache_ds.tiers.sub_group import MASTER, SubGroupSpec
 from tencache_ds.tiers.update import SubGroupStep
 from tencache_ds.tiers.weight_homes import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from tencache_ds.placement.places import Place
 from tencache_ds.planning.size_classes import SizeClass
-from tencache_ds.tiers.kinds import MOMENTUM
 from tencache_ds.tiers.momentum import Momentum
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.sub_group import SubGroupSpec
+from tencache_ds.tiers.sub_group import MOMENTUM, SubGroupSpec
 
 from .conftest import TIMEOUT_S, Storage
 

@@ -16,9 +16,8 @@ from tencache_ds.layout import round_up
 from tencache_ds.observability.counters import Counters, Stall
 from tencache_ds.placement.places import Place
 from tencache_ds.planning.size_classes import SizeClass
-from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.sub_group import SubGroupSpec
+from tencache_ds.tiers.sub_group import MASTER, SubGroupSpec
 from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
 
 pytestmark = pytest.mark.timeout(60)

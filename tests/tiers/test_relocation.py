@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from tencache_ds.io import ExtentStore
+from tencache_ds.io.stripes import Striping
 from tencache_ds.memory import HostArena, Locking
 from tencache_ds.observability.counters import Link
 from tencache_ds.placement.places import Place
 from tencache_ds.planning.size_classes import SizeClass
-from tencache_ds.planning.striping import Striping
-from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.sub_group import SubGroupSpec
+from tencache_ds.tiers.sub_group import MASTER, SubGroupSpec
 from tencache_ds.tiers.weight_homes import ResidentMemory
 from tencache_ds.tiers.weights import WeightTier
 from tests.tiers.conftest import TIMEOUT_S, ControlledBackend, Storage, numbers

@@ -16,9 +16,8 @@ from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.placement.places import Place
 from tencache_ds.planning.chunks import GRANULE_NUMEL, SCALE_NUMEL, cut_sub_group
 from tencache_ds.planning.size_classes import SizeClass
-from tencache_ds.tiers.kinds import FIRST, FIRST_SCALE, MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.sub_group import SubGroupSpec
+from tencache_ds.tiers.sub_group import FIRST, FIRST_SCALE, MASTER, SubGroupSpec
 from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
 
 pytestmark = pytest.mark.timeout(60)

@@ -19,10 +19,9 @@ from tencache_ds.placement.places import Place
 from tencache_ds.planning.adam_scalars import BetaPowers, adam_scalars
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.fused_adam import BlockwiseAdam, FusedAdam
-from tencache_ds.tiers.kinds import EXP_AVG_SQ, MARKS, MASTER, REMAINDER, SCALES_OF_8_BITS, SECOND
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
 from tencache_ds.tiers.split_master import SplitMasters, changed_unnoticed
-from tencache_ds.tiers.sub_group import SubGroupSpec
+from tencache_ds.tiers.sub_group import EXP_AVG_SQ, MARKS, MASTER, REMAINDER, SCALES_OF_8_BITS, SECOND, SubGroupSpec
 from tests.tiers.conftest import TIMEOUT_S, Storage
 from tests.tiers.test_blockwise_adam import arithmetic
 

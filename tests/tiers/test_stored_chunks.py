@@ -12,7 +12,7 @@ from tencache_ds.observability.counters import Link
 from tencache_ds.planning.chunks import cut_sub_group
 from tencache_ds.planning.size_classes import SizeClass
 from tencache_ds.tiers.mover import Mover
-from tencache_ds.tiers.stored_chunks import StoredChunks
+from tencache_ds.tiers.state_chunks import StoredChunks
 from tencache_ds.tiers.sub_group import SubGroup, SubGroupSpec
 from tests.tiers.conftest import TIMEOUT_S, Storage
 

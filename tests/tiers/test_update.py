@@ -19,9 +19,8 @@ from tencache_ds.tensors import Scratch
 from tencache_ds.tiers import update
 from tencache_ds.tiers.gradients import GradientSegment
 from tencache_ds.tiers.host_update import ArithmeticCores, FusedUpdate, UnfusedUpdate, WholeUpdate
-from tencache_ds.tiers.kinds import MASTER
 from tencache_ds.tiers.optimizer_state import OptimizerStateTier
-from tencache_ds.tiers.sub_group import SubGroupSpec
+from tencache_ds.tiers.sub_group import MASTER, SubGroupSpec
 from tencache_ds.tiers.update import ChunkedUpdate, SubGroupStep, publish
 from tests.tiers.conftest import TIMEOUT_S, Storage, numbers
 from tests.tiers.ordinary_gradients import gradient_tier

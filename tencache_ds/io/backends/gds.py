@@ -8,7 +8,7 @@ From the source of KvikIO 26.10, beyond its documentation:
 - Without the driver (compatibility mode) the bytes pass through one pinned bounce buffer per concurrent call, on a
   stream that waits for the default stream and that the call waits for. With the driver the call first waits for the
   default stream. No other stream is waited for: see [Note: quiet device memory] in
-  :mod:`tencache_ds.memory.device_arena`.
+  :mod:`tencache_ds.memory.arena`.
 - Its reads go through the page cache unless ``auto_direct_io_read`` is set, a setting of the whole process.
 - Every error is a ``RuntimeError`` whose text ends with that of the errno. A read past the end raises in compatibility
   mode and is short with the driver.
@@ -41,8 +41,7 @@ from tencache_ds.errors import StorageError
 from tencache_ds.io.backends.lanes import LaneBackend, OpenFile, OpenFiles
 from tencache_ds.io.backends.protocol import Operation, Priority, StorageBackend, Submission, Ticket, storage_error
 from tencache_ds.io.scratch import close_unnamed, make_unnamed
-from tencache_ds.memory.arena import HostArena, Locking
-from tencache_ds.memory.device_arena import DeviceArena, wait_for_device
+from tencache_ds.memory.arena import DeviceArena, HostArena, Locking, wait_for_device
 from tencache_ds.planning.gds import GdsTrial
 
 _WHERE = re.compile(r"^.*? at: \S+:\d+:? ?")

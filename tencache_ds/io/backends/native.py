@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tencache_ds.errors import ConfigError, ProcessLimitError, StorageError
+from tencache_ds.io.backends.lanes import keep_for_the_device, stop_at_exit
 from tencache_ds.io.backends.posix import Descriptor, PosixFiles, give_back_pages
 from tencache_ds.io.backends.protocol import (
     IoCounters,
@@ -37,7 +38,6 @@ from tencache_ds.io.backends.protocol import (
     refusal,
     storage_error,
 )
-from tencache_ds.io.backends.shutdown import keep_for_the_device, stop_at_exit
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import remedy, start_threads, too_few_threads
 

@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tencache_ds.errors import ConfigError, StorageError
+from tencache_ds.io.backends.lanes import stop_at_exit
 from tencache_ds.io.backends.protocol import (
     Operation,
     PassThroughBackend,
@@ -50,10 +51,9 @@ from tencache_ds.io.backends.protocol import (
     refusal,
     storage_error,
 )
-from tencache_ds.io.backends.shutdown import stop_at_exit
 from tencache_ds.layout import PAGE_NBYTES
 from tencache_ds.limits import start_threads
-from tencache_ds.memory.device_arena import wait_for_device
+from tencache_ds.memory.arena import wait_for_device
 from tencache_ds.names import FAULTS_VARIABLE, StrEnum
 from tencache_ds.tensors import empty
 

@@ -10,21 +10,21 @@ import pytest
 
 WITHIN_A_SECOND = """
 import time
-from tencache_ds.io.backends import shutdown
-shutdown.run_before_exit(lambda: (time.sleep(1), print("closed", flush=True)), "closing")
+from tencache_ds.io.backends import lanes
+lanes.run_before_exit(lambda: (time.sleep(1), print("closed", flush=True)), "closing")
 """
 
 NEVER = """
 import threading
-from tencache_ds.io.backends import shutdown
-shutdown._EXIT_GRACE_S = 0.2
-shutdown.run_before_exit(threading.Event().wait, "closing")
+from tencache_ds.io.backends import lanes
+lanes._EXIT_GRACE_S = 0.2
+lanes.run_before_exit(threading.Event().wait, "closing")
 """
 
 # On threads that return from native code without the interpreter's lock, and would take it to continue.
 IN_NATIVE_CODE = """
 import torch
-from tencache_ds.io.backends import shutdown
+from tencache_ds.io.backends import lanes
 from tencache_ds.ops.tencache_update import load_tencache_update
 op = load_tencache_update()
 team = op.Team(1)
@@ -36,7 +36,7 @@ def close():
     print(jobs[-1].wait(60), flush=True)
     team.close()
 
-shutdown.run_before_exit(close, "closing")
+lanes.run_before_exit(close, "closing")
 """
 
 

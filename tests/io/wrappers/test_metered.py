@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from tencache_ds.io.wrappers.metered import BandwidthMeter
+from tencache_ds.io.wrappers.routed import BandwidthMeter
 
 
 class Clock:

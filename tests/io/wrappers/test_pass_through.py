@@ -9,7 +9,7 @@ import torch
 from tencache_ds.io import IoCounters, Operation, Priority, RoutedBackend, StorageBackend, Submission
 from tencache_ds.io.backends.protocol import PassThroughBackend
 from tencache_ds.io.wrappers.faults import FaultBackend
-from tencache_ds.io.wrappers.metered import BandwidthMeter, MeteredBackend
+from tencache_ds.io.wrappers.routed import BandwidthMeter, MeteredBackend
 from tests.io.conftest import aligned
 
 pytestmark = pytest.mark.timeout(60)
