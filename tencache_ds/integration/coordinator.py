@@ -102,7 +102,12 @@ class TenCacheCoordinator(QuickCoordinator):
         call this, have switched gradients off.
         """
         with span(Category.FETCH, "fetch", f"module id {getattr(current_submodule, 'ds_id', '?')}"):
-            self._fetch(current_submodule, forward)
+            if not torch.is_inference_mode_enabled():
+                self._fetch(current_submodule, forward)
+                return
+            # A weight that is gathered ahead may be used by the next pass, for which autograd saves it.
+            with torch.inference_mode(False), torch.no_grad():
+                self._fetch(current_submodule, forward)
 
     def _fetch(self, current_submodule: Any, forward: bool) -> None:
         if self._tencache_forward and not forward:

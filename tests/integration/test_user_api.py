@@ -32,6 +32,7 @@ COMPARED = (
     "gather_what_is_ahead",
     "gathers_that_fail",
     "evaluate_between",
+    "evaluate_in_inference_mode",
     "data_loader_workers",
     "two_engines",
     "destroy_one_of_two",

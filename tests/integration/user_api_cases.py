@@ -540,6 +540,18 @@ def evaluate_behind_steps(engine_name: str, folder: str, rank: int) -> dict[str,
     return s.end()
 
 
+def evaluate_in_inference_mode(engine_name: str, folder: str, rank: int) -> dict[str, Any]:
+    """As Lightning does between steps: what was gathered ahead then is used by a pass with gradients."""
+    s = Scenario(engine_name, folder, rank, model="mlp")
+    s.seen["evaluations"] = []
+    for _ in range(3):
+        s.train(2)
+        with torch.inference_mode():
+            s.seen["evaluations"].append(float(s.engine(*s.batch())).hex())
+    s.train(1)
+    return s.end()
+
+
 def check_evaluation_reads_ahead(engine: Any, tokens: torch.Tensor) -> None:
     """Consecutive evaluations have their own order: none begins with a read on demand."""
     import tencache_ds
@@ -1350,6 +1362,7 @@ SCENARIOS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
         gathered_and_not_changed,
         evaluate_between,
         evaluate_behind_steps,
+        evaluate_in_inference_mode,
         data_loader_workers,
         two_engines,
         destroy_one_of_two,
