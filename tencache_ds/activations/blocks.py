@@ -64,7 +64,7 @@ class Block:
     """The bytes of one storage at one version. Its fields belong to
     :class:`~tencache_ds.activations.saved_tensors.SavedTensors`, those of NVMe to
     :class:`~tencache_ds.activations.blocks.StoredBlocks`, and those of the way back to the device to
-    :class:`~tencache_ds.activations.copies.Reloads`.
+    :class:`~tencache_ds.activations.saved_tensors.Reloads`.
 
     Attributes:
         position: in its pass.
