@@ -175,7 +175,7 @@ class ChunkedStep:
             self.gate = UpdateGate(session.counters, guard)
             stream = get_accelerator().Stream() if session.surroundings.on_cuda else None
             self._background = BackgroundUpdate(update, self.gate, guard, weights.keys_of, session.counters, stream)
-            session.background = self._background
+            session.overlap(self._background)
             for param in itertools.chain.from_iterable(groups):
                 setattr(param, _GATE_ATTRIBUTE, self.gate)
 

@@ -46,6 +46,23 @@ from tencache_ds.tiers.update import UpdateGate
 _coordinators: weakref.WeakSet[TenCacheCoordinator] = weakref.WeakSet()
 
 
+class PassListener:
+    """What an engine does within its passes; by default nothing. On the thread that computes, with gradients off."""
+
+    def pass_begins(self) -> None:
+        """A forward pass begins."""
+
+    def backward_begins(self) -> None:
+        """A backward pass begins."""
+
+    def fetched(self, module: Any, forward: bool) -> None:
+        """The weights of a module are there."""
+
+    def weights_stay(self) -> bool:
+        """Whether the weights are the same in the next pass: not on the last micro-step before an optimizer step."""
+        return True
+
+
 class TenCacheCoordinator(QuickCoordinator):
     """DeepSpeed's coordinator with TenCache's read-ahead around each fetch."""
 
@@ -64,23 +81,35 @@ class TenCacheCoordinator(QuickCoordinator):
         self._tencache_committed: set[int] = set()  # since their last use
         self._tencache_params: dict[int, Any] = {}
         self._tencache_swappers: dict[int, ParamSwapper] = {}
-        self.weights_stay: Callable[[], bool] = lambda: True
-        """Whether the weights are the same in the next pass: false on the last micro-step before an optimizer step."""
-        self.before_pass: Callable[[], None] = lambda: None
-        """Called at the start of each forward pass."""
-        self.before_backward: Callable[[], None] = lambda: None
-        """Called at the start of each backward pass."""
-        self.fetched_for_forward: Callable[[Any], None] | None = None
-        """Called with each module whose weights were fetched for a forward pass."""
+        self._tencache_listener = PassListener()
+        self._tencache_gate: UpdateGate | None = None
+        self._tencache_recorder: FetchRecorder | None = None
         self._tencache_forward = False
-        self.between_modules: Callable[[], None] = lambda: None
-        """Called after each fetch, on the thread that computes."""
-        self.update_may_continue = False
-        """Whether an optimizer step may continue behind the next forward pass; the same on every rank."""
-        self.update_gate: UpdateGate | None = None
-        """Of the trained weights: one that stays gathered is awaited where a module with DeepSpeed's hooks uses it."""
-        self.fetch_recorder: FetchRecorder | None = None
-        """Called for each fetch in a recorded step."""
+        self._tencache_update_continues = False
+
+    def follow(self, listener: PassListener, trained: Sequence[Any] = (), gate: UpdateGate | None = None) -> None:
+        """Tells an engine of its passes from now on.
+
+        Args:
+            listener: of the engine.
+            trained: parameters of a model with backward passes, trained or not.
+            gate: of their updates: a weight that stays gathered is awaited where a module with DeepSpeed's hooks uses
+                it.
+        """
+        self._tencache_listener, self.trained, self._tencache_gate = listener, trained, gate
+
+    def record_fetches(self, recorder: FetchRecorder | None) -> None:
+        """Tells a recorder of each fetch in a recorded step; None: no more."""
+        self._tencache_recorder = recorder
+
+    def step_done(self, *, update_continues: bool) -> None:
+        """An optimizer step has returned.
+
+        Args:
+            update_continues: whether it may continue behind the next forward pass; the same on every rank.
+        """
+        self._tencache_update_continues = update_continues
+        self.read_ahead(updated=True)
 
     @property
     def reads_ahead(self) -> bool:
@@ -90,8 +119,8 @@ class TenCacheCoordinator(QuickCoordinator):
     def begin_module(self, module: Any, forward: bool) -> None:
         """A module is about to be computed: its place in the order is recorded or compared, and its weights are
         gathered. Gradients are off."""
-        if self.fetch_recorder is not None and module.training:
-            self.fetch_recorder.begin_hook()
+        if self._tencache_recorder is not None and module.training:
+            self._tencache_recorder.begin_hook()
         self.trace_prologue(module)
         if self.is_record_trace():
             self.record_module(module)
@@ -113,9 +142,9 @@ class TenCacheCoordinator(QuickCoordinator):
         if self._tencache_forward and not forward:
             self._tencache_forward = False
             self.bounds_prefetch = False
-            self.before_backward()
+            self._tencache_listener.backward_begins()
         params = params_of(current_submodule)
-        recorder = self.fetch_recorder if current_submodule.training else None
+        recorder = self._tencache_recorder if current_submodule.training else None
         awaited = () if recorder is None else awaited_of(params)
         if recorder is not None:
             recorder.before_fetch(waits=bool(awaited))
@@ -126,10 +155,8 @@ class TenCacheCoordinator(QuickCoordinator):
                     self._access(param)
                 self._commit(stored)
         self.gather_module(current_submodule, params, forward)
-        if self.update_gate is not None:
-            self.update_gate.wait_for(params)
-        if forward and self.fetched_for_forward is not None:
-            self.fetched_for_forward(current_submodule)
+        if self._tencache_gate is not None:
+            self._tencache_gate.wait_for(params)
         if self._tencache_swappers:
             needed = {param.ds_id for param in stored}
             with self._tencache_lock:
@@ -139,13 +166,13 @@ class TenCacheCoordinator(QuickCoordinator):
                         self._issued, lambda key: self._tencache_reads.worth_keeping(key, skip=key not in needed)
                     )
                 self.read_ahead()
-        self.between_modules()
+        self._tencache_listener.fetched(current_submodule, forward)
         if recorder is not None:
             recorder.after_fetch(nbytes_by_id(params.values()), awaited)
 
     def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
         """DeepSpeed's release of a module's weights."""
-        recorder = self.fetch_recorder if submodule.training else None
+        recorder = self._tencache_recorder if submodule.training else None
         if recorder is None or is_leaf(submodule) or torch.compiler.is_compiling():
             super().release_sub_module(submodule, forward)
             return
@@ -157,7 +184,7 @@ class TenCacheCoordinator(QuickCoordinator):
         self, params: Any, forward: bool, quantize: bool = False
     ) -> None:
         """DeepSpeed's start of gathers."""
-        recorder = self.fetch_recorder
+        recorder = self._tencache_recorder
         if recorder is None:
             super()._PartitionedParameterCoordinator__all_gather_params_(params, forward, quantize=quantize)
             return
@@ -173,11 +200,11 @@ class TenCacheCoordinator(QuickCoordinator):
         refuse_void_weights(self.trained[:1])  # all weights of a model have one guard
         super().reset_step()
         in_order = self._PartitionedParameterCoordinator__param_order
-        behind_update = self.update_may_continue and not any(n_user_gathers(entry.param) for entry in in_order)
-        self.update_may_continue = False
+        continues, self._tencache_update_continues = self._tencache_update_continues, False
+        behind_update = continues and not any(n_user_gathers(entry.param) for entry in in_order)
         self.begin_fetches(behind_update=behind_update)
         self._tencache_forward = True
-        self.before_pass()
+        self._tencache_listener.pass_begins()
         with self._tencache_lock:
             self.hide_unused()
             self._tencache_trace.begin_cycle(torch.is_grad_enabled())
@@ -227,7 +254,7 @@ class TenCacheCoordinator(QuickCoordinator):
         with self._tencache_lock:
             trace = self._tencache_trace
             end = trace.cycle_end
-            if updated or self.weights_stay():
+            if updated or self._tencache_listener.weights_stay():
                 end = trace.now + len(trace.order)
             self._tencache_reads.go(self._read_one_ahead, end)
 

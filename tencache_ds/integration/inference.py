@@ -20,7 +20,7 @@ from tencache_ds.config import TenCacheConfig
 from tencache_ds.host_path import SuspendedHooks, finish_after_forward, install
 from tencache_ds.integration import known_engines, stage3_building
 from tencache_ds.integration.agreement import agree_on_weights, agreed
-from tencache_ds.integration.coordinator import TenCacheCoordinator
+from tencache_ds.integration.coordinator import PassListener, TenCacheCoordinator
 from tencache_ds.integration.engine_building import session_for
 from tencache_ds.integration.hooked_modules import is_free, uncompiled
 from tencache_ds.integration.known_engines import engines_for
@@ -127,10 +127,9 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
     end_host_path = install(coordinator.host_path, offload, trains=False)
     suspended: SuspendedHooks | None = None
     if homes is not None:
-        coordinator.between_modules = homes.relieve
         if weights.stay_gathered:
             suspended = SuspendedHooks(offload, weights, homes.relieve, trains=False)
-            coordinator.before_backward = suspended.begin_backward
+        coordinator.follow(_InferencePasses(homes, suspended))
     hooks = _follow_passes(module, session, homes, suspended)
     hooks.append(finish_after_forward(module, coordinator.finish_gathers))
     stock_destroy = offload.destroy
@@ -153,6 +152,19 @@ def complete(offload: Any, engine: Any, options: TenCacheConfig) -> None:
             stack.callback(finish_gathers, module, session.keep_memory)
 
     offload.destroy = destroy
+
+
+class _InferencePasses(PassListener):
+    def __init__(self, homes: InferenceHomes, suspended: SuspendedHooks | None) -> None:
+        self._homes = homes
+        self._suspended = suspended
+
+    def backward_begins(self) -> None:
+        if self._suspended is not None:
+            self._suspended.begin_backward()
+
+    def fetched(self, module: Any, forward: bool) -> None:
+        self._homes.relieve()
 
 
 def _build_homes(

@@ -95,8 +95,6 @@ class ModelWeights:
         self._counters = counters
         self.order_gathers = order_gathers
         """See :meth:`WeightWriter.order_gathers`."""
-        self.leaving: Callable[[int], None] = lambda key: None
-        """Called with a weight that is about to leave host memory."""
         self._found_segments: dict[int, tuple[list[int], list[int]]] = {}
         self._found_overlaps: dict[Chunk, list[Overlap]] = {}
 
@@ -345,25 +343,25 @@ class SharedWeights:
         groups: the parameters of each sub-group.
         weights: where they are.
         finish_step: returns when no update is under way.
-
-    Attributes:
-        state: the optimizer's state, once it is there.
     """
 
     def __init__(self, groups: Sequence[Sequence[Any]], weights: ModelWeights, finish_step: Callable[[], None]) -> None:
-        self.state: OptimizerStateTier | None = None
+        self._state: OptimizerStateTier | None = None
         self._groups = groups
         self._weights = weights
         self._finish_step = finish_step
         self._former: dict[int, torch.Tensor] = {}
-        weights.leaving = lambda key: self._join({key})
         for group in groups:
             for param in group:
                 setattr(param, _ATTRIBUTE, self)
 
+    def begin(self, state: OptimizerStateTier) -> None:
+        """The optimizer's state is there, with master weights that are the difference to these weights."""
+        self._state = state
+
     def close(self) -> None:
         """The engine ends: nothing is stored as the difference to its weights any more. Idempotent."""
-        self.state = None
+        self._state = None
         self._former.clear()
         for group in self._groups:
             for param in group:
@@ -381,6 +379,10 @@ class SharedWeights:
         return bool(self._former) and not self._former.keys().isdisjoint(self._weights.keys_of(chunk))
 
     # Changes by others
+
+    def leaves(self, param: Any) -> None:
+        """A weight is about to leave host memory."""
+        self._join({param.ds_id})
 
     def gathered(self, param: Any) -> None:
         """See :func:`gathered`. Where a gathered weight is the shard itself, as on one rank without a device, its value
@@ -420,12 +422,12 @@ class SharedWeights:
 
     def _join(self, keys: set[int]) -> None:
         """Has master weights stored whole that are the difference to some weights."""
-        if not keys or self.state is None:
+        if not keys or self._state is None:
             return
         self._finish_step()
         for sub_group in sorted({index for key in keys if (index := self._weights.sub_group_of(key)) is not None}):
-            chunks = self.state.chunks(sub_group)
-            self.state.join(chunk for chunk in chunks if not keys.isdisjoint(self._weights.keys_of(chunk)))
+            chunks = self._state.chunks(sub_group)
+            self._state.join(chunk for chunk in chunks if not keys.isdisjoint(self._weights.keys_of(chunk)))
 
 
 # In device memory
@@ -454,9 +456,10 @@ class DeviceWeights:
 
     def to_device(self, key: int, memory: torch.Tensor) -> None:
         """See :meth:`MovableWeights.to_device`."""
-        if self._model_weights is not None:
-            self._model_weights.leaving(key)
         param = self._params[key]
+        shared = getattr(param, _ATTRIBUTE, None)
+        if shared is not None:
+            shared.leaves(param)
         shard = memory.view(param.ds_tensor.dtype)
         if in_tier(param):
             param.nvme_swapper.to_device(param, shard)

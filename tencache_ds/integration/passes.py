@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 from tencache_ds.host_path import GradientNorms, SuspendedHooks, gather_at_once
 from tencache_ds.integration.adapters.versions import DeepSpeedClass
+from tencache_ds.integration.coordinator import PassListener
 from tencache_ds.integration.model_weights import GatheredWeights
 from tencache_ds.observability import spans
 from tencache_ds.placement.gpu_homes import GpuHomes
@@ -22,36 +23,53 @@ from tencache_ds.placement.host_homes import HostHomes
 from tencache_ds.tiers.update import UpdateGate
 
 
-class PassesMixin(DeepSpeedClass):
-    """Overrides of DeepSpeed's methods around passes for :class:`TenCacheZeroOptimizer_Stage3`."""
+class PassesMixin(PassListener, DeepSpeedClass):
+    """Overrides of DeepSpeed's methods around passes for :class:`TenCacheZeroOptimizer_Stage3`, which listens to its
+    coordinator."""
 
     _suspended: SuspendedHooks | None = None
     _n_hook_changes = 0
     _had_suspended = False
     _lacks_buckets = False
     _updating = False
+    _gpu_homes: GpuHomes | None
     _host_homes: HostHomes | None
 
-    def _follow_passes(self, homes: GpuHomes, weights: GatheredWeights, gate: UpdateGate | None) -> None:
+    def _follow_passes(self, weights: GatheredWeights | None, gate: UpdateGate | None) -> None:
         """Once DeepSpeed's hooks are there."""
-        coordinator = self._get_param_coordinator()
-        coordinator.before_pass = self._begin_pass
-        coordinator.before_backward = self._begin_backward
-        if weights.stay_gathered:
+        module = self.parameter_offload.module
+        self._get_param_coordinator().follow(self, list(module.parameters()), gate)
+        if self._gpu_homes is not None and weights is not None and weights.stay_gathered:
             self._suspended = SuspendedHooks(self.parameter_offload, weights, gate=gate)
 
-    def _begin_pass(self) -> None:
+    def pass_begins(self) -> None:
+        """See :meth:`PassListener.pass_begins`."""
         if self._suspended is not None and self._suspended.n_changes != self._n_hook_changes:
             self._n_hook_changes = self._suspended.n_changes
             if self.activation_hooks is not None:
                 for module in self._suspended.modules:
                     self.activation_hooks.note_weights(module)
-        self._gpu_homes.begin_pass()
+        if self._gpu_homes is not None:
+            self._gpu_homes.begin_pass()
 
-    def _begin_backward(self) -> None:
+    def backward_begins(self) -> None:
+        """See :meth:`PassListener.backward_begins`."""
         if self._suspended is not None:
             self._suspended.begin_backward()
-        self._gpu_homes.begin_backward()
+        if self._gpu_homes is not None:
+            self._gpu_homes.begin_backward()
+
+    def fetched(self, module: Any, forward: bool) -> None:
+        """See :meth:`PassListener.fetched`."""
+        if forward and self.activation_hooks is not None:
+            self.activation_hooks.note_weights(module)
+
+    def weights_stay(self) -> bool:
+        """See :meth:`PassListener.weights_stay`."""
+        deepspeed_engine = self._deepspeed_engine()
+        if deepspeed_engine is None or not deepspeed_engine.module.training:
+            return True
+        return not deepspeed_engine.is_gradient_accumulation_boundary()
 
     def backward_prologue(self) -> None:
         """The start of a backward pass."""
@@ -101,7 +119,7 @@ class PassesMixin(DeepSpeedClass):
 
     def _follow_step(self) -> None:
         """After each step: once it is decided which weights live in GPU memory, their modules need no hooks."""
-        if self._suspended is not None and self._gpu_homes.settled:
+        if self._suspended is not None and self._gpu_homes is not None and self._gpu_homes.settled:
             self._suspended.step_done()
 
     def _post_step(self, *args: Any, **kwargs: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -59,7 +58,7 @@ def announce(message: str, options: TenCacheConfig) -> None:
 def announce_summary_at_end(session: Session) -> None:
     """Prints a summary of the run on rank 0 when the engine is destroyed, or else when the process ends."""
     if session.options.log == Log.normal and session.surroundings.rank == 0:
-        session.before_close = _say_summary
+        session.on_close(_say_summary)
         _open_sessions.add(session)
 
 
@@ -163,7 +162,7 @@ class Observatory:
         with self._lock:
             number = next(self._numbers)
             self._engines[number] = _Observed(weakref.ref(session), weakref.ref(module), weakref.ref(optimizer))
-            session.after_close = functools.partial(self._remove, number)
+            session.on_close(lambda stats: self._remove(number))
             if self._channel is None:
                 try:
                     self._channel = Channel(self._answer)

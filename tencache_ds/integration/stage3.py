@@ -98,17 +98,10 @@ class TenCacheZeroOptimizer_Stage3(
                 self.parameter_offload.destroy()
             raise
         install(self.host_path, self.parameter_offload)
+        self._follow_passes(self._gathered, None if self._chunked_step is None else self._chunked_step.gate)
         coordinator = self._get_param_coordinator()
-        coordinator.trained = list(self.parameter_offload.module.parameters())
-        coordinator.weights_stay = self._weights_stay
-        gate = None if self._chunked_step is None else self._chunked_step.gate
-        coordinator.update_gate = gate
         self._showing = self.parameter_offload.module.register_state_dict_pre_hook(wait_for_state_dict)
         self._finishing = finish_after_forward(self.parameter_offload.module, coordinator.finish_gathers)
-        if self.activation_hooks is not None:
-            coordinator.fetched_for_forward = self.activation_hooks.note_weights
-        if self._gpu_homes is not None and self._gathered is not None:
-            self._follow_passes(self._gpu_homes, self._gathered, gate)
         self._plan_peak()
 
     # Gradients
@@ -202,7 +195,6 @@ class TenCacheZeroOptimizer_Stage3(
             self._gradients.end_step()
         record = engine.step_done(time.perf_counter_ns() - t_start_ns)
         spans.phase("optimizer step")  # of a trace that has begun with this step's end
-        coordinator = self._get_param_coordinator()
         if self._gpu_homes is not None:
             self._gpu_homes.step_done(record, before, self._update_seconds)
         if self._host_homes is not None:
@@ -210,8 +202,7 @@ class TenCacheZeroOptimizer_Stage3(
         if engine.activations is not None and self._state_moves is not None:
             engine.activations.make_room(self._state_moves)
         self._follow_step()
-        coordinator.update_may_continue = engine.options.overlap_step
-        coordinator.read_ahead(updated=True)
+        self._get_param_coordinator().step_done(update_continues=engine.options.overlap_step)
         self._monitor.step_done(self._deepspeed_engine())
         if engine.background is None or not engine.background.running:
             self._write_figures()
@@ -372,12 +363,6 @@ class TenCacheZeroOptimizer_Stage3(
                 stack.callback(self._chunked_step.close)
             stack.callback(finish_gathers, module, session.keep_memory if session is not None else lambda: None)
             stack.callback(self.finish_save)
-
-    def _weights_stay(self) -> bool:
-        deepspeed_engine = self._deepspeed_engine()
-        if deepspeed_engine is None or not deepspeed_engine.module.training:
-            return True
-        return not deepspeed_engine.is_gradient_accumulation_boundary()
 
     def _finish_step(self) -> None:
         """Waits for the end of the last step, wherever it runs; not where a checkpoint is begun whose state is saved

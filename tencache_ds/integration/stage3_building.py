@@ -376,7 +376,7 @@ class BuildingMixin(DeepSpeedClass):
         memory = None if self._device is None else self._device[0]
         self._state = engine.state.build(specs, stored_nbytes, memory, masters)
         if self._shared_weights is not None:
-            self._shared_weights.state = self._state
+            self._shared_weights.begin(self._state)
         engine.build_staging(chunk_nbytes, self._momentum_buffers(stored_momentum))
         self.subgroup_to_device = dict.fromkeys(range(len(specs)), "cpu")
         accelerator: Any = get_accelerator()
@@ -477,13 +477,6 @@ class BuildingMixin(DeepSpeedClass):
             fused=fused,
             device=self._device,
         )
-        moves = self._state_moves = StateMoves(
-            state,
-            len(self.fp16_groups),
-            engine,
-            open_store=engine.state.open_store,
-            moved=optimizer_states.show,
-        )
         self._chunked_step = ChunkedStep(
             self.optimizer,
             self.fp16_groups,
@@ -495,7 +488,14 @@ class BuildingMixin(DeepSpeedClass):
             self.step_guard,
             overlaps=self._updater.one_pass_states if self._tencache_options.overlap_step else (),
         )
-        moves.before = self._chunked_step.finish
+        moves = self._state_moves = StateMoves(
+            state,
+            len(self.fp16_groups),
+            engine,
+            open_store=engine.state.open_store,
+            before=self._chunked_step.finish,
+            moved=optimizer_states.show,
+        )
         self._host_homes = engine.watch_host_memory(moves)
         if self._device is not None:
             self._gathered = GatheredWeights(list(self.module.parameters()), weights, may_stay=self.host_path.hooks)
@@ -509,7 +509,7 @@ class BuildingMixin(DeepSpeedClass):
                 moved_gradient=getattr(self, GRADIENT_PARTITIONS).__setitem__,
                 momentum=self._momentum,
                 hidden_share=self._chunked_step.hidden_share,
-                record_fetches=self._record_fetches,
+                record_fetches=self._get_param_coordinator().record_fetches,
             )
         starts = itertools.accumulate((int(n) for n in self.fp16_partitioned_groups_flat_numel), initial=0)
         self._sub_group_starts = list(starts)
@@ -562,9 +562,6 @@ class BuildingMixin(DeepSpeedClass):
         setattr(self, GRADIENT_PARTITIONS, {key: gradients.segment(key) for key in keys})
         self.grad_partitions_flat_buffer = empty(0, dtype)  # DeepSpeed asks where it is
         return gradients
-
-    def _record_fetches(self, recorder: FetchRecorder | None) -> None:
-        self._get_param_coordinator().fetch_recorder = recorder
 
     def create_reduce_and_remove_grad_hooks(self) -> None:
         # A post-accumulate hook needs the parameter, not its value: stored weights are not read for it.

@@ -49,6 +49,7 @@ class StateMoves:
         n_sub_groups: of it.
         accounts: of host memory.
         open_store: makes NVMe ready for state, if it may go there; returns whether it may.
+        before: called before anything moves: waits until it is not in use.
         moved: called with a sub-group whose state has changed its places.
     """
 
@@ -59,6 +60,7 @@ class StateMoves:
         accounts: Accounts,
         *,
         open_store: Callable[[], bool],
+        before: Callable[[], None] = lambda: None,
         moved: Callable[[int], None],
     ) -> None:
         self.tier = tier
@@ -68,8 +70,7 @@ class StateMoves:
         self._moved = moved
         self._collected_nbytes = 0
         self._counted_nbytes = tier.resident_nbytes
-        self.before: Callable[[], None] = lambda: None
-        """Called before anything moves, to wait until it is not in use."""
+        self.before = before
         self.free_unused: Callable[[], int] = lambda: 0
         """Frees host memory that nothing is in, and returns how much: that of weights and gradients in GPU memory,
         which is kept so that they can return quickly."""

@@ -94,14 +94,10 @@ class Session:
         self._predicted_seconds: float | None = None
         self._settled = True
         self._fused_adam: FusedAdam | None = None
-        self.before_close: Callable[[Stats], None] | None = None
-        """Called with the final figures."""
-        self.after_close: Callable[[], None] = lambda: None
-        """Called when everything is released, or as much of it as could be."""
+        self._on_close: list[Callable[[Stats], None]] = []
         self._no_update = threading.Event()
         self._no_update.set()
-        self.background: BackgroundUpdate | None = None
-        """The optimizer step that overlaps training."""
+        self._background: BackgroundUpdate | None = None
         locking = Locking.CUDA if surroundings.on_cuda and surroundings.pin_memory else Locking.NONE
         self._gradient_arena = HostArena(None, locking, inherited=True)
         self.gradient_memory = HostTensors(self._gradient_arena, "gradients", self.count_host)
@@ -239,12 +235,21 @@ class Session:
         finally:
             self._no_update.set()
 
+    @property
+    def background(self) -> BackgroundUpdate | None:
+        """The optimizer step that overlaps training."""
+        return self._background
+
+    def overlap(self, background: BackgroundUpdate) -> None:
+        """An optimizer step overlaps training from now on: whoever needs its results waits for it."""
+        self._background = background
+
     def update_under_way(self, seconds: float) -> bool:
         """Waits at most so long until no update is under way, here or in the background, where state may be read for a
         checkpoint, too; whether one still is. Any thread."""
         if not self._no_update.wait(seconds):
             return True
-        return self.background is not None and self.background.busy(seconds)
+        return self._background is not None and self._background.busy(seconds)
 
     def plan_peak(self, others: OutsideNeeds) -> None:
         """Computes an upper bound of this rank's peak memory from the initial placement.
@@ -338,9 +343,9 @@ class Session:
 
     def stats(self) -> Stats:
         """Snapshot of the counters and of the memory held now, when the optimizer step is over."""
-        if self.background is not None:
+        if self._background is not None:
             with contextlib.suppress(TenCacheError):  # the next step raises it
-                self.background.finish()
+                self._background.finish()
         return self.look()
 
     def look(self) -> Stats:
@@ -452,6 +457,10 @@ class Session:
         """:meth:`close` will leave the staging memory mapped: a collective that never ended may still read it."""
         self._staging.keep_memory()
 
+    def on_close(self, callback: Callable[[Stats], None]) -> None:
+        """Has a function called with the final figures when everything is released, or as much of it as could be."""
+        self._on_close.append(callback)
+
     def close(self) -> None:
         """Waits for I/O in flight, frees this engine's memory and storage and returns the weights to their model.
         Idempotent; a forked child leaves all of that to its parent."""
@@ -463,9 +472,8 @@ class Session:
             self._closed = True
             tracing.engine_closed(self.counters)
             with contextlib.ExitStack() as stack:  # every step runs, even if an earlier one raises
-                stack.callback(self.after_close)
-                if self.before_close is not None:
-                    stack.callback(self.before_close, self.stats())
+                for callback in self._on_close:
+                    stack.callback(callback, self.stats())
                 if self._owns:
                     stack.callback(self._engines[0].close)
                 stack.callback(self._engines[0].reserve_host_memory, -self._reserved_nbytes)
@@ -486,8 +494,8 @@ class Session:
                 stack.callback(self.state.close)
                 if self._fused_adam is not None:
                     stack.callback(self._fused_adam.close)
-                if self.background is not None:
-                    stack.callback(self.background.close)
+                if self._background is not None:
+                    stack.callback(self._background.close)
 
     @property
     def _all_nvme(self) -> list[NvmePaths]:
