@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -135,7 +135,11 @@ class TenCacheSession:
         )
 
     def transfer(self, kind: Kind, seconds: float) -> int:
-        """See :meth:`~.storage_loops.Session.transfer`."""
+        """Starts requests for ``seconds``, waits for all of them, and returns the bytes they moved.
+
+        Raises:
+            StorageError: a request failed or came back short; names the folder or file.
+        """
         try:
             return keep_in_flight(self.requests, kind, seconds, self.start)
         except StorageError as error:
@@ -145,7 +149,7 @@ class TenCacheSession:
             ) from error
 
     def close(self) -> None:
-        """See :meth:`~.storage_loops.Session.close`."""
+        """Waits for the requests in flight and frees everything, including its own files."""
         self.backend.close()
 
     def start(self, operation: Operation, slot: int, extent: int) -> Ticket:
@@ -454,22 +458,6 @@ def operation_of(kind: Kind, slot: int) -> Operation:
     return Operation(kind.value)
 
 
-class Session(Protocol):
-    """One of the compared backends, ready for use. Used by one thread."""
-
-    def transfer(self, kind: Kind, seconds: float) -> int:
-        """Starts requests for ``seconds``, waits for all of them, and returns the bytes they moved.
-
-        Raises:
-            StorageError: a request failed or came back short; names the folder or file.
-        """
-        ...
-
-    def close(self) -> None:
-        """Waits for the requests in flight and frees everything, including its own files."""
-        ...
-
-
 Issue = Callable[[Operation, int, int], Ticket]
 """``issue(operation, slot, extent)``: starts one request."""
 
@@ -529,7 +517,7 @@ class StockSession:
         self.handle: Any = open_stock_handle(settings)
 
     def transfer(self, kind: Kind, seconds: float) -> int:
-        """See :meth:`Session.transfer`."""
+        """See :meth:`TenCacheSession.transfer`."""
         requests = self._requests
         end_s = time.perf_counter() + seconds
         n_moved, turn = 0, 0
@@ -548,5 +536,9 @@ class StockSession:
                 return n_moved
 
     def close(self) -> None:
-        """See :meth:`Session.close`."""
+        """See :meth:`TenCacheSession.close`."""
         self.handle = None
+
+
+Session = TenCacheSession | StockSession
+"""One of the compared backends, ready for use. Used by one thread."""

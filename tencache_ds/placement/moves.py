@@ -400,13 +400,16 @@ class GpuMoves:
 
     def bring_weights(self, shards: Sequence[Shard], agree: Agree) -> bool:
         """All of them on all ranks, or none on any: those from NVMe leave the order of collectives."""
-        self._state.before()
+        if any(shard.key not in self._weight_moves.there for shard in shards):
+            self._state.before()
         return self._weight_moves.bring(shards, agree)
 
     def bring_state(self, counts: Sequence[int]) -> None:
         """Moves the state of the first ``counts`` chunks of each sub-group, and the gradients of weights that are there
         with all of their state; each rank decides alone. Ends at an allocation that fails. Host memory that becomes
         free takes state from NVMe."""
+        if any(counts):
+            self._state.before()  # an update reads gradients
         try:
             for index, (count, there) in enumerate(zip(counts, self.counts(), strict=True)):
                 if count and count >= there:
@@ -415,7 +418,7 @@ class GpuMoves:
                     self.relocate({index: self._with_device_chunks(index, count)})
         except MemoryLimitError as error:
             logger.warning("less optimizer state than planned moves to GPU memory: %s", error)
-        if self._state.any_on_nvme:
+        if self.nbytes and self._state.any_on_nvme:
             self.free_unused_host_memory()
             self._state.take_host_memory(self._state.accounts.host_left_nbytes)
 

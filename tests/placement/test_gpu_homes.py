@@ -164,15 +164,23 @@ class Life:
         self.said: list[str] = []
         self.predicted: list[float | None] = []
         self.moved: set[int] = set()
+        self.waits_for_update: list[int] = []
         self.recorder: FetchRecorder | None = None
         self.moves = GpuMoves(
             self.memory,
-            StateMoves(self.bench.tier, 2, self.accounts, open_store=lambda: True, moved=lambda sub_group: None),
+            StateMoves(
+                self.bench.tier,
+                2,
+                self.accounts,
+                open_store=lambda: True,
+                before=lambda: self.waits_for_update.append(1),
+                moved=lambda sub_group: None,
+            ),
             self.gradients,
             [[(0, 4096), (1, NUMELS[0] - 4096)], [(2, NUMELS[1])]],
             self.weights,
             self.accounts,
-            moved_gradient=lambda key, tensor: self.moved.add(key),
+            moved_gradient=self.gradient_moved,
         )
         self.homes = GpuHomes(
             TenCacheConfig(**options),
@@ -191,6 +199,10 @@ class Life:
             say=self.say,
             activations=saved,
         )
+
+    def gradient_moved(self, key: int, tensor: torch.Tensor) -> None:
+        assert self.waits_for_update, "an update may read it"
+        self.moved.add(key)
 
     def record_fetches(self, recorder: FetchRecorder | None) -> None:
         self.recorder = recorder
@@ -279,6 +291,23 @@ def test_with_room_for_everything_everything_goes_there_and_stays(life):
     for _ in range(3):
         assert training.step(1) == 6
     assert len(training.said) == 1
+
+
+def test_a_plan_that_moves_nothing_waits_for_no_update(life):
+    training = life(8)
+    assert begin(training) == 0
+    assert training.homes.settled
+    assert training.waits_for_update == []
+
+
+def test_gradients_that_go_there_without_weights_wait_for_the_update(life):
+    training = life(100)
+    training.step(1)
+    training.homes.hand_back(weights=False)
+    training.moved.clear()
+    training.waits_for_update.clear()
+    training.homes.take_again()
+    assert training.moved == {0, 1, 2}
 
 
 def test_room_stays_free_for_a_step_twice_as_large(life):
