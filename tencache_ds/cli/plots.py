@@ -28,6 +28,8 @@ from tencache_ds.plotting import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from tencache_ds.planning.forecast import Forecast
+
 PHASES = {"forward": GREEN, "backward": YELLOW, "optimizer step": FAINT}
 LANE_COLOURS = {"wait": VERMILION, "gather": GREEN, "copy": PURPLE, "update": ORANGE, "read": BLUE, "write": SKY}
 OVERLAPPED = 0.35
@@ -105,11 +107,6 @@ def _add_legend(figure: Any) -> None:
 
 # A plan
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from tencache_ds.planning.forecast import Forecast
 
 GIB = 2**30
 KIND_COLOURS = {"weights": BLUE, "gradients": SKY, "optimizer state": ORANGE}

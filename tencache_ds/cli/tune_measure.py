@@ -153,7 +153,7 @@ class TenCacheSession:
         self.backend.close()
 
     def start(self, operation: Operation, slot: int, extent: int) -> Ticket:
-        """See :data:`~.storage_loops.Issue`."""
+        """See :data:`Issue`."""
         return self.backend.submit(Submission(operation, *self.requests.place(extent), self.requests.buffers[slot]))
 
 

@@ -235,7 +235,7 @@ class Observatory:
         }
 
     def _residency(self, number: int) -> dict[str, Any]:
-        """See :func:`tencache_ds.integration.reporting.residency`."""
+        """See :func:`residency`."""
         _, module, optimizer = self._engine(number)
         if module is None or optimizer is None:
             raise TenCacheError(f"the model of engine {number} is gone")

@@ -366,7 +366,7 @@ def summarize(contents: dict[str, Any]) -> list[RankSummary]:
     """Summary of each rank in a trace file.
 
     Args:
-        contents: see :func:`tencache_ds.observability.trace_file.trace_events`.
+        contents: see :func:`trace_events`.
     """
     t_zero_ns = contents["otherData"]["tencache"]["t_zero_ns"]
     return [_summarize(rank, spans, t_zero_ns) for rank, spans in spans_by_rank(contents)]
@@ -513,7 +513,7 @@ def timelines(contents: dict[str, Any]) -> list[Timeline]:
     """The timeline of each rank in a trace file.
 
     Args:
-        contents: see :func:`tencache_ds.observability.trace_file.trace_events`.
+        contents: see :func:`trace_events`.
     """
     t_zero_ns = contents["otherData"]["tencache"]["t_zero_ns"]
     return [_timeline(rank, spans, t_zero_ns) for rank, spans in spans_by_rank(contents)]

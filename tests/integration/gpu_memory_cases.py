@@ -53,7 +53,9 @@ NOT_FOR_STOCK = {"tencache", "capacity", "copy_rate", "device_memory", "moves", 
                  "host_available", "nvme_free", "host_runs_out_at", "beside_zero_init", "takes_back",
                  "hands_back", "delay_s"}  # fmt: skip
 plain_finish = ChunkedUpdate._finish
-delay_s = 0.0
+delays_s: Sequence[float] = (0.0,)
+"""How much longer chunks take that are updated behind a pass: each one of these, at random."""
+
 n_behind = 0
 """Chunks that were updated behind a pass, in the case at hand."""
 
@@ -123,7 +125,7 @@ def slow_finish(self: ChunkedUpdate, *args: Any) -> None:
     global n_behind
     if threading.current_thread().name.startswith("tencache-update"):
         n_behind += 1
-        time.sleep(delay_s)
+        time.sleep(random.choice(delays_s))
     plain_finish(self, *args)
 
 
@@ -195,8 +197,8 @@ def little_room(case: dict[str, Any]) -> Iterator[None]:
 
 
 def run(case: dict[str, Any], engine: str, folder: str, rank: int) -> dict[str, Any]:
-    global delay_s, n_behind
-    delay_s, n_behind = case.get("delay_s", 0.0), 0
+    global delays_s, n_behind
+    delays_s, n_behind = (case.get("delay_s", 0.0),), 0
     if engine == "stock" and not {"scenario", "action", "gathered"} & case.keys():
         stocks_own = {key: value for key, value in case.items() if key not in NOT_FOR_STOCK}
         key = json.dumps(stocks_own, sort_keys=True)
@@ -457,15 +459,20 @@ class Shrinking:
                 self._taken = torch.empty(nbytes, dtype=torch.uint8, device=homes._memory.device)
 
 
-if __name__ == "__main__":
+def prepare() -> None:
+    """Makes this process one whose engines have GPU memory, or what stands in for it."""
     training.config_for = config_for
-    torch.manual_seed(0)
     # Small models have several buffers of gradients too.
     stage3_building.GRADIENT_BUFFER_NUMEL = 2**14
     # At the same step in every run, however fast the machine's steps are.
     step_observer.MOST_STEPS = 1
-    step_observer.FetchRecorder = RememberedRecorder
     ChunkedUpdate._finish = slow_finish
     if get_accelerator().is_synchronized_device():
         use_ordinary_memory()
+
+
+if __name__ == "__main__":
+    prepare()
+    torch.manual_seed(0)
+    step_observer.FetchRecorder = RememberedRecorder
     training.main(run)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +18,6 @@ import deepspeed
 import gpu_memory_cases
 import torch
 import training
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -31,15 +28,11 @@ from torch import nn
 
 import tencache_ds
 from tencache_ds.errors import TenCacheError
-from tencache_ds.integration import stage3_building
-from tencache_ds.placement import step_observer
-from tencache_ds.tiers.update import ChunkedUpdate
 
 N_ACTIONS = 25
 N_FIRST_STEPS = 5
 """Places are decided in them."""
 
-LONGER_S = (0.0, 0.001, 0.004, 0.01)
 NOT_COMPARED = "not compared"
 
 
@@ -225,17 +218,7 @@ def run(case: dict[str, Any], engine_name: str, folder: str, rank: int) -> dict[
     return result
 
 
-def slow_finish(self: ChunkedUpdate, *args: Any) -> None:
-    if threading.current_thread().name.startswith("tencache-update"):
-        time.sleep(random.choice(LONGER_S))
-    gpu_memory_cases.plain_finish(self, *args)
-
-
 if __name__ == "__main__":
-    training.config_for = gpu_memory_cases.config_for
-    stage3_building.GRADIENT_BUFFER_NUMEL = 2**14
-    step_observer.MOST_STEPS = 1
-    ChunkedUpdate._finish = slow_finish
-    if get_accelerator().is_synchronized_device():
-        gpu_memory_cases.use_ordinary_memory()
+    gpu_memory_cases.prepare()
+    gpu_memory_cases.delays_s = (0.0, 0.001, 0.004, 0.01)
     training.main(run, keeps=lambda case: False)
